@@ -10,7 +10,7 @@ _MAX_REASON_CHARACTERS = 300
 
 
 class GrammarKind(enum.StrEnum):
-    """What a grammar's text is written in."""
+    """The language in which a grammar is written."""
 
     JSON_OBJECT = "json_object"
     JSON_SCHEMA = "json_schema"
@@ -22,10 +22,11 @@ class GrammarKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """``text`` is a JSON schema as JSON, a regular expression, a JSON list of the strings to choose
+    """A grammar that an answer must match.
 
-    from, a grammar in llguidance's dialect of Lark (or in GBNF, where it has no rule ``start``), or
-    a structural tag as JSON; of ``JSON_OBJECT`` it is empty.
+    ``text`` is a JSON schema as JSON, a regular expression, a JSON list of the strings to choose
+    from, a structural tag as JSON, or a grammar in llguidance's dialect of Lark. A grammar without
+    a rule ``start`` is GBNF. With ``JSON_OBJECT``, ``text`` is empty.
     """
 
     kind: GrammarKind
@@ -33,34 +34,35 @@ class Grammar:
 
 
 class TokenMatcher(Protocol):
-    """Follows one text through a grammar, token by token; once broken it stays so.
+    """Follows one text through a grammar, token by token. A matcher with an error keeps it.
 
     Used by one thread at a time.
     """
 
     def unsafe_compute_mask_ptr(self, trg_pointer: int, trg_byte_size: int) -> None:
-        """Write which tokens may follow: a bit each, from the lowest up, in words of 32.
+        """Write the tokens that may follow as a bit mask: one bit each, lowest first, in 32-bit
+        words.
 
         Where the text may end, the tokens that end it are among them.
         """
 
     def consume_token(self, sampled_token: int) -> bool:
-        """Go on by a token; false where it may not follow, which breaks the matcher."""
+        """Advance by a token. Returns False for a token that may not follow, which is an error."""
 
     def rollback(self, num_tokens: int) -> bool:
-        """Take the latest tokens back."""
+        """Remove the latest tokens."""
 
     def is_stopped(self) -> bool:
-        """Whether nothing may follow but the end."""
+        """Whether only the end may follow."""
 
     def is_error(self) -> bool:
-        """Whether it is broken."""
+        """Whether the matcher has an error."""
 
     def get_error(self) -> str:
-        """Why it is."""
+        """Return the error."""
 
     def deep_copy(self) -> TokenMatcher:
-        """A copy at the same place. Both share what they compute of the grammar."""
+        """Return a copy at the same position. Both share what they compute of the grammar."""
 
 
 def reason_in(error: str) -> str:
@@ -70,4 +72,4 @@ def reason_in(error: str) -> str:
         return "no text matches it"
     if len(line) > _MAX_REASON_CHARACTERS:
         line = f"{line[:_MAX_REASON_CHARACTERS]}…"
-    return line or "the library does not say why"
+    return line or "the library gives no reason"

@@ -1,11 +1,11 @@
-"""Block hashes: the names under which KV blocks are found again.
+"""Block hashes: the names by which cached KV blocks are found.
 
 A full block's hash is a keyed BLAKE2b-128 (RFC 7693) over its parent's hash and its token ids. The
 key binds the model's fingerprint and the tenant's salt, so equal prompts of two tenants, or of two
 models, share nothing.
 
-A cluster has one size of *hash blocks*. The blocks of a worker's KV cache are as large, or hold
-several of them.
+A cluster has one size of *hash blocks*. A block of a worker's KV cache has that size or a multiple
+of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HASH_BYTES = 16
 
 
 def hash_key(fingerprint: str, salt: bytes = b"") -> bytes:
-    """The 32-byte key for one model and one salt."""
+    """Return the 32-byte key for one model and one salt."""
     # Hashed first: BLAKE2b takes keys of at most 64 bytes.
     key = hashlib.blake2b(fingerprint.encode()).digest()
     return hashlib.blake2b(salt, digest_size=32, key=key).digest()
@@ -27,10 +27,10 @@ def hash_key(fingerprint: str, salt: bytes = b"") -> bytes:
 def block_hashes(
     token_ids: Sequence[int], block_size: int, key: bytes, known: Sequence[bytes] = ()
 ) -> list[bytes]:
-    """The chained hashes of all full blocks of ``token_ids``.
+    """Return the chained hashes of all full blocks of ``token_ids``.
 
-    ``known`` holds the hashes of leading blocks that are computed already; they are not computed
-    again. Token ids must lie in 0 … 2³²-1.
+    ``known`` holds the hashes of leading blocks, which are not computed again. Token ids must lie
+    in 0 … 2³²-1.
     """
     hashes = list(known)
     packed = array("I", token_ids[len(hashes) * block_size :]).tobytes()
@@ -52,15 +52,19 @@ class HashChain:
         self._hashes: list[bytes] = []
 
     def of(self, token_ids: Sequence[int], block_size: int, key: bytes) -> list[bytes]:
-        """See ``block_hashes``; ``token_ids`` must begin with those of the last call."""
+        """Return the hashes as ``block_hashes`` does.
+
+        ``token_ids`` must begin with those of the last call.
+        """
         known = self._hashes if key == self._key else []
         self._key, self._hashes = key, block_hashes(token_ids, block_size, key, known)
         return self._hashes
 
 
 def last_hashes(hashes: Sequence[bytes], per_block: int) -> list[bytes]:
-    """The hashes by which full blocks of ``per_block`` hash blocks each are found.
+    """Return the hashes of full blocks of ``per_block`` hash blocks each.
 
-    A block's is that of its last hash block: chained, it stands for all that comes before it.
+    A block's hash is that of its last hash block. Since hashes are chained, it stands for all
+    tokens before it.
     """
     return list(hashes[per_block - 1 :: per_block])

@@ -1,21 +1,21 @@
-"""Which heads of a model lie on which rank of a tensor-parallel worker.
+"""Computes which heads of a model each rank of a tensor-parallel worker holds.
 
 With H KV heads and k ranks:
 
 - k <= H: rank r holds the KV heads [r*H//k, (r+1)*H//k), and the query heads of their groups. Ranks
-  may so differ by one KV head: of 3 heads on 2 ranks, one has 1 and the other 2.
+  may differ by one KV head: of 3 heads on 2 ranks, one has 1 and the other 2.
 - k > H: rank r holds the one KV head r*H//k. Several ranks hold the same one, and share the query
   heads of its group: contiguous runs, which differ by one at most.
 
-Engine and handoff go by this one rule. Plain Python; all functions raise ValueError for what no
-worker can be.
+Engine and handoff use this rule. Plain Python. All functions raise ValueError for impossible
+arguments.
 """
 
 from __future__ import annotations
 
 
 def kv_heads_of(rank: int, ranks: int, kv_heads: int) -> range:
-    """The model's KV heads that a rank holds: one at least."""
+    """Return the model's KV heads that a rank holds: at least one."""
     _check(ranks, kv_heads)
     if not 0 <= rank < ranks:
         raise ValueError(f"there is no rank {rank} of {ranks}")
@@ -24,7 +24,7 @@ def kv_heads_of(rank: int, ranks: int, kv_heads: int) -> range:
 
 
 def ranks_of(kv_head: int, ranks: int, kv_heads: int) -> range:
-    """The ranks that hold a KV head of the model: one, unless there are more ranks than heads."""
+    """Return the ranks that hold a KV head: one, unless there are more ranks than heads."""
     _check(ranks, kv_heads)
     if not 0 <= kv_head < kv_heads:
         raise ValueError(f"there is no KV head {kv_head} of {kv_heads}")
@@ -34,9 +34,9 @@ def ranks_of(kv_head: int, ranks: int, kv_heads: int) -> range:
 
 
 def query_heads_of(rank: int, ranks: int, kv_heads: int, query_heads: int) -> range:
-    """The model's query heads that a rank computes; every one is computed by one rank.
+    """Return the model's query heads that a rank computes. One rank computes each head.
 
-    All that they attend to lies on the rank. None are left for some ranks where there are more
+    All KV heads that they attend to lie on the rank. Some ranks compute none where there are more
     ranks than query heads.
     """
     held = kv_heads_of(rank, ranks, kv_heads)
@@ -52,4 +52,4 @@ def query_heads_of(rank: int, ranks: int, kv_heads: int, query_heads: int) -> ra
 
 def _check(ranks: int, kv_heads: int) -> None:
     if min(ranks, kv_heads) < 1:
-        raise ValueError(f"{kv_heads} KV heads cannot lie on {ranks} ranks")
+        raise ValueError(f"{kv_heads} KV heads cannot be divided among {ranks} ranks")

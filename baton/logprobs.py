@@ -1,4 +1,4 @@
-"""What the model thinks of tokens: logarithms of their probabilities."""
+"""Log probabilities of tokens."""
 
 from __future__ import annotations
 
@@ -8,37 +8,38 @@ from dataclasses import dataclass
 from typing import overload
 
 MAX_TOP_LOGPROBS = 20
-"""Tokens that a client may ask for beside the one at each position."""
+"""Maximum number of alternative tokens that a client may request for each position."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of one position of a text: natural logarithms of probabilities, those of the raw logits.
+    """Log probabilities at one position of a text: natural logarithms, of the raw logits.
 
-    No temperature, penalty, bias or filter has touched them.
+    They do not include temperature, penalties, bias or filters.
     """
 
     logprob: float
-    """Of the token that stands there."""
+    """Log probability of the token at the position."""
     top: Sequence[tuple[int, float]] = ()
-    """The likeliest token ids and theirs, likeliest first; of equal ones the lower id first."""
+    """The most likely token ids and their log probabilities, most likely first; of equal ones the
+    lower id first."""
 
 
 _PAIR = struct.Struct("<If")
 
 
 class PackedTop(Sequence[tuple[int, float]]):
-    """Token ids and their log probabilities in 8 bytes each: as tuples they have 116."""
+    """Token ids and their log probabilities in 8 bytes each. As tuples they take 116."""
 
     __slots__ = ("packed",)
 
     def __init__(self, packed: bytes) -> None:
-        """``packed``: pairs of uint32 and fp32, little-endian."""
+        """``packed`` holds pairs of uint32 and fp32, little-endian."""
         self.packed = packed
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, float]]) -> PackedTop:
-        """``pairs`` of token ids and log probabilities."""
+        """Pack ``pairs`` of token ids and log probabilities."""
         return cls(b"".join([_PAIR.pack(token_id, logprob) for token_id, logprob in pairs]))
 
     def __len__(self) -> int:

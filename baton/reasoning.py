@@ -1,4 +1,4 @@
-"""Where an answer's reasoning lies, in tokens."""
+"""Describes where an answer's reasoning lies, in tokens."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ Run = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ReasoningSpan:
-    """The tokens around a model's reasoning, and how long it may be.
+    """The tokens around a model's reasoning, and its maximum length.
 
-    A grammar applies behind it. An answer that does not begin with ``start`` has no reasoning.
+    A grammar applies after it. An answer that does not begin with ``start`` has no reasoning.
     """
 
     ends: tuple[Run, ...]
     """Each of these ends the reasoning; at least one, and none is empty."""
     start: Run = ()
-    """What the answer begins with to reason; empty: the prompt has begun the reasoning."""
+    """The tokens with which reasoning starts; empty: the prompt has started the reasoning."""
     budget: int | None = None
-    """Maximum tokens of the reasoning, without those of ``start`` and ``ends``; None: any."""
+    """Maximum number of reasoning tokens, without those of ``start`` and ``ends``; None: no
+    limit."""
     forced: Run = ()
-    """What comes when the budget is used up. It ends with one of ``ends``."""
+    """Tokens that are forced when the budget is used up. They end with one of ``ends``."""

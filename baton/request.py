@@ -1,4 +1,4 @@
-"""What travels between rooms about a request: plain frozen data."""
+"""Data about requests that packages pass to each other: plain and frozen."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ AttemptName = tuple[str, int]
 """A request's id, and the number of the attempt to run it."""
 
 MAX_STATE = 512
-"""Characters of a tracestate that are passed on, as the W3C's recommendation asks at least; a
-longer one is dropped."""
+"""Maximum length of a tracestate, in characters. This is the minimum that the W3C recommends to
+pass on; a longer one is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """The two headers of W3C Trace Context (level 1); empty ones: nobody traces.
+    """The two headers of W3C Trace Context (level 1); empty if the request is not traced.
 
-    They are a client's own words until ``baton.telemetry.tracing`` has read them.
+    They are untrusted input until ``baton.telemetry.tracing`` has parsed them.
     """
 
     traceparent: str = ""
@@ -30,7 +30,7 @@ class TraceContext:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Those that say something."""
+        """Return the headers that are not empty."""
         both = {"traceparent": self.traceparent, "tracestate": self.tracestate}
         return {name: value for name, value in both.items() if value}
 
@@ -39,19 +39,22 @@ NO_TRACE = TraceContext()
 
 
 class FinishReason(enum.StrEnum):
-    """Why a sequence ended well; the values are OpenAI's."""
+    """Why a sequence ended without an error; the values are OpenAI's."""
 
     STOP = "stop"
     LENGTH = "length"
 
 
 LOWEST_PRIORITY = (1 << 31) - 1
-"""That of work in the background: it loses its blocks before anybody else."""
+"""The priority of background work: it loses its blocks first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """On whose behalf a request runs. ``key_id`` is a public name of the API key, never the key."""
+    """The tenant and key of a request.
+
+    ``key_id`` is a public name of the API key, never the key.
+    """
 
     tenant: str = "default"
     key_id: str = ""
@@ -59,21 +62,21 @@ class Principal:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """A wish to keep the blocks of a prompt's leading tokens for longer than others."""
+    """A request to keep the blocks of a prompt's leading tokens for longer than others."""
 
     tokens: int
     """Blocks that end within these tokens are kept."""
     ttl_s: float
     name: str = ""
-    """A pin's: it keeps all of the blocks or none, and stays until its time is over or it is ended.
-    Without a name as many are kept as there is room for, until newer ones need it."""
+    """Name of a pin. A pin keeps all of the blocks or none, until it expires or is removed. Without
+    a name, blocks are kept as far as there is room, until newer ones need it."""
     required: bool = False
-    """The request fails where the blocks cannot be kept."""
+    """Whether the request fails if the blocks cannot be kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpec:
-    """All that a worker needs to run a sequence, at its start or after a move."""
+    """All that a worker needs to run a sequence, at its start or after a migration."""
 
     request_id: str
     attempt: int
@@ -86,30 +89,30 @@ class SequenceSpec:
     context_class: str = ""
     principal: Principal = Principal()
     deadline_s: float = 300.0
-    """Seconds left to the request when this was made."""
+    """Seconds left to the request when this spec was made."""
     choices: int = 1
-    """How many answers are drawn, side by side, from one prompt."""
+    """Number of answers that are sampled from one prompt."""
     choice: int = 0
-    """The number of the first of them: it enters the noise."""
+    """Number of the first of these choices. It is an input of the sampling noise."""
     priority: int = 0
     """Where blocks run out, sequences with higher numbers lose theirs first."""
     preemptions: int = 0
-    """How often the sequence has lost its blocks, at whatever worker."""
+    """How often the sequence lost its blocks, at any worker."""
     hand_back: bool = False
-    """Its router places it again if a decode worker that runs out of blocks hands it back; else
-    that worker computes it again itself."""
+    """Whether a decode worker without blocks hands the sequence back to the router, which places it
+    again. Otherwise that worker computes it again."""
     embeds: bool = False
-    """The prompt's embedding is wanted, beside one token that nobody reads."""
+    """Whether the client wants the prompt's embedding. One token is sampled too, and dropped."""
     retentions: tuple[Retention, ...] = ()
     cache_ttl_s: float = 0.0
-    """Seconds after their last use until its blocks are forgotten; 0 sets no bound."""
+    """Maximum time that its blocks stay after their last use, in seconds; 0 sets no bound."""
     trace: TraceContext = NO_TRACE
-    """Of what is above the spans of the worker."""
+    """Trace context of the parent of the worker's spans."""
     reasoning: ReasoningSpan | None = None
-    """Where the answer's reasoning lies; None: its grammar applies to all of it, and nothing bounds
-    the reasoning."""
+    """Where the answer's reasoning lies; None: the grammar applies to all of the answer, and the
+    reasoning has no limit."""
     without_speculation: bool = False
-    """No tokens are drafted for it."""
+    """Whether speculative decoding is off for the sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,36 +125,37 @@ class TokenOutput:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     error: str = ""
-    """Not empty: the sequence has failed, and why."""
+    """Reason of the sequence's failure; empty: it has not failed."""
     error_code: str = ""
     """The error's code, see ``baton.errors``."""
     choice: int = 0
-    """Which of the request's answers."""
+    """Number of the choice."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each of ``token_ids``, or none."""
+    """Log probabilities of ``token_ids``, one each, or empty."""
     prompt_logprobs: Sequence[TokenLogprobs] = ()
-    """One for each token of the prompt but the first; with the first token of an answer whose
-    request wants them."""
+    """Log probabilities of the prompt's tokens after the first. They come with the first token, if
+    the request wants them."""
     handed_back: bool = False
-    """The sequence has lost its blocks at its worker, which knows nothing of it any more: it is to
-    be placed again."""
+    """Whether the worker has taken away the sequence's blocks and dropped it. The router places it
+    again."""
     embedding: tuple[float, ...] = ()
-    """fp32 [hidden_size], of length 1; with the first token of a request that wants it."""
+    """The embedding, fp32 [hidden_size], of length 1. It comes with the first token of a request
+    that wants it."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The first token of one choice, as it was sampled where the prompt was computed."""
+    """The first token of one choice, sampled where the prompt was computed."""
 
     token_id: int
     finish_reason: FinishReason | None = None
-    """Set if it ends the choice."""
+    """The reason, if this token ends the choice."""
     logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSnapshot:
-    """What a worker is doing at one moment; counts of sequences, tokens and blocks."""
+    """A worker's load at one moment, in sequences, tokens and blocks."""
 
     incarnation: str = ""
     running: int = 0
@@ -165,25 +169,25 @@ class LoadSnapshot:
     context_tokens: int = 0
     """Tokens whose KV the running sequences hold."""
     step_ms: float = 0.0
-    """Mean wall milliseconds of the latest steps in which every sequence decoded, each with its
-    pause before it; 0 before the first."""
+    """Mean wall time of the latest steps in which every sequence decoded, in milliseconds, each
+    with the pause before it; 0 before the first."""
     step_batch: float = 0.0
-    """Sequences in these steps, on average."""
+    """Mean number of sequences in these steps."""
     step_context_tokens: float = 0.0
-    """Tokens that the sequences of such a step attended to in all, on average."""
+    """Mean number of tokens that all sequences of such a step attended to."""
     host_blocks: int = 0
-    """Cached blocks in the host's memory behind the pool."""
+    """Cached blocks in the host memory tier."""
     disk_blocks: int = 0
     """Cached blocks on disk."""
     steps_in_flight: int = 0
-    """Steps that the engine was given and has not ended: while there are some, ``engine_steps`` is
-    to grow."""
+    """Steps that the engine has received and not finished. While there are any, ``engine_steps``
+    must grow."""
     prompt_tokens: int = 0
-    """Tokens of the prompts that were computed since the worker began."""
+    """Prompt tokens computed since the worker started."""
     cached_prompt_tokens: int = 0
-    """Those of them whose KV was found in its caches, or fetched from another worker's."""
+    """Prompt tokens whose KV was found in its caches, or fetched from another worker's."""
     pinned_blocks: int = 0
-    """Blocks that pinned prefixes cover, whether they are cached at this moment or not."""
+    """Blocks that pinned prefixes cover, whether or not they are cached now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +201,7 @@ class GroupShape:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The shape of a worker's KV cache: of the target's part of every block, and what follows."""
+    """The shape of a worker's KV cache: the target's part of every block, and the drafter's."""
 
     block_size: int
     layers: int
@@ -206,4 +210,4 @@ class Geometry:
     kv_dtype: str
     tensor_parallel: int = 1
     drafter: GroupShape | None = None
-    """The drafter's part, which lies behind the target's; None: there is none."""
+    """The drafter's part, which lies after the target's; None: there is none."""

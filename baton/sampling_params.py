@@ -1,4 +1,4 @@
-"""How tokens are drawn from the logits."""
+"""Parameters of sampling tokens from logits."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ SCALAR_FIELDS = (
     "frequency_penalty",
     "repetition_penalty",
 )
-"""The fields of one value each, by the name that they have everywhere: here, in gRPC, in HTTP."""
+"""Fields of one value each, whose name is the same here, in gRPC and in HTTP."""
 
 OPTIONAL_FIELDS = ("logprobs", "prompt_logprobs")
-"""Those that may be absent to the end, as None."""
+"""Fields that may be absent until the end, as None."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The parameters of one sequence; the ranges are checked at the router's edge."""
+    """The parameters of one sequence. The router checks their ranges."""
 
     temperature: float = 1.0
     """Logits are divided by this; 0 takes the most likely token."""
@@ -38,17 +38,17 @@ class SamplingParams:
     min_p: float = 0.0
     """Keep tokens at least this fraction as likely as the most likely one."""
     seed: int = 0
-    """64 bits; same seed, same tokens."""
+    """Seed of 64 bits. The same seed gives the same tokens."""
     stop: tuple[str, ...] = ()
-    """Text that ends the answer; looked for by the router."""
+    """Text that ends the answer. The router searches for it."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the answer."""
     max_tokens: int = 16
-    """Most tokens to generate."""
+    """Maximum number of tokens to generate."""
     min_tokens: int = 0
     """No end of sequence, stop token or stop string before this many tokens."""
     ignore_eos: bool = False
-    """Go on past the model's end-of-sequence token."""
+    """Continue after the model's end-of-sequence token."""
     presence_penalty: float = 0.0
     """Subtracted once from the logit of each token already generated."""
     frequency_penalty: float = 0.0
@@ -56,19 +56,20 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens seen in prompt or output."""
     logit_bias: tuple[tuple[int, float], ...] = field(default=())
-    """(token id, what is added to its logit)."""
+    """Pairs of a token id and the value that is added to its logit."""
     allowed_token_ids: tuple[int, ...] = ()
-    """No other token is drawn, not even one that ends the answer; empty: all are allowed."""
+    """The only tokens that may be sampled, including those that end the answer; empty: all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Runs of tokens that the output never has: the last token of one, of which each has at least
-    one, is not drawn behind the others."""
+    """Runs of tokens that the output never contains, each of at least one token. The last token of
+    a run is not sampled after the others."""
     grammar: Grammar | None = None
-    """What the answer's text must match. It goes before ``min_tokens`` and ``ignore_eos``: where it
-    allows nothing but the end, the answer ends."""
+    """Grammar that the answer's text must match. It takes precedence over ``min_tokens`` and
+    ``ignore_eos``: where it allows only the end, the answer ends."""
     logprobs: int | None = None
-    """Tell each token's log probability, and those of so many of the likeliest; None: of none."""
+    """Number of most likely tokens to return with each token's log probability; None: no log
+    probabilities."""
     prompt_logprobs: int | None = None
-    """The same of the prompt's tokens, from the second on."""
+    """The same for the prompt's tokens, from the second on."""
 
     @property
     def greedy(self) -> bool:
@@ -76,5 +77,5 @@ class SamplingParams:
 
     @property
     def ends_at_eos(self) -> bool:
-        """Whether the model's end-of-sequence token ends the answer, once it is drawn."""
+        """Whether the model's end-of-sequence token ends the answer when it is sampled."""
         return not self.ignore_eos or self.grammar is not None

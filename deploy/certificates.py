@@ -1,15 +1,15 @@
-"""A cluster's own authority, and the certificates that it signs, in one folder.
+"""A cluster's own CA, and the certificates that it signs, in one folder.
 
-    ca.pem, ca.key             the authority; its key is needed to sign alone
-    router.pem, router.key     the fronts' certificate for clients, and what routers show workers
-    worker.pem, worker.key     what workers show routers and each other
-    supervisor.pem, .key       what the launcher and the supervisor show
-    redis.pem, redis.key       for a Redis or Valkey server
-    client.pem, client.key     for whoever calls the API, where it asks for certificates
+    ca.pem, ca.key             the CA; its key is needed only for signing
+    router.pem, router.key     the listeners' certificate, which routers also show workers;
+    worker.pem, worker.key     what workers show routers and each other;
+    supervisor.pem, .key       what the launcher and the supervisor show;
+    redis.pem, redis.key       for a Redis or Valkey server;
+    client.pem, client.key     for clients of the API, if it requires certificates
     monitor.pem, monitor.key   for Prometheus, which reads the workers' metrics
 
-Each names its role among its names, which its peers look at: see ``baton/security/tls.py``. Keys
-are readable by their owner alone.
+Each certificate has its role among its names, which peers check: see ``baton/security/tls.py``.
+Only the owner can read the keys.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ _SERVES: frozenset[PeerRole] = frozenset({"router", "worker", "supervisor", "red
 _CALLS: frozenset[PeerRole] = frozenset({"router", "worker", "supervisor", "client", "monitor"})
 _ROLE_DOMAIN = role_name("worker").partition(".")[2]
 _EARLY = timedelta(minutes=5)
-"""Clocks of other machines may be behind."""
+"""Validity begins this much earlier, since clocks of other machines may be behind."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A certificate, as people want to see it."""
+    """A certificate, as `baton certs show` displays it."""
 
     name: str
-    """Its file's, without .pem."""
+    """Name of its file, without .pem."""
     roles: tuple[str, ...]
     names: tuple[str, ...]
-    """Hosts and addresses for which it stands."""
+    """Hosts and addresses for which it is valid."""
     expires: datetime
     has_key: bool
     fault: str = ""
-    """Why it is of no use; empty where it is."""
+    """Why it is unusable; empty if it is usable."""
 
 
 def init(
@@ -70,17 +70,18 @@ def init(
     authority_days: int = AUTHORITY_DAYS,
     now: datetime | None = None,
 ) -> None:
-    """Make an authority and a certificate of each role. Raises ConfigError, and changes nothing,
+    """Make a CA and a certificate of each role. ``hosts``: more names and addresses of the
+    machines.
 
-    where the folder has one already. ``hosts``: names and addresses by which others reach this
-    cluster's machines, beside those of the loopback interface and the machine's own name.
+    The names of the loopback interface and of this machine are always included. Raises ConfigError,
+    without changes, if the folder already has a CA or a certificate.
     """
     now = now or datetime.now(UTC)
     names = _checked_hosts([*LOOPBACK_NAMES, *_own_name(), *hosts])
     if found := [path for path in _files(folder, (_AUTHORITY, *ROLES)) if path.exists()]:
         raise ConfigError(
-            f"{found[0]} is there already: `baton certs renew` makes new certificates of the same"
-            " authority; for another authority choose an empty folder"
+            f"{found[0]} exists already: `baton certs renew` makes new certificates of the same "
+            "CA; for another CA choose an empty folder"
         )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
@@ -110,21 +111,24 @@ def issue(
 ) -> Path:
     """Sign a certificate with a new key, ``name``.pem and ``name``.key; returns the former.
 
-    An old one of that name is replaced. Raises ConfigError where the authority's key is not there.
+    An old one of that name is replaced. Raises ConfigError if the CA's key is not there.
     """
     if not _NAME.fullmatch(name) or name == _AUTHORITY:
-        raise ConfigError(f"{name!r} is no name for a certificate: letters, digits, - and _")
+        raise ConfigError(
+            f"{name!r} is not a valid name for a certificate: use letters, digits, - and _"
+        )
     now = now or datetime.now(UTC)
     authority, signer = _authority(folder)
     if authority.not_valid_after_utc <= now:
         raise ConfigError(
-            f"the authority of {folder} ended on {authority.not_valid_after_utc:%Y-%m-%d}: make"
-            " another with `baton certs init` in an empty folder, and give its ca.pem to everybody"
+            f"the CA of {folder} expired on {authority.not_valid_after_utc:%Y-%m-%d}: make "
+            "another with `baton certs init` in an empty folder, and give its ca.pem to all "
+            "clients"
         )
     key = ec.generate_private_key(ec.SECP256R1())
     names = [x509.DNSName(role_name(role)), *map(_general_name, _checked_hosts(hosts))]
     cluster = _common(authority.subject, NameOID.ORGANIZATION_NAME)
-    # One that outlived its authority would be refused in the end without a word of why.
+    # A certificate that outlives its CA would be rejected later without a clear reason.
     end = min(now + timedelta(days=days), authority.not_valid_after_utc)
     own = x509.SubjectKeyIdentifier.from_public_key(signer.public_key())
     certificate = (
@@ -164,16 +168,18 @@ def renew(
     for name, old in olds.items():
         roles = sorted(roles_in(_names(old)))
         if not roles:
-            raise ConfigError(f"{folder / name}.pem is none of `baton certs`: it names no role")
+            raise ConfigError(
+                f"{folder / name}.pem was not made by `baton certs`: it names no role"
+            )
         kept = [host for host in _names(old) if not roles_in([host])]
-        # Who only calls has no hosts.
+        # A role that only calls others has no hosts.
         added = more if set(roles) & _SERVES else ()
         issue(folder, name, roles[0], dict.fromkeys([*kept, *added]), days=days, now=now)
     return wanted
 
 
 def show(folder: Path, now: datetime | None = None) -> list[Shown]:
-    """What the folder has, the authority first. Raises ConfigError where there is nothing."""
+    """List the folder's certificates, the CA first. Raises ConfigError if there are none."""
     now = now or datetime.now(UTC)
     names = certificate_names(folder)
     if not names:
@@ -183,7 +189,7 @@ def show(folder: Path, now: datetime | None = None) -> list[Shown]:
 
 
 def certificate_names(folder: Path) -> list[str]:
-    """Of the certificates in a folder, the authority's first."""
+    """List the names of the certificates in a folder, the CA first."""
     found = sorted(path.stem for path in folder.glob("*.pem"))
     return sorted(found, key=lambda name: (name != _AUTHORITY, name))
 
@@ -211,7 +217,7 @@ def _fault(certificate: x509.Certificate, authority: x509.Certificate | None, no
     try:
         certificate.verify_directly_issued_by(authority)
     except (ValueError, TypeError, InvalidSignature):
-        return "not of this authority"
+        return "not signed by this CA"
     return ""
 
 
@@ -238,7 +244,7 @@ def _write_pair(
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:
-    """Readers see the old file or the new one."""
+    """Replace a file. Readers see the old file or the new one."""
     fresh = path.with_name(f".{path.name}.new")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     with os.fdopen(descriptor, "wb") as file:
@@ -254,13 +260,13 @@ def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateK
         key = serialization.load_pem_private_key(path.read_bytes(), None)
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read ({error.strerror}): certificates are signed where the"
-            " authority's key is kept"
+            f"{path} cannot be read ({error.strerror}): certificates are signed where the CA's "
+            "key is kept"
         ) from error
     except ValueError as error:
-        raise ConfigError(f"{path} is no PEM key: {error}") from error
+        raise ConfigError(f"{path} is not a PEM key: {error}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ConfigError(f"{path} is no key of `baton certs init`")
+        raise ConfigError(f"{path} is not a key of `baton certs init`")
     return certificate, key
 
 
@@ -273,10 +279,10 @@ def _read_certificate(path: Path) -> x509.Certificate:
             " certificates"
         ) from error
     except ValueError as error:
-        raise ConfigError(f"{path} is no PEM certificate: {error}") from error
+        raise ConfigError(f"{path} is not a PEM certificate: {error}") from error
 
 
-# What stands in a certificate
+# Contents of certificates
 
 
 def _builder(
@@ -306,7 +312,7 @@ def _subject(common: str, cluster: str) -> x509.Name:
             ]
         )
     except ValueError as error:
-        raise ConfigError(f"{cluster!r} is no name for a cluster: {error}") from error
+        raise ConfigError(f"{cluster!r} is not a valid name for a cluster: {error}") from error
 
 
 def _common(name: x509.Name, kind: x509.ObjectIdentifier) -> str:
@@ -353,7 +359,7 @@ def _general_name(host: str) -> x509.GeneralName:
 
 
 def _checked_hosts(hosts: Iterable[str]) -> list[str]:
-    """Without repetitions. Raises ConfigError."""
+    """Return the hosts without repetitions. Raises ConfigError."""
     found: dict[str, None] = {}
     for host in hosts:
         try:
@@ -362,9 +368,9 @@ def _checked_hosts(hosts: Iterable[str]) -> list[str]:
         except ValueError:
             pass
         if not _HOST.fullmatch(host):
-            raise ConfigError(f"{host!r} is neither a host's name nor an address, without a port")
+            raise ConfigError(f"{host!r} is not a host name or an address without a port")
         if host.lower().endswith(_ROLE_DOMAIN):
-            raise ConfigError(f"{host}: names under {_ROLE_DOMAIN} say roles, and are no hosts'")
+            raise ConfigError(f"{host}: names under {_ROLE_DOMAIN} are reserved for roles")
         found[host.lower()] = None
     return list(found)
 

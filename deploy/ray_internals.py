@@ -1,8 +1,8 @@
-"""What Baton uses of Ray beyond its public API; no other module may.
+"""Wraps the parts of Ray beyond its public API; no other module may use them.
 
 Ray may change these names in any release, so pyproject.toml admits only the minor versions of Ray
 that pass tests/unit/deploy/test_ray_internals.py, which lists every one of them. After an upgrade
-that test names what is gone. Every function imports Ray when it is called.
+that test shows which names are gone. Every function imports Ray when it is called.
 """
 
 # ruff: noqa: PLC0415
@@ -14,11 +14,11 @@ from typing import Any
 
 _OPTIONAL_PROCESSES = ("start_monitor", "start_api_server", "start_log_monitor")
 _NO_JOB = b"\xff" * 4
-"""Ray may give a process of no job to an actor of any job."""
+"""The job id of processes without a job. Ray may give such a process to an actor of any job."""
 
 
 def gcs_program() -> str:
-    """The path of the control store (GCS) that nodes of this process start."""
+    """Return the path of the control store (GCS) that nodes of this process start."""
     from ray._private import services
 
     return str(services.GCS_SERVER_EXECUTABLE)
@@ -70,7 +70,7 @@ def read_gcs_key(key: bytes, timeout_s: float) -> None:
 
 
 def session_folder() -> Path:
-    """The folder of the connected cluster's session on this node."""
+    """Return the folder of the connected cluster's session on this node."""
     return Path(_worker().node.get_session_dir_path())
 
 
@@ -100,7 +100,7 @@ def prestart_worker(keep_alive_s: int, timeout_s: float) -> None:
 
 
 def count_gpus() -> int:
-    """The number of NVIDIA GPUs that Ray finds on this machine."""
+    """Return the number of NVIDIA GPUs that Ray finds on this machine."""
     from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
     return int(NvidiaGPUAcceleratorManager.get_current_node_num_accelerators())
@@ -125,7 +125,7 @@ def drain_node(address: str, node: str, why: str, until_ms: int) -> tuple[bool, 
 class NodeProcesses:
     """A Ray node whose processes are children of this process.
 
-    `ray start --address --block` does the same in one process more, and refuses a loopback
+    `ray start --address --block` does the same with one more process, and refuses a loopback
     address. The raylet ends with the thread that makes this object.
     """
 
@@ -167,21 +167,21 @@ class NodeProcesses:
 
     @property
     def id(self) -> str:
-        """Ray's name of the node."""
+        """Return Ray's id of the node."""
         return str(self._node.node_id)
 
     @property
     def host(self) -> str:
-        """The node's address."""
+        """Return the node's address."""
         return str(self._node.node_ip_address)
 
     def end(self) -> None:
-        """End the raylet, and with it the workers that it runs. Raises what Ray raises."""
+        """Stop the raylet, and with it the workers that it runs. Raises what Ray raises."""
         self._node.kill_all_processes(check_alive=False, allow_graceful=True)
 
 
 def _worker() -> Any:
-    """Ray's state of this process, which is connected to a cluster."""
+    """Return Ray's state of this process, which is connected to a cluster."""
     from ray._private.worker import global_worker
 
     return global_worker

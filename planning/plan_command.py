@@ -1,4 +1,4 @@
-"""`baton plan`: traces, SLOs and a budget; a cluster."""
+"""`baton plan`: finds a cluster for traces, SLOs and a budget."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _MINUTE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """What is to be planned."""
+    """Inputs of a plan."""
 
     traces: tuple[Path, ...]
-    """Each is served by itself, and the plan is for all of them."""
+    """Traces. The plan must serve each of them alone."""
     slo: str
-    """See ``planning.common.slo``; what it does not name, or all, is the configuration's."""
+    """SLOs, see ``planning.common.slo``. Missing ones are the configuration's."""
     gpus: tuple[str, ...]
     """Accelerators, or files of `baton calibrate`."""
     budget: ResourceBudget
@@ -47,43 +47,44 @@ class PlanSettings:
     """Share of requests that must meet every SLO."""
     model_config: str = ""
     degrees: tuple[int, ...] = ()
-    """Of tensor parallelism; none: the smallest two that will do."""
+    """Degrees of tensor parallelism; empty: the smallest two that fit."""
     transports: tuple[str, ...] = DEFAULT_TRANSPORTS
     prices: tuple[str, ...] = ()
-    """See ``planning.planner.worker_kinds``."""
+    """Prices, see ``planning.planner.worker_kinds``."""
     minutes: float = 10.0
-    """Of the busiest part of a trace, in which is searched; 0: all of it."""
+    """Minutes of a trace's busiest part for the search; 0: all of it."""
     scale_time: float = 1.0
     scale_length: float = 1.0
     block_tokens: int = 0
     seed: int = 0
 
     def bounds(self) -> Slo:
-        """Raises ConfigError."""
+        """Return the SLO's bounds. Raises ConfigError."""
         return Slo.parse(self.slo) if self.slo else Slo()
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOutputs:
-    """Where the plan is written; None: not there."""
+    """Files for the plan; None: not written."""
 
     json: Path | None = None
     html: Path | None = None
     config: Path | None = None
-    """TOML for `baton serve`; only where the target is met."""
+    """TOML for `baton serve`, only if the target is met."""
 
 
 def simulated_config(config: Config, slo: Slo) -> Config:
-    """``config`` with the SLOs that are asked for. Raises ConfigError.
+    """Return ``config`` with the requested SLOs. Raises ConfigError.
 
-    Prompts are left to the prefill workers unless it says else: it is these that are counted.
+    Prefill workers compute all prompts, unless the configuration sets it: the plan counts these
+    workers.
     """
     bounds = slo.bounds()
     if "e2el_s" in bounds:
-        raise ConfigError("a plan keeps a TTFT and a TPOT: name these in --slo, and no e2el")
+        raise ConfigError("a plan needs a TTFT and a TPOT: give these in --slo, and no e2el")
     owner = next((one.name for one in config.classes if one.pools), None)
     if owner is not None:
-        raise ConfigError(f"a plan has one pool for each role: the class {owner} has its own")
+        raise ConfigError(f"a plan has one pool per role, but the class {owner} has its own")
     changed: dict[str, Any] = {f"slo_{name}": bound for name, bound in bounds.items()}
     if "local_prefill" not in config.model_fields_set:
         changed["local_prefill"] = "never"
@@ -91,9 +92,11 @@ def simulated_config(config: Config, slo: Slo) -> Config:
 
 
 def make_report(settings: PlanSettings, config: Config, progress: PlanProgress) -> PlanReport:
-    """Search. Raises ConfigError."""
+    """Search for a plan. Raises ConfigError."""
     if not 0 < settings.target <= 1:
-        raise ConfigError(f"the target is a share of requests above 0, not {settings.target:g}")
+        raise ConfigError(
+            f"the target must be a share of requests above 0, not {settings.target:g}"
+        )
     config = simulated_config(config, settings.bounds())
     began = time.perf_counter()
     traces = [
@@ -131,7 +134,7 @@ def make_report(settings: PlanSettings, config: Config, progress: PlanProgress) 
 
 
 def asked(settings: PlanSettings, config: Config) -> str:
-    """In words."""
+    """Describe the request in words."""
     slo = Slo(config.slo_ttft_s, config.slo_tpot_s).text()
     names = ", ".join(path.name for path in settings.traces)
     scales = "".join(
@@ -163,17 +166,17 @@ def plan_command(
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:
-    """With nothing that JSON does not know."""
+    """Replace values that JSON does not support."""
     budget = {name: bound for name, bound in fields["budget"].items() if bound < float("inf")}
     traces = [str(path) for path in fields["traces"]]
     return fields | {"budget": budget, "traces": traces}
 
 
 class PlanProgress:
-    """Owned by the command; a spinner runs while it is entered."""
+    """Shows a spinner with the search's progress. Owned by the command."""
 
     def __init__(self, console: Console, say: Callable[[str], None]) -> None:
-        """Draws where ``console`` is a terminal."""
+        """Draw if ``console`` is a terminal."""
         self._say = say
         self._status = console.status("reading") if console.is_terminal else None
         self._best = ""
@@ -193,7 +196,7 @@ class PlanProgress:
             self._status.stop()
 
     def hear(self, trial: Trial) -> None:
-        """A simulation begins, or has ended."""
+        """Show that a simulation begins, or has ended."""
         if self._status is not None:
             if trial.figures is not None:
                 self._best = trial.text()

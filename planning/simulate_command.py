@@ -1,4 +1,4 @@
-"""`baton simulate`: a trace, a cluster, its figures."""
+"""`baton simulate`: simulates a cluster on a trace and prints its figures."""
 
 from __future__ import annotations
 
@@ -26,38 +26,37 @@ _USES = (
     ("MBU", "busy", "mbu_busy"),
     ("MBU", "wall", "mbu_wall"),
 )
-"""What a pool makes of its hardware, and over which time."""
+"""Utilization of a pool's hardware, and the time over which it is measured."""
 _PARTS = ("ttft_s", "tpot_s", "itl_s", "e2el_s")
 
 
 @dataclass(frozen=True, slots=True)
 class SimulateSettings:
-    """What is to be simulated."""
+    """Inputs of a simulation."""
 
     trace: Path
     prefill: int
-    """0: every worker computes the prompts that it decodes."""
+    """Prefill workers; 0: every worker computes the prompts that it decodes."""
     decode: int
     profile: str
-    """An accelerator's name or a profile's file; of both roles, where they have none of their own.
-    """
+    """An accelerator's name or a profile's file, for roles without their own profile."""
     prefill_profile: str = ""
     decode_profile: str = ""
     model_config: str = ""
     """A model's name or its config.json, for accelerators."""
     tensor_parallel: int = 1
-    """GPUs of a worker."""
+    """GPUs per worker."""
     scale_time: float = 1.0
     scale_length: float = 1.0
-    """Times and lengths of the trace are divided by them."""
+    """Times and lengths of the trace are divided by these."""
     hosts: int = 0
     """Machines that the workers share; 0: see ``ClusterShape``."""
     seed: int = 0
     block_tokens: int = 0
-    """Of a KV block; 0: see ``simulation.simulate``."""
+    """Tokens of a KV block; 0: see ``simulation.simulate``."""
 
     def shape(self) -> ClusterShape:
-        """The cluster. Raises ConfigError."""
+        """Return the cluster. Raises ConfigError."""
         kinds = {
             name: read_profile(name, self.model_config, tensor_parallel=self.tensor_parallel)
             for name in (self.prefill_profile or self.profile, self.decode_profile or self.profile)
@@ -69,7 +68,7 @@ class SimulateSettings:
 
 
 def run_simulation(settings: SimulateSettings, config: Config) -> dict[str, Any]:
-    """The figures, with ``wall_s`` and what was asked. Raises ConfigError."""
+    """Return the figures, with ``wall_s`` and the inputs. Raises ConfigError."""
     trace = read_trace(settings.trace, settings.scale_time, settings.scale_length)
     shape = settings.shape()
     began = time.perf_counter()

@@ -1,11 +1,11 @@
-"""What the present traffic would see with other numbers of workers: the simulator's answer.
+"""Simulates the present traffic with other numbers of workers.
 
-python -m planning.what_if < question.json
+    python -m planning.what_if < question.json
 
-The process reads a question, writes the answer and ends. It runs at a lower priority than what
-serves on the machine, and ends itself after the router's deadline.
+The process reads a question, writes the answer and exits. It runs at a lower priority than serving
+processes, and exits after the router's deadline.
 
-A request's cached tokens are the leading blocks of one prompt that all have in common, so that the
+A request's cached tokens are the leading blocks of one prompt that all requests share, so that the
 simulated caches hold about as much of the prompts as the live ones do.
 """
 
@@ -38,7 +38,7 @@ from router.console.what_if import (
 
 
 def answer(question: WhatIfQuestion) -> WhatIfAnswer:
-    """Simulates each shape. Raises ConfigError."""
+    """Simulate each shape. Raises ConfigError."""
     config = Config(**question.config)
     trace = _trace(question.traffic, config.block_size)
     return WhatIfAnswer(
@@ -68,7 +68,7 @@ def _shape(
         profile_of(question.profiles["prefill"], "prefill"),
         profile_of(question.profiles["decode"], "decode"),
     )
-    # The block divides itself: the live cluster's is the trace's.
+    # The KV block divides the trace's, because it is the live cluster's block.
     result: SimulationResult = simulate(
         trace, cluster, config, trace_block=config.block_size, block_tokens=config.block_size
     )
@@ -94,14 +94,14 @@ _LATER_S = 10
 
 
 def main() -> int:
-    """Returns the exit code."""
+    """Read, answer and return the exit code."""
     os.nice(_NICE)
-    # The router ends it at the deadline; this is for a router that is gone.
+    # The router ends this process at the deadline; this alarm is for a router that is gone.
     signal.alarm(int(DEADLINE_S) + _LATER_S)
     try:
         found = answer(WhatIfQuestion.model_validate_json(sys.stdin.buffer.read()))
     except BatonError as error:
-        print(error.message, file=sys.stderr)  # noqa: T201 - whoever started it reads this
+        print(error.message, file=sys.stderr)  # noqa: T201 - the process that started this one reads it
         return 1
     sys.stdout.write(found.model_dump_json())
     return 0

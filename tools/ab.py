@@ -45,7 +45,7 @@ class Side:
     commit: str
     command: tuple[str, ...]
     root: Path
-    """Its worktree."""
+    """Path of its worktree."""
     environment: Mapping[str, str]
 
 
@@ -64,8 +64,8 @@ def _git(folder: Path, *arguments: str) -> str:
 def resolve(repository: Path, ref: str) -> str:
     """The commit of ``ref``.
 
-    Raises ConfigError if there is none, and if it is the commit that is checked out and tracked
-    files differ from it: their changes would silently not be measured.
+    Raises ConfigError if there is none, or if it is checked out with changes to tracked files,
+    which would silently not be measured.
     """
     try:
         commit = _git(repository, "rev-parse", "--verify", "--end-of-options", f"{ref}^{{commit}}")
@@ -81,7 +81,10 @@ def resolve(repository: Path, ref: str) -> str:
 
 
 def parse_command(name: str, text: str) -> tuple[str, ...]:
-    """The words of a side's command. Raises ConfigError if it cannot be run or writes no file."""
+    """Split a side's command into words.
+
+    Raises ConfigError if it cannot be run or writes no file.
+    """
     if not text:
         raise ConfigError(f"side {name} has no command: give --{name.lower()} or --command")
     try:
@@ -99,7 +102,7 @@ def _worktree(repository: Path, commit: str, root: Path) -> Iterator[None]:
         _git(repository, "worktree", "add", "--detach", str(root), commit)
         yield
     finally:
-        # Fails only if `add` did, whose error is the one to show.
+        # This fails only if `add` did, whose error is the one to show.
         with contextlib.suppress(ConfigError):
             _git(repository, "worktree", "remove", "--force", "--force", str(root))
 
@@ -110,13 +113,16 @@ def _pins(root: Path) -> tuple[bytes | None, ...]:
 
 
 def _environment(programs: Path, root: Path) -> dict[str, str]:
-    """Programs of ``programs``, modules of ``root``: PYTHONPATH precedes an editable install."""
+    """Return an environment with the programs of ``programs`` and the modules of ``root``.
+
+    PYTHONPATH precedes an editable install.
+    """
     found = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
     return found | {"PYTHONPATH": str(root)}
 
 
 def _install(name: str, root: Path, log: Path) -> Path:
-    say(f"{name}: make install, since its {' and '.join(_PINS)} differ from those here")
+    say(f"{name}: run make install, since its {' and '.join(_PINS)} differ from those here")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     _execute(f"{name}: make install", ("make", "install"), environment, root, log, _INSTALL_S)
     return root / ".venv" / "bin"
@@ -130,7 +136,7 @@ def _execute(
     log: Path,
     timeout_s: float,
 ) -> None:
-    """Raises Unavailable with the last lines of the log on failure and timeout."""
+    """Run a command. Raises Unavailable with the last lines of the log on failure and timeout."""
     try:
         with process_group(command, environment, log, folder=root) as process:
             code = process.wait(timeout_s)
@@ -161,7 +167,7 @@ def _prepare(
     folder: Path,
     commits: Iterable[tuple[str, str, tuple[str, ...]]],
 ) -> list[Side]:
-    """Worktrees, which ``stack`` removes; packages are installed once for equal pins."""
+    """Make worktrees, which ``stack`` removes; packages are installed once for equal pins."""
     environments = {_pins(repository): Path(sys.prefix) / "bin"}
     sides = []
     for name, commit, command in commits:
@@ -190,7 +196,9 @@ def main(
     metrics: Annotated[
         str, typer.Option(metavar="REGEX", help="Show numbers whose path matches.")
     ] = "",
-    timeout: Annotated[float, typer.Option(min=1, help="Bound of one run, seconds.")] = 3600,
+    timeout: Annotated[
+        float, typer.Option(min=1, help=("Maximum time of one run, in seconds."))
+    ] = 3600,
 ) -> None:
     """Run a benchmark alternately at two commits and compare every number that it writes."""
     commands = parse_command("A", a or command), parse_command("B", b or command)

@@ -1,4 +1,4 @@
-"""Numbers of a benchmark's JSON at two commits: matched, and compared pair by pair.
+"""Matches the numbers of a benchmark's JSON at two commits, and compares them pair by pair.
 
 A number is matched by its path, a row of a list by its strings and by the settings in ``ROW_KEYS``.
 Pure except for ``show``.
@@ -62,7 +62,7 @@ def numbers(document: object) -> dict[str, list[float]]:
     """All finite numbers of a benchmark's JSON, by path.
 
     A list of numbers is one path with several values, and so are rows that differ only in their
-    ``repetition``. Other rows that look alike are told apart by position.
+    ``repetition``. Other equal rows are identified by position.
     """
     found: dict[str, list[float]] = {}
     for path, number in _walk("", document):

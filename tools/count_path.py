@@ -1,11 +1,11 @@
 """Counts what one streamed chat request runs: ``python -m tools.count_path``.
 
-For the router, the prefill worker and the decode worker: the product's modules that the request
-enters, its functions, and the classes of which it makes an instance. A cluster of one worker each
-runs with ``tools.path_hook``. What also runs while no request is there does not count.
+For the router, the prefill worker and the decode worker it counts the product's modules that the
+request enters, its functions, and the classes that it instantiates. A cluster with one worker per
+role runs with ``tools.path_hook``. Code that also runs without a request does not count.
 
-Imports nothing of the product, so that it can measure another commit: run it as a file, from that
-commit's checkout.
+It imports nothing of the product, so that it can measure another commit: run it as a file, from
+that commit's checkout.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 HOOK = Path(__file__).resolve().parent / "path_hook"
 IDLE_S = 4.0
-"""Long enough for everything that a cluster does now and then."""
+"""Idle time, long enough for all periodic work of a cluster, in seconds."""
 READY_S = 300.0
 ANSWER_S = 60.0
 _SETTLE_S = 0.5
@@ -42,7 +42,7 @@ _ROW = "{:16}{:>9}{:>11}{:>9}"
 
 
 def main() -> None:
-    """Run a cluster, ask it, and show the counts."""
+    """Run a cluster, send a request, and show the counts."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--json", type=Path, help="file for the counts and names")
     chosen = parser.parse_args()
@@ -61,10 +61,10 @@ def main() -> None:
 
 
 def counts(processes: list[Mapping[str, Any]]) -> dict[str, dict[str, list[str]]]:
-    """By role the names of modules, functions and classes that a request alone runs.
+    """Return, by role, the names of modules, functions and classes that only a request runs.
 
-    A process has the role whose room it runs for a request. Of several the busiest counts: others
-    only import that room meanwhile. A role without a process is an error.
+    A process has the role whose package it runs for a request. With several, the busiest counts:
+    others only import that package. A role without a process is an error.
     """
     found: dict[str, dict[str, list[str]]] = {}
     for process in processes:
@@ -91,7 +91,7 @@ def counts(processes: list[Mapping[str, Any]]) -> dict[str, dict[str, list[str]]
 
 
 def measured(folder: Path) -> list[Mapping[str, Any]]:
-    """What every process of a cluster has run while idle and for one request."""
+    """Return what every process of a cluster has run while idle and for one request."""
     phase = folder / "phase"
     phase.write_text("")
     address, grpc_address = _free_addresses(2)
@@ -99,7 +99,7 @@ def measured(folder: Path) -> list[Mapping[str, Any]]:
     environment = os.environ | {
         "BATON_COUNT_PATH": str(folder),
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        # As long as prefill workers are there, they compute the prompts.
+        # While there are prefill workers, they compute the prompts.
         "BATON_LOCAL_PREFILL": "auto",
         "BATON_POLICY": "round_robin",
     }
@@ -164,7 +164,7 @@ def _ask(address: str, model: str, text: str) -> None:
 
 
 def _free_addresses(count: int) -> list[str]:
-    """Each with another port."""
+    """Return addresses with different ports."""
     with contextlib.ExitStack() as held:
         probes = [held.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:

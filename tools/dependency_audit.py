@@ -1,9 +1,9 @@
-"""Asks pip-audit about what is installed, and says so where it learned nothing: ``make audit``.
+"""Runs pip-audit on the installed packages, and fails if a package was not checked: ``make audit``.
 
-python -m tools.dependency_audit PIP_AUDIT SITE_PACKAGES
+    python -m tools.dependency_audit PIP_AUDIT SITE_PACKAGES
 
-Exit code 0: each was looked up, and none has a known fault. 1: some have. 2: not all were looked
-up; pip-audit by itself ends well then.
+Exit code 0: all packages were checked, and none has a known vulnerability. 1: some have one. 2: not
+all were checked, which pip-audit itself does not treat as a failure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _DEADLINE_S = 600
 
 
 def verdict(report: dict[str, Any]) -> tuple[int, list[str]]:
-    """The exit code for pip-audit's JSON, and what there is to say."""
+    """Return the exit code for pip-audit's JSON, and lines to print."""
     found: list[dict[str, Any]] = report.get("dependencies", [])
     skipped = [one["name"] for one in found if "skip_reason" in one]
     audited = len(found) - len(skipped)
@@ -29,15 +29,15 @@ def verdict(report: dict[str, Any]) -> tuple[int, list[str]]:
     ]
     faulty = bool(lines)
     if not audited:
-        return 2, ["NOTHING WAS AUDITED: the service of advisories knows none of the packages"]
-    lines.append(f"{audited} packages were looked up")
+        return 2, ["NOTHING WAS AUDITED: the advisory service knows none of the packages"]
+    lines.append(f"{audited} packages were checked")
     if skipped:
-        lines.append(f"NOT AUDITED, for the service does not know them: {', '.join(skipped)}")
+        lines.append(f"NOT AUDITED, since the service does not know them: {', '.join(skipped)}")
     return (1 if faulty else 2 if skipped else 0), lines
 
 
 def main() -> int:
-    """Run it."""
+    """Run the audit."""
     program, folder = sys.argv[1:]
     command = [program, "--format", "json", "--progress-spinner", "off", "--skip-editable"]
     try:
@@ -53,7 +53,7 @@ def main() -> int:
         print(f"NOTHING WAS AUDITED: {error}", file=sys.stderr)  # noqa: T201
         return 2
     except ValueError:
-        last = (done.stderr.strip().splitlines() or ["no word of why"])[-1]
+        last = (done.stderr.strip().splitlines() or ["it printed no reason"])[-1]
         print(f"NOTHING WAS AUDITED: pip-audit failed: {last}", file=sys.stderr)  # noqa: T201
         return 2
     code, lines = verdict(report)

@@ -1,10 +1,10 @@
 """Pins every package that Baton installs, with hashes, in ``requirements/*.lock``: `make lock`.
 
-``cuda.lock`` has what serving needs, with torch's CUDA build and its libraries; ``cpu.lock`` the
-same with torch's CPU build. ``dev.lock``, ``fuzz.lock`` and ``nixl.lock`` have what the extras of
-these names add to either. uv resolves them, and gives the hashes of the files for all Pythons.
-Versions that a file has stay, unless it is called with ``--upgrade``. Hashes never do: all of them
-are asked for again.
+``cuda.lock`` has the packages for serving, with torch's CUDA build and its libraries; ``cpu.lock``
+has the same with torch's CPU build. ``dev.lock``, ``fuzz.lock`` and ``nixl.lock`` have what the
+extras of these names add to either. uv resolves them, and gives the hashes of the files for all
+Python versions. Versions that a file has are kept, except with ``--upgrade``. Hashes are never
+kept: all of them are fetched again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FOLDER = ROOT / "requirements"
 SERVING = ("bench", "gguf", "otel", "tls")
 """The extras that ``cuda.lock`` and ``cpu.lock`` hold: a checkout and the images install them."""
 EXTRAS = {"dev": ("cuda",), "fuzz": ("cuda", "dev"), "nixl": ("cuda",)}
-"""By extra: the files that are installed before its own."""
+"""Files that are installed before an extra's own, by extra."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
 _TRITON = "triton>=3.2; sys_platform == 'linux'"
 """As in pyproject.toml."""
@@ -32,15 +32,15 @@ _CUDA_ONLY = re.compile(r"(nvidia|cuda)-")
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]*(?===)")
 _CPU_WHEEL = re.compile(r"torch-([0-9.]+)\+cpu-.*_(x86_64|aarch64)\.whl")
 _PYTHON, _PLATFORM = "3.11", "x86_64-manylinux_2_28"
-"""The oldest Python that Baton supports: newer ones need no package more."""
+"""The oldest Python that Baton supports; newer ones need no additional packages."""
 _UV_S, _INDEX_S = 600.0, 60.0
 
 Blocks = dict[str, str]
-"""By name of a package: its lines in a lock file, the pin and its hashes."""
+"""Lines of a package in a lock file, its pin and its hashes, by name."""
 
 
 def blocks_of(text: str) -> Blocks:
-    """The packages of a lock file. Raises ValueError for lines that belong to none."""
+    """Return the packages of a lock file. Raises ValueError for lines that belong to none."""
     found: Blocks = {}
     name = ""
     for line in text.splitlines():
@@ -49,21 +49,20 @@ def blocks_of(text: str) -> Blocks:
         if not line.startswith(" "):
             pin = _NAME.match(line)
             if pin is None:
-                raise ValueError(f"no pin of a package: {line!r}")
+                raise ValueError(f"not a pin of a package: {line!r}")
             name = pin.group()
             found[name] = ""
         if not name:
-            raise ValueError(f"of no package: {line!r}")
+            raise ValueError(f"a line of no package: {line!r}")
         found[name] += f"{line}\n"
     return found
 
 
 def cpu_blocks(cuda: Mapping[str, str], triton: str, wheels: Mapping[str, str]) -> Blocks:
-    """The packages of ``cuda.lock`` with torch's CPU build, and without what is for CUDA alone.
+    """Return the packages of ``cuda.lock`` with torch's CPU build, and without CUDA's libraries.
 
-    ``triton``: its lines; torch's CUDA build pins another version. ``wheels``: SHA-256 by the name
-    of the file, of the CPU builds of torch. Raises ValueError where none of them is of the pinned
-    version.
+    ``triton`` has its lines; torch's CUDA build pins another version. ``wheels`` has the SHA-256 of
+    each CPU build of torch, by file name. Raises ValueError if none of them has the pinned version.
     """
     pinned = re.match(r"torch==([0-9.]+)", cuda["torch"])
     assert pinned is not None, "a pin begins with its name"
@@ -80,14 +79,14 @@ def cpu_blocks(cuda: Mapping[str, str], triton: str, wheels: Mapping[str, str]) 
 
 
 class _Links(HTMLParser):
-    """The hashes of a package's files, by name, of a page of a package index."""
+    """Collects the hashes of a package's files, by name, from a page of a package index."""
 
     def __init__(self) -> None:
         super().__init__()
         self.hashes: dict[str, str] = {}
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """See ``HTMLParser``."""
+        """Implement ``HTMLParser``."""
         url, _, fragment = (dict(attrs).get("href") or "").partition("#")
         if tag == "a" and fragment.startswith("sha256="):
             name = unquote(url.rpartition("/")[2])
@@ -95,19 +94,19 @@ class _Links(HTMLParser):
 
 
 def wheels_of(page: str) -> dict[str, str]:
-    """SHA-256 by file name, of a page of a package index."""
+    """Return the SHA-256 by file name, from a page of a package index."""
     links = _Links()
     links.feed(page)
     return links.hashes
 
 
 def pins_of(text: str) -> str:
-    """The versions of a lock file, without the hashes."""
+    """Return the versions of a lock file, without the hashes."""
     return "".join(f"{lines.split(maxsplit=1)[0]}\n" for lines in blocks_of(text).values())
 
 
 def check_hashes(locks: Mapping[str, Mapping[str, str]]) -> None:
-    """Raises ValueError for a hash that two versions of packages have, in one lock or in two."""
+    """Raise ValueError for a hash that two versions of packages have, in one lock or in two."""
     owners: dict[str, str] = {}
     for name, blocks in locks.items():
         for lines in blocks.values():
@@ -118,7 +117,7 @@ def check_hashes(locks: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def compile_lock(target: Path, options: Iterable[str], wanted: str = "") -> Blocks:
-    """Resolve with uv. Versions that the file ``target`` has are kept; it stays as it is.
+    """Resolve with uv. Versions in the file ``target`` are kept; the file does not change.
 
     ``wanted`` is a requirement; empty takes those of pyproject.toml.
     """
@@ -127,7 +126,7 @@ def compile_lock(target: Path, options: Iterable[str], wanted: str = "") -> Bloc
     command += ["--python-platform", _PLATFORM, "--python-version", _PYTHON]
     command += ["--no-header", "--quiet", *options]
     with tempfile.TemporaryDirectory() as folder:
-        # uv repeats the hashes that its output file has for a version, right or wrong.
+        # uv repeats the hashes of a version in its output file, even wrong ones.
         made = Path(folder, target.name)
         if target.exists():
             made.write_text(pins_of(target.read_text()))
@@ -143,7 +142,7 @@ def _write(name: str, blocks: Mapping[str, str]) -> None:
 
 
 def _page(source: str) -> str:
-    """Of a URL or a file."""
+    """Return the contents of a URL or a file."""
     if not source.startswith("https://"):
         return Path(source).read_text()
     with urllib.request.urlopen(source, timeout=_INDEX_S) as answer:  # noqa: S310 - https alone
@@ -151,9 +150,9 @@ def _page(source: str) -> str:
 
 
 def main() -> None:
-    """Write the files."""
+    """Write the lock files."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--upgrade", action="store_true", help="take the newest versions")
+    parser.add_argument("--upgrade", action="store_true", help="use the newest versions")
     parser.add_argument("--cpu-index", default=CPU_INDEX, help="the page of torch's CPU builds")
     given = parser.parse_args()
     options = ["--upgrade"] if given.upgrade else []

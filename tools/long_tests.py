@@ -1,9 +1,9 @@
-"""Runs long tests in shards, and writes down what came of them.
+"""Runs long tests in shards, and records the results.
 
 ``python -m tools.long_tests`` runs all shards, ``--shard N`` one, ``--commit HASH`` the one of a
-commit: a few commits later all have run. Files that are named run alone. ``--report FILE`` puts the
-results into a page, from which the next run knows how long each file takes. Commits choose among
-the files that the page has: one that has never run is nothing that a commit can have broken.
+commit, so that a few commits run all. Named files run alone. ``--report FILE`` writes the results
+to a page, from which the next run knows how long each file takes. Commits choose among the files of
+that page: a commit cannot break a file that has never run.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/lab-notes/long-tests.md"
 SHARD_MINUTES = 10.0
 _UNKNOWN_S = 60.0
-"""What a file is taken for that has never run."""
+"""Assumed time of a file that has never run, in seconds."""
 _PATIENCE = 2.0
-"""A shard that takes so many times its time is ended."""
+"""A shard is ended after this multiple of its expected time."""
 _END_S = 120.0
-"""What a shard that is ended has to end its clusters, in seconds."""
+"""Time in which an ended shard can stop its clusters, in seconds."""
 _COLLECT_S = 600.0
 _PYTEST = """
 import signal, sys, pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.exit(pytest.main())
 """
-"""Ends its fixtures at SIGINT, even where this program ignores it, as jobs in the background do."""
+"""Ends pytest's fixtures at SIGINT, even if this program ignores it, as background jobs do."""
 _WHOLE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-"""How pytest ends that has run all tests."""
+"""pytest's exit codes after a complete run."""
 _INTRODUCTION = """# Long tests
 
 `make test-long` runs the tests that take minutes, in shards of about ten minutes, and writes this
@@ -51,24 +51,24 @@ chooses a shard by a commit's hash. A file's row is from the last time that `mak
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What came of one file's long tests."""
+    """Results of one file's long tests."""
 
     file: str
-    """Relative to the repository."""
+    """Path relative to the repository."""
     date: str
-    """YYYY-MM-DD, UTC."""
+    """Date as YYYY-MM-DD, UTC."""
     commit: str
     passed: int
     failed: int
-    """Those that ended with an error outside the test included."""
+    """Failed tests, including errors outside the test."""
     skipped: int
     seconds: float
 
 
 def shards(seconds: Mapping[str, float], bound_s: float) -> list[tuple[str, ...]]:
-    """Files by how long they take, in groups of ``bound_s`` at most.
+    """Group files by duration, with at most ``bound_s`` per group.
 
-    A file that takes longer is a group of its own. The same files and times give the same groups.
+    A file that takes longer is a separate group. The same files and times give the same groups.
     """
     groups: list[list[str]] = []
     sums: list[float] = []
@@ -84,17 +84,20 @@ def shards(seconds: Mapping[str, float], bound_s: float) -> list[tuple[str, ...]
 
 
 def shard_of(commit: str, count: int) -> int:
-    """Which of ``count`` shards a commit gets, from 0. ``commit`` is its hash, in hex digits."""
+    """Return the shard of a commit, from 0 to ``count`` - 1.
+
+    ``commit`` is its hash, in hex digits.
+    """
     return int(commit, 16) % count
 
 
 def rows_of(results: str, date: str, commit: str) -> dict[str, Row]:
-    """By file, from what pytest wrote with ``--junitxml`` and ``junit_family=xunit1``."""
+    """Parse pytest's ``--junitxml`` output with ``junit_family=xunit1``, by file."""
     found: dict[str, Row] = {}
     for case in ElementTree.fromstring(results).iter("testcase"):  # noqa: S314 - of pytest
         file = case.get("file")
         if file is None:
-            # The test that an interrupt has met.
+            # This test was interrupted.
             continue
         before = found.get(file, Row(file, date, commit, 0, 0, 0, 0.0))
         failed = case.find("failure") is not None or case.find("error") is not None
@@ -112,7 +115,7 @@ def rows_of(results: str, date: str, commit: str) -> dict[str, Row]:
 
 
 def page_of(rows: Iterable[Row]) -> str:
-    """The page that shows them."""
+    """Return the page with these rows."""
     ordered = sorted(rows, key=lambda row: row.file)
     passed, failed, skipped = (
         sum(getattr(row, name) for row in ordered) for name in ("passed", "failed", "skipped")
@@ -132,7 +135,7 @@ def page_of(rows: Iterable[Row]) -> str:
 
 
 def read_page(text: str) -> dict[str, Row]:
-    """The rows of a page, by file."""
+    """Return the rows of a page, by file."""
     found = {}
     for line in text.splitlines():
         if line.startswith("| `"):
@@ -145,7 +148,7 @@ def read_page(text: str) -> dict[str, Row]:
 
 
 def long_files(root: Path = ROOT) -> list[str]:
-    """The files that have long tests. Raises CalledProcessError with what pytest said."""
+    """Return the files with long tests. Raises CalledProcessError with pytest's output."""
     command = (sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "long")
     done = subprocess.run(  # noqa: S603 - a command of our own
         command, cwd=root, capture_output=True, text=True, timeout=_COLLECT_S, check=True
@@ -154,10 +157,10 @@ def long_files(root: Path = ROOT) -> list[str]:
 
 
 def run_shard(files: Sequence[str], limit_s: float, root: Path = ROOT) -> dict[str, Row]:
-    """Run their long tests; what pytest says is shown.
+    """Run the files' long tests and show pytest's output.
 
-    When ``limit_s`` are over, or pytest ends otherwise before its time, the file that was under way
-    has failed, and so have those that were still to come.
+    When ``limit_s`` is over, or pytest ends early, the running file has failed, and so have the
+    remaining ones.
     """
     date, commit = time.strftime("%Y-%m-%d", time.gmtime()), _commit(root)
     with tempfile.TemporaryDirectory(prefix="long-tests-") as folder:
@@ -204,15 +207,17 @@ def _say(text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    """The exit code is 1 where a test failed."""
+    """Run the command. The exit code is 1 if a test failed."""
     parser = argparse.ArgumentParser(prog="python -m tools.long_tests", description=__doc__)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--commit", help="run the shard of this commit's hash")
     which.add_argument("--shard", type=int, help="run this shard, from 1")
     which.add_argument("files", nargs="*", default=[], help="run the long tests of these files")
-    parser.add_argument("--minutes", type=float, default=SHARD_MINUTES, help="of a shard, at most")
+    parser.add_argument(
+        "--minutes", type=float, default=SHARD_MINUTES, help=("maximum duration of a shard")
+    )
     parser.add_argument("--list", action="store_true", help="show the shards, and run nothing")
-    parser.add_argument("--report", type=Path, help="the page that gets the results")
+    parser.add_argument("--report", type=Path, help="page for the results")
     asked = parser.parse_args(arguments)
 
     page = asked.report or PAGE
@@ -227,7 +232,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         chosen = range(number := shard_of(asked.commit, len(groups)), number + 1)
     elif asked.shard:
         if not 1 <= asked.shard <= len(groups):
-            parser.error(f"--shard {asked.shard}: there are {len(groups)}")
+            parser.error(f"--shard {asked.shard}: there are only {len(groups)}")
         chosen = range(asked.shard - 1, asked.shard)
 
     rows = {file: row for file, row in known.items() if asked.files or file in seconds}
@@ -242,7 +247,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         has_failed = has_failed or any(row.failed for row in found.values())
         rows |= found
         if asked.report:
-            # After each shard: a run that is ended midway has written what it knows.
+            # The page is written after each shard, so that an interrupted run keeps its results.
             asked.report.write_text(page_of(rows.values()))
     return int(has_failed)
 

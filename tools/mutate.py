@@ -1,7 +1,7 @@
 """Mutation tests: ``python -m tools.mutate [--only TEXT] [--jobs N]``.
 
-The tables in mutations/ list lines that matter, each with a change that breaks it and the tests
-that must fail then. The changes are made in copies of the working tree, one at a time.
+The tables in mutations/ list important lines, each with a change that breaks it and the tests that
+must fail then. The changes are made in copies of the working tree, one at a time.
 
     unchanged ─its tests pass→ changed ─a test fails→ killed
                                        ─all pass→ survived: no test proves the line
@@ -36,12 +36,12 @@ from loadtest.common.bench_app import bench_app, say
 ROOT = Path(__file__).parents[1]
 TABLES = tuple(sorted((ROOT / "tools" / "mutations").glob("*.toml")))
 TEST_S = 60
-"""Seconds after which a test counts as failed: a change may make it wait for ever."""
+"""Time after which a test counts as failed, in seconds: a change may make it wait forever."""
 RUN_S = 600.0
-"""Maximum seconds of a row's tests."""
+"""Maximum time of a row's tests, in seconds."""
 _PYTEST = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--timeout={TEST_S}")
 _FAILED, _PASSED = 1, 0
-"""Exit codes of pytest; all others mean that no test has judged."""
+"""pytest's exit codes after failed and passed tests. With other codes, no test has run."""
 _NO_SHRINKING = """
 
 import hypothesis
@@ -51,7 +51,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("mutations")
 """
-"""For the copies' conftest.py: the first example that fails will do."""
+"""Text for the copies' conftest.py: the first failing example is enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +59,18 @@ class Mutation:
     """A row of the table."""
 
     name: str
-    """What is broken, in words."""
+    """Description of what breaks."""
     file: str
-    """The module that is changed, from the root of the repository."""
+    """The changed module, from the root of the repository."""
     old: str
     """Text that occurs once in it."""
     new: str
     tests: tuple[str, ...]
-    """Test files, or tests of them, at least one of which must fail."""
+    """Test files, or tests of them. At least one must fail."""
 
 
 class Outcome(enum.Enum):
-    """See the module's text."""
+    """Result of a mutation; the module's docstring has the transitions."""
 
     KILLED = "killed"
     SURVIVED = "survived"
@@ -79,7 +79,7 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What became of a mutation."""
+    """A mutation and its result."""
 
     mutation: Mutation
     outcome: Outcome
@@ -88,7 +88,7 @@ class Judged:
 
 
 def read_mutations(*tables: Path) -> list[Mutation]:
-    """The rows of tables. Raises ConfigError."""
+    """Return the rows of tables. Raises ConfigError."""
     found: list[Mutation] = []
     for path in tables:
         rows: list[dict[str, Any]] = tomllib.loads(path.read_text()).get("mutation", [])
@@ -103,18 +103,18 @@ def read_mutations(*tables: Path) -> list[Mutation]:
 
 
 def changed_text(mutation: Mutation, root: Path = ROOT) -> str:
-    """The text of the changed module.
+    """Return the text of the changed module.
 
-    Raises ConfigError where the row no longer applies: the text is not there, or there several
-    times, or a test is not there.
+    Raises ConfigError if the row no longer applies: its text is missing or occurs several times, or
+    a test is missing.
     """
     said = f"the mutation {mutation.name!r} no longer applies"
     try:
         text = (root / mutation.file).read_text()
     except OSError:
-        raise ConfigError(f"{said}: there is no {mutation.file}") from None
+        raise ConfigError(f"{said}: there is no file {mutation.file}") from None
     if (count := text.count(mutation.old)) != 1:
-        raise ConfigError(f"{said}: {mutation.file} has its text {count} times, and not once")
+        raise ConfigError(f"{said}: {mutation.file} has its text {count} times instead of once")
     if mutation.old == mutation.new:
         raise ConfigError(f"{said}: it changes nothing")
     for test in mutation.tests:
@@ -122,7 +122,7 @@ def changed_text(mutation: Mutation, root: Path = ROOT) -> str:
         name = function.partition("[")[0].rpartition("::")[2]
         text_of = (root / path).read_text() if (root / path).is_file() else ""
         if not text_of or (name and f"def {name}(" not in text_of):
-            raise ConfigError(f"{said}: there is no {test}")
+            raise ConfigError(f"{said}: there is no test {test}")
     return text.replace(mutation.old, mutation.new)
 
 
@@ -130,7 +130,7 @@ class TreeCopy:
     """A copy of the working tree, in which tests run."""
 
     def __init__(self, folder: Path, root: Path = ROOT) -> None:
-        """Copy what git tracks, and new files that it does not ignore. Raises ConfigError."""
+        """Copy Git's tracked files, and new files that it does not ignore. Raises ConfigError."""
         self.root = folder
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         try:
@@ -143,7 +143,8 @@ class TreeCopy:
                 shutil.copy(root / name, folder / name)
         with (folder / "tests" / "conftest.py").open("a") as conftest:
             conftest.write(_NO_SHRINKING)
-        # Bytecode is valid for a time of change in whole seconds: no two changes share one.
+        # Bytecode is valid for a modification time in whole seconds, so each change has a different
+        # time.
         self._times = itertools.count(1_000_000_000)
 
     def judge(self, mutation: Mutation) -> Judged:
@@ -159,7 +160,10 @@ class TreeCopy:
         return Judged(mutation, outcomes.get(code, Outcome.BROKEN), output)
 
     def run(self, tests: Iterable[str], *options: str) -> tuple[int, str]:
-        """Run tests. Returns pytest's exit code and its last lines; too long a run has failed."""
+        """Run tests.
+
+        Returns pytest's exit code and its last lines; a run that takes too long has failed.
+        """
         outer = {name: each for name, each in os.environ.items() if not name.startswith("PYTEST")}
         own = {"PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(  # noqa: S603
@@ -175,9 +179,9 @@ class TreeCopy:
         try:
             output, _ = process.communicate(timeout=RUN_S)
         except subprocess.TimeoutExpired:
-            return _FAILED, f"no end after {RUN_S:.0f} s"
+            return _FAILED, f"not finished after {RUN_S:.0f} s"
         finally:
-            # Servers that the tests have started go as well.
+            # This also ends servers that the tests have started.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -190,7 +194,7 @@ class TreeCopy:
 
 
 def judge_all(mutations: Sequence[Mutation], copies: Sequence[TreeCopy]) -> Iterator[Judged]:
-    """Judge mutations side by side, one in each copy at a time; in the order of their ends."""
+    """Judge mutations in parallel, one in each copy at a time; yields them as they finish."""
     free: SimpleQueue[TreeCopy] = SimpleQueue()
     for copy in copies:
         free.put(copy)
@@ -209,9 +213,9 @@ def judge_all(mutations: Sequence[Mutation], copies: Sequence[TreeCopy]) -> Iter
 
 def main(
     only: Annotated[str, typer.Option(help="Rows whose name or file has this text.")] = "",
-    jobs: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 2,
+    jobs: Annotated[int, typer.Option(min=1, help="Number of rows that run at a time.")] = 2,
 ) -> None:
-    """Break lines that matter, one at a time, and report those whose tests do not notice."""
+    """Break important lines, one at a time, and report those that no test detects."""
     mutations = [one for one in read_mutations(*TABLES) if only in one.name or only in one.file]
     if not mutations:
         raise ConfigError(f"no row has {only!r} in its name or file")
@@ -220,10 +224,10 @@ def main(
     with tempfile.TemporaryDirectory(prefix="baton-mutate-") as folder:
         copies = [TreeCopy(Path(folder, str(number))) for number in range(jobs)]
         tests = dict.fromkeys(test for one in mutations for test in one.tests)
-        say(f"{len(mutations)} mutations; first their tests, without a change")
+        say(f"{len(mutations)} mutations; their tests run without a change first")
         code, output = copies[0].run(tests, "-n", str(jobs))
         if code != _PASSED:
-            raise ConfigError(f"without a change these tests do not pass:\n{output}")
+            raise ConfigError(f"without a change these tests fail:\n{output}")
         kept = []
         for judged in judge_all(mutations, copies):
             typer.echo(f"{judged.outcome.value:9} {judged.mutation.name}")

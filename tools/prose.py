@@ -1,7 +1,7 @@
 """The prose linter: `python -m tools.prose [PATH ...]` lists what CONTRIBUTING.md's style refuses.
 
 It reads Markdown pages, and docstrings, comments, messages and test names of Python modules. Text
-in backticks and code blocks is code. It knows a list of words and three rules:
+in backticks and code blocks is code. It has a list of words and three rules:
 
 - A docstring's first paragraph is whole sentences: it ends with a period, or leads to a list.
 - A docstring says more than the name of what it describes.
@@ -56,7 +56,7 @@ PRODUCT = (
 )
 GENERATED = re.compile(r"baton/v1/|_pb2")
 QUOTES = ("tools/prose.py", "tests/unit/tools/test_prose.py", "CONTRIBUTING.md")
-"""They show what to avoid: their words are not checked."""
+"""Files that show what to avoid: their words are not checked."""
 
 _WORD = re.compile(rf"\b(?:{'|'.join(WORDS)})\b", re.IGNORECASE)
 _FENCE = re.compile(r"^(`{3,}|~{3,}).*?^\1$", re.DOTALL | re.MULTILINE)
@@ -83,7 +83,7 @@ class Finding:
 
 
 def check(path: str, source: str) -> list[Finding]:
-    """All findings of a file: a Markdown page or a Python module, by the path's suffix."""
+    """Return all findings of a file: a Markdown page or a Python module, by the path's suffix."""
     if path.endswith(".py"):
         found = list(_check_python(path, source))
     else:
@@ -93,8 +93,10 @@ def check(path: str, source: str) -> list[Finding]:
 
 
 def _blank(code: re.Match[str]) -> str:
-    """Code becomes a word without a meaning; its line ends stay, so that lines keep their
-    numbers."""
+    """Replace code by a word without a meaning.
+
+    Line ends stay, so that line numbers do not change.
+    """
     return "x" + "\n" * code.group().count("\n")
 
 
@@ -139,7 +141,7 @@ def _check_python(path: str, source: str) -> Iterator[Finding]:
         elif token.type != tokenize.NL and comment:
             yield from _words(path, first, comment)
             comment, first = "", 0
-        # A test's texts are its data. Expressions and SQL are no prose.
+        # A test's texts are its data. Expressions and SQL are not prose.
         prose = token.type == tokenize.STRING and " " in token.string
         if prose and not in_tests and token.start[0] not in docstrings:
             yield from _words(path, token.start[0], token.string)
@@ -151,7 +153,7 @@ def _check_python(path: str, source: str) -> Iterator[Finding]:
 
 
 def _docstrings(tree: ast.Module) -> Iterator[tuple[int, tuple[str, str]]]:
-    """By line: the name that is described, and the text. Those of fields and constants, too."""
+    """Yield line, name and text of each docstring, including those of fields and constants."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if not isinstance(body, list):
@@ -192,7 +194,7 @@ def _stem(word: str) -> str:
 
 
 def files(paths: list[str]) -> list[str]:
-    """The files that are checked, of Git's index: all, or those under ``paths``."""
+    """Return the files of Git's index to check: all, or those under ``paths``."""
     listed = subprocess.run(  # noqa: S603 - Git's list of files
         [shutil.which("git") or "git", "ls-files", "--", *(paths or ["*.md", *PRODUCT, "tests"])],
         cwd=ROOT,
@@ -204,7 +206,7 @@ def files(paths: list[str]) -> list[str]:
 
 
 def main() -> int:
-    """Return 0 where nothing is found."""
+    """Return 0 if there are no findings."""
     parser = argparse.ArgumentParser(prog="python -m tools.prose", description=__doc__)
     parser.add_argument("paths", nargs="*", help="Files and folders; all by default.")
     names = files(parser.parse_args().paths)

@@ -1,4 +1,4 @@
-"""Draws the two pictures of README: ``python -m tools.readme_figures``.
+"""Draws the two pictures of the README: ``python -m tools.readme_figures``.
 
 The architecture is drawn from the boxes and arrows below. The chart is drawn from the figures that
 ``loadtest.research.peers.long_prompts`` has written to docs/images/long-prompts.json.
@@ -55,7 +55,7 @@ class Box:
     kind: str = "box"
 
     def svg(self) -> str:
-        """Its rectangle, with the title at the top and a line of small text below."""
+        """Return its rectangle, with the title at the top and a line of small text below."""
         middle = self.x + self.width // 2
         if self.kind == "pool":
             title_y, text_y = self.y + 22, self.y + self.height - 12
@@ -108,7 +108,7 @@ _LABELS = (
 
 
 def architecture() -> str:
-    """The path of a request, as an SVG that follows the reader's light or dark theme."""
+    """Draw the path of a request, as an SVG that follows the reader's light or dark theme."""
     heads = "\n".join(
         f'<marker id="{name}" viewBox="0 0 10 10" refX="8" refY="5" markerWidth="{size}"'
         f' markerHeight="{size}" orient="auto"><path d="M0 0 L10 5 L0 10 z"/></marker>'
@@ -133,7 +133,7 @@ def _text(x: int, y: int, text: str, kind: str) -> str:
 
 
 def long_prompts(measured: dict[str, Any]) -> str:
-    """The chart of ``long_prompts``: medians over the repetitions, as an SVG."""
+    """Draw the chart of ``long_prompts``: medians over the repetitions, as an SVG."""
     runs = measured["runs"]
     lengths = sorted({run["document_tokens"] for run in runs})
     lines = {}

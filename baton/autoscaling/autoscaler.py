@@ -1,6 +1,6 @@
 """Decides the roles and the number of workers from the traffic. Pure.
 
-Each look takes the demand and how the SLOs were kept, and returns actions:
+Each look takes the demand and the SLO figures, and returns actions:
 
 1. ``baton.autoscaling.needs`` gives the workers that each role needs. More than it has is a
    shortage.
@@ -40,18 +40,18 @@ GROWTH_LOOKS = 2
 
 @dataclass(frozen=True, slots=True)
 class ChangeRole:
-    """One worker comes back in the other role."""
+    """One worker changes to the other role."""
 
     slot: str
     role: Role
-    """That it is to play."""
+    """The role that the worker takes."""
     reason: Reason
     why: str
-    """In words."""
+    """The reason in words, for logs."""
 
     @property
     def name(self) -> str:
-        """For metrics."""
+        """Name of the action in metrics."""
         return f"to_{self.role}"
 
 
@@ -63,13 +63,13 @@ class Resize:
     by: int
     """1 or -1."""
     role: Role
-    """Which has a worker more or less then."""
+    """The role that gains or loses the worker."""
     reason: Reason
     why: str
 
     @property
     def name(self) -> str:
-        """For metrics."""
+        """Name of the action in metrics."""
         return "grow" if self.by > 0 else "shrink"
 
 
@@ -78,18 +78,18 @@ Action = ChangeRole | Resize
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Between which it moves."""
+    """The limits on the number of workers."""
 
     min_of: Mapping[Role, int]
     max_of: Mapping[Role, int]
-    """Workers of each role."""
+    """Maximum workers of each role."""
     min_workers: int
     max_workers: int
-    """Of both together."""
+    """Maximum workers of both roles together."""
 
     @classmethod
     def of(cls, config: AutoscalerConfig, configured: int) -> Bounds:
-        """Of a cluster with so many workers by its configuration."""
+        """Return the bounds of a cluster that is configured with ``configured`` workers."""
         return cls(
             {"prefill": config.min_prefill, "decode": config.min_decode},
             {
@@ -106,15 +106,15 @@ class _Move:
     """The last change of a role's number of workers."""
 
     sign: int
-    """0: somebody else's."""
+    """1: the role grew; -1: it shrank; 0: another process or an operator changed it."""
     at: float
 
 
 class Autoscaler:
-    """See the module's text."""
+    """Decides which actions to take, from one look to the next."""
 
     def __init__(self, config: AutoscalerConfig, bounds: Bounds, pools: Mapping[Role, str]) -> None:
-        """``pools``: the one pool whose workers begin in each role."""
+        """``pools`` names, for each role, the only pool whose workers start in that role."""
         self._config = config
         self._bounds = bounds
         self._pools = pools
@@ -122,22 +122,22 @@ class Autoscaler:
         self._needs = WorkerNeeds(config)
         self._moved: dict[Role, _Move] = {}
         self._decided: list[_Move] = []
-        """At the last look."""
+        """Changes that the last look decided."""
         self._changed_at: float | None = None
-        """When anything was last changed, by anybody."""
+        """Time of the last change, by the autoscaler or by an operator."""
         self._slots: frozenset[str] = frozenset()
         self._roles: dict[str, Role] = {}
-        """Of each incarnation."""
+        """Role of each incarnation at the last look."""
         self.summary = "has not looked yet"
-        """What it saw last, in words."""
+        """Result of the last look, in words."""
         self.needs: dict[Role, float] = dict.fromkeys(ROLES, 0.0)
-        """Workers that each role needs, as it saw last."""
+        """Workers that each role needs, at the last look."""
 
     def decide(self, seen: ClusterFigures, now: float) -> tuple[Action, ...]:
-        """What to do now. ``acted`` is to be called once it was done, or could not be."""
+        """Return the actions to take now. Call ``acted`` after they are done or have failed."""
         self._notice_hands(seen.workers, now)
         if seen.demand is None:
-            self.summary = "does nothing: what it would act on is not known"
+            self.summary = "does nothing: some of the figures it needs are unknown"
             self._needs.skip()
             return ()
         balance = self._needs.look(seen.workers, seen.demand, now, rested=self._rested(now))
@@ -155,18 +155,18 @@ class Autoscaler:
         return tuple(actions)
 
     def acted(self, now: float) -> None:
-        """What was decided last was carried out, or could not be: the cooldown begins.
+        """Start the cooldown after the last decisions were carried out or failed.
 
-        Where it is not seen at the next look, somebody has taken it back.
+        A change that is not visible at the next look counts as reverted.
         """
         self._settle(now)
         for move in self._decided:
             move.at = now
 
-    # What it learns
+    # Observing
 
     def _notice_hands(self, workers: Sequence[WorkerFigures], now: float) -> None:
-        """See whether somebody else has changed roles or sizes since the last look."""
+        """Detect changes of roles or sizes that the autoscaler did not make."""
         slots = frozenset(one.slot for one in workers)
         roles = {one.incarnation: one.role for one in workers if one.incarnation}
         known = self._roles
@@ -178,12 +178,13 @@ class Autoscaler:
         self._roles = {**{name: known[name] for name in known if name in roles}, **roles}
 
     def _settle(self, now: float) -> None:
-        """What was seen until now was of another cluster."""
+        """Forget what was observed before the cluster changed."""
         self._changed_at = now
         self._needs.forget()
 
     def _count_on(self, action: Action, balance: RoleBalance, now: float) -> None:
-        """It will be so: nobody else has done it, and it is not to be taken back."""
+        """Expect an action's effect at the next look, so that it does not count as an operator's
+        change."""
         self._settle(now)
         if isinstance(action, ChangeRole):
             moves = {action.role: _Move(1, now), other(action.role): _Move(-1, now)}
@@ -197,24 +198,24 @@ class Autoscaler:
         self._decided += moves.values()
 
     def _rested(self, now: float) -> bool:
-        """Whether nothing was changed for a cooldown."""
+        """Whether nothing changed for a cooldown."""
         assert self._changed_at is not None, "it has looked"
         return now - self._changed_at >= self._config.cooldown_s
 
     def _may(self, role: Role, sign: int, now: float) -> bool:
-        """Whether a role may gain or lose a worker, as far as what it did before goes."""
+        """Whether a role may gain or lose a worker, given its earlier changes."""
         move = self._moved[role]
         return move.sign == sign or now - move.at >= self._config.cooldown_s
 
-    # What it does
+    # Acting
 
     def _within_bounds(self, balance: RoleBalance, now: float) -> list[Action]:
-        """Bring back what somebody, or a failure, has brought out of the bounds."""
+        """Return actions that restore the bounds after an operator's change or a failure."""
         why = f"outside of the bounds: {balance.text()}"
         return self._total_within(balance, why, now) or self._roles_within(balance, why, now)
 
     def _roles_within(self, balance: RoleBalance, why: str, now: float) -> list[Action]:
-        """No role has more than it may have, or fewer."""
+        """Return actions that restore each role's bounds."""
         bounds = self._bounds
         for role in ROLES:
             giver = other(role)
@@ -231,7 +232,7 @@ class Autoscaler:
         return []
 
     def _total_within(self, balance: RoleBalance, why: str, now: float) -> list[Action]:
-        """There are no more workers than there may be, and no fewer."""
+        """Return actions that restore the bounds of the total."""
         bounds = self._bounds
         if balance.total > bounds.max_workers and self._rested(now):
             spare = [role for role in ROLES if balance.have[role] > bounds.min_of[role]]
@@ -245,7 +246,7 @@ class Autoscaler:
         return []
 
     def _change_roles(self, balance: RoleBalance, now: float) -> list[Action]:
-        """Workers of the role that has more than it needs go to the one that has less."""
+        """Move workers from the role with a surplus to the role with a shortage."""
         taker = balance.busier()
         giver, most = other(taker), max(1, balance.have[other(taker)] // 2)
         trial = RoleBalance(balance.workers, dict(balance.have), balance.need, balance.floor)
@@ -266,14 +267,14 @@ class Autoscaler:
             return False
         if balance.need[giver] / (balance.have[giver] - 1) <= band:
             return True
-        # A role that is short itself gives only for what is known to be asked for.
+        # A role that is short itself gives a worker only for measured demand, not for a correction.
         given = balance.floor[giver] / (balance.have[giver] - 1)
         taken = balance.floor[taker] / (balance.have[taker] + 1)
         has = balance.floor[taker] / balance.have[taker] if balance.have[taker] else math.inf
         return max(given, taken) <= band * has
 
     def _grow(self, balance: RoleBalance, now: float) -> list[Action]:
-        """Start a worker where a role stays short, and no other one can be had."""
+        """Start a worker where a role stays short and cannot get one from the other role."""
         role = balance.busier()
         is_short = balance.load(role) > 1 and self._needs.short_looks(role) >= GROWTH_LOOKS
         if not is_short or self._gains(balance, role):
@@ -287,7 +288,7 @@ class Autoscaler:
         return self._start(balance, role, reason, balance.text(), now)
 
     def _shrink(self, balance: RoleBalance, now: float) -> list[Action]:
-        """Drain a worker that nobody has needed for a cooldown."""
+        """Drain a worker that no role needed for a cooldown."""
         if not self._rested(now) or balance.total <= self._bounds.min_workers:
             return []
         broken = [role for role in ROLES if self._has_broken(balance, role)]
@@ -300,12 +301,12 @@ class Autoscaler:
         return self._drain(balance, role, Reason.SURPLUS, balance.text(), now)
 
     def _has_broken(self, balance: RoleBalance, role: Role) -> bool:
-        """Whether the worker that the role's pool would lose does not come up."""
+        """Whether the worker that the role's pool would lose fails to start."""
         places = _places(balance, self._pools[role])
         return len(places) > 1 and places[-1].state is WorkerState.FAILED
 
     def _is_spare(self, balance: RoleBalance, role: Role) -> bool:
-        """Whether a role could have done with a worker less, at all looks of a cooldown."""
+        """Whether a role could have run with one worker less at all looks of a cooldown."""
         if balance.have[role] <= max(1, self._bounds.min_of[role]):
             return False
         return self._needs.max_need(role) / (balance.have[role] - 1) <= 1 - HYSTERESIS
@@ -313,20 +314,21 @@ class Autoscaler:
     def _turn(
         self, balance: RoleBalance, giver: Role, count: int, reason: Reason, why: str, now: float
     ) -> list[Action]:
-        """Change the role of so many workers: of those with the least to do, guests first."""
+        """Change the role of ``count`` workers: the least loaded, those of the other role's pool
+        first."""
         taker = other(giver)
         if not (self._may(giver, -1, now) and self._may(taker, 1, now)):
             return []
         serving = balance.in_role(giver, WorkerState.SERVING)
         serving.sort(key=lambda one: (self._home[one.pool] == giver, one.sequences, one.slot))
-        # Whatever is about to come up, somebody is to serve meanwhile.
+        # Starting workers may be slow, so one serving worker stays.
         count = min(count, len(serving) - 1)
         return [ChangeRole(one.slot, taker, reason, why) for one in serving[: max(0, count)]]
 
     def _start(
         self, balance: RoleBalance, role: Role, reason: Reason, why: str, now: float
     ) -> list[Action]:
-        """One at a time: the next once that one has come up."""
+        """Start one worker. The next one starts only after this one is up."""
         if not self._may(role, 1, now) or balance.in_role(role, WorkerState.STARTING):
             return []
         return [Resize(self._pools[role], 1, role, reason, why)]
@@ -334,9 +336,10 @@ class Autoscaler:
     def _drain(
         self, balance: RoleBalance, role: Role, reason: Reason, why: str, now: float
     ) -> list[Action]:
-        """A pool loses its highest slot: of the pool in which a worker of the role is there.
+        """Drain the highest slot of a pool that has a worker of the role in that slot.
 
-        Where there is none, a worker of the role takes the other one, whose highest can go then.
+        Without such a pool, a worker of the role takes the other role, whose highest slot can go
+        then.
         """
         if not self._may(role, -1, now):
             return []
@@ -350,19 +353,19 @@ class Autoscaler:
 
 
 def _places(balance: RoleBalance, pool: str) -> list[WorkerFigures]:
-    """A pool's slots, by their numbers."""
+    """Return a pool's slots, by number."""
     own = [one for one in balance.workers if one.pool == pool]
     return sorted(own, key=lambda one: one.number)
 
 
 def _load_without(balance: RoleBalance, role: Role) -> float:
-    """A role's load with a worker less."""
+    """Return a role's load with one worker less."""
     left = balance.have[role] - 1
     return balance.need[role] / left if left > 0 else math.inf
 
 
 def _can_go(balance: RoleBalance, worker: WorkerFigures, role: Role) -> bool:
-    """Whether a role has a worker less without it, or nobody has; the last that serves stays."""
+    """Whether the role can lose this worker. The last one that serves must stay."""
     if worker.state is not WorkerState.SERVING:
         return worker.role == role or worker.state is WorkerState.FAILED
     return worker.role == role and len(balance.in_role(role, WorkerState.SERVING)) > 1

@@ -1,4 +1,4 @@
-"""What the autoscaler is told of a cluster at each look. Plain data."""
+"""The autoscaler's input at each look. Plain data."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ ROLES: tuple[Role, Role] = ("prefill", "decode")
 
 
 def other(role: Role) -> Role:
-    """The one that it is not."""
+    """Return the opposite role."""
     return "decode" if role == "prefill" else "prefill"
 
 
 class WorkerState(StrEnum):
-    """Of a slot in which a worker is wanted."""
+    """State of a slot in which a worker is wanted."""
 
     SERVING = "serving"
     STARTING = "starting"
-    """It will serve, or come back, in its pool's role."""
+    """The worker is expected to serve, or to return, in its pool's role."""
     FAILED = "failed"
-    """It does not come up: a place that is taken, and no help."""
+    """The worker fails to start: its slot is used and adds no capacity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,53 +32,53 @@ class WorkerFigures:
     slot: str
     pool: str
     number: int
-    """Of the slot, in its pool: a pool that shrinks loses the highest."""
+    """Number of the slot in its pool. A pool that shrinks loses its highest slot."""
     role: Role
-    """That it plays, or will when it has come up."""
+    """The worker's role, or the one it takes when it is up."""
     state: WorkerState
     incarnation: str = ""
-    """Of whoever serves there."""
+    """Incarnation of the worker in the slot."""
     sequences: int = 0
-    """That run or wait there."""
+    """Sequences that run or wait at the worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class SloFigures:
-    """How one SLO was kept since the last look. Counts of requests."""
+    """How well one SLO was met since the last look, in counts of requests."""
 
     judged: float = 0.0
     missed: float = 0.0
     tight: float = 0.0
-    """That used more than half of it, the missed ones too."""
+    """Requests that used more than half of the SLO, including those that missed it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What came since the last look, and what it costs."""
+    """The traffic since the last look, and its cost."""
 
     seconds: float
-    """From that look to this one."""
+    """Time since the last look, in seconds."""
     input_tokens_per_s: float
-    """Of the prompts that came, those that were refused too."""
+    """Prompt tokens received, including rejected requests."""
     output_tokens_per_s: float
-    """Of the answers to what came, those that were refused too."""
+    """Expected output tokens, including rejected requests."""
     prefill_s_per_token: float | None
-    """Seconds of a prefill worker for a token of a prompt; None: not known."""
+    """Time that a prefill worker needs for one prompt token, in seconds; None: unknown."""
     decode_tokens_per_s: float | None
-    """Of one decode worker that just keeps the SLO; None: not known."""
+    """Output rate of one decode worker at the limit of the SLO; None: unknown."""
     decode_batch: float
-    """Sequences that it runs then."""
+    """Sequences that a decode worker runs at that rate."""
     decode_sequences: float
-    """That run or wait at decode workers now."""
+    """Sequences that run or wait at decode workers now."""
     ttft: SloFigures
-    """Refused requests count as missed."""
+    """How well the TTFT SLO was met. Rejected requests count as missed."""
     tpot: SloFigures
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterFigures:
-    """A look at the whole cluster."""
+    """One observation of the whole cluster."""
 
     workers: tuple[WorkerFigures, ...]
     demand: Demand | None
-    """None: something of it is not known, or too old to act on."""
+    """The demand; None: a part of it is unknown, or too old to act on."""

@@ -1,7 +1,7 @@
-"""The autoscaler's view of demand: what came, and what one worker of each role can do. Pure.
+"""The autoscaler's view of demand: the traffic, and the capacity of one worker of each role. Pure.
 
-A worker's capacity follows from what its steps cost: its own calibration, corrected by the steps
-that it was seen to run.
+A worker's capacity follows from the cost of its steps. The cost is the worker's own calibration,
+corrected by observed steps.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from baton.store.registry import WorkerRecord
 _SEEN_KEPT = 0.8
 """Share of earlier observations of prefill workers that each look keeps."""
 _MAX_CORRECTION = 4.0
-"""Maximum ratio between observed and calibrated step times, either way. Beyond it the observation
-says more about the moment than about the worker."""
+"""Maximum ratio between observed and calibrated step times, either way. A larger ratio reflects the
+moment more than the worker."""
 _ENOUGH_S = 0.5
 """Minimum engine seconds of prefill before observations replace calibration."""
 _MIN_CONTEXT = 1.0
 
 
 class DemandReader:
-    """Makes the autoscaler's demand of traffic and workers' records.
+    """Computes the autoscaler's demand from traffic and worker records.
 
     It remembers the observed speed of prefill workers. Owned by the caller of ``read``.
     """
@@ -76,7 +76,7 @@ class DemandReader:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCapacity:
-    """What one decode worker can do within the TPOT SLO."""
+    """The capacity of one decode worker within the TPOT SLO."""
 
     batch: float
     """Sequences whose step takes at most the SLO."""

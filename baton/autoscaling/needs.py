@@ -1,8 +1,8 @@
-"""How many workers of each role the traffic needs. Pure.
+"""Computes how many workers of each role the traffic needs. Pure.
 
-The rate of tokens a moment ahead, over what one worker can do, gives a floor. Where a role has its
-floor and still misses its SLO, a correction asks for one worker more than it has; the correction
-shrinks once the SLO has been kept with ease for a cooldown.
+The forecast token rate divided by the capacity of one worker gives a floor. Where a role has its
+floor and still misses its SLO, a correction adds one worker. The correction shrinks after the SLO
+was met with ease for a cooldown.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from baton.config.choices import Role
 MEMORY_LOOKS = 1.5
 """Time constant of the rates' memory, in looks."""
 MIN_JUDGED = 10
-"""Minimum number of requests that an SLO is judged by."""
+"""Minimum number of requests for judging an SLO."""
 SLO_SHARE = 0.95
 """Fraction of requests that must meet each SLO; below it, a role gets one more worker."""
 MIN_TOKENS_PER_S = 0.1
@@ -104,7 +104,7 @@ class RateForecast:
         self._memory_s = memory_s
         self._level: float | None = None
         self._trend = 0.0
-        """Per second."""
+        """Change of the level per second."""
 
     def add(self, rate: float, seconds: float) -> None:
         """Add the rate observed over the last ``seconds``."""
@@ -143,7 +143,7 @@ class WorkerNeeds:
         self._extra: dict[Role, float] = dict.fromkeys(ROLES, 0.0)
         """Workers that corrections add to the floor."""
         self._missed_at: dict[Role, float] = {}
-        """When a role's SLO was last not kept with ease."""
+        """Last time at which a role's SLO was not met with ease."""
         self._blamed: dict[Role, Reason] = dict.fromkeys(ROLES, Reason.FORECAST)
         self._judged: deque[tuple[float, SloFigures, SloFigures]] = deque()
         self._needed: deque[tuple[float, dict[Role, float]]] = deque()

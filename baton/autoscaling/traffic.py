@@ -1,4 +1,4 @@
-"""The traffic of routers in plain numbers: what came, what became of it, and rates between looks.
+"""Routers' traffic in plain numbers: requests, their results, and rates between looks.
 
 Plain Python, no I/O, no clock: ``now`` is passed in. A router's event loop owns the counts of its
 process; the autoscaler reads those of all routers (``baton.autoscaling.traffic_store``).
@@ -15,11 +15,11 @@ from typing import Self
 TIGHT_SHARE = 0.5
 """A request is tight when it used more than this share of an SLO."""
 FIRST_ANSWER_TOKENS = 256
-"""The expected length of an answer before one ended."""
+"""The assumed length of an answer before the first one ended."""
 SILENT_S = 5.0
 """A router that has not reported for this long makes the traffic unknown."""
 GONE_S = 60.0
-"""A router that has not reported for this long is taken for ended."""
+"""A router that has not reported for this long counts as gone."""
 _WEIGHT = 0.1
 """Weight of the latest answer in the mean length."""
 
@@ -28,12 +28,12 @@ class RunningMean:
     """An exponentially weighted mean of samples; None until the first one."""
 
     def __init__(self, weight: float) -> None:
-        """``weight``, above 0 and at most 1, is that of the newest sample."""
+        """``weight`` is that of the newest sample, above 0 and at most 1."""
         self._weight = weight
         self.value: float | None = None
 
     def add(self, sample: float) -> None:
-        """Follow another sample."""
+        """Update the mean with another sample."""
         known = sample if self.value is None else self.value
         self.value = known + self._weight * (sample - known)
 
@@ -107,7 +107,7 @@ class RouterTraffic:
     """The report of one router process."""
 
     beat: int
-    """Number of the report: a router whose beat stands still does not report."""
+    """Number of the report. A router whose number does not change has stopped reporting."""
     counts: TrafficCounts
 
 

@@ -21,7 +21,10 @@ TTL_S = 600
 
 
 class TrafficStore:
-    """Raises ``redis.RedisError``. Owned by one event loop."""
+    """Reads and writes the routers' reports.
+
+    Raises ``redis.RedisError``. Owned by one event loop.
+    """
 
     def __init__(self, client: redis.asyncio.Redis, cluster_id: str) -> None:
         self._client = client
@@ -56,5 +59,5 @@ def _parse(value: bytes) -> RouterTraffic | None:
         told = json.loads(value)
         return RouterTraffic(int(told["beat"]), TrafficCounts.parse(told))
     except (ValueError, TypeError, KeyError):
-        # Another version's router.
+        # The report is from a router of another version.
         return None

@@ -7,8 +7,7 @@
 
 Failures raise ``baton.errors.BatonError``. Over HTTP the `openai` package is the client.
 docs/reference/python-client.md has examples. This ``__init__.py`` is not empty, since other
-programs import it. No
-torch.
+programs import it. It needs no torch.
 """
 
 from baton.client.grpc_client import DEFAULT_ADDRESS, AsyncClient, Client

@@ -1,6 +1,6 @@
 """Clients of a router's gRPC API: ``Client`` for threads, ``AsyncClient`` for asyncio.
 
-Both build requests in ``_Requests``; what remains to each is the way of waiting.
+``_Requests`` builds the requests of both. They differ only in how they wait.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ class Client(_Requests[Generator[Piece, None, None], Generator[pb.GenerateRespon
     ) -> None:
         """``address`` is the host:port of a router's gRPC listener.
 
-        ``model`` may be empty where one model is served. ``tls`` names the CA that the router's
-        certificate must be of, and the client's own certificate; None disables TLS. Raises
-        ConfigError where its files cannot be used.
+        ``model`` may be empty where one model is served. ``tls`` names the CA of the router's
+        certificate, and the client's own certificate; None disables TLS. Raises ConfigError where
+        its files cannot be used.
         """
         super().__init__(address, api_key, model)
         self._channel = open_blocking_channel(address, tls)
@@ -193,7 +193,7 @@ class Client(_Requests[Generator[Piece, None, None], Generator[pb.GenerateRespon
 class AsyncClient(
     _Requests[AsyncGenerator[Piece, None], AsyncGenerator[pb.GenerateResponse, None]]
 ):
-    """As ``Client``. Connects on first use; belongs to the event loop on which it is made."""
+    """Does the same as ``Client`` for asyncio. Connects on first use; belongs to its event loop."""
 
     def __init__(
         self,
@@ -203,7 +203,10 @@ class AsyncClient(
         model: str = "",
         tls: TlsFiles | None = None,
     ) -> None:
-        """As ``Client``. Raises ConfigError where the files of ``tls`` cannot be used."""
+        """Takes the same arguments as ``Client``.
+
+        Raises ConfigError for unusable files in ``tls``.
+        """
         super().__init__(address, api_key, model)
         self._channel = open_channel(address, tls)
         self._stub = InferenceServiceStub(self._channel)

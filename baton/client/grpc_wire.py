@@ -1,4 +1,4 @@
-"""What goes over gRPC: messages and values, one made of the other. No I/O."""
+"""Conversions between gRPC messages and the client's values. No I/O."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
 def metadata(api_key: str) -> tuple[tuple[str, str], ...]:
-    """Of any call."""
+    """Return the metadata that every call carries."""
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
@@ -34,7 +34,7 @@ def generate_request(
     n: int = 1,
     tools: Tools | None = None,
 ) -> pb.GenerateRequest:
-    """Raises ValueError when there is not one input."""
+    """Build a request. Raises ValueError unless there is exactly one input."""
     if sum(given is not None for given in (prompt, token_ids, messages)) != 1:
         raise ValueError("give one of prompt, token_ids and messages")
     request = pb.GenerateRequest(model=model, sampling=sampling, n=n, tools=tools)
@@ -52,7 +52,7 @@ def chat_messages(messages: Sequence[Message]) -> list[pb.ChatMessage]:
 
 
 def prompt_input(prompt: str | Sequence[int]) -> dict[str, Any]:
-    """The arguments of ``generate_request`` for a text or for token ids."""
+    """Return the arguments of ``generate_request`` for a text or for token ids."""
     return {"prompt": prompt} if isinstance(prompt, str) else {"token_ids": prompt}
 
 
@@ -99,7 +99,10 @@ def models(answer: pb.ListModelsResponse) -> tuple[ModelCard, ...]:
 
 
 def meant(rpc: Any, address: str) -> BatonError:
-    """The error that a failed call means; ``rpc`` is what the call has raised, of either API."""
+    """Return the error that a failed call means.
+
+    ``rpc`` is the exception that the call raised, in the blocking or in the asyncio API.
+    """
     from_router = CODE_KEY in dict(rpc.trailing_metadata() or ())
     if rpc.code() is grpc.StatusCode.UNAVAILABLE and not from_router:
         return Unavailable(f"no router answers at {address} ({rpc.details()})")

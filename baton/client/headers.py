@@ -1,4 +1,4 @@
-"""HTTP headers that Baton reads and writes beside OpenAI's API. No I/O.
+"""HTTP headers that Baton adds to OpenAI's API. No I/O.
 
 They go with any HTTP client, for example the `openai` package:
 
@@ -22,7 +22,7 @@ SESSION_HEADER = "x-baton-session"
 AGENT_HEADER = "x-baton-agent"
 """Request: the client's name of the agent that sends it, by which usage can be listed."""
 RUN_HEADER = "x-baton-run-id"
-"""Request: the client's name of the run that it belongs to, which the request log shows."""
+"""Request: the client's name of the run that the request belongs to. The request log shows it."""
 ROUTER_HEADER = "x-baton-router"
 """Response of ``/health``: the number of the router process that gave it."""
 REQUEST_ID_HEADER = "x-request-id"
@@ -81,7 +81,7 @@ def is_request_id(text: str) -> bool:
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Seconds after which the router wants the request again; None if a response does not say.
+    """Return how long to wait before a retry, in seconds; None if the response has no such header.
 
     ``headers`` are a response's, with names in lower case or in a mapping that ignores case.
     """

@@ -1,4 +1,5 @@
-"""Calls of a router's HTTP API with httpx: connections, errors and events. Its user has the bodies.
+"""Calls of a router's HTTP API with httpx: connections, errors and events. The caller reads and
+writes the bodies.
 
 with api_errors(), open_api("http://127.0.0.1:8000", api_key) as client:
     model = client.get("/v1/models").json()["data"][0]["id"]
@@ -33,7 +34,7 @@ _CLASSES = classes_by_code()
 
 
 def open_api(url: str, api_key: str = "", tls: TlsFiles | None = None) -> httpx.Client:
-    """A client whose responses are successes: the others raise the BatonError that they mean.
+    """Open a client that raises a BatonError for each response that is not a success.
 
     ``url`` is the router's, without a path. ``tls``: the CA that the client trusts and the
     certificate that it shows; None: the system's CAs. Proxies of the environment are not used.
@@ -50,7 +51,7 @@ def open_api(url: str, api_key: str = "", tls: TlsFiles | None = None) -> httpx.
 
 
 def open_async_api(url: str, api_key: str = "", tls: TlsFiles | None = None) -> httpx.AsyncClient:
-    """As ``open_api``, for one event loop."""
+    """Does the same as ``open_api`` for one event loop."""
 
     async def check(response: httpx.Response) -> None:
         if not response.is_success:
@@ -78,14 +79,14 @@ def _settings(url: str, api_key: str, tls: TlsFiles | None) -> dict[str, Any]:
 def _context(url: str, tls: TlsFiles | None) -> ssl.SSLContext | bool:
     if tls is not None:
         return client_context(tls)
-    # To read the system's CAs takes tens of milliseconds, and a plain connection asks none of them.
-    # A context without any trusts nothing.
+    # Reading the system's CAs takes tens of milliseconds, and a plain connection needs none. A
+    # context without CAs trusts no certificate.
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if url.startswith("http://") else True
 
 
 @contextmanager
 def api_errors() -> Iterator[None]:
-    """Raise BatonErrors for httpx's own: no connection, no answer in time, not a URL."""
+    """Convert httpx errors to BatonErrors: no connection, no answer in time, not a URL."""
     try:
         yield
     except httpx.InvalidURL as error:
@@ -100,9 +101,10 @@ def api_errors() -> Iterator[None]:
 
 
 def error_of(response: httpx.Response) -> BatonError:
-    """The error that a response means; its message ends with the status and the API's code.
+    """Return the error that a response reports. Its message ends with the status and the API's
+    code.
 
-    The class is that of the code, or of the status for a code that Baton does not have.
+    The class follows the code, or the status where the code is unknown.
     """
     try:
         body = response.json()
@@ -130,7 +132,7 @@ def event_of(line: str) -> dict[str, Any] | None:
 
 
 def _error(body: Any, status: int | None, retry_after: float | None) -> BatonError:
-    """``status`` is None for an error within a stream."""
+    """Build the error of a body. ``status`` is None for an error within a stream."""
     error = body.get("error") if isinstance(body, dict) else None
     fields: dict[str, Any] = error if isinstance(error, dict) else {}
     code, param = fields.get("code"), fields.get("param")

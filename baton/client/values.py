@@ -1,4 +1,4 @@
-"""What the gRPC clients take and return."""
+"""Arguments and results of the gRPC clients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn; what is None is left to the server. Ranges are the server's matter."""
+    """Sampling parameters. The server chooses those that are None, and checks the ranges."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -37,30 +37,31 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] = ()
-    """The tokens that alone may be drawn; empty: all."""
+    """The only tokens that may be sampled; empty: all."""
     grammar: Grammar | None = None
-    """What the answer's text must match."""
+    """Grammar that the answer's text must match."""
     logprobs: int | None = None
-    """Tell each token's log probability, and those of so many of the likeliest."""
+    """Number of most likely tokens to return with each token's log probability; None: none at
+    all."""
 
     def given(self) -> dict[str, Any]:
-        """The fields that were set, by name."""
+        """Return the fields that were set, by name."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: value for name, value in values.items() if value not in (None, (), {})}
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_prompt_tokens: int = 0
     """Prompt tokens whose KV was found in a cache."""
     written_prompt_tokens: int = 0
-    """Prompt tokens that were computed and are kept in the cache for longer: those of pins."""
+    """Prompt tokens that were computed and stay cached for longer because of a pin."""
     reasoning_tokens: int = 0
-    """Those of ``completion_tokens`` that are reasoning."""
+    """The part of ``completion_tokens`` that is reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,38 +69,38 @@ class TokenScore:
     """A token, and the natural logarithm of its probability by the raw logits."""
 
     text: bytes
-    """It may be half a character."""
+    """The token's bytes, which may be half a character."""
     logprob: float
     top: tuple[tuple[bytes, float], ...] = ()
-    """The likeliest tokens of this place, likeliest first."""
+    """The most likely tokens at this position, most likely first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What came since the last piece."""
+    """The part of an answer that arrived since the last piece."""
 
     text: str
     finish_reason: str | None = None
-    """``stop`` or ``length``, once it is known."""
+    """``stop`` or ``length``, once known."""
     usage: Usage | None = None
-    """In the last piece."""
+    """Token counts, in the last piece."""
     logprobs: tuple[TokenScore, ...] = ()
-    """Where they are asked for."""
+    """Log probabilities, if the request asked for them."""
     reasoning: str = ""
     """The reasoning of a chat's answer, which comes before its text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer."""
+    """A complete answer."""
 
     text: str
     finish_reason: str | None
     usage: Usage
     logprobs: tuple[TokenScore, ...] = ()
-    """Where they are asked for."""
+    """Log probabilities, if the request asked for them."""
     reasoning: str = ""
-    """What the model thought before it answered, in a chat."""
+    """The model's reasoning before the answer, in a chat."""
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> Answer:
@@ -123,6 +124,6 @@ class ModelCard:
 
     id: str
     created: int
-    """Unix seconds."""
+    """Creation time in Unix seconds."""
     context_length: int
-    """Most tokens of prompt and answer together."""
+    """Maximum number of tokens of prompt and answer together."""

@@ -1,4 +1,4 @@
-"""Tenants and API keys: on whose behalf requests run, and what they may do."""
+"""Tenants and API keys: their shares, limits and permissions."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class KeyConfig(Budgeted):
     @field_validator("tenant")
     @classmethod
     def _tenant_has_a_name(cls, tenant: str) -> str:
-        # Without one its prompts would share the cache of another tenant.
+        # Without a tenant the key's prompts would share the cache of another tenant.
         if not re.fullmatch(NAME_PATTERN, tenant):
             raise ValueError(
                 f"a tenant's name is 1 to 64 letters, digits, dots, dashes and underscores, not"

@@ -35,9 +35,9 @@ ReasoningParserName = Literal["auto", "none", "think", "mistral", "harmony"]
 Dtype = Literal["bfloat16", "float32", "float16"]
 Quantization = Literal["auto", "none", "int8", "int4", "fp8"]
 KvDtype = Literal["auto", "int8", "fp8"]
-"""Of the cluster; ``auto`` is its ``dtype``."""
+"""KV cache type of the cluster; ``auto`` is its ``dtype``."""
 KvTypeName = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
-"""Of one pool."""
+"""KV cache type of one pool."""
 Drafter = Literal["auto", "none", "ngram", "draft", "eagle", "medusa"]
 Device = Literal["auto", "cpu", "cuda"]
 RankPlacement = Literal["strict_pack", "pack", "spread", "strict_spread"]
@@ -50,5 +50,5 @@ BudgetPeriod = Literal["day", "month", "total"]
 DEFAULT_TENANT = "default"
 """The tenant of requests that belong to no other."""
 BACKGROUND_CLASS = "batch"
-"""Takes the place of the context-length class for the lines of batches."""
+"""The class of batch lines, which have no context-length class."""
 MIB = 1 << 20

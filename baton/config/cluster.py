@@ -46,12 +46,12 @@ from baton.errors import ConfigError
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 _KV_TYPES: tuple[KvTypeName, ...] = ("float32", "bfloat16", "float16", "int8", "fp8")
-"""The most precise first. Neither of the 16-bit types holds the other's values; their order must
-only be the same everywhere."""
+"""KV types, the most precise first. Neither 16-bit type can hold all values of the other; their
+order only has to be the same everywhere."""
 
 
 class Config(BaseSettings):
-    """Everything that an operator can set."""
+    """All settings of a cluster."""
 
     model_config = SettingsConfigDict(
         env_prefix="BATON_",
@@ -213,7 +213,7 @@ class Config(BaseSettings):
     """Maximum total size of the uploaded files and batch results of one tenant, in bytes. Further
     uploads are refused, and a batch whose results find no room fails."""
     max_total_file_bytes: int = Field(default=4096 * MIB, ge=1024)
-    """The same of all tenants together, in bytes."""
+    """Maximum total size of the files and batch results of all tenants together, in bytes."""
     max_batch_in_flight: int = Field(default=64, ge=1, le=4096)
     """Maximum number of batch requests that one router process runs at once. It runs fewer while
     other traffic needs the workers."""
@@ -316,7 +316,10 @@ class Config(BaseSettings):
 
     @property
     def lossiest_kv_dtype(self) -> KvTypeName:
-        """The least precise KV type of all pools: what a value of the cluster's KV is worth."""
+        """Return the least precise KV type of all pools.
+
+        It sets the precision of KV in the cluster.
+        """
         return max(map(self.kv_dtype_of, self.pools), key=_KV_TYPES.index)
 
     @classmethod
@@ -328,11 +331,12 @@ class Config(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        # `load_config` reads the others. What another process was told must not change here.
+        # `load_config` reads the other sources. Values that another process passes on must not
+        # change.
         return (init_settings,)
 
     def class_of(self, prompt_tokens: int) -> str:
-        """The context-length class of a prompt."""
+        """Return the context-length class of a prompt."""
         return next(
             c.name for c in self.classes if c.max_tokens is None or prompt_tokens <= c.max_tokens
         )
@@ -359,7 +363,7 @@ class Config(BaseSettings):
         return parent.absolute() / "baton" / re.sub(r"[^A-Za-z0-9.-]", "-", self.http)
 
     def tenant(self, name: str) -> TenantConfig:
-        """The settings of a tenant, the defaults for one that is not configured."""
+        """Return a tenant's settings; the defaults for a tenant that is not configured."""
         known = (tenant for tenant in self.tenants if tenant.name == name)
         return next(known, TenantConfig(name=name))
 
@@ -370,11 +374,9 @@ class Config(BaseSettings):
 
 
 def load_config(file: Path | None = None, flags: Iterable[Flag] = (), **values: Any) -> Config:
-    """Read the configuration: flags override the environment, which overrides the file.
-
-    ``values`` are flags by the name of their field; None counts as not given. Raises ConfigError,
-    whose message has a line for each fault.
-    """
+    """Read the configuration: flags override the environment, which overrides the file. ``values``
+    are flags by the name of their field; None counts as not given. Raises ConfigError, whose
+    message has a line for each fault."""
     named = (
         Flag(f"--{name.replace('_', '-')}", (name,), value)
         for name, value in values.items()

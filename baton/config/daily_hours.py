@@ -14,14 +14,14 @@ _DAY_MINUTES = 24 * 60
 
 @dataclass(frozen=True, slots=True)
 class DailyHours:
-    """A span of each day; it may go beyond midnight. Times are Unix seconds."""
+    """A span of each day, which may include midnight. Times are Unix seconds."""
 
     text: str
     """``HH:MM-HH:MM``, as it was configured."""
     begin: int
     """Minute of the day."""
     length: int
-    """Minutes, of a day without a change of the clocks."""
+    """Length in minutes, on a day without a change of the clocks."""
     zone: tzinfo
 
     @classmethod
@@ -51,11 +51,12 @@ class DailyHours:
         return any(first <= at < last for first, last in self._days(at, at))
 
     def next_begin(self, at: float) -> float:
-        """The first moment from ``at`` on that is within the hours."""
+        """Return the first moment from ``at`` on that is within the hours."""
         return min(max(at, first) for first, last in self._days(at, at) if last > at)
 
     def _days(self, start: float, end: float) -> Iterator[tuple[float, float]]:
-        """The spans of all days that may touch the time, from the day before it to that after."""
+        """Yield the spans of all days that may overlap the time, from the day before to the day
+        after."""
         day = datetime.fromtimestamp(start, self.zone).date() - timedelta(days=1)
         last_day = datetime.fromtimestamp(end, self.zone).date() + timedelta(days=1)
         while day <= last_day:

@@ -1,4 +1,4 @@
-"""Faults of a configuration in plain words, with the flag, variable or line that has them."""
+"""Errors of a configuration in plain words, with the flag, variable or line at fault."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from baton.config.renames import advice
 from baton.config.sources import PREFIX, FlagSource, Location, Sources, has
 
 _UNNAMED = ("extra_forbidden", "missing")
-"""Faults of fields that no source names."""
+"""Kinds of errors about fields that no source names."""
 _LONGEST = 80
 """Maximum length of a value that a message repeats, in characters."""
 _TABLES = {"pools": "pool", "classes": "class", "tenants": "tenant", "keys": "key"}
-"""By list of tables: the name of one entry."""
+"""Name of one entry, by list of tables."""
 _SECRET = re.compile("sha256|secret|url|^(keys|gcs_store|otlp_endpoint)$")
-"""Fields whose values, and whatever is in them, are not repeated: a password or a token in a URL,
-or a key in place of its hash."""
+"""Fields whose values, and the values in them, are not repeated. They hold a password or a token in
+a URL, or a key in place of its hash."""
 _PATTERNS = {
     r"^[A-Za-z0-9._-]{1,64}$": "1 to 64 letters, digits, dots, dashes and underscores",
     "^([0-9a-f]{64})?$": "64 hexadecimal digits in lower case, or empty",
@@ -32,7 +32,7 @@ _PATTERNS = {
 _MISSING: Mapping[str, str] = MappingProxyType(
     {"tenant": 'write "default", or another name: keys of one tenant share files and caches'}
 )
-"""By the name of a field that must be given: what to write."""
+"""By the name of a required field: the value to write."""
 _DATE = "a date and time with a time zone, such as 2027-01-31T12:00:00Z"
 _Phrase = str | Callable[[Mapping[str, Any]], str]
 _MUST_BE: Mapping[str, _Phrase] = MappingProxyType(
@@ -65,11 +65,11 @@ _MUST_BE: Mapping[str, _Phrase] = MappingProxyType(
         "timezone_aware": _DATE,
     }
 )
-"""How a sentence goes on behind "must be", by pydantic's name for the fault."""
+"""The end of a sentence after "must be", by pydantic's name for the error."""
 
 
 def fault_lines(error: ValidationError, model: type[BaseModel], sources: Sources) -> list[str]:
-    """A line for each fault: where the value is written, and what it must be."""
+    """Return a line for each error: the place of the value, and its requirement."""
     lines = []
     for fault in _own_faults(error.errors(include_url=False)):
         prefix, subject = _place(fault, sources)
@@ -80,13 +80,13 @@ def fault_lines(error: ValidationError, model: type[BaseModel], sources: Sources
 def plain_faults(
     error: ValidationError, model: type[BaseModel], *, show_values: bool = True
 ) -> list[str]:
-    """A line for each fault of values without sources: it names the field alone."""
+    """Return a line for each error of values without sources. It names the field alone."""
     faults = _own_faults(error.errors(include_url=False, include_input=show_values))
     return [_sentence(_quoted(fault["loc"]), fault, model) for fault in faults]
 
 
 def _own_faults(faults: list[ErrorDetails]) -> list[ErrorDetails]:
-    """The faults except for lists that seem too short because their entries are at fault."""
+    """Return the errors, except for lists that seem too short because their entries are wrong."""
     return [
         fault
         for fault in faults
@@ -96,16 +96,16 @@ def _own_faults(faults: list[ErrorDetails]) -> list[ErrorDetails]:
 
 
 def plain_requirement(error: ValidationError) -> str:
-    """What is wrong with one value alone: "must be a whole number, not `x`"."""
+    """Return the requirement of one value alone: "must be a whole number, not `x`"."""
     return _requirement(error.errors(include_url=False)[0])
 
 
 def _place(fault: ErrorDetails, sources: Sources) -> tuple[str, str]:
-    """What stands before a sentence, and its subject."""
+    """Return the prefix of the message, and its subject."""
     location = fault["loc"]
     is_missing = fault["type"] == "missing"
     if is_missing:
-        # Only the table around it is written somewhere.
+        # Only the table around the field is written in a source.
         location = location[:-1]
     source = sources.of(location, is_table=is_missing) if location else None
     where = "" if source is None else source.name_of(location)
@@ -120,7 +120,7 @@ def _place(fault: ErrorDetails, sources: Sources) -> tuple[str, str]:
 
 
 def _entry(location: Location, sources: Sources) -> str:
-    """``pool `decode` `` for what is in that table; empty for what is in none that has a name."""
+    """Return ``pool `decode` `` for a field of that table; empty outside of named tables."""
     if len(location) < 2 or location[0] not in _TABLES or not has(sources.values, location[:2]):
         return ""
     table = sources.values[str(location[0])][location[1]]

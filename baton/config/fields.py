@@ -1,4 +1,4 @@
-"""What the sections of the configuration share: their base class, and checks of single values."""
+"""Common parts of the configuration's sections: their base class, and checks of single values."""
 
 from __future__ import annotations
 
@@ -27,4 +27,4 @@ def _absolute(path: str) -> str:
 
 
 AbsolutePath = Annotated[str, AfterValidator(_absolute)]
-"""A path that processes with other working directories read, too; empty stays empty."""
+"""A path that is valid in processes with other working directories too; empty stays empty."""

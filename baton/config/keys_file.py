@@ -73,7 +73,7 @@ def read_keys(path: Path) -> tuple[KeyConfig, ...]:
     try:
         return _Contents.model_validate_json(text).keys
     except ValidationError as error:
-        # Without the values: they are no secret, but not for a log either.
+        # Values are left out: they are not secret, but do not belong in a log.
         first = plain_faults(error, _Contents, show_values=False)[0]
         raise ConfigError(f"{path}: {first}") from None
 
@@ -98,7 +98,7 @@ def write_keys(path: Path, keys: Sequence[KeyConfig]) -> None:
 
 @contextmanager
 def changing(path: Path) -> Iterator[None]:
-    """Whoever changes the file within it does so alone. Raises ConfigError, OSError."""
+    """Hold the lock for changing the file. Raises ConfigError, OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(path.with_name(f".{path.name}.lock"), timeout=_LOCK_S, mode=0o600):

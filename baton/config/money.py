@@ -10,9 +10,9 @@ from baton.config.fields import Section
 NANOS = 1_000_000_000
 """Nanodollars in a dollar. Amounts of money are whole numbers of them."""
 MAX_PRICE = 1_000_000.0
-"""Dollars per million tokens."""
+"""Maximum price in dollars per million tokens."""
 MAX_BUDGET = 1_000_000.0
-"""Dollars. In nanodollars it is below 2^53, up to which Lua counts exactly."""
+"""Maximum budget in dollars. In nanodollars it is below 2^53, up to which Lua counts exactly."""
 
 
 class PricesConfig(Section):
@@ -21,7 +21,7 @@ class PricesConfig(Section):
     input: float = Field(default=0.0, ge=0, le=MAX_PRICE)
     """Price of a million prompt tokens, in dollars, with at most three digits after the point."""
     cached_input: float | None = Field(default=None, ge=0, le=MAX_PRICE)
-    """Price of a million prompt tokens that a cache had, in dollars; without a value it is that of
+    """Price of a million prompt tokens that were cached, in dollars; without a value it is that of
     ``input``."""
     output: float = Field(default=0.0, ge=0, le=MAX_PRICE)
     """Price of a million generated tokens, in dollars."""
@@ -43,7 +43,7 @@ class ClassPrices(PricesConfig):
 
 
 class Budgeted(Section):
-    """What has a budget."""
+    """Base of the settings that can have a budget."""
 
     budget: float = Field(default=0.0, ge=0, le=MAX_BUDGET)
     """Maximum cost of a ``budget_period``, in dollars, over all routers; 0 is unlimited. A request

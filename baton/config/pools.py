@@ -11,7 +11,7 @@ from baton.config.fields import Section
 
 
 class PoolConfig(Section):
-    """Workers that are alike."""
+    """A set of workers with one configuration."""
 
     name: str
     """Unique name of the pool; its workers are called ``<name>-<number>``."""

@@ -1,6 +1,6 @@
-"""Names of fields that older files, environments and command lines may still have.
+"""Old names of fields in files, environments and command lines.
 
-Nothing accepts them: a value under an old name is refused with the name to use instead.
+Old names are not accepted. A value under an old name is rejected, and the error gives the new name.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 Path = tuple[str, ...]
-"""A field, within its table: ``("autoscaler", "min_prefill")``."""
+"""Path of a field, with its table: ``("autoscaler", "min_prefill")``."""
 
 _AUTOSCALER: Mapping[str, str] = MappingProxyType(
     {
@@ -42,7 +42,7 @@ RENAMED: Mapping[Path, Path] = MappingProxyType(
         **{("autoscaler", old): ("autoscaler", new) for old, new in _AUTOSCALER.items()},
     }
 )
-"""By its old place: the field's place now."""
+"""New path of each renamed field, by its old path."""
 REMOVED: Mapping[Path, str] = MappingProxyType(
     {
         ("admission_slo_factor",): 'use `admission`: "queue" for 0, "slo" for other values',
@@ -55,13 +55,13 @@ REMOVED: Mapping[Path, str] = MappingProxyType(
         ("autoscaler", "slo_share"): "it is always 0.95",
     }
 )
-"""By its place: what replaces a field that is gone."""
+"""What replaces each removed field, by its old path."""
 
 
 def advice(path: Path) -> str:
-    """What to do with a field of an old name; empty for any other."""
+    """Return what to do with a field of an old name; empty for any other field."""
     new = RENAMED.get(path)
     if new is not None:
         return f"is now `{'.'.join(new)}`"
     reason = REMOVED.get(path)
-    return "" if reason is None else f"is gone: {reason}. Leave it out"
+    return "" if reason is None else f"was removed: {reason}. Delete it"

@@ -105,7 +105,7 @@ def _heartbeats(config: Config) -> None:
 def _machines(config: Config) -> None:
     if not config.ray_address:
         if not config.routers:
-            raise ValueError("routers: 0 needs a ray_address; without one nothing would serve")
+            raise ValueError("routers: 0 needs a ray_address; without one no router would serve")
         if config.leave_workers:
             raise ValueError("leave_workers: it needs a ray_address; workers end with their Ray")
         return
@@ -154,14 +154,14 @@ def _encryption(config: Config) -> None:
         return
     if config.transport in _CLEAR_TRANSPORTS:
         raise ValueError(
-            f"transport: {config.transport} sends KV blocks unencrypted: take auto, or say"
-            " tls.clear_kv = true where the network between the workers is yours alone"
+            f"transport: {config.transport} sends KV blocks unencrypted: use auto, or set "
+            "tls.clear_kv = true if only you use the network between the workers"
         )
     for pool in config.pools:
         if pool.ranks > 1 and pool.rank_placement != "strict_pack":
             raise ValueError(
-                f"pools: the ranks of {pool.name} speak to each other unencrypted, and may lie"
-                " on several nodes: take rank_placement = strict_pack, or say tls.clear_kv = true"
+                f"pools: the ranks of {pool.name} communicate unencrypted, and may run on several "
+                "nodes: use rank_placement = strict_pack, or set tls.clear_kv = true"
             )
 
 
@@ -218,8 +218,8 @@ def _tensor_ranks(config: Config) -> None:
     ):
         if wanted:
             raise ValueError(
-                f"pools: {divided} has tp above 1, which does not go with {name}: take tp 1, or"
-                f" {instead}"
+                f"pools: {divided} has tp above 1, which does not work with {name}: use tp 1, or "
+                f"{instead}"
             )
 
 
@@ -238,13 +238,13 @@ def _check_context_ranks(config: Config, pool: PoolConfig) -> None:
     ):
         if wanted:
             raise ValueError(
-                f"pools: {pool.name} has cp above 1, which does not go with {name}: take cp 1,"
-                f" or {instead}"
+                f"pools: {pool.name} has cp above 1, which does not work with {name}: use cp 1, "
+                f"or {instead}"
             )
 
 
 def _not_with_ranks(config: Config) -> tuple[tuple[bool, str, str], ...]:
-    """What workers of several ranks do not do: whether it is wanted, its name, and the way out."""
+    """Return what multi-rank workers do not support: whether it is set, its name, and the fix."""
     return (
         (config.deterministic, "deterministic", "leave deterministic out"),
         (bool(config.kv_host_mib), "kv_host_mib", "take kv_host_mib 0"),

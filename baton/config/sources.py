@@ -1,6 +1,6 @@
-"""Where the values of a configuration come from: flags, the environment, a TOML file.
+"""Sources of configuration values: flags, the environment, a TOML file.
 
-Each source says how an error names a value: ``--policy``, ``BATON_POLICY``, ``baton.toml:3``.
+Each source defines how an error names a value: ``--policy``, ``BATON_POLICY``, ``baton.toml:3``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OTHER_VARIABLES = frozenset(
         "RUN_DIRECTORY",
     }
 )
-"""Variables of Baton's commands and processes that are no fields, without the prefix."""
+"""Variables of Baton's commands and processes that are not fields, without the prefix."""
 _CLOSE = 0.8
 """Minimum similarity of an unknown variable and a field for a warning, from 0 to 1."""
 
@@ -45,7 +45,7 @@ def variable_of(field: Iterable[str]) -> str:
 PoolsOf = Literal["", "all", "prefill", "decode"]
 """Tables that a flag changes: the cluster's, those of all pools, or the only pool of a role."""
 Location = tuple[str | int, ...]
-"""Where a value is in the configuration: ``("pools", 0, "count")``."""
+"""Path of a value in the configuration: ``("pools", 0, "count")``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,10 @@ class Flag:
     """A value from the command line."""
 
     name: str
-    """As the user types it: ``--policy``."""
+    """The flag as the user types it: ``--policy``."""
     field: tuple[str, ...]
-    """The field that it sets: ``("policy",)``, ``("tls", "folder")``; with ``pools`` a pool's."""
+    """The field that it sets: ``("policy",)``, ``("tls", "folder")``; with ``pools`` a pool's
+    field."""
     value: Any
     pools: PoolsOf = ""
 
@@ -67,7 +68,7 @@ class Source(Protocol):
     """The raw values, by field."""
 
     def name_of(self, location: Location) -> str:
-        """How an error names the value at ``location``, which this source has."""
+        """Return how an error names the value at ``location``, which this source has."""
         ...
 
 
@@ -75,7 +76,7 @@ class FlagSource:
     """The command line. Flags for fields of pools change the pools of other sources."""
 
     def __init__(self, flags: Iterable[Flag], pools: Sequence[Any]) -> None:
-        """``pools``: those that the other sources have, as they are written there."""
+        """``pools`` are those of the other sources, as written there."""
         self.values: dict[str, Any] = {}
         self.faults: list[str] = []
         self._names: dict[Location, str] = {}
@@ -84,7 +85,7 @@ class FlagSource:
                 self._put(location, flag)
 
     def name_of(self, location: Location) -> str:
-        """The flags that have set the value, something in it, or what it is in."""
+        """Return the flags that set the value, a part of it, or the table around it."""
         names = [
             name
             for where, name in self._names.items()
@@ -93,7 +94,7 @@ class FlagSource:
         return " and ".join(dict.fromkeys(names))
 
     def sets(self, location: Location) -> bool:
-        """Whether there is a flag for just this value."""
+        """Whether there is a flag for exactly this value."""
         return location in self._names
 
     def _locations(self, flag: Flag, pools: Sequence[Any]) -> list[Location]:
@@ -121,7 +122,10 @@ class FlagSource:
 
 
 class EnvironmentSource:
-    """Variables: ``BATON_`` and the field's name in capitals; a table's field behind ``__``."""
+    """Environment variables: ``BATON_`` and the field's name in capitals.
+
+    ``__`` separates a table and its field.
+    """
 
     def __init__(self, settings: type[BaseSettings]) -> None:
         self.faults: list[str] = []
@@ -143,19 +147,19 @@ class EnvironmentSource:
                 reader.env_vars = {k: v for k, v in reader.env_vars.items() if k != name}
 
     def name_of(self, location: Location) -> str:
-        """The variable that has the value, or the table around it."""
+        """Return the variable that has the value, or the table around it."""
         parts = [part.upper() for part in location if isinstance(part, str)]
         given = {name.upper() for name in os.environ}
         for size in range(len(parts), 0, -1):
             if (name := PREFIX + "__".join(parts[:size])) in given:
                 return name
-        # A table of which only fields are set.
+        # Only fields of the table are set.
         start = PREFIX + "__".join(parts)
         return " and ".join(sorted(name for name in given if name.startswith(f"{start}__")))
 
 
 def _old_variables() -> Iterator[tuple[str, str]]:
-    """For each variable of a field's old name: it in lower case, and what to do instead."""
+    """Yield, for each variable of an old name, its name in lower case and what to do instead."""
     for old in (*RENAMED, *REMOVED):
         new = RENAMED.get(old)
         instead = f"is now {variable_of(new)}" if new else advice(old)
@@ -166,7 +170,7 @@ class FileSource:
     """A TOML file."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError where it cannot be read, or is no TOML."""
+        """Read the file. Raises ConfigError where it cannot be read, or is not TOML."""
         self._path = path
         try:
             self._text = path.read_text(encoding="utf-8")
@@ -179,13 +183,14 @@ class FileSource:
             raise ConfigError(f"{path} is not TOML: {error}") from None
 
     def name_of(self, location: Location) -> str:
-        """The file, and the line in which the value begins."""
+        """Return the file, and the line in which the value begins."""
         return f"{self._path}:{self._line_of(location)}"
 
     def _line_of(self, location: Location) -> int:
-        """The line at which the value begins: the first one after which the file has it.
+        """Return the line at which the value begins.
 
-        The lines of one statement count together, since none of them parses without the last.
+        Each statement is parsed with the lines before it, until the value is there. The lines of
+        one statement count together, since none of them parses without the last.
         """
         lines = self._text.split("\n")
 
@@ -202,14 +207,14 @@ class FileSource:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """All of them."""
+    """All sources together."""
 
     in_order: tuple[Source, ...]
-    """The strongest first."""
+    """The sources, highest precedence first."""
     values: dict[str, Any]
-    """Of all of them together, each from the strongest source that has it."""
+    """Values of all sources together, each from the source with the highest precedence."""
     faults: tuple[str, ...]
-    """What could not be read; the rest can be checked without it."""
+    """Sources that could not be read; the rest can be checked without them."""
 
     @classmethod
     def read(
@@ -219,7 +224,8 @@ class Sources:
         flags: Iterable[Flag],
         default_pools: Sequence[Any],
     ) -> Sources:
-        """``default_pools``: what flags for pools change where no source has pools.
+        """Read all sources. ``default_pools``: what flags for pools change where no source has
+        pools.
 
         Raises ConfigError where the file cannot be read at all.
         """
@@ -231,7 +237,7 @@ class Sources:
         for source in reversed(below):
             values = _merge(values, source.values)
         flags = list(flags)
-        # Flags for fields of pools change the pools of a flag, too.
+        # Flags for fields of pools change the pools of a flag too.
         whole = FlagSource((flag for flag in flags if flag.field == ("pools",)), ())
         values = _merge(values, whole.values)
         pools = values.get("pools", default_pools)
@@ -243,9 +249,9 @@ class Sources:
         return cls((given, whole, *below), values, (*given.faults, *environment.faults))
 
     def of(self, location: Location, *, is_table: bool = False) -> Source | None:
-        """The source whose value at ``location`` counts; None where it is a default.
+        """Return the source whose value at ``location`` counts; None where it is a default.
 
-        ``is_table``: it is the table itself, which flags for its fields do not make.
+        ``is_table``: ``location`` is the table itself. Flags for its fields do not set it.
         """
         sources = self.in_order[1:] if is_table else self.in_order
         return next((one for one in sources if has(one.values, location)), None)
@@ -286,7 +292,8 @@ def unknown_variables(settings: type[BaseSettings]) -> list[str]:
 
 
 def _merge(below: Any, above: Any) -> Any:
-    """``above`` wins; tables are merged, and numbered tables lie over the entries of a list."""
+    """Merge ``above`` over ``below``: tables are merged, and numbered tables change list
+    entries."""
     if isinstance(below, dict) and isinstance(above, dict):
         changed = {key: _merge(below.get(key), value) for key, value in above.items()}
         return {**below, **changed}

@@ -1,4 +1,4 @@
-"""Which connections are encrypted, and with which certificates."""
+"""Settings of TLS: which connections are encrypted, and with which certificates."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class TlsConfig(Section):
         return self
 
     def of(self, role: PeerRole) -> TlsFiles | None:
-        """What a role shows within the cluster; None without encryption."""
+        """Return the files that a role uses within the cluster; None without encryption."""
         return TlsFiles.in_folder(Path(self.folder), role) if self.folder else None
 
     @property
     def front_client(self) -> TlsFiles | None:
-        """What a command on this machine shows the listeners, and the CA that it trusts.
+        """Return the files with which a command on this machine connects to the listeners.
 
-        None without TLS.
+        They are the certificate that it shows, and the CA that it trusts. None without TLS.
         """
         if self.fronts is None:
             return None
@@ -63,7 +63,8 @@ class TlsConfig(Section):
 
     @property
     def fronts(self) -> TlsFiles | None:
-        """The listeners' certificate, and the CA of certificates that they ask clients for.
+        """Return the listeners' certificate, and the CA of the client certificates that they
+        require.
 
         None without TLS.
         """

@@ -1,7 +1,7 @@
-"""The grammars that a process has compiled: the latest are kept, bounded in number and in bytes.
+"""Cache of the grammars that a process has compiled, bounded in number and in bytes.
 
-As with the KV cache, another salt has another cache: a tenant cannot tell by the time that it waits
-what another tenant has asked. Room is taken from the salt that holds the most of it.
+Like the KV cache, it is separate for each cache salt, so a tenant cannot infer another tenant's
+grammars from compile times. Evictions take from the salt that holds the most.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ from baton.errors import InvalidGrammar
 from baton.grammar import Grammar, TokenMatcher, reason_in
 
 Compile = Callable[[Grammar], TokenMatcher]
-"""Raises InvalidGrammar."""
+"""Compiles a grammar. Raises InvalidGrammar."""
 
 
 @dataclass(slots=True)
 class _Share:
-    """What one salt holds, the longest unused first."""
+    """The grammars of one salt, least recently used first."""
 
     kept: OrderedDict[Grammar, TokenMatcher] = field(default_factory=OrderedDict)
     size: int = 0
-    """Bytes of the grammars' texts."""
+    """Size of the grammars' texts, in bytes."""
 
 
 class CompiledGrammars:
-    """Any thread may call it: one grammar compiles at a time, and only its callers wait."""
+    """Compiles and keeps grammars.
+
+    Thread-safe: one grammar compiles at a time, and only its callers wait.
+    """
 
     def __init__(
         self,
@@ -52,14 +55,14 @@ class CompiledGrammars:
         self._max_bytes = max_bytes
         self._compile: Compile | None = None
         self._shares: OrderedDict[bytes, _Share] = OrderedDict()
-        """By salt, the longest unused first."""
+        """Grammars by salt, least recently used first."""
         self._lock = threading.Lock()
         self._compiling = threading.Lock()
 
     def prepare(self) -> None:
-        """Load what the first grammar needs, which holds the interpreter lock for 0.3 s or more.
+        """Load the grammar library, which holds the interpreter lock for 0.3 s or more.
 
-        What fails is raised for the first grammar.
+        An error is raised when the first grammar is compiled.
         """
         with self._compiling:
             if self._compile is None:
@@ -79,7 +82,7 @@ class CompiledGrammars:
         found = self._find(grammar, cache_salt)
         if found is None:
             with self._compiling:
-                # Another thread may have compiled it while this one waited.
+                # Another thread may have compiled the grammar while this one waited.
                 found = self._find(grammar, cache_salt) or self._compiled(grammar, cache_salt)
         return found.deep_copy()
 
@@ -106,7 +109,7 @@ class CompiledGrammars:
         return matcher
 
     def _fits(self, grammar: Grammar) -> bool:
-        """Whether there is room for another one."""
+        """Whether there is room for another grammar."""
         kept = sum(len(share.kept) for share in self._shares.values())
         size = sum(share.size for share in self._shares.values())
         return not kept or (
@@ -114,7 +117,7 @@ class CompiledGrammars:
         )
 
     def _drop_oldest(self) -> None:
-        """Forget the longest unused grammar of the salt that holds most."""
+        """Drop the least recently used grammar of the salt that holds most."""
         cache_salt, share = max(
             self._shares.items(),
             key=lambda item: max(
@@ -130,17 +133,18 @@ class CompiledGrammars:
 def grammars_of(
     tokenizer_json: Callable[[], str], vocab_size: int, eos_ids: Sequence[int]
 ) -> CompiledGrammars:
-    """For answers in the tokens of one tokenizer; see ``baton.grammars.grammar_library``."""
+    """Make the cache for the tokens of one tokenizer; see ``baton.grammars.grammar_library``."""
 
     def load() -> Compile:
         try:
-            # Here alone: the library and its tables take memory, and a machine may lack it.
+            # Imported here alone: the library and its tables take memory, and a machine may lack
+            # it.
             from baton.grammars.grammar_library import GrammarCompiler  # noqa: PLC0415
 
             return GrammarCompiler(tokenizer_json(), vocab_size, eos_ids).compile
         except (ImportError, OSError, ValueError) as error:
             raise InvalidGrammar(
-                f"grammars are not possible with this model's tokenizer: {reason_in(str(error))}"
+                f"this model's tokenizer does not support grammars: {reason_in(str(error))}"
             ) from None
 
     return CompiledGrammars(load, vocab_size)

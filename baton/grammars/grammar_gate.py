@@ -1,10 +1,10 @@
 """Grammars compiled off an event loop, each once however many requests wait for it.
 
     waiting ─its tenant's turn→ compiling → compiled, or refused
-    waiting ─nothing waits for it any more→ dropped
+    waiting ─no request waits for it any more→ dropped
 
-One grammar compiles at a time. Tenants, told apart by their cache salts, take turns, and each has a
-share of the waiting places, so that the grammars of one delay another by one compilation at a time.
+One grammar compiles at a time. Tenants, identified by their cache salts, take turns. Each has a
+share of the queue, so that the grammars of one tenant delay another by one compilation at a time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from baton.grammars.compiled_grammars import CompiledGrammars
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 64
-"""Maximum grammars that wait, in equal shares for the tenants that wait; each may have one."""
+"""Maximum number of waiting grammars. Tenants that wait share it equally; each may have one."""
 MAX_OF_TENANT = 16
-"""Maximum grammars of one tenant that wait."""
+"""Maximum number of waiting grammars of one tenant."""
 _RETRY_S = 1.0
 
 
@@ -34,13 +34,13 @@ class _Job:
     grammar: Grammar
     cache_salt: bytes
     result: asyncio.Future[TokenMatcher]
-    """Fails with InvalidGrammar."""
+    """The compiled grammar. Fails with InvalidGrammar."""
     wanted: int = 0
-    """Requests that wait for it."""
+    """Number of requests that wait for the grammar."""
 
 
 class GrammarGate:
-    """Owned by an event loop, as is everything that waits at it."""
+    """Queues grammars for compilation. Owned by one event loop, as are its callers."""
 
     def __init__(
         self, grammars: CompiledGrammars, observe: Callable[[float], None] = lambda seconds: None
@@ -49,13 +49,14 @@ class GrammarGate:
         self._grammars = grammars
         self._observe = observe
         self._queues: OrderedDict[bytes, OrderedDict[Grammar, _Job]] = OrderedDict()
-        """By cache salt, the one whose turn is next first. The job that compiles is in none."""
+        """Waiting jobs by cache salt, the next in turn first. The job that compiles is not in a
+        queue."""
         self._compiling: _Job | None = None
         self._work: asyncio.Task[None] | None = None
 
     @property
     def idle(self) -> bool:
-        """Whether no grammar is compiled or waits for it."""
+        """Whether no grammar compiles or waits."""
         return self._work is None or self._work.done()
 
     async def ready(
@@ -79,13 +80,14 @@ class GrammarGate:
         if not job.result.done():
             raise DeadlineExceeded("the request's deadline passed before its grammar was compiled")
         try:
-            # The matcher needs no place among the kept grammars: others may have taken it since.
+            # The matcher does not depend on the cache: other grammars may have replaced this one
+            # since.
             return job.result.result().deep_copy()
         except InvalidGrammar as error:
             raise InvalidGrammar(error.message) from None
 
     def begin(self, grammar: Grammar | None, cache_salt: bytes) -> None:
-        """Have a grammar compiled before a request waits for it. Raises Overloaded."""
+        """Compile a grammar before a request waits for it. Raises Overloaded."""
         if grammar is not None and self._grammars.kept(grammar, cache_salt) is None:
             self._job(grammar, cache_salt).wanted += 1
 
@@ -112,7 +114,7 @@ class GrammarGate:
             cache_salt, queue = self._queues.popitem(last=False)
             _, job = queue.popitem(last=False)
             if queue:
-                # The other tenants come first.
+                # The salt goes behind those of other tenants.
                 self._queues[cache_salt] = queue
             if job.wanted:
                 self._compiling = job
@@ -121,11 +123,11 @@ class GrammarGate:
 
     async def _compile(self, job: _Job) -> None:
         try:
-            # One thread is enough, and the others are for other work.
+            # One thread is enough; the other threads have other work.
             matcher, seconds = await asyncio.to_thread(self._timed, job)
         except Exception as error:
             job.result.set_exception(error)
-            # Nothing may wait for it any more.
+            # No request may be left to retrieve the exception.
             job.result.exception()
             if not isinstance(error, InvalidGrammar):
                 log.exception("a grammar could not be compiled")

@@ -1,8 +1,8 @@
 """Grammars compiled by llguidance, for one tokenizer.
 
-Compiling takes about a millisecond, and finding which tokens may follow some ten microseconds.
-Import it when the first grammar comes: who needs none needs no library, and the tokenizer that the
-library keeps takes 60 MiB for 49 thousand tokens.
+Compiling takes about a millisecond, and finding which tokens may follow about ten microseconds.
+Import this module when the first grammar arrives: the tokenizer that the library keeps takes 60 MiB
+for 49 thousand tokens.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ from baton.grammars.json_schema import WHITESPACE, closed_text
 from baton.grammars.structural_tag import structural_lark
 
 MAX_GRAMMAR_BYTES = 128 << 10
-"""Of a grammar's text, as UTF-8. What took longest to compile within this, a schema of 4000
-properties none of which is required, took 0.8 s."""
+"""Maximum size of a grammar's text, in bytes of UTF-8. The slowest grammar to compile within this
+limit was a schema of 4000 optional properties; it took 0.8 s."""
 _MAX_GBNF_BYTES = 8 << 10
-"""Of a grammar in GBNF, whose conversion takes time by the square of its length: 0.3 s here."""
+"""Maximum size of a GBNF grammar, in bytes. Its conversion time grows with the square of its
+length: 0.3 s for this size."""
 _LARK = re.compile(r"^[ \t]*(%llguidance\b|start[ \t]*:)", re.MULTILINE)
 _MAX_LEXER_STATES = 100_000
-"""They are found while texts are written, stay with the compiled grammar, and take some 300 bytes
-each. A string of bounded length takes up to four a character."""
+"""Maximum number of lexer states. They are found while texts are written, stay with the compiled
+grammar, and take about 300 bytes each. A string of bounded length takes up to four for each
+character."""
 
 
 class GrammarCompiler:
-    """Called by one thread at a time; what it gives may be used by any one thread."""
+    """Compiles grammars in one thread at a time. Any one thread may use a compiled grammar."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        """Takes the contents of a tokenizer.json, and the model's vocabulary, which may be larger.
+        """Take the contents of a tokenizer.json, and the model's vocabulary, which may be larger.
 
-        An answer's end is one of ``eos_ids``. Takes 0.2 s for 49 thousand tokens. Raises ValueError
-        for a tokenizer that the library cannot use.
+        An answer ends with one of ``eos_ids``. Takes 0.2 s for 49 thousand tokens. Raises
+        ValueError for a tokenizer that the library cannot use.
         """
         self._has_end = bool(eos_ids)
         self._words = -(-vocab_size // 32)
@@ -47,20 +49,20 @@ class GrammarCompiler:
         )
 
     def compile(self, grammar: Grammar) -> LLMatcher:
-        """A matcher at the start of a text. Raises InvalidGrammar."""
+        """Return a matcher at the start of a text. Raises InvalidGrammar."""
         if not self._has_end:
             raise InvalidGrammar("this model has no end-of-sequence token to end an answer with")
         size = len(grammar.text.encode(errors="surrogatepass"))
         if size > MAX_GRAMMAR_BYTES:
-            raise InvalidGrammar(f"it has {size} bytes, and {MAX_GRAMMAR_BYTES} are possible")
+            raise InvalidGrammar(f"it has {size} bytes; the limit is {MAX_GRAMMAR_BYTES}")
         limits = LLParserLimits(verbose_errors=False, max_lexer_states=_MAX_LEXER_STATES)
         try:
             text = _library_text(grammar)
             matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
-        except ValueError as error:  # what is no JSON, or no Unicode
+        except ValueError as error:  # the text is not JSON, or not Unicode
             raise InvalidGrammar(reason_in(str(error))) from None
         if not matcher.is_error():
-            # That no text matches at all shows only when the first token is asked for.
+            # A grammar that no text matches fails only when the first token is requested.
             mask = np.empty(self._words, np.int32)
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if matcher.is_error():
@@ -69,7 +71,7 @@ class GrammarCompiler:
 
 
 def _library_text(grammar: Grammar) -> str:
-    """Raises ValueError."""
+    """Convert a grammar to the library's language. Raises ValueError."""
     match grammar.kind:
         case GrammarKind.JSON_OBJECT:
             return _schema('{"type": "object"}')
@@ -78,7 +80,7 @@ def _library_text(grammar: Grammar) -> str:
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.CHOICE:
-            # A text is written as in JSON, in ASCII.
+            # A JSON string in ASCII is also a string of Lark.
             texts = " | ".join(json.dumps(text) for text in json.loads(grammar.text))
             return LLMatcher.grammar_from_lark(f"start: {texts}")
         case GrammarKind.LARK:
@@ -88,7 +90,7 @@ def _library_text(grammar: Grammar) -> str:
 
 
 def _lark(text: str) -> str:
-    """Text in Lark's dialect as it is; what has no rule ``start`` is taken for GBNF."""
+    """Return Lark text as it is. Text without a rule ``start`` is converted from GBNF."""
     if _LARK.search(text):
         return text
     if len(text) > _MAX_GBNF_BYTES:
@@ -96,7 +98,7 @@ def _lark(text: str) -> str:
     try:
         return gbnf_to_lark(text)
     except Exception as error:  # the converter raises bare Exception, and RecursionError
-        raise ValueError(f"it has no rule `start`, and is no GBNF either: {error}") from None
+        raise ValueError(f"it has no rule `start`, and is not GBNF: {error}") from None
 
 
 def _schema(text: str) -> str:

@@ -1,7 +1,7 @@
-"""JSON schemas as answers follow them: objects have the properties that are listed, and no others.
+"""JSON schemas for answers: objects have only the listed properties.
 
-JSON Schema's default for ``additionalProperties`` is true. A model that may add properties does,
-and clients expect those that they have named: servers such as vLLM take false for the default. An
+JSON Schema's default for ``additionalProperties`` is true. A model that may add properties does so,
+and clients expect those that they named. Servers such as vLLM use false as the default. An
 ``additionalProperties`` in the schema keeps its meaning. Plain Python.
 """
 
@@ -12,24 +12,24 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 WHITESPACE = r"(?: |\n[ \t]{0,40})?"
-"""Between the parts of JSON: nothing, a space, or a new line and its indentation. Bounded, because
-a model that may write spaces for ever sometimes does."""
+"""Whitespace between the parts of JSON: none, a space, or a new line and its indentation. It is
+bounded, because models that may write whitespace forever sometimes do."""
 _MAX_DEPTH = 256
-"""Levels that are looked at; the grammar library refuses schemas that are half as deep."""
+"""Maximum depth that is processed. The grammar library refuses schemas half as deep."""
 _SAYS_OTHERS = frozenset({"additionalProperties", "unevaluatedProperties"})
 _ALTERNATIVES = ("anyOf", "oneOf")
 _OF_INSTANCE = ("allOf", *_ALTERNATIVES)
-"""Lists of schemas for the same value."""
+"""Keywords with lists of schemas for the same value."""
 _CONDITIONS = ("if", "then", "else", "not", "dependentSchemas", "$dynamicRef")
-"""What a schema combines with others in ways that are left as they are."""
+"""Keywords that combine a schema with others in ways that this module does not change."""
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
-"""Objects whose values are schemas."""
+"""Keywords for objects whose values are schemas."""
 _NESTED = ("items", "additionalItems", "contains", "additionalProperties", "propertyNames")
 _LISTED = ("items", "prefixItems")
 
 
 def closed_text(text: str) -> str:
-    """``closed_schema`` of JSON; other texts stay as they are, for the library's error."""
+    """Apply ``closed_schema`` to JSON. Other texts stay as they are, for the library's error."""
     try:
         return json.dumps(closed_schema(json.loads(text)))
     except (ValueError, RecursionError):
@@ -37,17 +37,17 @@ def closed_text(text: str) -> str:
 
 
 def closed_schema(schema: Any) -> Any:
-    """A copy of ``schema`` whose objects have no more properties than are listed.
+    """Return a copy of ``schema`` whose objects allow no properties beyond the listed ones.
 
-    Objects stay open that list none, that say something of further ones, that require properties
-    that they do not list, or that are combined with other schemas: of ``allOf`` each part would
-    forbid the properties of the others.
+    Some objects stay open: those that list no properties, that describe additional ones, that
+    require properties that they do not list, or that are combined with other schemas. Each part of
+    an ``allOf`` would forbid the properties of the others.
     """
     return _closed(schema, _open_references(schema), "#", is_open=False, depth=0)
 
 
 def _closed(schema: Any, open_at: frozenset[str], at: str, *, is_open: bool, depth: int) -> Any:
-    """``at`` is the schema's JSON pointer, as far as references name it; else empty."""
+    """Close one schema. ``at`` is its JSON pointer, as far as references use it; else empty."""
     if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         return schema
     stays_open = is_open or at in open_at or not _is_alone(schema)
@@ -92,7 +92,7 @@ def _lists_all(schema: Mapping[str, Any]) -> bool:
 
 
 def _is_alone(schema: Mapping[str, Any]) -> bool:
-    """Whether at most one schema says what a value is: this one, or one that it names."""
+    """Whether at most one schema describes a value: this one, or one that it references."""
     if any(name in schema for name in _CONDITIONS):
         return False
     parts = sum(name in schema for name in ("properties", "$ref", *_ALTERNATIVES))
@@ -101,7 +101,7 @@ def _is_alone(schema: Mapping[str, Any]) -> bool:
 
 
 def _open_references(schema: Any) -> frozenset[str]:
-    """References to schemas that are combined with others somewhere."""
+    """Return references to schemas that are combined with others somewhere."""
     found: set[str] = set()
     pending = list(_references(schema, is_open=False))
     while pending:
@@ -113,9 +113,9 @@ def _open_references(schema: Any) -> frozenset[str]:
 
 
 def _references(schema: Any, *, is_open: bool) -> Iterator[str]:
-    """References of schemas that are combined with others; ``is_open``: this one is.
+    """Yield references of schemas that are combined with others; ``is_open``: this one is.
 
-    Each part is looked at once, whatever combines it.
+    Each part is visited once, whatever combines it.
     """
     pending = [(schema, is_open, 0)]
     while pending:
@@ -134,7 +134,7 @@ def _references(schema: Any, *, is_open: bool) -> Iterator[str]:
 
 
 def _target(schema: Any, reference: str) -> Any:
-    """The schema that ``#/$defs/name`` or its like names; None for other references."""
+    """Return the schema of a reference such as ``#/$defs/name``; None for other references."""
     _, *path = reference.split("/")
     if len(path) != 2 or not isinstance(schema, dict):
         return schema if reference == "#" else None

@@ -17,15 +17,15 @@ _STYLE = {"whitespace_pattern": WHITESPACE}
 
 
 def structural_lark(text: str) -> str:
-    """A grammar of free text in which one of the structures stands behind each trigger.
+    """Return a grammar of free text in which each trigger starts one of the structures.
 
-    Raises ValueError for what is not JSON or has no structures.
+    Raises ValueError for text that is not JSON or has no structures.
     """
     try:
         given = json.loads(text)
         tags = _tags(given["structures"], given["triggers"])
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"it is no structural tag ({type(error).__name__})") from None
+        raise ValueError(f"it is not a structural tag ({type(error).__name__})") from None
     if not tags:
         raise ValueError("no structure begins with a trigger")
     markers = [re.escape(trigger).replace("/", r"\/") for trigger in tags]
@@ -44,15 +44,15 @@ def structural_lark(text: str) -> str:
 
 
 def trigger_of(begin: str, triggers: Sequence[str]) -> str | None:
-    """The trigger that ``begin`` begins with; None if there is none.
+    """Return the trigger that ``begin`` starts with; None if there is none.
 
-    Of triggers that begin with each other a text always has the shortest one first.
+    If one trigger starts with another, a text always contains the shorter one first.
     """
     return min((one for one in triggers if begin.startswith(one)), key=len, default=None)
 
 
 def _tags(structures: Sequence[Mapping[str, Any]], triggers: Sequence[str]) -> dict[str, list[str]]:
-    """By trigger, what may follow it: the rest of a beginning, JSON, and an end."""
+    """Return, by trigger, what may follow it: the rest of a beginning, JSON, and an end."""
     tags: dict[str, list[str]] = {}
     for one in structures:
         begin, end = one["begin"], one.get("end", "")

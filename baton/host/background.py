@@ -12,10 +12,11 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 DEADLINE_S = 10.0
-"""The longest that a task may take to clean up after its cancellation."""
+"""Maximum time that a task may take to clean up after its cancellation, in seconds."""
 _AGAIN_S = 0.05
 INLINE = 4096
-"""Characters to tokenize, tokens or numbers to write: about two milliseconds of the event loop."""
+"""Work that runs on the event loop: characters to tokenize, or tokens and numbers to write. This
+amount takes about two milliseconds."""
 LOOK_S = 0.1
 """Interval between two observations of the loop's lag; every longer standstill is observed."""
 
@@ -46,7 +47,8 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
         done, pending = await asyncio.wait(pending, timeout=_AGAIN_S)
         for task in done:
             if not task.cancelled():
-                task.exception()  # looked at, so that asyncio does not log it
+                # marks the exception as retrieved, so that asyncio does not log it
+                task.exception()
     for task in pending:
         log.error("task %s does not end", task.get_name())
 
@@ -64,7 +66,8 @@ async def watch_loop(observe: Callable[[float], None], every_s: float = LOOK_S) 
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Run work whose length a client decides: here while it is short, else on a thread.
+    """Run work of a length that a client chooses: on the event loop if it is short, else on a
+    thread.
 
     ``size`` is its length, in the unit of ``INLINE``. Raises what ``work`` raises.
     """

@@ -1,4 +1,4 @@
-"""Where things are kept that can be made again: models, built kernels."""
+"""The cache folder, for things that can be made again: models, built kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """$BATON_CACHE_DIR, else $XDG_CACHE_HOME/baton, else ~/.cache/baton."""
+    """Return $BATON_CACHE_DIR, else $XDG_CACHE_HOME/baton, else ~/.cache/baton."""
     if own := os.environ.get("BATON_CACHE_DIR"):
         return Path(own).expanduser().absolute()
     if shared := os.environ.get("XDG_CACHE_HOME"):

@@ -1,6 +1,6 @@
 """C++ that is built for this machine at first use, kept in the cache and called through ctypes.
 
-Needs nothing but Python's own library, so that a build can begin before packages are installed.
+It needs only Python's own library, so that a build can begin before packages are installed.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from baton.errors import ConfigError
 from baton.host.cache import cache_dir
 
 NATIVE = "-march=native"
-"""The target that is this machine's CPU."""
+"""The compiler's target for this machine's CPU."""
 Tell = Callable[[str], None]
-"""Takes what a build is doing, in a few words."""
+"""Receives a build's progress, in a few words."""
 
 _FLAGS = ("-O3", "-std=c++20", "-ffp-contract=fast", "-Wno-psabi", "-fPIC", "-pthread")
-# GCC copies vectors of 64 bytes 16 at a time where the CPU's registers have 32, and reading 32 that
-# were so written waits for the memory: without this a decode step of the CPU engine takes more than
-# twice as long on AVX2.
+# GCC copies vectors of 64 bytes in pieces of 16 where the CPU's registers have 32. A 32-byte read
+# of such data waits for the memory. Without this flag, a decode step of the CPU engine takes more
+# than twice as long on AVX2.
 _WIDE_COPIES = "-mmove-max=256"
 _BUILD_S = 300.0
-"""Deadline of a build."""
+"""Deadline of a build, in seconds."""
 _WAITS_S = 330.0
-"""Deadline of a build by another process."""
+"""Deadline for a build by another process, in seconds."""
 _LOOK_S = 0.02
 _WAIT_S = 0.1
 _SHOWN_BYTES = 2000
 
 
 class CppLibrary:
-    """The library of all ``*.cpp`` of a folder, for one compiler and one CPU.
+    """The library of all ``*.cpp`` files of a folder, for one compiler and one CPU.
 
-    Any number of processes may build it at once: one of them compiles, and the others wait.
+    Several processes may build it at once: one of them compiles, and the others wait.
     """
 
     def __init__(self, folder: Path, target: str, compiler: str = "") -> None:
-        """``target`` is an ``-march`` flag. ``compiler``: a command; empty takes $CXX, or g++.
+        """``target`` is an ``-march`` flag. ``compiler`` is a command; empty takes $CXX, or g++.
 
-        Raises ConfigError, which says why, where there is no compiler that works.
+        Raises ConfigError with the reason if no compiler works.
         """
         self._folder = folder
         self._sources = sorted(folder.glob("*.cpp"), key=lambda path: -path.stat().st_size)
@@ -59,27 +59,27 @@ class CppLibrary:
                 self._command.append(_WIDE_COPIES)
             version = _run([*self._command, "--version"])
         self.path = cache_dir() / "kernels" / f"{self._digest(version)}.so"
-        """Where it is kept once it is built. The name tells apart sources, compilers, flags and
-        CPUs."""
+        """Path of the library once it is built. The name depends on sources, compiler, flags and
+        CPU."""
 
     @property
     def is_built(self) -> bool:
-        """Whether the cache has it."""
+        """Whether the library is in the cache."""
         return self.path.is_file()
 
     def load(self) -> ctypes.CDLL:
-        """It, built where the cache does not have it. Calls into it release the GIL.
+        """Return the library, built if it is not in the cache. Calls into it release the GIL.
 
-        Raises ConfigError, which says why, where it cannot be had.
+        Raises ConfigError with the reason if it cannot be built.
         """
         self.build()
         with _explained(self._folder):
             return ctypes.CDLL(str(self.path))
 
     def build(self, tell: Tell = lambda _: None) -> None:
-        """Compile it, one source per core at a time, unless the cache has it.
+        """Compile the library, one source per core at a time, unless the cache has it.
 
-        Raises ConfigError with what the compiler says.
+        Raises ConfigError with the compiler's output.
         """
         if self.is_built:
             return
@@ -98,7 +98,7 @@ class CppLibrary:
 
     @contextlib.contextmanager
     def _alone(self, place: Path, tell: Tell) -> Iterator[None]:
-        """Be the one process that builds, in the folder ``place``, which is removed in the end.
+        """Lock the folder ``place`` for one building process, and remove it in the end.
 
         Raises TimeoutError where another process builds for too long.
         """
@@ -106,7 +106,7 @@ class CppLibrary:
         while (lock := _locked(place)) is None:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"another process has locked {place} for {_WAITS_S:.0f} s")
-            # The other process removes what it made; os.walk passes over folders that are gone.
+            # The other process removes what it made; os.walk skips folders that are gone.
             found = (name for _, _, names in os.walk(place) for name in names)
             done = sum(name.endswith(".o") for name in found)
             if done > told:
@@ -142,7 +142,7 @@ def _compiler() -> str:
 
 @contextlib.contextmanager
 def _explained(folder: Path) -> Iterator[None]:
-    """Turns what goes wrong into a ConfigError."""
+    """Convert errors to a ConfigError."""
     try:
         yield
     except (OSError, subprocess.SubprocessError) as error:
@@ -151,14 +151,15 @@ def _explained(folder: Path) -> Iterator[None]:
 
 
 def _locked(place: Path) -> int | None:
-    """The descriptor of the lock of a folder, which is made; None while another process has it."""
+    """Make and lock a folder, and return the lock's descriptor; None while another process has
+    it."""
     path = place / "lock"
     try:
         place.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except (FileNotFoundError, FileExistsError):
-        # Another process has just removed the folder. mkdir says that it exists where it is
-        # removed before mkdir has looked what it is.
+        # Another process has just removed the folder. mkdir reports that it exists if it is removed
+        # before mkdir has checked its type.
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -174,9 +175,9 @@ def _locked(place: Path) -> int | None:
 
 
 def _together(commands: Sequence[list[str]], place: Path) -> Iterator[None]:
-    """Run commands, as many at a time as there are cores, and yield whenever one has ended.
+    """Run commands, one per core at a time, and yield whenever one has ended.
 
-    Ends all of them where one fails: raises ``subprocess.CalledProcessError``, or TimeoutExpired.
+    Stops all of them if one fails. Raises ``subprocess.CalledProcessError`` or TimeoutExpired.
     """
     deadline = time.monotonic() + _BUILD_S
     waiting = list(commands)
@@ -186,9 +187,9 @@ def _together(commands: Sequence[list[str]], place: Path) -> Iterator[None]:
         while waiting or running:
             while waiting and len(running) < cores:
                 number = len(commands) - len(waiting)
-                # A file: a pipe that is not read stops its writer.
+                # Output goes to a file, since a full pipe would stop its writer.
                 with (place / f"{number}.said").open("wb") as said:
-                    # The compiler that the operator's own environment names.
+                    # The operator's own environment names the compiler.
                     running[number] = subprocess.Popen(  # noqa: S603
                         waiting.pop(0), stdin=subprocess.DEVNULL, stdout=said, stderr=said
                     )
@@ -211,7 +212,7 @@ def _together(commands: Sequence[list[str]], place: Path) -> Iterator[None]:
 
 
 def _takes(command: list[str], flag: str) -> bool:
-    """Whether the compiler knows a flag: older ones, others and those for other CPUs do not."""
+    """Whether the compiler supports a flag. Older and other compilers may not."""
     try:
         _run([*command, flag, "-fsyntax-only", "-x", "c++", os.devnull])
     except subprocess.CalledProcessError:
@@ -220,7 +221,7 @@ def _takes(command: list[str], flag: str) -> bool:
 
 
 def _cpu_flags() -> bytes:
-    """What this CPU can do: a cache may be shared by machines of several kinds."""
+    """Return this CPU's flags. Machines of several kinds may share a cache."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:
@@ -229,7 +230,7 @@ def _cpu_flags() -> bytes:
 
 
 def _run(command: list[str]) -> bytes:
-    # The compiler that the operator's own environment names.
+    # The operator's own environment names the compiler.
     return subprocess.run(  # noqa: S603
         command, capture_output=True, check=True, timeout=_BUILD_S
     ).stdout

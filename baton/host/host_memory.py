@@ -1,4 +1,4 @@
-"""Memory of the host: how much this process may still take, and taking a large piece of it."""
+"""Memory of the host: how much this process may still use, and allocation of large pieces."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from baton.errors import ConfigError
 
 _LARGE_PAGE = 2 << 20
 _POPULATE_WRITE, _COLLAPSE = 23, 25
-"""Advice of Linux 5.14 and 6.1 for which Python's mmap has no names; see madvise(2)."""
+"""Linux 5.14 and 6.1 advice that Python's mmap has no names for; see madvise(2)."""
 
 
 def take_memory(size: int, field: str = "kv_pool_mib") -> mmap.mmap:
-    """``size`` bytes of zeros for KV blocks, as many as the config's ``field`` says.
+    """Allocate ``size`` bytes of zeros for KV blocks, the amount in the config's ``field``.
 
-    In large pages, where the kernel gives them: attention jumps from block to block, and with small
-    pages each jump would cost a search of the page table. Taken at once: a step that is the first
-    to write a page would wait until the kernel has cleared it. Raises ConfigError where the machine
-    has less.
+    Large pages are used if the kernel gives them. Attention jumps from block to block, and with
+    small pages each jump would cost a search of the page table. All pages are touched at once,
+    since otherwise a step that first writes a page waits until the kernel has cleared it. Raises
+    ConfigError if the machine has too little memory.
     """
     check_available(size, field)
     try:
@@ -32,40 +32,41 @@ def take_memory(size: int, field: str = "kv_pool_mib") -> mmap.mmap:
 
 
 def check_available(size: int, field: str = "kv_pool_mib") -> None:
-    """Raises ConfigError where the machine has less.
+    """Check that the machine has ``size`` bytes left. Raises ConfigError if it has not.
 
-    The kernel would grant it now, and kill a process when the pages are touched.
+    The kernel would grant the memory now, and kill a process when the pages are touched.
     """
     available = available_bytes()
     if size > available:
         raise ConfigError(
-            f"{size >> 20} MiB for KV blocks are more than the {available >> 20} MiB that this "
-            f"machine has left; lower {field}"
+            f"{size >> 20} MiB for KV blocks exceed the {available >> 20} MiB that this machine "
+            f"has left; lower {field}"
         )
 
 
 def too_much(size: int, error: OSError, field: str = "kv_pool_mib") -> ConfigError:
-    """What the operator is told of the kernel's refusal."""
-    return ConfigError(f"{size >> 20} MiB for KV blocks cannot be had ({error}); lower {field}")
+    """Return the error for an allocation that the kernel refused."""
+    return ConfigError(f"cannot allocate {size >> 20} MiB for KV blocks ({error}); lower {field}")
 
 
 def populate(memory: mmap.mmap, start: int, size: int) -> None:
-    """Take all pages of a part that nobody has written, large ones where the kernel gives them.
+    """Touch all pages of an unwritten range, in large pages where the kernel gives them.
 
-    Most systems give memory that is shared small pages, but make a large one of those that are
-    there when they are asked to. So each large page's room gets one small page first: to fill it
-    with small ones, and have the kernel copy them, would take some forty times as long.
+    Most systems give shared memory small pages, but merge existing pages into a large one on
+    request. So each large page's range first gets one small page. Filling the range with small
+    pages that the kernel copies would take about forty times as long.
     """
     _advise(memory, getattr(mmap, "MADV_HUGEPAGE", None), start, size)
     for large in range(start, start + size, _LARGE_PAGE):
         _advise(memory, _POPULATE_WRITE, large, min(mmap.PAGESIZE, start + size - large))
     _advise(memory, _COLLAPSE, start, size)
-    # What is still missing: the rest of the last large page, or all, where there are none.
+    # This touches what is left: the rest of the last large page, or all pages if there are no large
+    # ones.
     _advise(memory, _POPULATE_WRITE, start, size)
 
 
 def _advise(memory: mmap.mmap, advice: int | None, start: int, size: int) -> None:
-    # A kernel that does not know it refuses.
+    # Older kernels refuse unknown advice.
     with contextlib.suppress(OSError):
         if advice is not None:
             memory.madvise(advice, start, size)
@@ -74,23 +75,23 @@ def _advise(memory: mmap.mmap, advice: int | None, start: int, size: int) -> Non
 def available_bytes(
     meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """The lesser of what the kernel calls available and what the container's limit leaves.
+    """Return the smaller of the kernel's available memory and the rest of the container's limit.
 
     See proc(5), MemAvailable, and the kernel's cgroup-v2.rst, ``memory.max``. Where neither can be
-    read there is no bound that is known: ``sys.maxsize``.
+    read, no bound is known and the result is ``sys.maxsize``.
     """
     return min(_of_machine(meminfo), _of_container(cgroup))
 
 
 def resident_bytes(statm: Path = Path("/proc/self/statm")) -> int:
-    """Memory that this process has in use: its resident set."""
+    """Return the memory that this process uses: its resident set, in bytes."""
     return int(statm.read_text().split()[1]) * mmap.PAGESIZE
 
 
 def limit_bytes(
     meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """Memory that this process may have at most: the machine's, or its container's limit.
+    """Return the memory limit in bytes: the machine's memory, or its container's limit.
 
     0 where neither can be read.
     """
@@ -111,12 +112,12 @@ def _of_container(cgroup: Path) -> int:
     except (OSError, ValueError):
         return sys.maxsize
     stat = _fields(cgroup / "memory.stat")
-    # Cached files go when memory is wanted.
+    # The kernel frees cached files when it needs memory.
     return max(0, limit - stat.get("anon", 0) - stat.get("shmem", 0))
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """The first number of each line by its first word."""
+    """Return the first number of each line by its first word."""
     try:
         lines = [line.split() for line in path.read_text().splitlines()]
     except OSError:

@@ -1,4 +1,4 @@
-"""The end of this process: at once, whatever its threads do, or with its parent."""
+"""Ends this process: immediately, whatever its threads do, or together with its parent."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 
 Fail: TypeAlias = Callable[[str], object]
-"""Ends the process and logs the reason, from any thread: ``fail``, or a recorder of a test's."""
+"""Ends the process and logs the reason, from any thread: ``fail``, or a test's recorder."""
 
 
 def fail(reason: str) -> NoReturn:
-    """End at once, and say why, even where there is no memory to say it."""
+    """End the process immediately and log the reason, even if no memory is left."""
     try:
         log.error("%s", reason)
     finally:
@@ -26,7 +26,7 @@ def fail(reason: str) -> NoReturn:
 
 
 def end_process(code: int = 1) -> NoReturn:
-    """At once, whatever its threads do."""
+    """End the process immediately, whatever its threads do."""
     # Not sys.exit: Ray would catch it, and threads inside torch would keep the process.
     try:
         logging.shutdown()
@@ -35,5 +35,5 @@ def end_process(code: int = 1) -> NoReturn:
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends, however that ends."""
+    """Have the kernel kill this process when the thread that started it ends for any reason."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,8 +1,9 @@
-"""Time in which this process listened: timers for signs of another process, and a clock for leases.
+"""Timers and a clock that count only the time in which this process listened.
 
-Both follow the rule of ``baton.liveness.silence``: time in which this process stood still does not
-count. ``asyncio.timeout`` bounds work of this process. After a pause it fires before pending input
-is read, so it cannot show that another process is dead; ``SilenceTimer`` can.
+Timers wait for signs of another process; the clock is for leases. Both follow the rule of
+``baton.liveness.silence``: time in which this process stood still does not count.
+``asyncio.timeout`` bounds work of this process. After a pause it fires before pending input is
+read, so it cannot show that another process is dead; ``SilenceTimer`` can.
 """
 
 from __future__ import annotations

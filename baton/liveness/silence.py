@@ -2,19 +2,19 @@
 
 Leases use ``baton.liveness.listening.ListeningClock``, which follows the same rule.
 
-    expected ─a sign→ heard ─ticks without a sign→ silent for ``limit_s`` ─the next tick→ found
+    expected ─a sign→ alive ─ticks without a sign→ silent for ``limit_s`` ─the next tick→ found
 
 Silence is counted by the ticks of the listener, on its own monotonic clock. A listener that stood
-still, or got no core, has heard no peer meanwhile, and learns nothing from the gap:
+still, or got no core, has received nothing in that time. The gap says nothing about its peers:
 
 - No tick counts for more than a third of the limit.
-- A silence that has come to the limit is believed at the next tick. What came while the listener
-  was held up is read between the two.
-- A listener that was held up for a whole period grants each peer another one. It does so once in
-  each silence: a listener that is always late finds a silent peer all the same.
+- A silence that reaches the limit counts at the next tick. Messages that arrived while the listener
+  was held up are read between the two.
+- A listener that was held up for a whole period grants each peer another period. It does so once in
+  each silence, so that a listener that is always late still finds a silent peer.
 
-So a peer is never found whose signs are less than ``limit_s`` apart, as the listener counts time;
-and one that has fallen silent is found after at most ``2 * limit_s`` of counted time and two ticks.
+So a peer whose signs are less than ``limit_s`` apart, in counted time, is never reported. A peer
+that has fallen silent is reported after at most ``2 * limit_s`` of counted time and two ticks.
 
 Plain Python. ``now`` is monotonic, in seconds; each watch is owned by one thread.
 """
@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 STANDSTILL_S = 60.0
-"""A router, or a whole host, may stand still for this long: its peers and clients wait for it
-where no other peer can do the work."""
+"""Maximum standstill of a router or a whole host, in seconds. Peers and clients wait for it this
+long if no other peer can do the work."""
 _TICKS = 3
-"""The minimum number of ticks in which a silence comes to its limit."""
+"""The minimum number of ticks before a silence reaches its limit."""
 
 Peer = TypeVar("Peer", bound=Hashable)
 
@@ -43,7 +43,7 @@ class _Silence:
 
 
 class SilenceWatch(Generic[Peer]):
-    """See the module's text."""
+    """Finds silent peers by counting the listener's ticks; the module's docstring has the rules."""
 
     def __init__(self, limit_s: float) -> None:
         """A peer that gives no sign for ``limit_s`` seconds is silent."""
@@ -79,6 +79,6 @@ class SilenceWatch(Generic[Peer]):
         return found
 
     def is_silent(self, peer: Peer) -> bool:
-        """Whether it was found, and has given no sign since."""
+        """Whether the peer was reported as silent, and has given no sign since."""
         silence = self._silences.get(peer)
         return silence is not None and silence.was_found

@@ -1,4 +1,4 @@
-"""Between the dataclasses and their protobuf twins, in both directions."""
+"""Conversions between the dataclasses and their protobuf messages, in both directions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def finish_to_proto(reason: FinishReason | None) -> inference_pb2.FinishReason.V
 
 
 def finish_from_proto(number: inference_pb2.FinishReason.ValueType) -> FinishReason | None:
-    # A reason that this version does not know, from a newer worker, is an end all the same.
+    # A newer worker may send an unknown reason, which is still an end.
     return _FINISH_FROM_PROTO.get(number, FinishReason.STOP)
 
 
@@ -63,7 +63,7 @@ def write_sampling(message: sampling_pb2.SamplingParameters, params: SamplingPar
 
 
 def write_grammar(message: sampling_pb2.Grammar, grammar: Grammar) -> None:
-    """A grammar into an empty message."""
+    """Write a grammar into an empty message."""
     match grammar.kind:
         case GrammarKind.JSON_OBJECT:
             message.json_object.SetInParent()
@@ -85,11 +85,11 @@ _GRAMMAR_TEXTS = {
     "lark": GrammarKind.LARK,
     "structural_tag": GrammarKind.STRUCTURAL_TAG,
 }
-"""Kinds whose message is their text."""
+"""Kinds of grammar that are sent as text."""
 
 
 def grammar_from_proto(message: sampling_pb2.Grammar) -> Grammar | None:
-    """None for a message in which nothing is set."""
+    """Read a grammar; None for a message in which nothing is set."""
     kind = message.WhichOneof("kind")
     match kind:
         case None:
@@ -110,11 +110,11 @@ _OF_MANY: dict[str, Callable[[Any], Any]] = {
     "allowed_token_ids": tuple,
     "bad_words": lambda runs: tuple(tuple(run.ids) for run in runs),
 }
-"""How the fields that are more than one value are read."""
+"""How to read the fields that hold more than one value."""
 
 
 def sampling_from_proto(message: sampling_pb2.SamplingParameters) -> SamplingParams:
-    """Absent fields take the dataclass's defaults."""
+    """Read sampling parameters. Absent fields take the dataclass's defaults."""
     given = {field.name: value for field, value in message.ListFields()}
     for name, read in _OF_MANY.items():
         if name in given:
@@ -129,7 +129,7 @@ def sequence_to_proto(spec: SequenceSpec) -> worker_pb2.SequenceSpec:
 
 
 def write_sequence(message: worker_pb2.SequenceSpec, spec: SequenceSpec) -> None:
-    """``sequence_to_proto`` into an empty message: part of another one is not copied into it."""
+    """Write a sequence into an empty message, so that no part of another message is copied."""
     message.request_id = spec.request_id
     message.attempt = spec.attempt
     message.router_id = spec.router_id
@@ -223,7 +223,7 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> worker_pb2.TokenLogprobs:
 
 
 def logprobs_from_proto(message: worker_pb2.TokenLogprobs) -> TokenLogprobs:
-    """Raises HandoffError for tokens and probabilities that are not equally many."""
+    """Read log probabilities. Raises HandoffError if tokens and probabilities differ in number."""
     if len(message.top_ids) != len(message.top_logprobs):
         raise HandoffError("a worker has sent log probabilities without their tokens")
     top = zip(message.top_ids, message.top_logprobs, strict=True)
@@ -231,11 +231,11 @@ def logprobs_from_proto(message: worker_pb2.TokenLogprobs) -> TokenLogprobs:
 
 
 class PromptScores(Sequence[TokenLogprobs]):
-    """Those of a prompt, read from their message when they are looked at.
+    """Log probabilities of a prompt, each read from the message when it is accessed.
 
-    A prompt of 8,000 tokens may have 170,000 log probabilities, which come in one message: to read
-    them all at once would hold the event loop. To look at one raises HandoffError where its tokens
-    and probabilities are not equally many.
+    A prompt of 8,000 tokens may have 170,000 log probabilities in one message. Reading them all at
+    once would hold the event loop. Access raises HandoffError if tokens and probabilities differ in
+    number.
     """
 
     def __init__(self, messages: Sequence[worker_pb2.TokenLogprobs]) -> None:
@@ -266,7 +266,7 @@ class PromptScores(Sequence[TokenLogprobs]):
 def write_first_tokens(message: decode_pb2.CommitRequest, firsts: Sequence[FirstToken]) -> None:
     """Write the first tokens of a sequence and its siblings, with their log probabilities.
 
-    The message does not say which sequences end with it: both workers find that by the same rule.
+    The message does not include which sequences end with it: both workers apply the same rule.
     """
     first, *others = firsts
     message.first_token = first.token_id
@@ -279,7 +279,7 @@ def write_first_tokens(message: decode_pb2.CommitRequest, firsts: Sequence[First
 
 
 def first_tokens_from_proto(message: decode_pb2.CommitRequest) -> list[FirstToken]:
-    """The first tokens of a sequence and its siblings; see ``write_first_tokens``."""
+    """Read the first tokens of a sequence and its siblings; see ``write_first_tokens``."""
     first = FirstToken(message.first_token, logprobs=_logprobs_of(message))
     others = (FirstToken(each.token_id, logprobs=_logprobs_of(each)) for each in message.others)
     return [first, *others]
@@ -301,7 +301,7 @@ def output_to_proto(output: TokenOutput) -> worker_pb2.TokenOutput:
         error=output.error,
         error_code=output.error_code,
     )
-    # Most outputs have none of these, and there is one for each token.
+    # Most outputs have none of these fields, and each token has an output.
     if output.choice:
         message.choice = output.choice
     if output.logprobs:

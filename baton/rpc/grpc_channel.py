@@ -1,4 +1,4 @@
-"""Factories for gRPC channels and servers, so that limits and keepalive are alike everywhere."""
+"""Makes gRPC channels and servers, with the same limits and keepalive everywhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from baton.security.tls import PeerRole, Renewal, TlsFiles, role_name
 Part = TypeVar("Part", bound=Message)
 
 MESSAGE_LIMIT = 64 << 20
-"""Bytes of one message, both ways; gRPC's own default of 4 MiB is too small for long prompts."""
+"""Maximum bytes of one message, in both directions. gRPC's default of 4 MiB is too small for long
+prompts."""
 GATHERED_BYTES = 4 << 20
 """Maximum size in bytes of one gathered message. Messages queued for a slow or stopped peer may
 exceed the gRPC limit together. A single part may be larger."""
@@ -30,30 +31,31 @@ _OPTIONS: list[tuple[str, int]] = [
 ]
 _NO_BOUNDS: Mapping[str, int] = MappingProxyType({})
 _CONNECT_MS, _HANDSHAKE_MS = 1_000, 2_000
-"""How long a connection may take to be made, without TLS and with it: two more ways there and back,
-and some arithmetic. On a busy machine a tenth of a second is too short, and whoever asks is told
-that nobody is there; where nobody is, that is known at once all the same."""
+"""Timeouts of making a connection, without TLS and with it. TLS adds two round trips and some
+computation. On a busy machine 0.1 s is too short, and the caller would see an unreachable peer. A
+port without a listener is detected immediately in any case."""
 PING_TIMEOUT_MS = int(1.5 * STANDSTILL_S * 1e3)
-"""A peer that answers no ping for this long has gone. This is longer than any pause, since a peer
-that stands still comes back, and since gRPC's timer may be due before an answer is read.
+"""A peer that answers no ping for this long is gone. This is longer than any pause, since a peer
+that stands still returns, and since gRPC's timer may fire before an answer is read.
 ``SilenceWatch`` finds a silent process much sooner."""
 _SERVER_OPTIONS = [
     *_OPTIONS,
-    # The bit of "identity" alone: a compressed message of some kB may unfold to gigabytes.
+    # Only the bit of "identity" is set: a compressed message of some kB may expand to gigabytes.
     ("grpc.compression_enabled_algorithms_bitset", 1),
-    # Every ping is welcome: a call may wait for a long prompt and send nothing for a minute, or end
-    # just before a ping is sent. A server that counts pings ends the connection of such a client.
+    # Every ping is accepted. A call may wait for a long prompt and send nothing for a minute, or
+    # end just before a ping is sent. A server that counts pings closes the connection of such a
+    # client.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 CLIENT_PING_MS, SERVER_PING_MS = 10_000, 30_000
-"""Between two pings. A peer whose machine has gone, or that reads nothing any more, is cut off
-after this and ``PING_TIMEOUT_MS``: calls would never end without it."""
+"""Intervals between two pings. A peer whose machine is gone, or that reads nothing any more, is
+disconnected after this time and ``PING_TIMEOUT_MS``. Calls would never end without it."""
 
 
 def by_size(parts: Iterable[Part], max_bytes: int = GATHERED_BYTES) -> Iterator[list[Part]]:
-    """The parts of one message after another, of up to ``max_bytes`` together, in order.
+    """Group parts into messages of up to ``max_bytes`` each, in order.
 
     No message is empty. A part that is larger than ``max_bytes`` has a message of its own.
     """
@@ -72,7 +74,7 @@ def by_size(parts: Iterable[Part], max_bytes: int = GATHERED_BYTES) -> Iterator[
 def open_channel(
     address: str, tls: TlsFiles | None = None, peer: PeerRole | None = None
 ) -> grpc.aio.Channel:
-    """A channel to ``host:port``; it connects on first use. Raises ConfigError.
+    """Return a channel to ``host:port``; it connects on first use. Raises ConfigError.
 
     ``peer``: the role that the server's certificate must name; otherwise it must name the host.
     """
@@ -84,7 +86,7 @@ def open_channel(
 def open_blocking_channel(
     address: str, tls: TlsFiles | None = None, peer: PeerRole | None = None
 ) -> grpc.Channel:
-    """As ``open_channel``, for threads and programs without an event loop."""
+    """Does the same as ``open_channel`` for threads and programs without an event loop."""
     if tls is None:
         return grpc.insecure_channel(address, options=_client_options())
     return grpc.secure_channel(address, _client_credentials(tls), options=_towards(peer))
@@ -96,10 +98,11 @@ def make_server(
     gates: Sequence[grpc.aio.ServerInterceptor] = (),
     bounds: Mapping[str, int] = _NO_BOUNDS,
 ) -> grpc.aio.Server:
-    """A server without services and ports. ``shares_port``: others may listen on the same one.
+    """Make a server without services and ports. ``shares_port``: other servers may share its port.
 
-    Every call passes the ``gates`` first. ``bounds``: options of gRPC's core, by name, in place of
-    those that servers within the cluster have. Services are found if they register their methods.
+    Every call passes the ``gates`` first. ``bounds`` are options of gRPC's core, by name, that
+    replace those of servers within the cluster. Services are found only if they register their
+    methods.
     """
     options = {**dict(_server_options(shares_port=shares_port)), **bounds}
     return registered_server(gates, [*options.items()])
@@ -108,20 +111,20 @@ def make_server(
 def listen(server: grpc.aio.Server | grpc.Server, address: str, tls: TlsFiles | None = None) -> int:
     """Have a server listen on ``host:port``; returns the port. Raises ConfigError.
 
-    With an authority among the files its clients must show a certificate of it.
+    With a CA among the files, clients must show a certificate of it.
     """
     try:
         if tls is None:
             return server.add_insecure_port(address)
         return server.add_secure_port(address, _server_credentials(tls))
     except (RuntimeError, OSError) as error:
-        raise ConfigError(f"nothing can listen on {address}: {error}") from error
+        raise ConfigError(f"cannot listen on {address}: {error}") from error
 
 
 def make_blocking_server(
     threads: ThreadPoolExecutor, address: str, tls: TlsFiles | None = None
 ) -> tuple[grpc.Server, int]:
-    """A server on threads without services, and its port. Raises ConfigError."""
+    """Return a threaded server without services, and its port. Raises ConfigError."""
     server = grpc.server(threads, options=_server_options())
     return server, listen(server, address, tls)
 
@@ -143,7 +146,7 @@ def _towards(peer: PeerRole | None) -> list[tuple[str, Any]]:
 
 
 def _server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
-    """Each handshake looks whether the files were renewed."""
+    """Return credentials that check at each handshake whether the files were renewed."""
     renewal = Renewal(tls)
     tls.check()
 
@@ -163,14 +166,14 @@ def _server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
 def _client_options() -> list[tuple[str, int]]:
     return [
         *_OPTIONS,
-        # A ping's own timeout is a minute unless it is set, and a client that sends no data,
-        # because it waits for answers, may ping but once a minute unless that bound is lifted.
+        # A ping's timeout is a minute unless it is set. A client that sends no data, because it
+        # waits for answers, may ping only once a minute unless that limit is lifted.
         ("grpc.keepalive_time_ms", CLIENT_PING_MS),
         ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
         ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        # What its name hides: the time to connect in.
+        # Despite its name, this option is also the time limit of a connection attempt.
         ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),
         ("grpc.max_reconnect_backoff_ms", 2_000),
         ("grpc.use_local_subchannel_pool", 1),

@@ -1,4 +1,4 @@
-"""Errors as gRPC statuses, and back: the one boundary where the two worlds meet."""
+"""Conversions between errors and gRPC statuses, in one place for both directions."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _BY_STATUS: dict[grpc.StatusCode, type[errors.BatonError]] = {
 
 
 LACKING_RETRY_S = 1.0
-"""When to come back to a process that has run out of something."""
+"""Retry delay for a process that has run out of a resource, in seconds."""
 
 
 @contextlib.asynccontextmanager
 async def grpc_boundary(
     context: grpc.aio.ServicerContext[object, object],
 ) -> AsyncIterator[None]:
-    """Inside a servicer's method: end the call with the status of whatever error is raised."""
+    """Run a servicer's method, and end the call with the status of any error that is raised."""
     try:
         yield
     except grpc.aio.AbortError:
@@ -54,16 +54,19 @@ async def grpc_boundary(
 
 
 def as_baton_error(failure: Exception) -> errors.BatonError:
-    """What a caller is told of a failure; one that was not meant is logged.
+    """Return the error that a caller gets for a failure. An unexpected failure is logged.
 
-    Who has no descriptors, no memory or no room left can do nothing for this request at this
-    moment, and another may: that is WorkerFailed.
+    A process without descriptors, memory or disk space cannot run this request now, but another
+    process may: that is WorkerFailed.
     """
     if isinstance(failure, errors.BatonError):
         return failure
     log.error("unexpected error in a gRPC call", exc_info=failure)
     if isinstance(failure, OSError | MemoryError):
-        lacking = f"the process lacks what the request takes: {type(failure).__name__}"
+        lacking = (
+            "the process has run out of a resource that the request needs: "
+            f"{type(failure).__name__}"
+        )
         return errors.WorkerFailed(lacking, retry_after=LACKING_RETRY_S)
     return errors.BatonError(f"internal error: {type(failure).__name__}")
 
@@ -95,14 +98,14 @@ async def _abort(
     try:
         await context.abort(grpc.StatusCode[error.grpc_status], error.message, tuple(trailers))
     except grpc.aio.InternalError:
-        # The connection has gone, which the status may have waited for. gRPC cancels such a call.
+        # The connection is gone; the status may have waited for it. gRPC cancels such a call.
         raise asyncio.CancelledError from None
 
 
 def error_from_code(
     code: str, message: str, *, retry_after: float | None = None
 ) -> errors.BatonError:
-    """The error of that code; one that is not known here is a failed handoff.
+    """Return the error of a code; an unknown code is a failed handoff.
 
     ``retry_after`` is in seconds.
     """
@@ -110,7 +113,8 @@ def error_from_code(
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError, peer: str) -> errors.BatonError:
-    """The error that a peer meant; ``peer`` names it where the transport itself failed."""
+    """Return the error that a peer reported; ``peer`` names it where the transport itself
+    failed."""
     trailers = dict(error.trailing_metadata() or ())
     cls = _BY_CODE.get(str(trailers.get(CODE_KEY, "-")))
     message = error.details() or str(error.code())
@@ -123,9 +127,9 @@ def error_from_rpc(error: grpc.aio.AioRpcError, peer: str) -> errors.BatonError:
 
 @contextlib.contextmanager
 def call_errors(peer: str) -> Iterator[None]:
-    """Inside, while a call is awaited: raise the error that its peer meant.
+    """While a call is awaited, raise the error that its peer reported.
 
-    That is WorkerFailed where the channel is closed meanwhile.
+    That is WorkerFailed if the channel is closed during the call.
     """
     try:
         yield
@@ -135,8 +139,8 @@ def call_errors(peer: str) -> Iterator[None]:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        # Nobody cancelled this: gRPC cancels a call whose channel is closed, or to which it can no
-        # longer write.
+        # The caller did not cancel: gRPC cancels a call whose channel is closed, or to which it can
+        # no longer write.
         raise errors.WorkerFailed(f"the connection to {peer} broke") from None
 
 
@@ -144,7 +148,7 @@ def call_errors(peer: str) -> Iterator[None]:
 async def stream_errors(
     call: grpc.aio.StreamStreamCall[RequestT, R], peer: str
 ) -> AsyncIterator[None]:
-    """Inside, while messages are written and read: raise the error that has ended the stream."""
+    """While messages are written and read, raise the error that has ended the stream."""
     with call_errors(peer):
         try:
             yield
@@ -155,12 +159,12 @@ async def stream_errors(
 async def stream_ending(
     call: grpc.aio.StreamStreamCall[RequestT, R], peer: str
 ) -> errors.BatonError:
-    """Why no message came of a stream: its peer has ended it, or sent what cannot be parsed."""
+    """Return why a stream gave no message: its peer ended it, or sent one that cannot be parsed."""
     if not call.done():
-        return errors.HandoffError(f"{peer} has sent a message that cannot be read")
+        return errors.HandoffError(f"{peer} sent a message that cannot be read")
     code = await call.code()
     if code is grpc.StatusCode.OK:
-        return errors.WorkerFailed(f"{peer} has ended the stream")
+        return errors.WorkerFailed(f"{peer} ended the stream")
     status = grpc.aio.AioRpcError(
         code, grpc.aio.Metadata(), await call.trailing_metadata(), await call.details()
     )

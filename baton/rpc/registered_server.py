@@ -1,8 +1,8 @@
-"""A gRPC server that finds registered methods alone, and reads the name of no other one.
+"""A gRPC server that finds registered methods alone, and does not read other methods' names.
 
-gRPC's own server decodes the name of a method that it does not have as UTF-8, and ends for all
-clients where it is none: one frame of a stranger stops it (grpcio 1.85). Registered methods are
-found by gRPC's core, which compares bytes. Calls of all others come as calls of ``UNKNOWN``.
+gRPC's own server decodes the name of an unknown method as UTF-8, and ends for all clients if the
+name is not UTF-8. One frame of any client stops it (grpcio 1.85). Registered methods are found by
+gRPC's core, which compares bytes. Calls of all others arrive as calls of ``UNKNOWN``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ UNKNOWN = "/baton.v1/Unknown"
 def registered_server(
     gates: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, int]]
 ) -> grpc.aio.Server:
-    """As ``grpc.aio.server``. Services must register their methods, as generated code does."""
+    """Make a server as ``grpc.aio.server`` does.
+
+    Services must register their methods, as generated code does.
+    """
     server = grpc.aio.server()
     # grpc.aio.server() takes no other kind of core server.
     parts: Any = server
@@ -34,7 +37,7 @@ def registered_server(
 
 class _CoreServer(cygrpc.AioServer):  # type: ignore[misc]
     def _make_request_call_future(self, method: bytes | None) -> asyncio.Future[Any]:
-        """The next call of a registered ``method``; None stands for those of all others."""
+        """Return the next call of a registered ``method``; None stands for all other methods."""
         if method is None:
             never: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             return never

@@ -1,8 +1,8 @@
-"""The worker plane: the calls to workers and among them, and how their two ends know each other.
+"""The worker plane: calls to workers and among them, and how both ends authenticate.
 
-With certificates both ends prove their roles (``baton.security.peer_roles``). Without, a caller
-shows the cluster's token, on loopback too: other users of the machine reach the port, and must not
-read prompts, drain workers or take KV blocks.
+With certificates both ends prove their roles (``baton.security.peer_roles``). Without certificates,
+a caller shows the cluster's token, on loopback too. Other users of the machine can reach the port,
+and must not read prompts, drain workers or read KV blocks.
 """
 
 from __future__ import annotations
@@ -25,35 +25,39 @@ TOKEN_KEY = "baton-worker-token"  # noqa: S105 - the name of a piece of metadata
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlane:
-    """What a process shows workers and, if it is one, demands of its callers."""
+    """The credentials that a process shows workers and, if it is a worker, requires of callers."""
 
     tls: TlsFiles | None = None
     """Its own certificate and the cluster's CA; None without certificates."""
     token: str = ""
-    """What callers show where there are no certificates; empty demands nothing, as in benchmarks of
-    single parts."""
+    """The token of callers where there are no certificates. Empty requires none, as in benchmarks
+    of single parts."""
 
     @classmethod
     def of(cls, tls: TlsFiles | None, secret: str) -> Self:
-        """That of a process with these files, in the cluster of this secret."""
+        """Return the plane of a process with these files, in the cluster of this secret."""
         return cls(tls, worker_token(secret))
 
     def channel(self, address: str) -> grpc.aio.Channel:
-        """A channel to a worker at ``host:port``; it connects on first use. Raises ConfigError."""
+        """Return a channel to a worker at ``host:port``; it connects on first use.
+
+        Raises ConfigError.
+        """
         channel = open_channel(address, self.tls, "worker")
         return channel if self.tls is not None else _TokenChannel(channel, self.token)
 
     def server(self, *inner: grpc.aio.ServerInterceptor) -> grpc.aio.Server:
-        """A worker's server, without services and ports. It refuses callers of other clusters.
+        """Return a worker's server, without services and ports. It refuses callers of other
+        clusters.
 
-        ``inner``: interceptors that see the calls of this cluster alone.
+        ``inner``: interceptors that see only calls of this cluster.
         """
         gate = _TokenGate(self.token) if self.tls is None else PeerRoles()
         return make_server(gates=(gate, *inner))
 
 
 OPEN_PLANE = WorkerPlane()
-"""Demands nothing and shows nothing."""
+"""Requires no credentials and shows none."""
 
 
 class _TokenChannel(grpc.aio.Channel):
@@ -123,13 +127,13 @@ class _TokenGate(grpc.aio.ServerInterceptor):
         given = shown if isinstance(shown, bytes) else shown.encode(errors="replace")
         if hmac.compare_digest(given, self._token):
             return await continuation(handler_call_details)
-        # Of this kind whatever the method's own: nothing of the call's messages is read.
+        # The handler has this kind whatever the method's own is: no message of the call is read.
         return grpc.stream_stream_rpc_method_handler(_refuse)
 
 
 async def _refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
     await context.abort(
         grpc.StatusCode.UNAUTHENTICATED,
-        "this worker takes calls of its own cluster alone: the caller has not shown the token that"
-        " is derived from the cluster's secret (cluster_secret; docs/explanation/security.md)",
+        "this worker only accepts calls of its own cluster: the caller has not shown the token "
+        "that is derived from the cluster's secret (cluster_secret; docs/explanation/security.md)",
     )

@@ -1,8 +1,8 @@
-"""Who may call which service of a worker: the roles that their certificates name.
+"""Authorization of callers of a worker's services, by the roles in their certificates.
 
-A certificate of the cluster's authority opens the connection; what it may ask for depends on the
-role among its names. A client of the API has one of the same authority, and may ask workers
-nothing.
+A certificate of the cluster's CA opens the connection. The role among its names decides which
+services it may call. A client of the API has a certificate of the same CA, and may call none of
+them.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ CALLERS: Mapping[str, frozenset[PeerRole]] = {
     "baton.v1.BlockService": frozenset({"worker"}),
     "baton.v1.RankService": frozenset({"worker"}),
 }
-"""The roles that may call each service of a worker; nobody may call others."""
+"""The roles that may call each service of a worker. No role may call other services."""
 _HANDOFFS = "/baton.v1.DecodeService/Handoffs"
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 def callers_of(method: str) -> frozenset[PeerRole]:
-    """The roles that may call ``/service/method``."""
-    if method == _HANDOFFS:  # those who hand sequences off are prefill workers
+    """Return the roles that may call ``/service/method``."""
+    if method == _HANDOFFS:  # only prefill workers hand sequences off
         return frozenset({"worker"})
     return CALLERS.get(method.strip("/").partition("/")[0], frozenset())
 
 
 def refusal(context: Any, method: str) -> str:
-    """Why the caller may not call ``method``; empty where it may. Of a connection with TLS."""
+    """Return why a TLS caller may not call ``method``; empty where it may."""
     shown = context.auth_context().get("x509_subject_alternative_name", ())
     roles = roles_in(name.decode(errors="replace") for name in shown)
     allowed = callers_of(method)
     if roles & allowed:
         return ""
     own = ", ".join(sorted(roles)) or "no role"
-    return f"{method} is for {', '.join(sorted(allowed)) or 'nobody'}; the certificate names {own}"
+    return f"{method} is for {', '.join(sorted(allowed)) or 'no role'}; the certificate names {own}"
 
 
 class PeerRoles(grpc.aio.ServerInterceptor):
@@ -58,7 +58,7 @@ class PeerRoles(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """See ``grpc.aio.ServerInterceptor``."""
+        """Implement ``grpc.aio.ServerInterceptor``."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None

@@ -1,7 +1,7 @@
-"""TLS: what a side shows, whom it trusts, and the names of roles in a cluster's certificates.
+"""TLS files of one side of a connection, and the role names in a cluster's certificates.
 
-Files are PEM. Servers read theirs again once they have been renewed; connections that are open stay
-as they are. A client reads its own when it connects.
+Files are PEM. Servers read theirs again after a renewal; open connections do not change. A client
+reads its files when it connects.
 """
 
 from __future__ import annotations
@@ -25,43 +25,50 @@ AUTHORITY_FILE = "ca.pem"
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """One side's files. A certificate and its key go together."""
+    """The TLS files of one side. A certificate and its key go together."""
 
     certificate: Path | None = None
-    """What it shows, with intermediate certificates behind it. A server must have one."""
+    """The certificate that this side shows, followed by intermediate certificates. A server must
+    have one."""
     key: Path | None = None
     authority: Path | None = None
-    """Whose certificates it trusts. Without one a client trusts what the system does, and a server
-    asks its clients for none."""
+    """CA whose certificates are trusted. Without one, a client trusts the system's CAs, and a
+    server requires no client certificates."""
 
     @classmethod
     def in_folder(cls, folder: Path, role: PeerRole) -> TlsFiles:
-        """Those of a role, under the names that `baton certs init` gives them."""
+        """Return the files of a role, under the names that `baton certs init` gives them."""
         return cls(folder / f"{role}.pem", folder / f"{role}.key", folder / AUTHORITY_FILE)
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Those that there are."""
+        """Return the paths that are set."""
         return tuple(path for path in (self.certificate, self.key, self.authority) if path)
 
     def check(self) -> None:
-        """Raises ConfigError where a file cannot be read, or key and certificate do not match."""
+        """Check the files.
+
+        Raises ConfigError if one cannot be read, or key and certificate do not match.
+        """
         client_context(self)
 
 
 def role_name(role: PeerRole) -> str:
-    """What a certificate of the role has among its names, whatever its host is called."""
+    """Return the name of the role in certificates, which does not depend on the host."""
     return f"{role}.baton.internal"
 
 
 def roles_in(names: Iterable[str]) -> frozenset[PeerRole]:
-    """The roles among a certificate's names."""
+    """Return the roles among a certificate's names."""
     known = {role_name(role): role for role in ROLES}
     return frozenset(known[name] for name in names if name in known)
 
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:
-    """For a client's connections; the server's name is checked. Raises ConfigError."""
+    """Return a context for a client's connections; the server's name is checked.
+
+    Raises ConfigError.
+    """
     with _clear_errors(files):
         context = ssl.create_default_context(cafile=files.authority)
         _show(context, files)
@@ -69,9 +76,9 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def pinned_context(certificate: Path, files: TlsFiles) -> ssl.SSLContext:
-    """As ``client_context``, for a server on this machine whose ``certificate`` is known: that one
+    """Return a client context for a server on this machine whose ``certificate`` is known.
 
-    is trusted, whatever host it names. Raises ConfigError.
+    That certificate is trusted, whatever host it names. Raises ConfigError.
     """
     context = client_context(replace(files, authority=certificate))
     context.check_hostname = False
@@ -80,7 +87,8 @@ def pinned_context(certificate: Path, files: TlsFiles) -> ssl.SSLContext:
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """For a server's connections; with an authority, clients must show a certificate of it.
+    """Return a context for a server's connections. With a CA, clients must show a certificate of
+    it.
 
     Raises ConfigError.
     """
@@ -95,17 +103,17 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 class Renewal:
-    """Tells when files have been replaced. Used by one thread at a time."""
+    """Detects that files have been replaced. Used by one thread at a time."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
         self._seen = self._look()
 
     def came(self) -> bool:
-        """Whether they changed since the last time that was said, and fit together by now.
+        """Whether the files changed since the last call that returned true, and match each other.
 
-        A key and its certificate are replaced one after the other: until both are there nothing
-        has happened.
+        A key and its certificate are replaced one after the other. Until both are there, no change
+        is reported.
         """
         now = self._look()
         if now == self._seen:
@@ -113,7 +121,7 @@ class Renewal:
         try:
             self._files.check()
         except ConfigError as error:
-            log.warning("renewed certificates are not used: %s", error.message)
+            log.warning("cannot use renewed certificates: %s", error.message)
             return False
         self._seen = now
         return True
@@ -123,26 +131,26 @@ class Renewal:
 
 
 class LiveContext:
-    """A context whose new connections have what the files hold now."""
+    """A context whose new connections use the files' current contents."""
 
     def __init__(self, context: ssl.SSLContext, files: TlsFiles) -> None:
-        """``context`` was made of ``files``."""
+        """``context`` was made from ``files``."""
         self._context = context
         self._files = files
         self._renewal = Renewal(files)
 
     def get(self) -> ssl.SSLContext:
-        """Always the same one; looks at the files."""
+        """Return the context, which is always the same object, after reading changed files."""
         if self._renewal.came():
             try:
                 _show(self._context, self._files)
                 if self._files.authority is not None:
-                    # Beside the old one, which is trusted until this process ends.
+                    # The new CA is added to the old one, which is trusted until this process ends.
                     self._context.load_verify_locations(self._files.authority)
-            except OSError as error:  # replaced once more, after it was looked at
-                log.warning("renewed certificates are not used: %s", error)
+            except OSError as error:  # the file was replaced once more since it was checked
+                log.warning("cannot use renewed certificates: %s", error)
             else:
-                log.info("%s is in use", self._files.certificate)
+                log.info("%s is in use now", self._files.certificate)
         return self._context
 
 
@@ -163,7 +171,7 @@ def _state(path: Path) -> tuple[int, int, int]:
 def _clear_errors(files: TlsFiles) -> Iterator[None]:
     try:
         yield
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # ssl.SSLError is a subclass
         names = ", ".join(map(str, files.paths))
         raise ConfigError(f"TLS with {names}: {_why(error, files)}") from error
 
@@ -176,4 +184,4 @@ def _why(error: OSError, files: TlsFiles) -> str:
             return f"{path} cannot be read ({unreadable.strerror})"
     if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
         return f"{files.key} is not the key of {files.certificate}"
-    return f"no PEM files as they should be ({error})"
+    return f"not valid PEM files ({error})"

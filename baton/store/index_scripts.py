@@ -1,40 +1,42 @@
-"""What the prefix index runs on the Redis server, in Lua 5.1; ``baton/store/prefix_index.py``
-calls it.
+"""Lua 5.1 scripts of the prefix index on the Redis server; ``baton/store/prefix_index.py`` calls
+them.
 
 Keys of a cluster, all with its hash tag:
 
     …:index                 hash: the generation, the version of the table of numbers, the bytes of
-                            all values and what they may cost, where the walker is and the round
-                            in which it may rest, and of each worker ``@incarnation`` → its number,
+                            all values and their limit, the walker's place and the round in
+                            which it may rest. For each worker: ``@incarnation`` → its number,
                             ``=incarnation`` → the sequence number of its next batch
     …:index:numbers         hash: number → incarnation
-    …:index:retired         hash: a number that is nobody's any more → the walker's round
-    …:index:<generation>    hash: the first eight bytes of a block's hash → who holds it
+    …:index:retired         hash: a number that no worker uses any more → the walker's round
+    …:index:<generation>    hash: the first eight bytes of a block's hash → its workers
 
-Each of them may be lost alone. Without the first or the last another generation begins. A worker
-whose number is lost sends a snapshot. The walker drops each number that the table does not have.
+Each key may be lost without the others. Without the first or the last, another generation begins. A
+worker whose number is lost sends a snapshot. The walker drops each number that the table does not
+have.
 
 The table's version follows the server's clock, so that two tables never share a version, even after
 a failover to a replica that lags; see ``baton/store/registry_scripts.py``.
 
-A block's value is a byte, 1 if it was asked for since it was last spared, and the numbers of those
-who hold it in rising order, two bytes each, big-endian. That two of ten million blocks share eight
-bytes is a matter of one in 400,000; an entry is a hint, and workers compare whole hashes.
+A block's value is a byte, 1 if a lookup asked for the block since eviction last spared it, and the
+numbers of its workers in rising order, two bytes each, big-endian. The probability that two of ten
+million blocks share eight bytes is one in 400,000. An entry is a hint: workers compare whole
+hashes.
 
-One hash, because a lookup fetches many of its fields in one command, and a field costs the server
-some forty bytes where a key costs eighty.
+All blocks are fields of one hash. A lookup fetches many fields in one command, and a field costs
+the server about forty bytes where a key costs eighty.
 """
 
 from __future__ import annotations
 
 NAME_BYTES = 8
 TTL_S = 3600
-"""The index of a cluster that nobody tends any more goes away after this time."""
+"""The index expires after this time without use, in seconds."""
 FIELD_BYTES = 48
-"""What the server needs for a block besides the numbers, about: the measured 40 to 44, and room for
-the table's growth."""
+"""Memory of the server for a block without the numbers, in bytes: the measured 40 to 44, and room
+for the table's growth."""
 _WALK_FIELDS = 256
-"""Blocks that the walker looks at in one call: some 0.3 ms of the server's time."""
+"""Blocks that the walker visits in one call: about 0.3 ms of the server's time."""
 _WALK_REST_MS = 5
 _SAMPLE = 32
 _MAX_SAMPLES = 64
@@ -51,7 +53,7 @@ end
 
 local function two(number) return char(floor(number / 256), number % 256) end
 
--- Where in the sorted numbers, from the place `from` on, the first stands that is not below.
+-- Place of the first sorted number, from the place `from` on, that is at least `number`.
 local function seek(numbers, number, from)
   local low, high = (from - 1) / 2, #numbers / 2
   while low < high do
@@ -85,7 +87,7 @@ local function raise_version(step)
   redis.call('HSET', KEYS[1], 'version', text(now > last and now or last + step))
 end
 
--- Nobody's number any more: its entries count for nothing from here on.
+-- Take the worker's number away: its entries count no more.
 local function retire(incarnation, step)
   local number = redis.call('HGET', KEYS[1], '@' .. incarnation)
   if not number then return end
@@ -100,7 +102,7 @@ end
 
 _TEND = f"""
 -- While numbers are retired, walk a bounded piece of the blocks and drop what no worker holds.
--- After a whole round under way since, a number may be given out again.
+-- A number may be used again after a whole round since its retirement.
 local function tend(blocks)
   local place = redis.call('HMGET', KEYS[1], 'round', 'cursor', 'tended_ms', 'rests_in')
   local flat, round = redis.call('HGETALL', KEYS[3]), tonumber(place[1])
@@ -143,9 +145,9 @@ local function tend(blocks)
 end
 """
 
-# KEYS: state, numbers, retired. ARGV: incarnation, a new generation in case there is none, the most
-# bytes, a random step to the next version. Answers the snapshot: generation and number. An error
-# where 65,535 snapshots of live and dead workers are held.
+# KEYS: state, numbers, retired. ARGV: incarnation, a new generation in case there is none, the
+# maximum bytes, a random step to the next version. Returns the snapshot: generation and number.
+# Returns an error if 65,535 snapshots of live and dead workers are held.
 BEGIN = (
     _COMMON
     + _KEEP
@@ -177,8 +179,8 @@ return redis.error_reply('ERR the prefix index has no number left for another wo
 RETIRE = _COMMON + _KEEP + _RETIRE + "retire(ARGV[1], ARGV[2]) keep()"
 
 # KEYS: state, numbers, retired. ARGV: incarnation, snapshot, sequence number, the stored hashes,
-# the removed hashes, whether to tend. Answers 1 where the batch is applied, now or by an earlier
-# call, and 0 where the worker is to send a snapshot.
+# the removed hashes, whether to tend. Returns 1 where the batch is applied, now or by an earlier
+# call, and 0 where the worker must send a snapshot.
 APPLY = (
     _COMMON
     + _KEEP
@@ -205,7 +207,7 @@ if ahead == 1 then return 1 end
 if ahead ~= 0 then return 0 end
 local me = two(number)
 
--- Rewrite the values of some blocks; an empty one means that nobody holds the block.
+-- Rewrite the values of some blocks; an empty one means that no worker holds the block.
 local function change_some(hashes, how)
   local names, changed, empty = {{}}, {{}}, {{}}
   for i = 1, #hashes / 16 do names[i] = sub(hashes, 16 * i - 15, 16 * i - 8) end
@@ -226,7 +228,7 @@ local function change_some(hashes, how)
   drop(blocks, empty)
 end
 
--- A command takes some thousand fields at most.
+-- A command takes about a thousand fields at most.
 local function change(hashes, how)
   for first = 1, #hashes, 16000 do change_some(sub(hashes, first, first + 15999), how) end
 end
@@ -247,8 +249,8 @@ local function remove(value)
   return sub(value, 1, place) .. sub(value, place + 3)
 end
 
--- Blocks taken at random go, second chance: those asked for since they were last met are spared,
--- unless there is far too much.
+-- Evict random blocks, with a second chance: blocks that lookups asked for since the last visit are
+-- spared, unless the index is far too large.
 local function forget_some()
   local count = redis.call('HLEN', blocks)
   for _ = 1, {_MAX_SAMPLES} do
@@ -276,7 +278,7 @@ change(ARGV[4], store)
 change(ARGV[5], remove)
 if #ARGV[4] > 0 then forget_some() end
 redis.call('HSET', KEYS[1], 'bytes', bytes)
--- Last: a batch that breaks in the middle does not count, and is sent again.
+-- This comes last: a batch that fails in the middle does not count, and is sent again.
 redis.call('HINCRBY', KEYS[1], '=' .. ARGV[1], 1)
 if ARGV[6] == '1' then
   tend(blocks)
@@ -289,7 +291,7 @@ return 1
 )
 
 # KEYS: state, numbers. ARGV: the table of numbers that the caller knows, hashes from the first
-# block on. Answers the table's tag, the table itself where the caller knows another (number,
+# block on. Returns the table's tag, the table itself where the caller knows another (number,
 # incarnation, … in lines), and groups of depth, count, numbers: two bytes each.
 LOOKUP = (
     _COMMON
@@ -308,8 +310,8 @@ local function leave(numbers)
   if #numbers > 0 then answer[#answer + 1] = two(depth) .. two(#numbers / 2) .. numbers end
 end
 
--- Keep those of `alive` that are in `numbers`, both in rising order. Runs of eight that agree are
--- skipped, and gaps are jumped over.
+-- Keep the numbers of `alive` that are in `numbers`, both in rising order. Equal runs of eight are
+-- skipped at once, and so are gaps.
 local function meet(numbers)
   local kept, gone, a, n = {}, {}, 1, 1
   while a <= #alive and n <= #numbers do
@@ -329,7 +331,7 @@ local function meet(numbers)
         elseif mine < other then
           local past = seek(alive, other, a)
           gone[#gone + 1] = sub(alive, a, past - 1)
-          -- What follows a gap agrees, mostly: back to whole runs.
+          -- After a gap the rest mostly agrees: return to whole runs.
           a, stop = past, 0
         else
           n, stop = seek(numbers, mine, n), 0
@@ -348,7 +350,7 @@ local function done()
   return {tag, table_of_numbers, concat(answer)}
 end
 
--- A span of blocks at a time: a prompt that nobody knows costs little.
+-- One span of blocks at a time, so that a prompt without cached blocks costs little.
 while depth < total do
   local names, first = {}, depth
   local count = math.min(span, total - first)
@@ -359,7 +361,7 @@ while depth < total do
   local values = redis.call('HMGET', blocks, unpack(names))
   for i = 1, count do
     local value = values[i]
-    -- Equal strings are one object in Lua: that blocks of a run are held alike costs nothing.
+    -- Equal strings are one object in Lua, so the comparison of equal values is free.
     if value ~= last then
       if not value then return done() end
       local numbers = sub(value, 2)
@@ -378,7 +380,7 @@ while depth < total do
     end
     depth = depth + 1
   end
-  -- A server without memory refuses that, and nothing is lost.
+  -- A server without memory refuses this, and nothing is lost.
   if #touched > 0 then redis.pcall('HSET', blocks, unpack(touched)) end
   touched = {}
   span = 64

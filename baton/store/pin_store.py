@@ -1,7 +1,7 @@
 """The prefixes that clients have pinned, in one Redis hash that all routers share.
 
-A field is a pin, as JSON. Times are those of routers' clocks, which differ by less than a pin's
-seconds matter. The hash expires with the last of its pins.
+A field is a pin, as JSON. Times come from routers' clocks; their differences are short compared
+with a pin's lifetime. The hash expires with the last of its pins.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ class Pin(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     id: str
-    """Of its tenant and content: another pin of the same prefix has the same."""
+    """Id of the pin, from its tenant and content. Pins of the same prefix have the same id."""
     tenant: str
     name: str
-    """What its client calls it; may be empty."""
+    """The client's name of the pin; may be empty."""
     tokens: int
-    """Of the prompt; its full blocks are pinned."""
+    """Tokens of the prompt; its full blocks are pinned."""
     blocks: int
-    """Hash blocks."""
+    """Number of hash blocks."""
     last_hash: str
-    """Of the last of them, in hexadecimal digits: chained, it stands for the whole prefix."""
+    """Hash of the last block, in hexadecimal digits. Since hashes are chained, it stands for the
+    whole prefix."""
     created_at: float
-    """Unix seconds."""
+    """Time of creation, in Unix seconds."""
     expires_at: float
-    """Unix seconds."""
+    """Time of expiry, in Unix seconds."""
 
 
 class PinStore:
@@ -54,13 +55,13 @@ class PinStore:
         self._clock = clock
 
     async def read(self) -> list[Pin]:
-        """The pins that have not expired, of all tenants."""
+        """Return the pins that have not expired, of all tenants."""
         told = await cast(Any, self._client.hgetall(self._key))
         now = self._clock()
         return [pin for pin in map(_parsed, told.values()) if pin and pin.expires_at > now]
 
     async def write(self, pin: Pin) -> None:
-        """Add a pin, or replace the one of its id; forget those that have expired."""
+        """Add a pin, or replace the one of its id; remove those that have expired."""
         told = await cast(Any, self._client.hgetall(self._key))
         now = self._clock()
         pins = {field: _parsed(value) for field, value in told.items()}
@@ -74,11 +75,11 @@ class PinStore:
             await calls.execute()
 
     async def remove(self, pin_id: str) -> None:
-        """Forget a pin, if it is there."""
+        """Remove a pin, if it is there."""
         await cast(Any, self._client.hdel(self._key, pin_id))
 
     async def clear(self) -> None:
-        """The cluster ends."""
+        """Delete the hash at the end of the cluster."""
         await cast(Any, self._client.delete(self._key))
 
 
@@ -86,5 +87,5 @@ def _parsed(value: bytes) -> Pin | None:
     try:
         return Pin.model_validate_json(value)
     except ValidationError:
-        log.warning("a pinned prefix in Redis cannot be read")
+        log.warning("cannot read a pinned prefix in Redis")
         return None

@@ -2,12 +2,12 @@
 
 A worker applies batches of stored and removed hashes. A batch counts only if it follows the last
 one (its sequence number) of the same snapshot; otherwise the worker sends all that it holds. A
-lookup answers, in one round trip, how many leading blocks each worker holds.
+lookup returns, in one round trip, how many leading blocks each worker holds.
 
-Each snapshot of a worker is held under a number of its own. Who is dead, or sends another snapshot,
-loses the number: its entries count for nothing at once, and are dropped bit by bit, by the calls of
-those that live. The index holds no more than a given memory, and then forgets what nobody has
-asked for longest. How it is laid out in Redis: ``baton/store/index_scripts.py``.
+Each snapshot of a worker is held under its own number. A worker that dies, or sends another
+snapshot, loses the number. Its entries then count no more, and later calls of live workers drop
+them step by step. The index stays within a given memory limit, and evicts the least recently used
+blocks. ``baton/store/index_scripts.py`` describes the layout in Redis.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from baton.store.index_scripts import APPLY, BEGIN, FIELD_BYTES, LOOKUP, RETIRE
 from baton.store.registry_scripts import MAX_STEP
 
 BATCH = 256
-"""Most hashes of one call that changes the index: some 0.4 ms of the server's time."""
+"""Maximum hashes of one call that changes the index: about 0.4 ms of the server's time."""
 MAX_BLOCKS = 65535
-"""A lookup asks for no more leading blocks than this."""
+"""Maximum leading blocks of a lookup."""
 DEFAULT_MEMORY_BYTES = 256 << 20
 _GROUP = struct.Struct(">HH")
 
 
 @dataclass(frozen=True, slots=True)
 class IndexSize:
-    """What the index holds."""
+    """Number of blocks in the index, and the memory that they take."""
 
     blocks: int
-    """Distinct ones."""
+    """Number of distinct blocks."""
     bytes: int
-    """What they take in Redis, about."""
+    """Approximate memory in Redis, in bytes."""
 
 
 class PrefixIndex:
@@ -51,9 +51,9 @@ class PrefixIndex:
         *,
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
     ) -> None:
-        """``memory_bytes``: the most that the index may take; the last worker to send a snapshot
+        """``memory_bytes`` is the index's maximum size.
 
-        decides.
+        The latest worker to send a snapshot sets it.
         """
         self._client = client
         self._state = f"baton:{{{cluster_id}}}:index"
@@ -76,17 +76,18 @@ class PrefixIndex:
         *,
         tend: bool = False,
     ) -> bool:
-        """Apply a batch, best of at most ``BATCH`` hashes. False: the index has lost track of this
+        """Apply a batch of, preferably, at most ``BATCH`` hashes.
 
-        worker; send a snapshot. The last batch once more is True, and changes nothing. ``tend``:
-        also keep the index alive and drop a piece of what dead workers held.
+        Returns False if the index has lost track of this worker, which must then send a snapshot. A
+        repeated last batch returns True, and changes nothing. ``tend``: also keep the index alive
+        and drop some entries of dead workers.
         """
         head: list[Any] = [incarnation, snapshot, sequence]
         changes: list[Any] = [b"".join(stored), b"".join(removed), int(tend)]
         return bool(await cast(Any, self._apply(keys=self._keys, args=[*head, *changes])))
 
     async def begin(self, incarnation: str) -> bytes:
-        """Forget what was known of a worker; its next batch has the sequence number 0.
+        """Forget a worker's entries; its next batch has the sequence number 0.
 
         Returns the name of the snapshot that begins.
         """
@@ -94,9 +95,9 @@ class PrefixIndex:
         return cast(bytes, await cast(Any, self._begin(keys=self._keys, args=args)))
 
     async def snapshot(self, incarnation: str, held: Sequence[bytes]) -> tuple[bytes, int]:
-        """Make ``held`` all that the index knows of a worker.
+        """Replace all entries of a worker by ``held``.
 
-        Returns the snapshot's name and the sequence number of the batch that comes next.
+        Returns the snapshot's name and the sequence number of the next batch.
         """
         name = await self.begin(incarnation)
         sequence = 0
@@ -108,16 +109,16 @@ class PrefixIndex:
         return name, sequence
 
     async def collect(self, incarnation: str) -> None:
-        """Forget an incarnation. Its entries count for nothing from here on; they are dropped by
+        """Forget an incarnation. Its entries count no more.
 
-        those calls of ``apply`` that tend.
+        Later calls of ``apply`` with ``tend`` drop the entries.
         """
         await cast(Any, self._retire(keys=self._keys, args=[incarnation, _step()]))
 
     async def forget_generation(self) -> None:
-        """Leave nothing behind, once every incarnation is collected.
+        """Delete the index, after every incarnation is collected.
 
-        A worker that lives after all sends a snapshot, which begins another generation.
+        A worker that is alive after all sends a snapshot, which begins another generation.
         """
         generation = await cast(Any, self._client.hget(self._state, "generation"))
         keys = list(self._keys)
@@ -126,7 +127,7 @@ class PrefixIndex:
         await cast(Any, self._client.unlink(*keys))
 
     async def size(self) -> IndexSize:
-        """How much it holds."""
+        """Return the size of the index."""
         state = await cast(Any, self._client.hmget(self._state, ["generation", "bytes"]))
         if state[0] is None:
             return IndexSize(0, 0)
@@ -134,11 +135,12 @@ class PrefixIndex:
         return IndexSize(blocks, blocks * FIELD_BYTES + int(state[1] or 0))
 
     async def lookup(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """How many leading blocks of ``hashes`` each incarnation holds; absent means none."""
+        """Return how many leading blocks of ``hashes`` each incarnation holds; absent means
+        none."""
         if not hashes:
             return {}
         asked = b"".join(hashes[:MAX_BLOCKS])
-        # Those of this call: another one's answer may bring a newer table meanwhile.
+        # This call's names: another call may bring a newer table during the await.
         tag, names = self._tag, self._names
         args: list[Any] = [tag, asked]
         answer = await cast(Any, self._lookup(keys=self._keys[:2], args=args))
@@ -149,18 +151,21 @@ class PrefixIndex:
 
 
 def _step() -> int:
-    """A step to the next version of the table of numbers; for a server whose clock is behind."""
+    """Return a random step to the table's next version, for a server whose clock is behind."""
     return 1 + secrets.randbelow(MAX_STEP)
 
 
 def _names(table: bytes) -> dict[int, str]:
-    """Incarnations by their numbers, from lines of both."""
+    """Parse lines of numbers and incarnations."""
     fields = table.decode().split("\n") if table else []
     return dict(zip(map(int, fields[::2]), fields[1::2], strict=True))
 
 
 def _decoded(groups: bytes, names: dict[int, str]) -> dict[str, int]:
-    """A lookup's answer: groups of depth, count, numbers. Numbers without a name are left out."""
+    """Parse a lookup's answer: groups of depth, count, numbers.
+
+    Numbers without a name are left out.
+    """
     held: dict[str | None, int] = {}
     at = 0
     while at < len(groups):

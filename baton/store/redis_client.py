@@ -15,7 +15,7 @@ from redis.backoff import NoBackoff
 
 
 def redis_client(url: str, *, timeout_s: float = 1.0) -> redis.asyncio.Redis:
-    """An asyncio client of ``url``. It connects on first use; every command has a deadline.
+    """Return an asyncio client of ``url``. It connects on first use; every command has a deadline.
 
     Answers are bytes. A command is not retried here: callers own a loop that tries again.
     """
@@ -33,7 +33,7 @@ def redis_client(url: str, *, timeout_s: float = 1.0) -> redis.asyncio.Redis:
 
 
 class _RenewedConnection(redis.asyncio.SSLConnection):
-    """Shows what its files hold when it connects; the library's keeps what they held at first."""
+    """A connection that reads its TLS files at each connect. The library reads them only once."""
 
     def _connection_arguments(self) -> Mapping[str, Any]:
         self.ssl_context.context = None
@@ -58,7 +58,7 @@ class RedisCalls:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
-        """Around one call. What it raises is raised; one that is cancelled counts for nothing."""
+        """Time one call. Errors are raised again; a cancelled call is not counted."""
         began = self._clock()
         try:
             yield

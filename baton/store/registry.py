@@ -24,55 +24,56 @@ DRAINING = "draining"
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """What the cluster knows of one life of a worker process."""
+    """The record of one incarnation of a worker."""
 
     incarnation: str
     slot: str
-    """Stable name of the worker's place in its pool, ``prefill-0``; labels its metrics."""
+    """Stable name of the worker's slot in its pool, ``prefill-0``; labels its metrics."""
     role: str
     address: str
-    """host:port of its gRPC server."""
+    """Address of its gRPC server, host:port."""
     metrics_address: str
-    """host:port of its /metrics page."""
+    """Address of its /metrics page, host:port."""
     model: str
     fingerprint: str
     geometry: Geometry
     context_length: int
-    """Most tokens of a sequence, by the model's context and the KV pool's size."""
+    """Maximum tokens of a sequence, by the model's context and the KV pool's size."""
     total_blocks: int
     max_sequences: int
     pool: str = ""
     """Name of the worker's pool."""
     revision: str = ""
-    """The commit of its model on the hub; empty: the model is an operator's folder or file."""
+    """Commit of its model on the hub; empty: the model is a local folder or file."""
     ranks: int = 1
-    """On how many processes its model lies."""
+    """Number of processes that share its model."""
     prefill_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """a, b, c of the milliseconds a + b*n + c*n*context that n prompt tokens take; ``context`` is
-    how many tokens they attend to on average: those before them, and n/2. From a calibration at the
-    worker's start, alone on its host; zeros where none was made."""
+    """Coefficients a, b, c of a + b*n + c*n*context, the milliseconds for n prompt tokens.
+    ``context`` is the mean number of tokens that they attend to: those before them, and n/2. They
+    come from a calibration at the worker's start, alone on its host; zeros where none was made."""
     step_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """a, b, c of the milliseconds a + b*batch + c*context_tokens of a step in which ``batch``
-    sequences decode, that attend to ``context_tokens`` in all. As ``prefill_cost``."""
+    """Coefficients a, b, c of a + b*batch + c*context_tokens, the milliseconds of a decode step.
+    ``batch`` sequences attend to ``context_tokens`` in all. The source is that of
+    ``prefill_cost``."""
     block_bytes: int = 0
     """Bytes of a KV block, on all ranks together."""
     quantization: str = ""
-    """How most of its weights are held: int8, int4 or fp8; empty: they are not quantized."""
+    """Format of most weights: int8, int4 or fp8; empty: they are not quantized."""
     dtype: str = ""
     """Type of the weights that are not quantized."""
     device: str = ""
-    """What computes: ``cpu``, or the GPU's product name."""
+    """Compute device: ``cpu``, or the GPU's product name."""
     drafter: str = ""
-    """What drafts tokens: ngram, draft, eagle or medusa; empty: nothing does."""
+    """Speculative method: ngram, draft, eagle or medusa; empty: none."""
     state: str = "ready"
-    """Or ``DRAINING``: it takes nothing more, and what runs there is to go elsewhere."""
+    """``ready``, or ``DRAINING``: the worker takes no new sequences, and its running ones move."""
     load: LoadSnapshot = field(default_factory=LoadSnapshot)
 
 
 class Registry:
     """Reads and writes the records of one cluster. Raises ``redis.RedisError``.
 
-    A reader keeps what it has read, and asks for what has changed since. Owned by one event loop.
+    A reader keeps what it has read, and queries only later changes. Owned by one event loop.
     """
 
     def __init__(self, client: redis.asyncio.Redis, cluster_id: str) -> None:
@@ -90,10 +91,10 @@ class Registry:
         return f"{self._prefix}:worker:{incarnation}"
 
     async def put(self, record: WorkerRecord, ttl_s: float, *, renew: bool = False) -> bool:
-        """Write or renew a record; it vanishes ``ttl_s`` seconds after the last call.
+        """Write or renew a record, which expires ``ttl_s`` seconds after the last call.
 
-        False, and nothing is written, where a record that the caller means to ``renew`` has
-        vanished although others were written all the while: to everybody else that worker is dead.
+        Returns False, without writing, if a record to ``renew`` has expired although other workers
+        could write. The other processes then count this worker as dead.
         """
         parts = asdict(record)
         load = parts.pop("load")
@@ -104,22 +105,23 @@ class Registry:
         return bool(await cast(Any, self._put(keys=keys, args=args)))
 
     async def remove(self, incarnation: str) -> None:
-        """A worker that leaves in order says so: it is dead at once, not after its TTL.
+        """Mark a leaving worker as dead now, without waiting for its TTL.
 
-        It stays listed, so that its index entries are collected as those of any dead one.
+        It stays listed, so that its index entries are collected like those of any dead worker.
         """
         keys = [self._keys[2], self._key(incarnation)]
         await cast(Any, self._remove(keys=keys, args=[incarnation]))
 
     async def read(self) -> tuple[dict[str, WorkerRecord], set[str]]:
-        """The live records by incarnation, and the incarnations whose record has expired.
+        """Return the live records by incarnation, and the incarnations whose record has expired.
 
-        A record that cannot be understood is left out of both. One call to the server, which
-        answers what has changed since the last one.
+        A record that cannot be parsed is in neither. This makes one call to the server, which
+        returns the changes since the last one.
         """
         view = await self._advanced(self._view)
         if not view.complete:
-            # One was struck off between two reads, was lost, or has a version that a failover lost.
+            # A worker was removed between two reads, was lost, or has a version that a failover
+            # lost.
             view = await self._advanced(_View())
         self._view = view
         known = {name: entry.record for name, entry in view.entries.items()}
@@ -131,25 +133,25 @@ class Registry:
         return view.advanced(*await cast(Any, self._read(keys=self._keys, args=args)))
 
     async def leases(self) -> dict[str, float]:
-        """When the lease of each listed incarnation ends, in milliseconds of the server's clock.
+        """Return when each listed incarnation's lease ends, in milliseconds of the server's clock.
 
-        Each renewal changes it, whatever that clock shows. Raises ``redis.RedisError``.
+        Each renewal changes the value, even if the clock is wrong. Raises ``redis.RedisError``.
         """
         listed = await cast(Any, self._client.zrange(self._keys[2], 0, -1, withscores=True))
         return {name.decode(): until_ms for name, until_ms in listed}
 
     async def all(self) -> dict[str, WorkerRecord]:
-        """The live records alone."""
+        """Return the live records."""
         return (await self.read())[0]
 
     async def dead(self) -> set[str]:
-        """The expired incarnations alone."""
+        """Return the expired incarnations."""
         return (await self.read())[1]
 
     async def forget(self, incarnation: str) -> None:
-        """Strike a dead incarnation off the list, once its index entries are collected.
+        """Remove a dead incarnation from the list, once its index entries are collected.
 
-        One that lives after all stays.
+        A live one stays.
         """
         keys = [*self._keys[1:], self._keys[0], self._key(incarnation)]
         await cast(Any, self._forget(keys=keys, args=[incarnation]))
@@ -157,37 +159,37 @@ class Registry:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A live worker as a reader knows it."""
+    """A reader's copy of a live worker."""
 
     changed: int
-    """The version that changed it last."""
+    """The version of its last change."""
     written: bytes
-    """The version that changed its record, without the load."""
+    """The version of its record's last change, without the load."""
     record: WorkerRecord | None
-    """None where it cannot be understood."""
+    """The record; None if it cannot be parsed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What a reader knows: the registry at one version."""
+    """A reader's copy of the registry, at one version."""
 
     version: bytes = b"0"
     entries: Mapping[str, _Entry] = field(default_factory=dict)
     dead: frozenset[str] = frozenset()
     complete: bool = True
-    """Whether nothing is missing that the server has."""
+    """Whether the copy has everything that the server has."""
 
     def advanced(
         self, version: bytes, total: bytes, dead: Sequence[bytes], changes: Sequence[bytes]
     ) -> _View:
-        """The view after a READ (baton/store/registry_scripts.py)."""
+        """Return the view after a READ (baton/store/registry_scripts.py)."""
         entries, follows = dict(self.entries), True
         for name, changed, written, load, record in zip(
             *(changes[part::5] for part in range(5)), strict=True
         ):
             incarnation = name.decode()
             known = entries.get(incarnation)
-            # Only the load has changed: of a record that was read, or of one that was missed.
+            # Only the load has changed. Its record was read earlier, or was missed.
             follows &= bool(record) or (known is not None and known.written == written)
             before = None if known is None else known.record
             now = _changed(incarnation, before, record, load)
@@ -206,7 +208,7 @@ def _changed(
         base = _parse(record) if record else known
         return base and replace(base, load=_parse_load(load))
     except (ValueError, TypeError, KeyError) as error:
-        log.warning("the record of worker %s cannot be read: %r", incarnation, error)
+        log.warning("cannot read the record of worker %s: %r", incarnation, error)
         return None
 
 
@@ -214,14 +216,14 @@ def _parse(record: bytes) -> WorkerRecord:
     told = _known(WorkerRecord, json.loads(record))
     told["geometry"] = _parse_geometry(told["geometry"])
     for name in ("prefill_cost", "step_cost"):
-        # A record of an older worker has none.
+        # Records of older workers lack the field.
         if name in told:
             told[name] = tuple(told[name])
     return WorkerRecord(**told)
 
 
 def _parse_geometry(told: dict[str, Any]) -> Geometry:
-    # No unknown field is left out: a router cannot count with a shape that it does not know.
+    # Unknown fields are kept here, since a router must not use a shape that it does not know.
     drafter = told.pop("drafter", None)
     return Geometry(**told, drafter=None if drafter is None else GroupShape(**drafter))
 
@@ -231,5 +233,5 @@ def _parse_load(load: bytes) -> LoadSnapshot:
 
 
 def _known(kind: type[WorkerRecord | LoadSnapshot], told: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that this version knows; a newer worker may write more."""
+    """Return the fields that this version knows. A newer worker may write more."""
     return {one.name: told[one.name] for one in fields(kind) if one.name in told}

@@ -1,26 +1,26 @@
-"""What the registry runs on the Redis server, in Lua 5.1; ``baton/store/registry.py`` calls it.
+"""Lua 5.1 scripts of the registry on the Redis server; ``baton/store/registry.py`` calls them.
 
 Keys of a cluster, all with its hash tag:
 
     …:registry               hash: the version, which each change of a record raises; when a worker
-                             wrote last, and since when writes come without a gap
+                             wrote last, and since when writes have no gap
     …:registry:changed       sorted set: incarnation, by the version that changed it last
     …:registry:until         sorted set: incarnation, by the server's time in milliseconds at which
                              it is dead unless renewed
     …:worker:<incarnation>   hash, with a TTL: the record, the version that changed it, the load
 
-Each of them may be lost alone: the next heartbeats write it again.
+Each key may be lost without the others: the next heartbeats write it again.
 
 A version is the server's time in microseconds, so that a replica which takes over without the last
 versions does not give them out again. Where the clock is behind the last version, a random step
-leads to the next one. A reader adds up the versions of what it knows and compares the sum with the
-server's. Where they differ it has missed something, and reads all.
+leads to the next one. A reader adds up the versions of the records that it knows and compares the
+sum with the server's. If they differ, it has missed a change, and reads all records.
 """
 
 from __future__ import annotations
 
 _TTL_S = 3600
-"""What the workers of a cluster that has died leave here goes away after this time."""
+"""Time after which the keys of a dead cluster expire, in seconds."""
 SUM_MODULUS = 1 << 41
 """Versions are added up modulo this: Lua's numbers are exact below 2^53."""
 MAX_STEP = 1 << 20
@@ -37,14 +37,14 @@ local function text(number) return string.format('%.0f', number) end
 """
 
 # KEYS: registry, changed, until, the worker's record. ARGV: incarnation, record, load, TTL in ms, a
-# random step to the next version, whether the record is one that was there before (1 or 0).
+# random step to the next version, whether the record existed before (1 or 0).
 #
-# Answers 1, or 0 where a record that was there before has lapsed: then nothing is written. A record
-# does not count as lapsed where no worker could write: when for half a TTL none has, or the clock
-# was set back, or all was lost, leases begin anew. It does not lapse either while its key exists:
-# both have the same TTL.
+# Returns 1, or 0 if an existing record has expired: then nothing is written. A record does not
+# count as expired if no worker could write. Leases begin again when no worker wrote for half a TTL,
+# the clock was set back, or all was lost. A record is not expired either while its key exists: both
+# have the same TTL.
 #
-# Where the clock was set back by more than a TTL, leases would last longer by as much: they are
+# If the clock was set back by more than a TTL, leases would last longer by that time, so they are
 # dropped. Each live worker gets another one with its next heartbeat.
 PUT = (
     _COMMON
@@ -82,17 +82,17 @@ return 1
 """
 )
 
-# KEYS: until, the worker's record. ARGV: incarnation. Dead at once, and still listed: its lease has
-# ended, or where leases were lost it has none.
+# KEYS: until, the worker's record. ARGV: incarnation. The worker is dead now, and still listed: its
+# lease has ended, or it has none where leases were lost.
 REMOVE = """
 redis.call('DEL', KEYS[2])
 redis.call('ZADD', KEYS[1], 'XX', 0, ARGV[1])
 """
 
 # KEYS: registry, changed, until. ARGV: prefix of the records' keys, the version that the caller
-# knows. Answers the version, the sum of the versions of all live ones, the dead, and of each that
-# changed since: incarnation, version of its last change, version of its record, load, record (empty
-# where only the load has changed). A worker without a lease is dead.
+# knows. Returns the version, the sum of the versions of all live workers, the dead ones, and for
+# each change since then: incarnation, version of its last change, version of its record, load,
+# record (empty where only the load has changed). A worker without a lease is dead.
 READ = (
     _COMMON
     + """
@@ -127,8 +127,8 @@ return {version, text(sum), dead, answer}
 """
 )
 
-# KEYS: changed, until, registry, the worker's record. ARGV: incarnation. A dead one is no longer
-# listed, and with the last one the registry is empty.
+# KEYS: changed, until, registry, the worker's record. ARGV: incarnation. A dead worker is no longer
+# listed, and without listed workers the registry is empty.
 FORGET = (
     _COMMON
     + """

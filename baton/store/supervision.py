@@ -1,4 +1,5 @@
-"""What routers and the supervisor share in Redis: sizes of pools, and the supervisor's address."""
+"""Redis values that routers and the supervisor share: sizes of pools, and the supervisor's
+address."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class PoolSizes:
         self._key = f"baton:{{{cluster_id}}}:pool-sizes"
 
     async def read(self) -> dict[str, int]:
-        """Workers by pool, of the pools whose size was chosen; keeps them for another hour."""
+        """Return the chosen sizes by pool, in workers, and keep them for another hour."""
         async with self._client.pipeline(transaction=False) as calls:
             calls.hgetall(self._key)
             calls.expire(self._key, TTL_S)
@@ -54,7 +55,7 @@ class PoolSizes:
             await calls.execute()
 
     async def clear(self) -> None:
-        """The cluster ends."""
+        """Delete the hash at the end of the cluster."""
         await cast(Any, self._client.delete(self._key))
 
 
@@ -64,7 +65,7 @@ def _sizes(told: dict[bytes, bytes]) -> list[tuple[str, int]]:
         try:
             sizes.append((pool.decode(), int(count)))
         except ValueError:
-            log.warning("a pool's size cannot be read")
+            log.warning("cannot read a pool's size")
     return sizes
 
 
@@ -82,5 +83,5 @@ async def supervision_page(client: redis.asyncio.Redis, cluster_id: str) -> str 
     try:
         return None if told is None else str(json.loads(told)["metrics_address"]) or None
     except (ValueError, TypeError, KeyError):
-        # Another version's supervisor.
+        # The report is from a supervisor of another version.
         return None

@@ -1,7 +1,7 @@
-"""How a process's log lines look: text for people, or one JSON object a line.
+"""Format of a process's log lines: text, or one JSON object per line.
 
-Lines that are written while a request is served carry its id, and its trace's. No line has text of
-a prompt or an answer, unless ``log_prompts`` asks for it.
+Lines that are written while a request is served carry its id and its trace's id. No line has text
+of a prompt or an answer, except with ``log_prompts``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pythonjsonlogger.json import JsonFormatter
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _FIELDS = {"asctime": "time", "levelname": "level", "name": "logger"}
 _request: ContextVar[tuple[str, str]] = ContextVar("request", default=("", ""))
-"""Request id and trace id."""
+"""Request id and trace id of the current task."""
 
 
 def formatter(kind: str) -> logging.Formatter:
-    """Of ``text`` or ``json``, the values of ``log_format``."""
+    """Return the formatter of a ``log_format``: ``text`` or ``json``."""
     if kind == "text":
         return logging.Formatter(TEXT)
     return _RequestJson(
@@ -32,27 +32,27 @@ def formatter(kind: str) -> logging.Formatter:
 
 
 def log_to_stream(stream: TextIO, level: str, kind: str) -> None:
-    """Have this process's log written to ``stream``, and nowhere else."""
+    """Write this process's log to ``stream`` only."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(formatter(kind))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
 
 
 class ErrorRow:
-    """Errors of work that is repeated for ever: only the first of a row is logged.
+    """Logs only the first of several errors in a row, for work that is repeated forever.
 
-    A bug that lasts would fill the log otherwise.
+    Otherwise a lasting bug would fill the log.
     """
 
     def __init__(self, log: logging.Logger, what: str) -> None:
-        """``what`` says in the log what could not be done."""
+        """``what`` names the failed work in the log."""
         self._log = log
         self._what = what
         self._count = 0
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Catch an Exception inside. Where there is none, the row ends and its length is logged."""
+        """Catch an Exception. A success ends the row and logs its length."""
         try:
             yield
         except Exception:
@@ -67,7 +67,7 @@ class ErrorRow:
 
 @contextmanager
 def of_request(request_id: str, trace_id: str = "") -> Iterator[None]:
-    """Lines of this task, and of those that it begins, are about a request."""
+    """Add a request's ids to the log lines of this task, and of tasks that it starts."""
     token = _request.set((request_id, trace_id))
     try:
         yield
@@ -76,7 +76,7 @@ def of_request(request_id: str, trace_id: str = "") -> Iterator[None]:
 
 
 class _RequestJson(JsonFormatter):
-    """Adds what ``of_request`` has said; what a line says itself counts more."""
+    """Adds the ids of ``of_request``. A line's own fields take precedence."""
 
     def process_log_record(self, log_data: dict[str, object]) -> dict[str, object]:
         request_id, trace_id = _request.get()

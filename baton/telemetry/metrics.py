@@ -1,4 +1,4 @@
-"""The metrics of a router process and of the supervisor; workers' are in ``worker_metrics``."""
+"""Metrics of a router process and of the supervisor. Those of workers are in ``worker_metrics``."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ from baton.telemetry.series import (
 )
 
 SHARED_FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
-"""prometheus_client's own name, which it reads when it is imported: processes with the same folder
-there count in files of that folder, and any of them can show the sums. What a process has counted
-outlives it."""
+"""The variable of prometheus_client, which reads it at import. Processes with the same folder count
+in files of that folder, and each of them can show the sums. The counts outlive their process."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClassSeries:
-    """The series of one context-length class: looked up once, since every token needs them."""
+    """The series of one context-length class.
+
+    They are looked up once, since every token needs them.
+    """
 
     time_to_first_token: Histogram
     time_per_output_token: Histogram
@@ -47,7 +49,7 @@ class ClassSeries:
 
 
 class RouterMetrics:
-    """The series of a router process, or of several that share a folder."""
+    """The metrics of one router process, or of several that share a folder."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
@@ -59,11 +61,11 @@ class RouterMetrics:
             return Counter(f"baton_{name}", text, labels, registry=registry)
 
         self.time_to_first_token = histogram(
-            "time_to_first_token_seconds", "From receipt to the first token.", LATENCY
+            "time_to_first_token_seconds", "Time from receipt to the first token.", LATENCY
         )
         self.time_per_output_token = histogram(
             "time_per_output_token_seconds",
-            "(end to end - TTFT) / (output tokens - 1), per request.",
+            "Time per output token: (end to end - TTFT) / (output tokens - 1), per request.",
             PER_TOKEN,
         )
         self.output_tokens_per_second = histogram(
@@ -72,18 +74,19 @@ class RouterMetrics:
             TOKENS_PER_SECOND,
         )
         self.inter_token_latency = histogram(
-            "inter_token_latency_seconds", "Each gap between tokens.", PER_TOKEN
+            "inter_token_latency_seconds", "Time between tokens, per gap.", PER_TOKEN
         )
         self.request_latency = histogram(
-            "request_latency_seconds", "From receipt to the end of the request.", LATENCY
+            "request_latency_seconds", "Time from receipt to the end of the request.", LATENCY
         )
         self.requests = counter("requests", "Requests that ended.", ["class", "outcome", "code"])
         self.goodput_requests = counter(
-            "goodput_requests", "Requests that ended well within every SLO.", ["class"]
+            "goodput_requests", "Requests that ended without an error and met every SLO.", ["class"]
         )
         self.slo_violations = counter(
             "slo_violations",
-            "SLOs (ttft, tpot) that requests missed which ended well; one may miss both.",
+            "Missed SLOs (ttft, tpot) of requests that ended without an error; one request may "
+            "miss both.",
             ["class", "slo"],
         )
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens received.", ["class"])
@@ -91,17 +94,21 @@ class RouterMetrics:
             "cached_prompt_tokens", "Prompt tokens whose KV was found at prefill.", ["class"]
         )
         self.generated_tokens = counter(
-            "generated_tokens", "Tokens sent to clients; none beyond a stop.", ["class"]
+            "generated_tokens", "Tokens sent to clients, without those after a stop.", ["class"]
         )
         self.route_decisions = counter(
-            "route_decisions", "Where prompts were computed, and why.", ["decision", "reason"]
+            "route_decisions",
+            ("Places where prompts were computed, and the reasons."),
+            ["decision", "reason"],
         )
         self.moved_requests = counter(
-            "moved_requests", "Requests, or choices of them, that went on elsewhere.", ["reason"]
+            "moved_requests",
+            ("Requests, or choices of them, that migrated to other workers."),
+            ["reason"],
         )
         self.left_out_workers = counter(
             "left_out_workers",
-            "How often a worker was left out because its streams broke again and again.",
+            "Times that the circuit breaker opened for a worker because its streams kept failing.",
             ["worker"],
         )
         self.active_requests = Gauge(
@@ -114,38 +121,40 @@ class RouterMetrics:
         self.grammar_compile_seconds = grammar_compile_seconds(registry)
         self.waiting_requests = Gauge(
             "baton_waiting_requests",
-            "Requests that wait in the router for their turn.",
+            "Requests that wait for admission in the router.",
             ["tenant"],
             registry=registry,
             multiprocess_mode="livesum",
         )
         self.prefill_speed = Gauge(
             "baton_prefill_speed_workers",
-            "Work that the prefill workers do each second while requests wait, in seconds by their"
-            " cost model: their number where it is right; 0 where nothing was seen lately.",
+            "Prefill work done per second while requests wait, in seconds of work by the workers' "
+            "cost model. An accurate model gives the number of prefill workers; 0 without recent "
+            "observations.",
             registry=registry,
             multiprocess_mode="livesum",
         )
         self.rate_limit_failures = Counter(
             "baton_rate_limit_failures",
-            "Requests let in unasked since Redis did not answer; they are charged later.",
+            "Requests admitted without a limit check because Redis did not answer; they are "
+            "charged later.",
             registry=registry,
         )
         self.key_file_failures = Counter(
             "baton_key_file_failures",
-            "Changed files of API keys that could not be used: the keys stayed as they were.",
+            "Changed files of API keys that could not be used; the previous keys stay valid.",
             registry=registry,
         )
         self.prefix_lookups = counter(
             "prefix_lookups",
-            "Questions to the prefix index: answered, failed, late (not waited for any longer), or"
-            " away (not asked, since it does not answer).",
+            "Lookups in the prefix index by outcome: answered, failed, late (timed out), away "
+            "(skipped, since the index does not answer).",
             ["outcome"],
         )
         self.prefix_blocks = counter(
             "prefix_blocks",
-            "Full blocks of prompts that were to be placed, by whether any worker holds them as the"
-            " prefix index knows: found, missing.",
+            "Full prompt blocks at placement, by whether the prefix index lists a worker that "
+            "holds them: found, missing.",
             ["result"],
         )
         self.event_loop_lag_seconds = event_loop_lag_seconds(registry)
@@ -153,13 +162,13 @@ class RouterMetrics:
         self.redis_failures = redis_failures(registry)
         self.registry_age_seconds = Gauge(
             "baton_registry_age_seconds",
-            "How old this router's view of the registry is; the oldest of its processes.",
+            "Age of this router's copy of the registry; the maximum over its processes.",
             registry=registry,
             multiprocess_mode="livemax",
         )
         self.routable_workers = Gauge(
             "baton_routable_workers",
-            "Workers that this router can use; the fewest of its processes.",
+            "Workers that this router can use; the minimum over its processes.",
             ["role"],
             registry=registry,
             multiprocess_mode="livemin",
@@ -167,36 +176,34 @@ class RouterMetrics:
 
         self.cost_dollars = counter(
             "cost_dollars",
-            "What tokens cost by the prices of the configuration: of prompts (input, cached_input)"
-            " and answers (output); tenants that it does not name are other.",
+            "Cost of tokens at the configured prices, of prompts (input, cached_input) and "
+            "answers (output); tenants that are not configured are summed as other.",
             ["tenant", "class", "kind"],
         )
         self.lost_bills = Counter(
             "baton_lost_bills",
-            "Bills that could not be written to the disk.",
+            "Usage records that could not be written to disk.",
             registry=registry,
         )
         self.budget_used_ratio = Gauge(
             "baton_budget_used_ratio",
-            "What is spent and held of a tenant's budget for its present period, as of the last"
-            " request that asked.",
+            "Spent and reserved amounts of a tenant's budget in the current period, as of the "
+            "last request that checked it.",
             ["tenant"],
             registry=registry,
             multiprocess_mode="livemostrecent",
         )
-        self.batch_lines = counter(
-            "batch_lines", "Lines of batches that have a result.", ["outcome"]
-        )
+        self.batch_lines = counter("batch_lines", "Batch lines that have a result.", ["outcome"])
         self.batch_lines_in_flight = Gauge(
             "baton_batch_lines_in_flight",
-            "Lines of batches that are run, or wait for slack to be run.",
+            "Batch lines that run, or wait for spare capacity.",
             registry=registry,
             multiprocess_mode="livesum",
         )
         self._classes: dict[str, ClassSeries] = {}
 
     def of_class(self, name: str) -> ClassSeries:
-        """The series of a context-length class; ``name`` is one of the configuration's."""
+        """Return the series of a context-length class; ``name`` is one of the configuration's."""
         known = self._classes.get(name)
         if known is None:
             shared = {"ttft_violations", "tpot_violations"}
@@ -209,14 +216,14 @@ class RouterMetrics:
         return known
 
     def redis_calls(self, call: str) -> RedisCalls:
-        """The accounts of calls to Redis of one kind."""
+        """Return the recorder for Redis calls of one kind."""
         return RedisCalls(
             self.redis_call_seconds.labels("router", call),
             self.redis_failures.labels("router", call),
         )
 
     def shown(self) -> CollectorRegistry:
-        """What to show of them: the sums over all processes that share a folder."""
+        """Return the registry to export: the sums over all processes that share a folder."""
         if SHARED_FOLDER_VARIABLE not in os.environ:
             return self.registry
         sums = CollectorRegistry()
@@ -225,7 +232,7 @@ class RouterMetrics:
 
 
 class _SharedFolder(MultiProcessCollector):
-    """Passes over what has just been created, or was by a process that died: it is empty still."""
+    """Skips files that were just created, or whose process died before it wrote any data."""
 
     def collect(self) -> Iterable[Metric]:
         files = [str(file) for file in Path(self._path).glob("*.db") if _has_begun(file)]
@@ -247,20 +254,20 @@ class SupervisorMetrics:
         self.registry = registry
         self.slots = Gauge(
             "baton_worker_slot_state",
-            "1 for the state that a worker's slot is in, 0 for every other.",
+            "1 for the current state of a worker's slot, 0 for every other state.",
             ["worker", "pool", "state"],
             registry=registry,
         )
         self.deaths = Counter(
             "baton_worker_deaths",
-            "Lives of workers that ended, or could not begin, as the supervisor saw it.",
+            "Incarnations of workers that ended or failed to start, as observed by the supervisor.",
             ["worker"],
             registry=registry,
         )
         self.autoscaler_decisions = Counter(
             "baton_autoscaler_decisions",
-            "What the autoscaler has decided: to_prefill, to_decode, grow or shrink; in a dry run"
-            " (mode) nothing follows.",
+            "Decisions of the autoscaler: to_prefill, to_decode, grow or shrink. In a dry run "
+            "(mode) they are not carried out.",
             ["action", "reason", "mode"],
             registry=registry,
         )
@@ -272,7 +279,7 @@ class SupervisorMetrics:
         )
         self.autoscaler_needed_workers = Gauge(
             "baton_autoscaler_needed_workers",
-            "Workers that the traffic asks for, as the autoscaler sees it.",
+            "Workers that the traffic needs, as computed by the autoscaler.",
             ["role"],
             registry=registry,
         )

@@ -1,6 +1,6 @@
-"""A process's /metrics on a port of its own, with TLS where the cluster has certificates.
+"""A process's /metrics page on its own port, with TLS where the cluster has certificates.
 
-Then it is for routers, the supervisor and whoever has a monitor's certificate.
+With TLS, only routers, the supervisor and holders of a monitor's certificate may read it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from baton.security.tls import LiveContext, PeerRole, TlsFiles, roles_in, server
 log = logging.getLogger(__name__)
 
 _SILENCE_S = 10.0
-"""Who neither asks nor reads for so long is cut off."""
+"""Time without a request or a read after which a connection is closed, in seconds."""
 _READERS: frozenset[PeerRole] = frozenset({"router", "supervisor", "monitor"})
 _ROLES = "baton.roles"
 
 
 class MetricsServer:
-    """Serves from threads of its own, until ``stop``."""
+    """Serves the page from its own threads, until ``stop``."""
 
     def __init__(self, host: str, registry: CollectorRegistry, tls: TlsFiles | None = None) -> None:
-        """On a free port of ``host``. Raises OSError, and ConfigError where ``tls`` is no use."""
+        """Listen on a free port of ``host``.
+
+        Raises OSError, and ConfigError for unusable TLS files.
+        """
         context = None if tls is None else LiveContext(server_context(tls), tls)
         page = make_wsgi_app(registry)
         self._server = _Server(host, context, page if tls is None else _for_readers(page))
@@ -41,7 +44,7 @@ class MetricsServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Blocks for about half a second at most. Once."""
+        """Stop the server. Call it once; it blocks for about half a second at most."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(_SILENCE_S)
@@ -57,9 +60,9 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.set_app(page)
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """As ``socketserver``'s. The handshake waits for the connection's own thread: one that
+        """Accept a connection, and leave the handshake to the connection's own thread.
 
-        never ends must not keep others waiting.
+        A handshake that never ends must not keep other connections waiting.
         """
         connection, address = super().get_request()
         if self._context is None:
@@ -70,8 +73,8 @@ class _Server(ThreadingMixIn, WSGIServer):
         return shaken, address
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """As ``socketserver``'s; it would print a stack trace."""
-        log.debug("a page of metrics was not sent", exc_info=True)
+        """Log the error. ``socketserver`` would print a stack trace."""
+        log.debug("sending a page of metrics failed", exc_info=True)
 
 
 class _Handler(WSGIRequestHandler):
@@ -86,7 +89,7 @@ class _Handler(WSGIRequestHandler):
         return environ
 
     def log_message(self, format: str, *args: Any) -> None:
-        """As ``http.server``'s; it would print each request."""
+        """Log nothing. ``http.server`` would print each request."""
 
 
 def _for_readers(page: Any) -> Callable[[dict[str, Any], Any], Iterable[bytes]]:
@@ -95,6 +98,6 @@ def _for_readers(page: Any) -> Callable[[dict[str, Any], Any], Iterable[bytes]]:
             found: Iterable[bytes] = page(environ, start_response)
             return found
         start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
-        return [f"for certificates of {', '.join(sorted(_READERS))} alone\n".encode()]
+        return [f"only for certificates of {', '.join(sorted(_READERS))}\n".encode()]
 
     return guarded

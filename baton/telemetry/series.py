@@ -1,7 +1,8 @@
-"""The series that several kinds of processes export, and the buckets of histograms.
+"""Series that several kinds of processes export, and the buckets of histograms.
 
 Every metric of Baton is declared once, in this folder: shared ones here, the router's and the
-supervisor's in ``metrics``, workers' in ``worker_metrics``. Seconds and bytes; prefix ``baton_``.
+supervisor's in ``metrics``, workers' in ``worker_metrics``. Units are seconds and bytes; the prefix
+is ``baton_``.
 
 Labels are bounded: classes, roles and slots come from the configuration, codes from
 ``baton.errors``. No value that a client sends becomes a label.
@@ -21,7 +22,8 @@ HANDOFF = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 def queue_seconds(registry: CollectorRegistry) -> Histogram:
     return Histogram(
         "baton_queue_seconds",
-        "From arrival to the first step at a worker; at a router, to being passed on.",
+        "Time in the queue: at a worker from arrival to the first step, at a router from arrival "
+        "to being sent to a worker.",
         ["role"],
         buckets=LATENCY,
         registry=registry,
@@ -31,7 +33,7 @@ def queue_seconds(registry: CollectorRegistry) -> Histogram:
 def grammar_compile_seconds(registry: CollectorRegistry) -> Histogram:
     return Histogram(
         "baton_grammar_compile_seconds",
-        "Compiling a grammar or a JSON schema that was not known yet.",
+        "Time to compile a grammar or a JSON schema that is not cached.",
         ["role"],
         buckets=SHORT,
         registry=registry,
@@ -41,7 +43,7 @@ def grammar_compile_seconds(registry: CollectorRegistry) -> Histogram:
 def event_loop_lag_seconds(registry: CollectorRegistry) -> Histogram:
     return Histogram(
         "baton_event_loop_lag_seconds",
-        "How much later than asked for a timer of the process's event loop came.",
+        "Event-loop lag: how late timers of the process's event loop fire.",
         ["role"],
         buckets=SHORT,
         registry=registry,
@@ -62,7 +64,7 @@ def redis_call_seconds(registry: CollectorRegistry) -> Histogram:
 def redis_failures(registry: CollectorRegistry) -> Counter:
     return Counter(
         "baton_redis_failures",
-        "Calls that Redis did not answer, or refused.",
+        "Redis calls that were refused or not answered.",
         ["role", "call"],
         registry=registry,
     )

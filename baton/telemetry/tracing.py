@@ -1,15 +1,16 @@
-"""Spans of requests, by OpenTelemetry; sent by OTLP over gRPC where ``otlp_endpoint`` says so.
+"""OpenTelemetry spans of requests, sent by OTLP over gRPC if ``otlp_endpoint`` is set.
 
-Off unless ``start_tracing`` was called: then ``begin_span`` makes spans that cost next to nothing.
+Tracing is off until ``start_tracing`` is called. While it is off, ``begin_span`` makes spans of
+almost no cost.
 
     off ─start_tracing→ on ─end_tracing→ off
 
-One tracer a process, as there is one log. Spans may be begun and ended on any thread; a thread of
-the SDK's sends them. What a full queue cannot take is dropped: nothing waits for a collector. The
-SDK's own settings are its environment variables (``OTEL_EXPORTER_OTLP_HEADERS``, ``OTEL_BSP_…``).
+A process has one tracer. Spans may begin and end on any thread; a thread of the SDK sends them.
+Spans beyond a full queue are dropped, and no request waits for a collector. The SDK's own settings
+are its environment variables (``OTEL_EXPORTER_OTLP_HEADERS``, ``OTEL_BSP_…``).
 
-Attributes are those of the semantic conventions for generative AI where these have one
-(``gen_ai.…``), and ``baton.…`` else. None holds text of a prompt or an answer.
+Attributes follow the semantic conventions for generative AI where these have one (``gen_ai.…``),
+and are ``baton.…`` otherwise. None holds text of a prompt or an answer.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ if TYPE_CHECKING:
 Attribute = str | bool | int | float
 _PROPAGATOR = TraceContextTextMapPropagator()
 _FLUSH_MS = 2000
-"""How long a process that ends waits for its last spans to leave."""
+"""Maximum time that an ending process waits for its last spans, in milliseconds."""
 
 
 @dataclass(slots=True)
 class _Tracing:
-    """What this process does about spans."""
+    """The state of tracing in this process."""
 
     tracer: trace.Tracer = field(default_factory=trace.NoOpTracer)
     provider: TracerProvider | None = None
@@ -53,12 +54,12 @@ _tracing = _Tracing()
 def start_tracing(
     endpoint: str, service: str, instance: str, ratio: float, processor: SpanProcessor | None = None
 ) -> None:
-    """Send spans to ``endpoint`` from now on, as ``service.name`` and ``service.instance.id``.
+    """Start sending spans to ``endpoint``, as ``service.name`` and ``service.instance.id``.
 
     Nothing happens where ``endpoint`` is empty. ``ratio`` of the requests whose client says nothing
-    of it are traced; one that comes with a traceparent is traced if that says so. ``processor``
-    takes the spans in place of an exporter. Raises RuntimeError when it is on already, and
-    ConfigError where the extra ``otel`` is not installed.
+    of it are traced; a traceparent decides for its own request. ``processor`` takes the spans in
+    place of an exporter. Raises RuntimeError when it is on already, and ConfigError without the
+    extra ``otel``.
     """
     if not endpoint:
         return
@@ -82,7 +83,10 @@ def start_tracing(
 
 
 def end_tracing() -> None:
-    """Send what is left, for two seconds at most; idempotent. Blocks: not on an event loop."""
+    """Send the remaining spans within two seconds, and stop; idempotent.
+
+    Blocks: not on an event loop.
+    """
     provider = _tracing.provider
     _tracing.provider, _tracing.tracer = None, trace.NoOpTracer()
     if provider is not None:
@@ -104,7 +108,7 @@ def _sender(endpoint: str) -> SpanProcessor:
     )
     from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
 
-    # It says of each batch that is refused what an operator can do nothing about.
+    # It logs each refused batch, about which an operator can do nothing.
     logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)
     os.environ.setdefault("OTEL_EXPORTER_OTLP_TIMEOUT", "5")
     secure = endpoint.startswith("https://")
@@ -119,9 +123,9 @@ def begin_span(
     began_at: float | None = None,
     attributes: Mapping[str, Attribute] | None = None,
 ) -> Span:
-    """A span that lasts until its ``end``. ``began_at`` is of ``time.monotonic``; None: now.
+    """Begin a span that lasts until its ``end``. ``began_at`` is of ``time.monotonic``; None: now.
 
-    A ``parent`` that is no W3C Trace Context counts for nothing.
+    A ``parent`` that is not a valid W3C Trace Context is ignored.
     """
     if _tracing.provider is None:
         return trace.INVALID_SPAN
@@ -138,12 +142,12 @@ def begin_span(
 
 
 def wall_ns(at: float) -> int:
-    """Unix nanoseconds of a moment of ``time.monotonic``."""
+    """Convert a time of ``time.monotonic`` to Unix nanoseconds."""
     return time.time_ns() - int((time.monotonic() - at) * 1e9)
 
 
 def context_of(span: Span, other: TraceContext = NO_TRACE) -> TraceContext:
-    """What spans below this one are told as their parent; ``other`` where nothing is traced."""
+    """Return the trace context for children of this span; ``other`` if the span is not traced."""
     if not span.get_span_context().is_valid:
         return other
     headers: dict[str, str] = {}
@@ -152,12 +156,12 @@ def context_of(span: Span, other: TraceContext = NO_TRACE) -> TraceContext:
 
 
 def trace_id_of(span: Span) -> str:
-    """32 hexadecimal digits; empty where the span is not recorded."""
+    """Return 32 hexadecimal digits; empty where the span is not recorded."""
     return f"{span.get_span_context().trace_id:032x}" if span.is_recording() else ""
 
 
 def fail_span(span: Span, error: BaseException | None) -> None:
-    """Say that what it stands for has failed, by the error's code; None: it was given up."""
+    """Mark a span as failed, with the error's code; None: the work was abandoned."""
     if not span.is_recording():
         return
     code = "aborted" if error is None else type(error).__name__

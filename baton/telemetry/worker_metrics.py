@@ -28,13 +28,13 @@ class TierSeries:
     loaded_bytes: Counter
     loaded_blocks: Counter
     loads: Callable[[str], Counter]
-    """By outcome."""
+    """Counter of loads, by outcome."""
     failures: Callable[[str], Counter]
-    """By reason."""
+    """Counter of failures, by reason."""
 
 
 class WorkerMetrics:
-    """The series of a worker process; ``worker`` is its slot's stable name."""
+    """The metrics of a worker process; ``worker`` is its slot's stable name."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
@@ -47,25 +47,25 @@ class WorkerMetrics:
         )
         self.retained_kv_blocks = Gauge(
             "baton_retained_kv_blocks",
-            "KV blocks that pinned prefixes and cache_control keep: they are evicted last.",
+            "KV blocks that pinned prefixes and cache_control keep. They are evicted last.",
             labels,
             registry=registry,
         )
         self.batch_fill_ratio = Gauge(
             "baton_batch_fill_ratio",
-            "Sequences in the last step over the most allowed.",
+            "Sequences in the last step, divided by the maximum.",
             labels,
             registry=registry,
         )
         self.computed_prompt_tokens = Counter(
             "baton_computed_prompt_tokens",
-            "Prompt tokens whose KV was computed here.",
+            "Prompt tokens whose KV this worker computed.",
             labels,
             registry=registry,
         )
         self.preemptions = Counter(
             "baton_preemptions",
-            "Sequences that lost their blocks and wait again.",
+            "Preempted sequences: they lost their blocks and wait again.",
             labels,
             registry=registry,
         )
@@ -80,14 +80,14 @@ class WorkerMetrics:
         )
         self.model_operations = Counter(
             "baton_model_operations",
-            "Operations that steps took at least, a multiply-add being two: of the model's"
-            " matrices and of attention.",
+            "Minimum operations of the steps, for the model's matrices and attention. A "
+            "multiply-add counts as two.",
             labels,
             registry=registry,
         )
         self.model_memory_bytes = Counter(
             "baton_model_memory_bytes",
-            "Bytes that steps moved at least between memory and processor: weights and KV.",
+            "Minimum bytes that steps moved between memory and processor: weights and KV.",
             labels,
             registry=registry,
         )
@@ -113,27 +113,27 @@ class WorkerMetrics:
         )
         self.device_seconds = Counter(
             "baton_device_seconds",
-            "Time for which the worker has had its devices, times their number: one for each rank,"
-            " a GPU or the worker's share of a CPU.",
+            "Device time of the worker: seconds times the number of its devices. Each rank has "
+            "one, a GPU or the worker's share of a CPU.",
             labels,
             registry=registry,
         )
         self.device_memory_used_bytes = Gauge(
             "baton_device_memory_used_bytes",
-            "Memory in use: of a GPU by all processes, on a CPU by the worker's process; of several"
-            " ranks the first one's.",
+            "Memory in use: on a GPU by all processes, on a CPU by the worker's process. With "
+            "several ranks, the value is the first one's.",
             labels,
             registry=registry,
         )
         self.device_memory_total_bytes = Gauge(
             "baton_device_memory_total_bytes",
-            "Memory that there is: of the GPU, on a CPU of the machine or the container's limit.",
+            "Total memory: of the GPU, or on a CPU of the machine or the container's limit.",
             labels,
             registry=registry,
         )
         self.out_of_memory = Counter(
             "baton_out_of_memory",
-            "Steps that failed because there was no memory left on the device, or on the host.",
+            "Steps that failed because the device or the host was out of memory.",
             labels,
             registry=registry,
         )
@@ -148,44 +148,44 @@ class WorkerMetrics:
         )
         self.index_lag_seconds = Gauge(
             "baton_index_lag_seconds",
-            "How far the prefix index is behind this worker's cache: the time that the last telling"
-            " took, or since the last one where it fails.",
+            "Delay of the prefix index behind this worker's cache: the time of the last update, "
+            "or the time since it while updates fail.",
             labels,
             registry=registry,
         )
         self.drafted_tokens = Counter(
             "baton_speculation_drafted_tokens",
-            "Tokens that were drafted and checked.",
+            "Drafted tokens that were verified.",
             ["drafter"],
             registry=registry,
         )
         self.accepted_tokens = Counter(
             "baton_speculation_accepted_tokens",
-            "Drafted tokens that were right: each saved a step of its sequence.",
+            "Drafted tokens that were accepted. Each saved a step of its sequence.",
             ["drafter"],
             registry=registry,
         )
         self.transfer_pairs = Gauge(
             "baton_transfer_pairs",
-            "1 for each worker that this one sends KV blocks to, and by which transport.",
+            "1 for each worker to which this one sends KV blocks, with the transport.",
             ["worker", "peer", "transport"],
             registry=registry,
         )
         self.received_bytes = Counter(
             "baton_received_bytes",
-            "Bytes of KV that came to this worker and were verified, by the worker that sent them.",
+            "KV bytes that this worker received and verified, by the worker that sent them.",
             ["worker", "peer", "transport"],
             registry=registry,
         )
         self.transfer_in_flight = Gauge(
             "baton_transfer_in_flight_bytes",
-            "Bytes of KV that were announced to receivers and have not landed.",
+            "KV bytes that were announced to receivers and have not arrived.",
             ["worker"],
             registry=registry,
         )
         self.transfer_staging = Gauge(
             "baton_transfer_staging_bytes",
-            "Memory for bytes of KV between blocks and wire.",
+            "Memory for KV bytes between blocks and network.",
             ["worker", "transport"],
             registry=registry,
         )
@@ -197,15 +197,15 @@ class WorkerMetrics:
         )
         self.handoff_seconds = Histogram(
             "baton_handoff_seconds",
-            "From reserve to commit.",
+            "Time from reserve to commit.",
             ["transport"],
             buckets=HANDOFF,
             registry=registry,
         )
         self.handoff_exposed_seconds = Histogram(
             "baton_handoff_exposed_seconds",
-            "The part of a handoff that computing did not hide, observed by the sender: from the"
-            " prompt's last step to the commit.",
+            "Handoff time that computing did not hide, measured by the sender from the prompt's "
+            "last step to the commit.",
             ["transport"],
             buckets=HANDOFF,
             registry=registry,
@@ -215,7 +215,7 @@ class WorkerMetrics:
         )
         self.pulls = Counter(
             "baton_pulls",
-            "Fetches of cached blocks that ended, counted by the worker that asked for them.",
+            "Fetches of cached blocks that ended, counted by the worker that requested them.",
             ["transport", "outcome"],
             registry=registry,
         )
@@ -228,7 +228,7 @@ class WorkerMetrics:
         tier = [*labels, "tier"]
         self.kv_tier_blocks = Gauge(
             "baton_kv_tier_blocks",
-            "KV blocks that a tier behind the pool holds.",
+            "KV blocks in a tier behind the pool.",
             tier,
             registry=registry,
         )
@@ -237,37 +237,37 @@ class WorkerMetrics:
         )
         self.kv_tier_loaded_bytes = Counter(
             "baton_kv_tier_loaded_bytes",
-            "Bytes of KV that came back from a tier.",
+            "Bytes of KV loaded from a tier.",
             tier,
             registry=registry,
         )
         self.kv_tier_loaded_blocks = Counter(
             "baton_kv_tier_loaded_blocks",
-            "KV blocks that came back from a tier, and were not computed.",
+            "KV blocks that were loaded from a tier instead of computed.",
             tier,
             registry=registry,
         )
         self.kv_tier_loads = Counter(
             "baton_kv_tier_loads",
-            "Loads from a tier: ok, short (only some blocks came), late (given up), no_room.",
+            "Loads from a tier: ok, short (only some blocks arrived), late (abandoned), no_room.",
             [*tier, "outcome"],
             registry=registry,
         )
         self.kv_tier_failures = Counter(
             "baton_kv_tier_failures",
-            "Blocks that a tier could not keep (write) or give back (read, checksum).",
+            "Blocks that a tier failed to store (write) or to return (read, checksum).",
             [*tier, "reason"],
             registry=registry,
         )
 
     def redis_calls(self, role: str, call: str) -> RedisCalls:
-        """The accounts of calls to Redis of one kind."""
+        """Return the recorder for Redis calls of one kind."""
         return RedisCalls(
             self.redis_call_seconds.labels(role, call), self.redis_failures.labels(role, call)
         )
 
     def tier(self, worker: str, role: str, name: str) -> TierSeries:
-        """The series of a worker's tier, ``host`` or ``disk``."""
+        """Return the series of the worker's tier, ``host`` or ``disk``."""
         labels = {"worker": worker, "role": role, "tier": name}
         return TierSeries(
             blocks=self.kv_tier_blocks.labels(**labels),

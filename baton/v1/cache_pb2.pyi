@@ -39,7 +39,7 @@ class DropCacheResponse(_message.Message):
 
     BLOCKS_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
-    """How many blocks were forgotten."""
+    """Number of dropped blocks."""
     def __init__(
         self,
         *,
@@ -81,7 +81,7 @@ class UnpinResponse(_message.Message):
 
     WAS_PINNED_FIELD_NUMBER: _builtins.int
     was_pinned: _builtins.bool
-    """Whether there was one."""
+    """Whether the pin existed."""
     def __init__(
         self,
         *,
@@ -141,17 +141,15 @@ class WorkerCache(_message.Message):
     used_blocks: _builtins.int
     quarantined_blocks: _builtins.int
     host_blocks: _builtins.int
-    """Cached blocks behind the pool, which come back when they are asked for."""
+    """Cached blocks in the tiers behind the pool, which are loaded when a request needs them."""
     disk_blocks: _builtins.int
     block_bytes: _builtins.int
     """Bytes of a block."""
     prompt_tokens: _builtins.int
-    """Of the prompts that the worker computed since it began: their tokens, and those of them whose KV
-    was found.
-    """
+    """Prompt tokens that the worker computed since its start, and those of them whose KV was cached."""
     cached_prompt_tokens: _builtins.int
     pinned_blocks: _builtins.int
-    """Blocks that pinned prefixes cover, whether they are cached at this moment or not."""
+    """Blocks that pinned prefixes cover, whether or not they are cached now."""
     def __init__(
         self,
         *,
@@ -188,11 +186,11 @@ class GetCacheStatsResponse(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     index_blocks: _builtins.int
-    """Blocks that the prefix index knows; absent while Redis does not answer."""
+    """Blocks in the prefix index; absent while Redis does not answer."""
     index_bytes: _builtins.int
-    """What they take in Redis, about."""
+    """Their approximate memory in Redis."""
     prompt_tokens: _builtins.int
-    """Since the routers started: prompt tokens, and those of them whose KV was found."""
+    """Prompt tokens since the routers started, and those of them whose KV was cached."""
     cached_prompt_tokens: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerCache]: ...
@@ -265,7 +263,7 @@ class DroppedCache(_message.Message):
     slot: _builtins.str
     blocks: _builtins.int
     error: _builtins.str
-    """Not empty: the worker did not do it, and why."""
+    """Reason of a failure at the worker; empty: it has not failed."""
     def __init__(
         self,
         *,

@@ -22,7 +22,7 @@ class DrainRequest(_message.Message):
 
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     deadline_ms: _builtins.int
-    """What is left then is ended with an error, after which routers place it elsewhere."""
+    """Remaining sequences then end with an error, and routers place them elsewhere."""
     def __init__(
         self,
         *,
@@ -213,7 +213,7 @@ class ScalePoolRequest(_message.Message):
     pool: _builtins.str
     """The pool's name."""
     count: _builtins.int
-    """How many workers it is to have."""
+    """Wanted number of workers."""
     force: _builtins.bool
     """Also leave no prefill worker for a class with local_prefill never."""
     def __init__(
@@ -237,7 +237,7 @@ class ScalePoolResponse(_message.Message):
 
     PREVIOUS_FIELD_NUMBER: _builtins.int
     previous: _builtins.int
-    """How many it was to have until now."""
+    """Wanted number of workers until now."""
     def __init__(
         self,
         *,

@@ -30,19 +30,19 @@ class _AbortReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AbortReas
     ABORT_REASON_UNSPECIFIED: _AbortReason.ValueType  # 0
     """The client left or the request failed."""
     ABORT_REASON_STOP: _AbortReason.ValueType  # 1
-    """The router found a stop string: the sequence has ended well."""
+    """The router found a stop string: the sequence has ended without an error."""
 
 class AbortReason(_AbortReason, metaclass=_AbortReasonEnumTypeWrapper): ...
 
 ABORT_REASON_UNSPECIFIED: AbortReason.ValueType  # 0
 """The client left or the request failed."""
 ABORT_REASON_STOP: AbortReason.ValueType  # 1
-"""The router found a stop string: the sequence has ended well."""
+"""The router found a stop string: the sequence has ended without an error."""
 Global___AbortReason: _TypeAlias = AbortReason  # noqa: Y015
 
 @_typing.final
 class HandoffsRequest(_message.Message):
-    """A call."""
+    """One call of a writer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -52,16 +52,16 @@ class HandoffsRequest(_message.Message):
     COMMIT_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
     call: _builtins.int
-    """The writer's number for it; its answer has the same."""
+    """The writer's number of the call; its answer has the same number."""
     timeout_ms: _builtins.int
-    """Time left to it when this was sent; nobody waits for the answer afterwards."""
+    """Time left when this was sent; the writer does not wait for a later answer."""
     @_builtins.property
     def reserve(self) -> Global___ReserveRequest: ...
     @_builtins.property
     def commit(self) -> Global___CommitRequest: ...
     @_builtins.property
     def abort(self) -> Global___AbortRequest:
-        """The writer gives its ticket up, and will not write again. What it has committed runs on."""
+        """The writer abandons its ticket, and does not write again. A committed sequence keeps running."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ Global___HandoffsResponse: _TypeAlias = HandoffsResponse  # noqa: Y015
 
 @_typing.final
 class CallError(_message.Message):
-    """How a call has failed."""
+    """The failure of a call."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -129,10 +129,10 @@ class CallError(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
     code: _builtins.str
-    """As in the gRPC statuses of other calls."""
+    """Code, as in the gRPC statuses of other calls."""
     message: _builtins.str
     retry_after_ms: _builtins.int
-    """When to ask again; absent where that is not known."""
+    """Time until a retry; absent if it is unknown."""
     def __init__(
         self,
         *,
@@ -152,7 +152,7 @@ Global___CallError: _TypeAlias = CallError  # noqa: Y015
 
 @_typing.final
 class ReserveRequest(_message.Message):
-    """Promises blocks for what is missing and pins what is held."""
+    """Reserves the missing blocks and pins the cached ones."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -163,9 +163,9 @@ class ReserveRequest(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     incarnation: _builtins.str
-    """The incarnation of the decode worker that is meant."""
+    """The addressed incarnation of the decode worker."""
     writer: _builtins.str
-    """The prefill worker's incarnation: the ticket's one writer."""
+    """The prefill worker's incarnation: the ticket's only writer."""
     @_builtins.property
     def geometry(self) -> _transfer_pb2.Geometry: ...
     @_builtins.property
@@ -198,13 +198,13 @@ class ReserveResponse(_message.Message):
     WITHOUT_DRAFTER_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.str
     pinned_blocks: _builtins.int
-    """Leading blocks that are held here and need no transfer."""
+    """Leading blocks that are cached here and need no transfer."""
     missing_blocks: _builtins.int
     """Blocks that the writer must push."""
     lease_ms: _builtins.int
-    """Without a heartbeat the ticket ends after this."""
+    """Time without a heartbeat after which the ticket ends."""
     without_drafter: _builtins.bool
-    """What a drafter makes of the prompt is not wanted: drafts have not paid here lately."""
+    """Whether the drafter's part is not needed, since drafts have not paid off here recently."""
     def __init__(
         self,
         *,
@@ -224,7 +224,7 @@ Global___ReserveResponse: _TypeAlias = ReserveResponse  # noqa: Y015
 
 @_typing.final
 class CommitRequest(_message.Message):
-    """Joins the sequence to the batch once every missing block has arrived: it may come before them."""
+    """Adds the sequence to the batch when every missing block has arrived. It may arrive before them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -238,7 +238,7 @@ class CommitRequest(_message.Message):
     first_token: _builtins.int
     @_builtins.property
     def logprobs(self) -> _worker_pb2.TokenLogprobs:
-        """Of the first token, where they are wanted."""
+        """Log probabilities of the first token, if requested."""
 
     @_builtins.property
     def others(self) -> _containers.RepeatedCompositeFieldContainer[Global___FirstToken]:
@@ -315,7 +315,7 @@ class AbortRequest(_message.Message):
     attempt: _builtins.int
     reason: Global___AbortReason.ValueType
     choice: _builtins.int
-    """That of the request's choices alone; absent: all of it."""
+    """The only choice to abort; absent: all choices of the request."""
     def __init__(
         self,
         *,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DecodeServiceStub(object):
-    """The decode role: promises blocks, commits handoffs, generates and streams tokens.
+    """The decode role: reserves blocks, commits handoffs, generates and streams tokens.
     """
 
     def __init__(self, channel):
@@ -53,27 +53,27 @@ class DecodeServiceStub(object):
 
 
 class DecodeServiceServicer(object):
-    """The decode role: promises blocks, commits handoffs, generates and streams tokens.
+    """The decode role: reserves blocks, commits handoffs, generates and streams tokens.
     """
 
     def Handoffs(self, request_iterator, context):
-        """The calls of one writer, for all its handoffs: a message on an open stream and its answer take a
-        third of a call of its own. Each is answered when it is done, in whatever order. What waits when
-        the stream ends is given up.
+        """The calls of one writer, for all its handoffs. A message on an open stream and its answer cost
+        a third of a separate call. Each call is answered when it is done, in any order. Calls that wait
+        when the stream ends are abandoned.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a request in whatever state it is; idempotent, and may overtake its reserve.
+        """Ends a request in any state; idempotent, and may overtake its reserve.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamTokens(self, request, context):
-        """One message a step, with the tokens of all sequences of this router.
+        """One message per step, with the tokens of all sequences of this router.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,7 +106,7 @@ def add_DecodeServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DecodeService(object):
-    """The decode role: promises blocks, commits handoffs, generates and streams tokens.
+    """The decode role: reserves blocks, commits handoffs, generates and streams tokens.
     """
 
     @staticmethod

@@ -27,39 +27,39 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class DecodeServiceStub:
-    """The decode role: promises blocks, commits handoffs, generates and streams tokens."""
+    """The decode role: reserves blocks, commits handoffs, generates and streams tokens."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeServiceAsyncStub: ...
     Handoffs: _grpc.StreamStreamMultiCallable[_decode_pb2.HandoffsRequest, _decode_pb2.HandoffsResponse]
-    """The calls of one writer, for all its handoffs: a message on an open stream and its answer take a
-    third of a call of its own. Each is answered when it is done, in whatever order. What waits when
-    the stream ends is given up.
+    """The calls of one writer, for all its handoffs. A message on an open stream and its answer cost
+    a third of a separate call. Each call is answered when it is done, in any order. Calls that wait
+    when the stream ends are abandoned.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]
-    """Ends a request in whatever state it is; idempotent, and may overtake its reserve."""
+    """Ends a request in any state; idempotent, and may overtake its reserve."""
     StreamTokens: _grpc.UnaryStreamMultiCallable[_decode_pb2.StreamTokensRequest, _decode_pb2.StreamTokensResponse]
-    """One message a step, with the tokens of all sequences of this router."""
+    """One message per step, with the tokens of all sequences of this router."""
 
 @_typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
-    """The decode role: promises blocks, commits handoffs, generates and streams tokens."""
+    """The decode role: reserves blocks, commits handoffs, generates and streams tokens."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Handoffs: _aio.StreamStreamMultiCallable[_decode_pb2.HandoffsRequest, _decode_pb2.HandoffsResponse]  # type: ignore[assignment]
-    """The calls of one writer, for all its handoffs: a message on an open stream and its answer take a
-    third of a call of its own. Each is answered when it is done, in whatever order. What waits when
-    the stream ends is given up.
+    """The calls of one writer, for all its handoffs. A message on an open stream and its answer cost
+    a third of a separate call. Each call is answered when it is done, in any order. Calls that wait
+    when the stream ends are abandoned.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]  # type: ignore[assignment]
-    """Ends a request in whatever state it is; idempotent, and may overtake its reserve."""
+    """Ends a request in any state; idempotent, and may overtake its reserve."""
     StreamTokens: _aio.UnaryStreamMultiCallable[_decode_pb2.StreamTokensRequest, _decode_pb2.StreamTokensResponse]  # type: ignore[assignment]
-    """One message a step, with the tokens of all sequences of this router."""
+    """One message per step, with the tokens of all sequences of this router."""
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The decode role: promises blocks, commits handoffs, generates and streams tokens."""
+    """The decode role: reserves blocks, commits handoffs, generates and streams tokens."""
 
     @_abc_1.abstractmethod
     def Handoffs(
@@ -67,9 +67,9 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_decode_pb2.HandoffsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.HandoffsResponse], _abc.AsyncIterator[_decode_pb2.HandoffsResponse]]:
-        """The calls of one writer, for all its handoffs: a message on an open stream and its answer take a
-        third of a call of its own. Each is answered when it is done, in whatever order. What waits when
-        the stream ends is given up.
+        """The calls of one writer, for all its handoffs. A message on an open stream and its answer cost
+        a third of a separate call. Each call is answered when it is done, in any order. Calls that wait
+        when the stream ends are abandoned.
         """
 
     @_abc_1.abstractmethod
@@ -78,7 +78,7 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.AbortResponse, _abc.Awaitable[_decode_pb2.AbortResponse]]:
-        """Ends a request in whatever state it is; idempotent, and may overtake its reserve."""
+        """Ends a request in any state; idempotent, and may overtake its reserve."""
 
     @_abc_1.abstractmethod
     def StreamTokens(
@@ -86,6 +86,6 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.StreamTokensRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.StreamTokensResponse], _abc.AsyncIterator[_decode_pb2.StreamTokensResponse]]:
-        """One message a step, with the tokens of all sequences of this router."""
+        """One message per step, with the tokens of all sequences of this router."""
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

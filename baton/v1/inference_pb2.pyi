@@ -174,15 +174,15 @@ class GenerateRequest(_message.Message):
     x-baton-deadline-ms, as the HTTP header of that name.
     """
     n: _builtins.int
-    """How many answers are drawn from the prompt; 0 means 1. They differ by their noise alone."""
+    """Number of answers that are sampled from the prompt; 0 means 1. They differ only in their noise."""
     include_stop_string: _builtins.bool
-    """The stop string that ends the answer is part of it."""
+    """Whether the stop string that ends the answer is part of it."""
     show_special_tokens: _builtins.bool
     """The answer shows the names of special tokens, except the one that ends it."""
     truncate_prompt_tokens: _builtins.int
     """Maximum number of the prompt's last tokens to take; -1: as many as there is room for. Absent: all."""
     continuous_usage: _builtins.bool
-    """Every message has the usage so far."""
+    """Whether every message has the usage so far."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids of a prompt."""
@@ -254,13 +254,13 @@ class ReasoningOptions(_message.Message):
     BUDGET_TOKENS_FIELD_NUMBER: _builtins.int
     HIDDEN_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
-    """Whether it reasons."""
+    """Whether the model reasons."""
     effort: Global___ReasoningEffort.ValueType
-    """How hard."""
+    """Reasoning effort."""
     budget_tokens: _builtins.int
     """Maximum tokens of its reasoning, whose end is then forced."""
     hidden: _builtins.bool
-    """Its reasoning is counted, and not sent."""
+    """Whether the reasoning is counted, and not sent."""
     def __init__(
         self,
         *,
@@ -294,9 +294,9 @@ class TemplateOptions(_message.Message):
     NO_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     VARIABLES_FIELD_NUMBER: _builtins.int
     continue_final_message: _builtins.bool
-    """The answer goes on in the last message, which stays open."""
+    """Whether the answer continues the last message, which stays open."""
     no_generation_prompt: _builtins.bool
-    """The template does not begin the assistant's turn."""
+    """Whether the template does not begin the assistant's turn."""
     @_builtins.property
     def variables(self) -> _struct_pb2.Struct:
         """More variables for the chat template. The names of its own ones are refused."""
@@ -328,11 +328,11 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     cached_prompt_tokens: _builtins.int
-    """Prompt tokens whose KV was found in a cache."""
+    """Prompt tokens whose KV was cached."""
     written_prompt_tokens: _builtins.int
     """Prompt tokens that were computed, and whose KV is kept for longer because a client asked for it."""
     reasoning_tokens: _builtins.int
-    """Those of completion_tokens that are reasoning, without its markers."""
+    """The part of completion_tokens that is reasoning, without its markers."""
     def __init__(
         self,
         *,
@@ -394,7 +394,7 @@ class TokenLogprob(_message.Message):
     logprob: _builtins.float
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
-        """The likeliest tokens of this place, likeliest first."""
+        """The most likely tokens at this position, most likely first."""
 
     def __init__(
         self,
@@ -437,9 +437,9 @@ class GenerateResponse(_message.Message):
     reasoning.
     """
     finish_reason: Global___FinishReason.ValueType
-    """Set in the last message of a choice alone."""
+    """Only set in the last message of a choice."""
     choice: _builtins.int
-    """Which of the n answers, from 0."""
+    """Number of the choice, from 0."""
     stop_string: _builtins.str
     """In the last message of a choice that a stop string has ended: which one."""
     prefill_worker: _builtins.str
@@ -470,7 +470,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_tools_pb2.ToolCallPart]:
-        """What is new of the answer's calls, in order."""
+        """New parts of the answer's tool calls, in order."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class PrefillsRequest(_message.Message):
-    """What there is to say at a time, in one message."""
+    """All commands of a moment, in one message."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -49,11 +49,11 @@ class PrefillCommand(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def start(self) -> Global___PrefillRequest:
-        """Its name is the sequence's request_id and attempt, its deadline the sequence's."""
+        """The sequence's request_id and attempt identify the prefill; its deadline is the sequence's."""
 
     @_builtins.property
     def cancel(self) -> Global___PrefillCancel:
-        """Aborts a prefill and its handoff; one that is not known here is no error. No event follows."""
+        """Aborts a prefill and its handoff; an unknown one is not an error. No event follows."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ Global___PrefillCancel: _TypeAlias = PrefillCancel  # noqa: Y015
 
 @_typing.final
 class PrefillsResponse(_message.Message):
-    """What there is to tell at a time, in one message; one comes at once when a prefill has been started."""
+    """All events of a moment, in one message; one is sent immediately when a prefill was started."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -105,7 +105,7 @@ class PrefillsResponse(_message.Message):
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefillEvent]: ...
     @_builtins.property
     def load(self) -> _worker_pb2.LoadSnapshot:
-        """What the worker does at this moment."""
+        """The worker's load at this moment."""
 
     def __init__(
         self,
@@ -163,10 +163,10 @@ class PrefillEnd(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
     code: _builtins.str
-    """Not empty: the prefill has failed. As in the gRPC statuses of other calls."""
+    """Code of a failure, as in the gRPC statuses of other calls; empty: the prefill has not failed."""
     message: _builtins.str
     retry_after_ms: _builtins.int
-    """0: nothing is known of when it may be tried again."""
+    """0: the time of a retry is unknown."""
     def __init__(
         self,
         *,
@@ -193,12 +193,12 @@ class PrefillRequest(_message.Message):
     decode_address: _builtins.str
     """host:port of the decode worker's gRPC server."""
     decode_incarnation: _builtins.str
-    """The life of that worker which is meant; another one refuses."""
+    """The addressed incarnation of that worker; another one refuses."""
     @_builtins.property
     def sequence(self) -> _worker_pb2.SequenceSpec: ...
     @_builtins.property
     def source(self) -> Global___PrefixSource:
-        """Who is said to hold more of the prompt than the prefill worker; absent if nobody does."""
+        """A worker that holds more of the prompt than the prefill worker, by the prefix index, if any."""
 
     def __init__(
         self,
@@ -230,9 +230,9 @@ class PrefixSource(_message.Message):
     """host:port of its gRPC server."""
     incarnation: _builtins.str
     blocks: _builtins.int
-    """How many leading blocks of the prompt the prefix index says that it holds."""
+    """Number of leading blocks of the prompt that it holds, by the prefix index."""
     tensor_parallel: _builtins.int
-    """On how many ranks they lie; 0: on as many as the reader has."""
+    """Number of ranks that hold them; 0: the reader's number."""
     def __init__(
         self,
         *,
@@ -262,22 +262,20 @@ class PrefillResponse(_message.Message):
     COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     RETAINED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     cached_prompt_tokens: _builtins.int
-    """With the first token: prompt tokens whose KV was found here."""
+    """With the first token: prompt tokens whose KV was cached here."""
     queue_ms: _builtins.float
     """With the first token: milliseconds from the request's arrival to its first step."""
     compute_ms: _builtins.float
-    """With the first token: milliseconds of engine steps for the tokens that were computed; a step
-    with others counts in proportion to its tokens.
+    """With the first token: milliseconds of engine steps for the computed tokens. A step with other
+    sequences counts in proportion to its tokens.
     """
     computed_tokens: _builtins.int
     """With the first token: tokens whose KV was computed in that time."""
     retained_prompt_tokens: _builtins.int
-    """With the first token: leading prompt tokens whose blocks are held and kept as the request
-    wishes.
-    """
+    """With the first token: leading prompt tokens whose blocks are kept as the request asks."""
     @_builtins.property
     def first_token(self) -> _worker_pb2.TokenOutput:
-        """Sent as soon as it is sampled; a finish_reason means that no decode follows."""
+        """Sent when it is sampled; a finish_reason means that no decode follows."""
 
     @_builtins.property
     def handoff(self) -> Global___HandoffCommitted:
@@ -315,11 +313,11 @@ class HandoffCommitted(_message.Message):
     PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
     TRANSFER_MS_FIELD_NUMBER: _builtins.int
     bytes: _builtins.int
-    """Bytes of KV that crossed the wire."""
+    """Bytes of KV that were transferred."""
     pinned_blocks: _builtins.int
     """Blocks that the decode worker already held."""
     transfer_ms: _builtins.float
-    """Milliseconds from the prompt's last step to the commit's answer: what of the transfer the
+    """Milliseconds from the prompt's last step to the commit's answer: the part of the transfer that
     computing did not hide.
     """
     def __init__(

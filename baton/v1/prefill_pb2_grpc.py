@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class PrefillServiceStub(object):
-    """Computes a prompt's KV, samples the first token and hands the sequence off. A decode worker serves
-    it too: a request whose decode_incarnation is its own is computed in its own batch and goes on
-    there, and all its tokens come by StreamTokens, the first one too.
+    """Computes a prompt's KV, samples the first token and hands the sequence off. A decode worker also
+    implements it: a request with its own decode_incarnation is computed in its own batch and continues
+    there. StreamTokens sends all tokens of such a request, including the first one.
     """
 
     def __init__(self, channel):
@@ -45,16 +45,15 @@ class PrefillServiceStub(object):
 
 
 class PrefillServiceServicer(object):
-    """Computes a prompt's KV, samples the first token and hands the sequence off. A decode worker serves
-    it too: a request whose decode_incarnation is its own is computed in its own batch and goes on
-    there, and all its tokens come by StreamTokens, the first one too.
+    """Computes a prompt's KV, samples the first token and hands the sequence off. A decode worker also
+    implements it: a request with its own decode_incarnation is computed in its own batch and continues
+    there. StreamTokens sends all tokens of such a request, including the first one.
     """
 
     def Prefills(self, request_iterator, context):
-        """One stream a router, for all requests that it places here: what it wants, and what becomes of
-        it. When the stream ends, by whichever side, all that it has started and that has not ended is
-        aborted, with its handoff; what a decode worker has sampled a first token for runs on, and
-        DecodeService.Abort ends it.
+        """One stream per router, with the commands and events of all requests that it places here. When
+        either side ends the stream, its running prefills and their handoffs are aborted. A sequence for
+        which a decode worker has sampled a first token keeps running; DecodeService.Abort ends it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -77,9 +76,9 @@ def add_PrefillServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PrefillService(object):
-    """Computes a prompt's KV, samples the first token and hands the sequence off. A decode worker serves
-    it too: a request whose decode_incarnation is its own is computed in its own batch and goes on
-    there, and all its tokens come by StreamTokens, the first one too.
+    """Computes a prompt's KV, samples the first token and hands the sequence off. A decode worker also
+    implements it: a request with its own decode_incarnation is computed in its own batch and continues
+    there. StreamTokens sends all tokens of such a request, including the first one.
     """
 
     @staticmethod

@@ -27,9 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class PrefillServiceStub:
-    """Computes a prompt's KV, samples the first token and hands the sequence off. A decode worker serves
-    it too: a request whose decode_incarnation is its own is computed in its own batch and goes on
-    there, and all its tokens come by StreamTokens, the first one too.
+    """Computes a prompt's KV, samples the first token and hands the sequence off. A decode worker also
+    implements it: a request with its own decode_incarnation is computed in its own batch and continues
+    there. StreamTokens sends all tokens of such a request, including the first one.
     """
 
     @_typing.overload
@@ -37,31 +37,29 @@ class PrefillServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
     Prefills: _grpc.StreamStreamMultiCallable[_prefill_pb2.PrefillsRequest, _prefill_pb2.PrefillsResponse]
-    """One stream a router, for all requests that it places here: what it wants, and what becomes of
-    it. When the stream ends, by whichever side, all that it has started and that has not ended is
-    aborted, with its handoff; what a decode worker has sampled a first token for runs on, and
-    DecodeService.Abort ends it.
+    """One stream per router, with the commands and events of all requests that it places here. When
+    either side ends the stream, its running prefills and their handoffs are aborted. A sequence for
+    which a decode worker has sampled a first token keeps running; DecodeService.Abort ends it.
     """
 
 @_typing.type_check_only
 class PrefillServiceAsyncStub(PrefillServiceStub):
-    """Computes a prompt's KV, samples the first token and hands the sequence off. A decode worker serves
-    it too: a request whose decode_incarnation is its own is computed in its own batch and goes on
-    there, and all its tokens come by StreamTokens, the first one too.
+    """Computes a prompt's KV, samples the first token and hands the sequence off. A decode worker also
+    implements it: a request with its own decode_incarnation is computed in its own batch and continues
+    there. StreamTokens sends all tokens of such a request, including the first one.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefills: _aio.StreamStreamMultiCallable[_prefill_pb2.PrefillsRequest, _prefill_pb2.PrefillsResponse]  # type: ignore[assignment]
-    """One stream a router, for all requests that it places here: what it wants, and what becomes of
-    it. When the stream ends, by whichever side, all that it has started and that has not ended is
-    aborted, with its handoff; what a decode worker has sampled a first token for runs on, and
-    DecodeService.Abort ends it.
+    """One stream per router, with the commands and events of all requests that it places here. When
+    either side ends the stream, its running prefills and their handoffs are aborted. A sequence for
+    which a decode worker has sampled a first token keeps running; DecodeService.Abort ends it.
     """
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Computes a prompt's KV, samples the first token and hands the sequence off. A decode worker serves
-    it too: a request whose decode_incarnation is its own is computed in its own batch and goes on
-    there, and all its tokens come by StreamTokens, the first one too.
+    """Computes a prompt's KV, samples the first token and hands the sequence off. A decode worker also
+    implements it: a request with its own decode_incarnation is computed in its own batch and continues
+    there. StreamTokens sends all tokens of such a request, including the first one.
     """
 
     @_abc_1.abstractmethod
@@ -70,10 +68,9 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_prefill_pb2.PrefillsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillsResponse], _abc.AsyncIterator[_prefill_pb2.PrefillsResponse]]:
-        """One stream a router, for all requests that it places here: what it wants, and what becomes of
-        it. When the stream ends, by whichever side, all that it has started and that has not ended is
-        aborted, with its handoff; what a decode worker has sampled a first token for runs on, and
-        DecodeService.Abort ends it.
+        """One stream per router, with the commands and events of all requests that it places here. When
+        either side ends the stream, its running prefills and their handoffs are aborted. A sequence for
+        which a decode worker has sampled a first token keeps running; DecodeService.Abort ends it.
         """
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

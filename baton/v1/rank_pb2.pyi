@@ -21,7 +21,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class JoinRequest(_message.Message):
-    """What there is to say at a time, in this order."""
+    """All commands of a moment, in this order."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -75,7 +75,7 @@ class RankCommand(_message.Message):
     SHORTEN_TICKET_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def begin(self) -> Global___BeginRank:
-        """The first one, and only that."""
+        """Only the first command."""
 
     @_builtins.property
     def open_ticket(self) -> Global___OpenTicket: ...
@@ -89,7 +89,7 @@ class RankCommand(_message.Message):
     def end_push(self) -> Global___EndPush: ...
     @_builtins.property
     def beat(self) -> Global___RankBeat:
-        """Answered at once."""
+        """Answered immediately."""
 
     @_builtins.property
     def shorten_ticket(self) -> Global___ShortenTicket: ...
@@ -173,15 +173,15 @@ class BeginRank(_message.Message):
     SILENCE_MS_FIELD_NUMBER: _builtins.int
     LEAD_SILENCE_MS_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
-    """The worker's."""
+    """The worker's incarnation."""
     fingerprint: _builtins.str
     rank: _builtins.int
-    """The one that is told, from 1."""
+    """Number of the addressed rank, from 1."""
     window_bytes: _builtins.int
     silence_ms: _builtins.int
-    """A peer that owes an answer is given up after so long a silence."""
+    """Silence after which a peer that owes an answer counts as lost."""
     lead_silence_ms: _builtins.int
-    """And rank 0 after this one: that of the group's."""
+    """Silence after which rank 0 counts as lost."""
     @_builtins.property
     def geometry(self) -> _transfer_pb2.Geometry: ...
     def __init__(
@@ -235,7 +235,7 @@ Global___RankBeat: _TypeAlias = RankBeat  # noqa: Y015
 
 @_typing.final
 class OpenTicket(_message.Message):
-    """Blocks into which the ranks of a writer may write."""
+    """Opens blocks into which the ranks of a writer may write."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -249,7 +249,7 @@ class OpenTicket(_message.Message):
     lease_ms: _builtins.int
     @_builtins.property
     def geometry(self) -> _transfer_pb2.Geometry:
-        """The writer's."""
+        """The writer's geometry."""
 
     @_builtins.property
     def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -272,7 +272,7 @@ Global___OpenTicket: _TypeAlias = OpenTicket  # noqa: Y015
 
 @_typing.final
 class CloseTicket(_message.Message):
-    """Nothing is let in from now on."""
+    """Refuses all data from now on."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -293,7 +293,7 @@ Global___CloseTicket: _TypeAlias = CloseTicket  # noqa: Y015
 
 @_typing.final
 class ShortenTicket(_message.Message):
-    """Only the first of a ticket's missing blocks are wanted: its writer has no more."""
+    """Reduces a ticket to its first missing blocks: its writer has no more."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -317,7 +317,7 @@ Global___ShortenTicket: _TypeAlias = ShortenTicket  # noqa: Y015
 
 @_typing.final
 class TicketOpened(_message.Message):
-    """Writers may begin."""
+    """Reports that writers may begin."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -338,7 +338,7 @@ Global___TicketOpened: _TypeAlias = TicketOpened  # noqa: Y015
 
 @_typing.final
 class TicketFilled(_message.Message):
-    """All bytes that this rank awaits are in place and were verified."""
+    """Reports that all bytes for this rank have arrived and were verified."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -347,7 +347,7 @@ class TicketFilled(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.str
     bytes: _builtins.int
-    """How many, by which transport."""
+    """Number of the bytes, and their transport."""
     transport: _builtins.str
     def __init__(
         self,
@@ -366,7 +366,7 @@ Global___TicketFilled: _TypeAlias = TicketFilled  # noqa: Y015
 
 @_typing.final
 class TicketFailed(_message.Message):
-    """Bytes were damaged, or will not come."""
+    """Reports that bytes were damaged, or will not arrive."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -394,7 +394,7 @@ Global___TicketFailed: _TypeAlias = TicketFailed  # noqa: Y015
 
 @_typing.final
 class TicketFreed(_message.Message):
-    """The answer to CloseTicket: no copy into its blocks is under way any more."""
+    """The answer to CloseTicket: no copy into its blocks is in flight any more."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -415,7 +415,7 @@ Global___TicketFreed: _TypeAlias = TicketFreed  # noqa: Y015
 
 @_typing.final
 class OpenPush(_message.Message):
-    """Blocks of this rank are to be sent to the ranks of a receiver, for its ticket."""
+    """Starts a push of this rank's blocks to the ranks of a receiver, for its ticket."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -425,7 +425,7 @@ class OpenPush(_message.Message):
     ADDRESSES_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.str
     receiver: _builtins.str
-    """Its incarnation."""
+    """Incarnation of the receiver."""
     @_builtins.property
     def geometry(self) -> _transfer_pb2.Geometry: ...
     @_builtins.property
@@ -450,7 +450,7 @@ Global___OpenPush: _TypeAlias = OpenPush  # noqa: Y015
 
 @_typing.final
 class PutBlocks(_message.Message):
-    """Some layers of some blocks are complete."""
+    """Announces complete layers of some blocks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -462,14 +462,14 @@ class PutBlocks(_message.Message):
     ticket_id: _builtins.str
     first_layer: _builtins.int
     last_layer: _builtins.int
-    """Behind the last one."""
+    """The layer after the last one."""
     @_builtins.property
     def targets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Which of the ticket's missing blocks, from 0."""
+        """Indexes of the ticket's missing blocks, from 0."""
 
     @_builtins.property
     def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Where they are on this rank."""
+        """Their blocks on this rank."""
 
     def __init__(
         self,
@@ -490,7 +490,7 @@ Global___PutBlocks: _TypeAlias = PutBlocks  # noqa: Y015
 
 @_typing.final
 class EndPush(_message.Message):
-    """No more blocks follow."""
+    """Ends a push: no more blocks follow."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -498,7 +498,7 @@ class EndPush(_message.Message):
     IS_CANCELLED_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.str
     is_cancelled: _builtins.bool
-    """Nor are those wanted that were named."""
+    """Whether announced blocks are not wanted either."""
     def __init__(
         self,
         *,
@@ -515,7 +515,7 @@ Global___EndPush: _TypeAlias = EndPush  # noqa: Y015
 
 @_typing.final
 class PushOver(_message.Message):
-    """Nothing of a push is read here any longer."""
+    """Reports that the rank does not read data of a push any more."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -526,7 +526,7 @@ class PushOver(_message.Message):
     ticket_id: _builtins.str
     bytes: _builtins.int
     error: _builtins.str
-    """Not empty: it has failed, and why."""
+    """Reason of a failure; empty: the push has not failed."""
     code: _builtins.str
     def __init__(
         self,

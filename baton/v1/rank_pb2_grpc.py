@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RankServiceStub(object):
-    """One rank of a worker, for the rank 0 of that worker. Peers reach its TransferService at the same
+    """One rank of a worker, called by rank 0 of that worker. Peers reach its TransferService at the same
     address.
     """
 
@@ -44,12 +44,12 @@ class RankServiceStub(object):
 
 
 class RankServiceServicer(object):
-    """One rank of a worker, for the rank 0 of that worker. Peers reach its TransferService at the same
+    """One rank of a worker, called by rank 0 of that worker. Peers reach its TransferService at the same
     address.
     """
 
     def Join(self, request_iterator, context):
-        """The caller's life: it begins with the first command and ends with the stream, at either end.
+        """The rank's session: it begins with the first command and ends with the stream, at either end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,7 +72,7 @@ def add_RankServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RankService(object):
-    """One rank of a worker, for the rank 0 of that worker. Peers reach its TransferService at the same
+    """One rank of a worker, called by rank 0 of that worker. Peers reach its TransferService at the same
     address.
     """
 

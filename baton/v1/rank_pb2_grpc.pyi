@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RankServiceStub:
-    """One rank of a worker, for the rank 0 of that worker. Peers reach its TransferService at the same
+    """One rank of a worker, called by rank 0 of that worker. Peers reach its TransferService at the same
     address.
     """
 
@@ -36,20 +36,20 @@ class RankServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RankServiceAsyncStub: ...
     Join: _grpc.StreamStreamMultiCallable[_rank_pb2.JoinRequest, _rank_pb2.JoinResponse]
-    """The caller's life: it begins with the first command and ends with the stream, at either end."""
+    """The rank's session: it begins with the first command and ends with the stream, at either end."""
 
 @_typing.type_check_only
 class RankServiceAsyncStub(RankServiceStub):
-    """One rank of a worker, for the rank 0 of that worker. Peers reach its TransferService at the same
+    """One rank of a worker, called by rank 0 of that worker. Peers reach its TransferService at the same
     address.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Join: _aio.StreamStreamMultiCallable[_rank_pb2.JoinRequest, _rank_pb2.JoinResponse]  # type: ignore[assignment]
-    """The caller's life: it begins with the first command and ends with the stream, at either end."""
+    """The rank's session: it begins with the first command and ends with the stream, at either end."""
 
 class RankServiceServicer(metaclass=_abc_1.ABCMeta):
-    """One rank of a worker, for the rank 0 of that worker. Peers reach its TransferService at the same
+    """One rank of a worker, called by rank 0 of that worker. Peers reach its TransferService at the same
     address.
     """
 
@@ -59,6 +59,6 @@ class RankServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_rank_pb2.JoinRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rank_pb2.JoinResponse], _abc.AsyncIterator[_rank_pb2.JoinResponse]]:
-        """The caller's life: it begins with the first command and ends with the stream, at either end."""
+        """The rank's session: it begins with the first command and ends with the stream, at either end."""
 
 def add_RankServiceServicer_to_server(servicer: RankServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

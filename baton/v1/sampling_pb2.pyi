@@ -72,13 +72,13 @@ class SamplingParameters(_message.Message):
     min_p: _builtins.float
     """Keep tokens at least this fraction as likely as the most likely one. Default 0."""
     seed: _builtins.int
-    """Same seed, same tokens. The router draws one when absent."""
+    """The same seed gives the same tokens. The router chooses one if it is absent."""
     max_tokens: _builtins.int
-    """Most tokens to generate. Default: what is left of the context."""
+    """Maximum tokens to generate. Default: the rest of the context."""
     min_tokens: _builtins.int
     """No stop before this many tokens. Default 0."""
     ignore_eos: _builtins.bool
-    """Go on past the model's end-of-sequence token. Default false."""
+    """Continue after the model's end-of-sequence token. Default false."""
     presence_penalty: _builtins.float
     """Subtracted once from the logit of each token already generated. Default 0."""
     frequency_penalty: _builtins.float
@@ -105,19 +105,19 @@ class SamplingParameters(_message.Message):
 
     @_builtins.property
     def grammar(self) -> Global___Grammar:
-        """What the answer's text must match. It goes before min_tokens and ignore_eos: where it allows
-        nothing but the end, the answer ends.
+        """Grammar that the answer's text must match. It takes precedence over min_tokens and ignore_eos:
+        where it allows only the end, the answer ends.
         """
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """No other token is drawn, not even one that ends the answer. Empty: all are allowed. Not with a
+        """The only tokens that may be sampled, including those that end the answer. Empty: all. Not with a
         grammar.
         """
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenRun]:
-        """Runs of tokens that the output never has: the last token of one is not drawn behind the others."""
+        """Runs of tokens that the output never has: the last one is not sampled after the others."""
 
     def __init__(
         self,
@@ -238,11 +238,11 @@ class Grammar(_message.Message):
     LARK_FIELD_NUMBER: _builtins.int
     STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
-    """What a JSON schema describes; the schema as JSON."""
+    """A JSON schema, as JSON."""
     regex: _builtins.str
-    """What a regular expression matches, from its first character to its last."""
+    """A regular expression, which must match the whole text."""
     lark: _builtins.str
-    """What a grammar in llguidance's dialect of Lark derives from its rule `start`."""
+    """A grammar in llguidance's dialect of Lark, with a rule `start`."""
     structural_tag: _builtins.str
     """Free text with parts that match JSON schemas: an object with structures and triggers, as JSON."""
     @_builtins.property

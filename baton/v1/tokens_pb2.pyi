@@ -78,7 +78,7 @@ class TokenizeResponse(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def spellings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Where they are wanted: one for each token."""
+        """One for each token, if requested."""
 
     def __init__(
         self,
@@ -178,17 +178,17 @@ class GetModelInfoResponse(_message.Message):
     """Token ids are below this."""
     has_chat_template: _builtins.bool
     tool_parser: _builtins.str
-    """How tool calls are read."""
+    """Parser of tool calls."""
     revision: _builtins.str
     """The commit of the model's repository; empty: the model is a folder or a file of the operator."""
     quantization: _builtins.str
-    """How most weights are held: int8, int4 or fp8; empty: they are not quantized."""
+    """Format of most weights: int8, int4 or fp8; empty: they are not quantized."""
     dtype: _builtins.str
     """Type of the weights that are not quantized."""
     kv_dtype: _builtins.str
     """Type of the KV cache."""
     batch_size: _builtins.int
-    """Most sequences that a decode worker computes in one step."""
+    """Maximum sequences in one step of a decode worker."""
     fingerprint: _builtins.str
     """Hash of what decides the KV: weights, tokenizer, KV type. Empty: no worker is known yet."""
     @_builtins.property

@@ -55,13 +55,13 @@ class Tool(_message.Message):
     name: _builtins.str
     """1 to 64 letters, digits, _ and -."""
     description: _builtins.str
-    """For the model."""
+    """Description for the model."""
     parameters: _builtins.str
     """The JSON schema of an object, as JSON: its keys have an order, which the model sees. Empty: the
     function takes no arguments.
     """
     strict: _builtins.bool
-    """Keep the schema in full, or refuse it."""
+    """Apply the schema in full, or refuse it."""
     def __init__(
         self,
         *,
@@ -80,7 +80,7 @@ Global___Tool: _TypeAlias = Tool  # noqa: Y015
 
 @_typing.final
 class Tools(_message.Message):
-    """What a conversation has of tools."""
+    """The tools of a conversation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -97,7 +97,7 @@ class Tools(_message.Message):
 
     @_builtins.property
     def allowed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of those that may be called; empty: all."""
+        """Names of the tools that may be called; empty: all."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class ToolCallPart(_message.Message):
     id: _builtins.str
     name: _builtins.str
     arguments: _builtins.str
-    """They join to JSON, unless the model has failed or was cut short."""
+    """The pieces join to JSON, unless the model has failed or was cut off."""
     def __init__(
         self,
         *,

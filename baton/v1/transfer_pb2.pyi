@@ -20,7 +20,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Geometry(_message.Message):
-    """What must fit on both sides, or be converted."""
+    """The shape of a KV cache. Both sides must match, or blocks are converted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -39,7 +39,7 @@ class Geometry(_message.Message):
     tensor_parallel: _builtins.int
     @_builtins.property
     def drafter(self) -> Global___GroupShape:
-        """The drafter's part of every block, behind the target's; absent where there is none."""
+        """The drafter's part of every block, after the target's; absent if there is none."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ Global___Geometry: _TypeAlias = Geometry  # noqa: Y015
 
 @_typing.final
 class GroupShape(_message.Message):
-    """Its block size and KV type are those of the blocks."""
+    """The shape of a drafter's part. Its block size and KV type are those of the blocks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -89,7 +89,7 @@ Global___GroupShape: _TypeAlias = GroupShape  # noqa: Y015
 
 @_typing.final
 class TransferRequest(_message.Message):
-    """What there is to say at a time, in one message."""
+    """Everything that the writer has to send at a time, in one message."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -99,17 +99,17 @@ class TransferRequest(_message.Message):
     SEALED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___OpenPair:
-        """In the first message, and only there."""
+        """Only in the first message."""
 
     @_builtins.property
     def announced(self) -> _containers.RepeatedCompositeFieldContainer[Global___AnnounceBatch]: ...
     @_builtins.property
     def renew(self) -> Global___RenewLeases:
-        """Heartbeat of the writer, with its tickets here."""
+        """Heartbeat of the writer, with its tickets at the receiver."""
 
     @_builtins.property
     def sealed(self) -> _containers.RepeatedCompositeFieldContainer[Global___SealBatch]:
-        """Of batches that were announced without."""
+        """Checksums of batches that were announced without them."""
 
     def __init__(
         self,
@@ -139,12 +139,12 @@ class OpenPair(_message.Message):
     WRITER_RANK_FIELD_NUMBER: _builtins.int
     RECEIVER_RANK_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
-    """Compared before anything else is looked at."""
+    """Compared before all other fields."""
     writer: _builtins.str
-    """Incarnations of the writer, and of the receiver that is meant."""
+    """Incarnations of the writer, and of the addressed receiver."""
     receiver: _builtins.str
     writer_rank: _builtins.int
-    """Which ranks of the two workers this pair is of."""
+    """The ranks of the two workers that form this pair."""
     receiver_rank: _builtins.int
     @_builtins.property
     def geometry(self) -> Global___Geometry: ...
@@ -179,7 +179,7 @@ class TransportOffer(_message.Message):
     OFFER_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     offer: _builtins.bytes
-    """What a receiver must know to judge it; its form is the transport's own."""
+    """Data by which a receiver decides whether it can use the transport, in the transport's format."""
     def __init__(
         self,
         *,
@@ -208,23 +208,24 @@ class AnnounceBatch(_message.Message):
     SOURCES_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """Ascends by one, from 0."""
+    """Number of the batch, from 0, rising by one."""
     ticket_id: _builtins.str
     offset: _builtins.int
-    """The part, in bytes."""
+    """Offset and length of the part, in bytes."""
     length: _builtins.int
     @_builtins.property
     def targets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Which of the ticket's missing blocks, from 0."""
+        """Indexes of the ticket's missing blocks, from 0."""
 
     @_builtins.property
     def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Where they are in the writer's memory."""
+        """Their blocks in the writer's memory."""
 
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of each part and its place; see kvtransfer/memory/checksum.py. None where the receiver reads the blocks
-        where they lie: it copies them while the writer computes the checksums, which follow.
+        """Checksums of each part and its place; see kvtransfer/memory/checksum.py. Empty if the receiver
+        reads the blocks in the writer's memory: it copies them while the writer computes the checksums,
+        which follow.
         """
 
     def __init__(
@@ -304,7 +305,7 @@ class TransferResponse(_message.Message):
     def landed(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchLanded]: ...
     @_builtins.property
     def renewed(self) -> Global___LeasesRenewed:
-        """Heartbeat of the receiver: answers every renewal."""
+        """Heartbeat of the receiver, one for every renewal."""
 
     def __init__(
         self,
@@ -332,14 +333,14 @@ class PairOpened(_message.Message):
     RANK_ADDRESSES_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     answer: _builtins.bytes
-    """What the writer must know to connect; its form is the transport's own."""
+    """Data with which the writer connects, in the transport's format."""
     window_bytes: _builtins.int
-    """Most bytes that may be announced and not yet landed."""
+    """Maximum bytes that may be announced and have not arrived."""
     @_builtins.property
     def geometry(self) -> Global___Geometry: ...
     @_builtins.property
     def rank_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """host:port of the gRPC server of each of the receiver's ranks; none where it has one only."""
+        """host:port of the gRPC server of each of the receiver's ranks; empty if it has only one."""
 
     def __init__(
         self,
@@ -367,7 +368,7 @@ class BatchLanded(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     error: _builtins.str
-    """Not empty: the batch's ticket has failed, and why."""
+    """Reason of the failure of the batch's ticket; empty: it has not failed."""
     code: _builtins.str
     """The error's code, as in the gRPC statuses of other calls."""
     def __init__(
@@ -392,7 +393,7 @@ class LeasesRenewed(_message.Message):
     ENDED_TICKET_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ended_ticket_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Tickets that have ended here: the writer stops writing to them."""
+        """Tickets that have ended at the receiver: the writer stops writing to them."""
 
     def __init__(
         self,
@@ -420,7 +421,7 @@ class PullRequest(_message.Message):
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     holder: _builtins.str
-    """The incarnation that is asked."""
+    """The addressed incarnation."""
     reader: _builtins.str
     """The caller: incarnation, and host:port of its gRPC server."""
     reader_address: _builtins.str
@@ -430,7 +431,7 @@ class PullRequest(_message.Message):
     def geometry(self) -> Global___Geometry: ...
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Of consecutive blocks of a sequence."""
+        """Hashes of consecutive blocks of a sequence."""
 
     def __init__(
         self,
@@ -457,7 +458,7 @@ class PullResponse(_message.Message):
 
     BLOCKS_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
-    """How many leading blocks were held, sent, and have landed."""
+    """Number of leading blocks that were held, sent, and have arrived."""
     def __init__(
         self,
         *,
@@ -473,7 +474,9 @@ Global___PullResponse: _TypeAlias = PullResponse  # noqa: Y015
 
 @_typing.final
 class SendBlocksRequest(_message.Message):
-    """Consecutive parts of one batch. Fields in this order on the wire: see kvtransfer/transports/frames.py."""
+    """Consecutive parts of one batch. The fields are in this order on the wire: see
+    kvtransfer/transports/frames.py.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -482,7 +485,7 @@ class SendBlocksRequest(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     part: _builtins.int
-    """The first part, counted within the batch."""
+    """Index of the first part within the batch."""
     data: _builtins.bytes
     def __init__(
         self,

@@ -52,15 +52,16 @@ class TransferServiceServicer(object):
     """
 
     def Transfer(self, request_iterator, context):
-        """A pair's stream: one writer (the caller) and one receiver, for as long as both live. It agrees on
-        a transport, then says what is sent and what has landed; the bytes go by the transport.
+        """A pair's stream: one writer (the caller) and one receiver, while both live. It selects a
+        transport, then announces what is sent and confirms what has arrived. The transport carries the
+        bytes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pull(self, request, context):
-        """The other direction: asks a worker that holds blocks to send them to the caller's ticket.
+        """The other direction: requests that a worker sends blocks that it holds to the caller's ticket.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -147,7 +148,7 @@ class TransferService(object):
 
 
 class BlockServiceStub(object):
-    """The bytes of the gRPC transport, on a server of their own.
+    """The bytes of the gRPC transport, on a separate server.
     """
 
     def __init__(self, channel):
@@ -164,11 +165,11 @@ class BlockServiceStub(object):
 
 
 class BlockServiceServicer(object):
-    """The bytes of the gRPC transport, on a server of their own.
+    """The bytes of the gRPC transport, on a separate server.
     """
 
     def SendBlocks(self, request_iterator, context):
-        """One call a pair, for as long as the pair's stream; its metadata name the pair.
+        """One call per pair, while the pair's stream lasts; its metadata identify the pair.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -191,7 +192,7 @@ def add_BlockServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class BlockService(object):
-    """The bytes of the gRPC transport, on a server of their own.
+    """The bytes of the gRPC transport, on a separate server.
     """
 
     @staticmethod

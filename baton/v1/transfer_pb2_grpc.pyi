@@ -34,11 +34,12 @@ class TransferServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TransferServiceAsyncStub: ...
     Transfer: _grpc.StreamStreamMultiCallable[_transfer_pb2.TransferRequest, _transfer_pb2.TransferResponse]
-    """A pair's stream: one writer (the caller) and one receiver, for as long as both live. It agrees on
-    a transport, then says what is sent and what has landed; the bytes go by the transport.
+    """A pair's stream: one writer (the caller) and one receiver, while both live. It selects a
+    transport, then announces what is sent and confirms what has arrived. The transport carries the
+    bytes.
     """
     Pull: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.PullRequest, _transfer_pb2.PullResponse]
-    """The other direction: asks a worker that holds blocks to send them to the caller's ticket."""
+    """The other direction: requests that a worker sends blocks that it holds to the caller's ticket."""
 
 @_typing.type_check_only
 class TransferServiceAsyncStub(TransferServiceStub):
@@ -46,11 +47,12 @@ class TransferServiceAsyncStub(TransferServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Transfer: _aio.StreamStreamMultiCallable[_transfer_pb2.TransferRequest, _transfer_pb2.TransferResponse]  # type: ignore[assignment]
-    """A pair's stream: one writer (the caller) and one receiver, for as long as both live. It agrees on
-    a transport, then says what is sent and what has landed; the bytes go by the transport.
+    """A pair's stream: one writer (the caller) and one receiver, while both live. It selects a
+    transport, then announces what is sent and confirms what has arrived. The transport carries the
+    bytes.
     """
     Pull: _aio.UnaryUnaryMultiCallable[_transfer_pb2.PullRequest, _transfer_pb2.PullResponse]  # type: ignore[assignment]
-    """The other direction: asks a worker that holds blocks to send them to the caller's ticket."""
+    """The other direction: requests that a worker sends blocks that it holds to the caller's ticket."""
 
 class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
     """KV blocks between two workers. Any worker can send and receive."""
@@ -61,8 +63,9 @@ class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_transfer_pb2.TransferRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_transfer_pb2.TransferResponse], _abc.AsyncIterator[_transfer_pb2.TransferResponse]]:
-        """A pair's stream: one writer (the caller) and one receiver, for as long as both live. It agrees on
-        a transport, then says what is sent and what has landed; the bytes go by the transport.
+        """A pair's stream: one writer (the caller) and one receiver, while both live. It selects a
+        transport, then announces what is sent and confirms what has arrived. The transport carries the
+        bytes.
         """
 
     @_abc_1.abstractmethod
@@ -71,30 +74,30 @@ class TransferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _transfer_pb2.PullRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_transfer_pb2.PullResponse, _abc.Awaitable[_transfer_pb2.PullResponse]]:
-        """The other direction: asks a worker that holds blocks to send them to the caller's ticket."""
+        """The other direction: requests that a worker sends blocks that it holds to the caller's ticket."""
 
 def add_TransferServiceServicer_to_server(servicer: TransferServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class BlockServiceStub:
-    """The bytes of the gRPC transport, on a server of their own."""
+    """The bytes of the gRPC transport, on a separate server."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> BlockServiceAsyncStub: ...
     SendBlocks: _grpc.StreamUnaryMultiCallable[_transfer_pb2.SendBlocksRequest, _transfer_pb2.SendBlocksResponse]
-    """One call a pair, for as long as the pair's stream; its metadata name the pair."""
+    """One call per pair, while the pair's stream lasts; its metadata identify the pair."""
 
 @_typing.type_check_only
 class BlockServiceAsyncStub(BlockServiceStub):
-    """The bytes of the gRPC transport, on a server of their own."""
+    """The bytes of the gRPC transport, on a separate server."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     SendBlocks: _aio.StreamUnaryMultiCallable[_transfer_pb2.SendBlocksRequest, _transfer_pb2.SendBlocksResponse]  # type: ignore[assignment]
-    """One call a pair, for as long as the pair's stream; its metadata name the pair."""
+    """One call per pair, while the pair's stream lasts; its metadata identify the pair."""
 
 class BlockServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The bytes of the gRPC transport, on a server of their own."""
+    """The bytes of the gRPC transport, on a separate server."""
 
     @_abc_1.abstractmethod
     def SendBlocks(
@@ -102,6 +105,6 @@ class BlockServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_transfer_pb2.SendBlocksRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_transfer_pb2.SendBlocksResponse, _abc.Awaitable[_transfer_pb2.SendBlocksResponse]]:
-        """One call a pair, for as long as the pair's stream; its metadata name the pair."""
+        """One call per pair, while the pair's stream lasts; its metadata identify the pair."""
 
 def add_BlockServiceServicer_to_server(servicer: BlockServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -22,7 +22,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Principal(_message.Message):
-    """On whose behalf a request runs."""
+    """The tenant and the key of a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -47,7 +47,7 @@ Global___Principal: _TypeAlias = Principal  # noqa: Y015
 
 @_typing.final
 class TraceContext(_message.Message):
-    """The two headers of W3C Trace Context; empty: nobody traces."""
+    """The two headers of W3C Trace Context; empty: the request is not traced."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -71,7 +71,7 @@ Global___TraceContext: _TypeAlias = TraceContext  # noqa: Y015
 
 @_typing.final
 class Retention(_message.Message):
-    """A wish to keep the blocks of a prompt's leading tokens for longer than others."""
+    """A request to keep the blocks of a prompt's leading tokens for longer than others."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -83,9 +83,9 @@ class Retention(_message.Message):
     """Blocks that end within these tokens are kept."""
     ttl_ms: _builtins.int
     name: _builtins.str
-    """A pin's: it keeps all of the blocks or none. Empty: as many as there is room for."""
+    """Name of a pin, which keeps all of the blocks or none. Empty: blocks are kept if there is room."""
     required: _builtins.bool
-    """The request fails, with the code cache_share_exceeded, where the blocks cannot be kept."""
+    """Whether the request fails with the code cache_share_exceeded if the blocks cannot be kept."""
     def __init__(
         self,
         *,
@@ -104,7 +104,7 @@ Global___Retention: _TypeAlias = Retention  # noqa: Y015
 
 @_typing.final
 class SequenceSpec(_message.Message):
-    """All that a worker needs to run a sequence, at its start or after a move."""
+    """All that a worker needs to run a sequence, at its start or after a migration."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -131,35 +131,35 @@ class SequenceSpec(_message.Message):
     REASONING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
-    """Which try at placing the request this is, from 0."""
+    """Number of the attempt to place the request, from 0."""
     router_id: _builtins.str
-    """The router that takes the tokens."""
+    """The router that receives the tokens."""
     prompt_length: _builtins.int
-    """How many of token_ids are the prompt."""
+    """Number of token_ids that are the prompt."""
     cache_salt: _builtins.bytes
-    """Mixed into every block hash: another salt, another cache."""
+    """An input of every block hash: different salts have separate caches."""
     context_class: _builtins.str
     """The context-length class."""
     deadline_ms: _builtins.int
-    """Time left to the request when this was sent. Never a clock time: clocks differ."""
+    """Time left to the request when this was sent. It is not a clock time, since clocks differ."""
     choices: _builtins.int
-    """How many answers are drawn from the one prompt; 0 means 1."""
+    """Number of answers that are sampled from the prompt; 0 means 1."""
     choice: _builtins.int
-    """The number of the first of them, which enters the noise."""
+    """Number of the first of these choices, which is an input of the sampling noise."""
     priority: _builtins.int
     """Where blocks run out, sequences with higher numbers lose theirs first."""
     preemptions: _builtins.int
-    """How often the sequence has lost its blocks, at whatever worker."""
+    """How often the sequence lost its blocks, at any worker."""
     hand_back: _builtins.bool
-    """Its router places it again if a decode worker that runs out of blocks hands it back; else that
-    worker computes it again itself.
+    """Whether a decode worker without blocks hands the sequence back to the router, which places it
+    again. Otherwise that worker computes it again.
     """
     embeds: _builtins.bool
-    """The prompt's embedding is wanted, beside one token that nobody reads."""
+    """Whether the client wants the prompt's embedding. One token is sampled too, and dropped."""
     without_speculation: _builtins.bool
-    """No tokens are drafted for it."""
+    """Whether speculative decoding is off for the sequence."""
     cache_ttl_ms: _builtins.int
-    """Seconds after their last use until its blocks are forgotten; 0 sets no bound."""
+    """Maximum time that its blocks stay after their last use; 0 sets no bound."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, then the tokens that the router has already accepted."""
@@ -172,13 +172,13 @@ class SequenceSpec(_message.Message):
     def principal(self) -> Global___Principal: ...
     @_builtins.property
     def trace(self) -> Global___TraceContext:
-        """Of what is above the spans of the worker."""
+        """Trace context of the parent of the worker's spans."""
 
     @_builtins.property
     def retentions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Retention]: ...
     @_builtins.property
     def reasoning(self) -> Global___ReasoningSpan:
-        """Absent: the grammar applies to the whole answer, and nothing bounds its reasoning."""
+        """Absent: the grammar applies to the whole answer, and its reasoning has no limit."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
 
 @_typing.final
 class ReasoningSpan(_message.Message):
-    """Where an answer's reasoning lies, in tokens. The grammar applies behind it."""
+    """Where an answer's reasoning lies, in tokens. The grammar applies after it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -224,18 +224,18 @@ class ReasoningSpan(_message.Message):
     BUDGET_FIELD_NUMBER: _builtins.int
     FORCED_FIELD_NUMBER: _builtins.int
     budget: _builtins.int
-    """Maximum tokens of the reasoning; absent: any."""
+    """Maximum tokens of the reasoning; absent: no limit."""
     @_builtins.property
     def ends(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.TokenRun]:
         """Each of these ends the reasoning; at least one."""
 
     @_builtins.property
     def start(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """What the answer begins with to reason; empty: the prompt has begun the reasoning."""
+        """The tokens with which reasoning starts; empty: the prompt has started the reasoning."""
 
     @_builtins.property
     def forced(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """What comes when the budget is used up. It ends with one of ends."""
+        """Tokens that are forced when the budget is used up. They end with one of ends."""
 
     def __init__(
         self,
@@ -265,10 +265,10 @@ class TokenLogprobs(_message.Message):
     TOP_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     logprob: _builtins.float
-    """Of the token that stands there."""
+    """Log probability of the token at the position."""
     @_builtins.property
     def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The likeliest tokens, likeliest first, and theirs."""
+        """The most likely tokens, most likely first, and their log probabilities."""
 
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
@@ -289,7 +289,7 @@ Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
 class LoadSnapshot(_message.Message):
-    """What a worker is doing at one moment."""
+    """A worker's load at one moment."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -329,20 +329,20 @@ class LoadSnapshot(_message.Message):
     next one's, pauses for other workers of the host included; 0 before the first.
     """
     step_batch: _builtins.float
-    """What these steps held, on average: sequences, and tokens that they attended to in all."""
+    """Mean contents of these steps: sequences, and tokens that they attended to in total."""
     step_context_tokens: _builtins.float
     host_blocks: _builtins.int
     """Cached blocks in the tiers behind the pool: the host's memory, and disk."""
     disk_blocks: _builtins.int
     steps_in_flight: _builtins.int
-    """Steps that the engine was given and has not ended."""
+    """Steps that the engine has received and not finished."""
     prompt_tokens: _builtins.int
-    """Of the prompts that were computed since the worker began: their tokens, and those of them whose
-    KV was found in its caches or fetched from another worker's.
+    """Prompt tokens computed since the worker started, and those of them whose KV was found in its
+    caches or fetched from another worker's.
     """
     cached_prompt_tokens: _builtins.int
     pinned_blocks: _builtins.int
-    """Blocks that pinned prefixes cover, whether they are cached at this moment or not."""
+    """Blocks that pinned prefixes cover, whether or not they are cached now."""
     def __init__(
         self,
         *,
@@ -399,28 +399,28 @@ class TokenOutput(_message.Message):
     finish_reason: _inference_pb2.FinishReason.ValueType
     """Set with the last token."""
     error: _builtins.str
-    """Not empty: the sequence has failed, and why."""
+    """Reason of the sequence's failure; empty: it has not failed."""
     error_code: _builtins.str
     """The error's code, as in baton-code of a call that fails."""
     choice: _builtins.int
-    """Which of the request's answers these are tokens of."""
+    """Number of the choice."""
     handed_back: _builtins.bool
-    """The sequence has lost its blocks here, and the attempt ends for this choice: the router is to
-    place it again, with the tokens that it has. Said behind all its tokens.
+    """Whether the sequence has lost its blocks here, which ends the attempt for this choice. The router
+    places it again, with its tokens. This follows all its tokens.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """One for each of token_ids, where they are wanted."""
+        """Log probabilities of token_ids, one each, if requested."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """With the first token, where they are wanted: one for each token of the prompt but the first."""
+        """With the first token, if requested: log probabilities of the prompt's tokens after the first."""
 
     @_builtins.property
     def embedding(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """With the first token, where it is wanted: the prompt's embedding, a vector of length 1."""
+        """With the first token, if requested: the prompt's embedding, a vector of length 1."""
 
     def __init__(
         self,

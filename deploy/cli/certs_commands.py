@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from deploy.certificates import Shown
 
 _SOON_DAYS = 30
-"""A certificate that expires within so many days is shown in yellow."""
+"""A certificate that expires within this number of days is shown in yellow."""
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the certificates.")]
 Hosts = Annotated[
     list[str] | None,
@@ -59,9 +59,9 @@ def init(
         certificates.init(folder, san or (), cluster=name, days=days, authority_days=ca_days)
         _print(certificates.show(folder))
     typer.echo(
-        f"\nServe with them:  baton serve --certs {folder}"
-        f"\nClients trust {folder / 'ca.pem'}:  baton status --ca {folder / 'ca.pem'}"
-        f"\nKeep {folder / 'ca.key'} to yourself, away from the cluster's machines: it signs."
+        f"\nServe with them:  baton serve --certs {folder}\nClients trust {folder / 'ca.pem'}:  "
+        f"baton status --ca {folder / 'ca.pem'}\nKeep {folder / 'ca.key'} secret, and away from "
+        "the cluster's machines: it signs certificates."
     )
 
 

@@ -183,7 +183,7 @@ def _keys(file: Path) -> list[KeyConfig]:
 
 @contextmanager
 def _writable(file: Path) -> Iterator[None]:
-    """Says what is wrong where the file cannot be written."""
+    """Report why the file cannot be written."""
     try:
         yield
     except OSError as error:
@@ -199,8 +199,10 @@ def _later(text: str) -> datetime.datetime:
 
 
 def _document(key: KeyConfig) -> dict[str, Any]:
-    """For programs; docs/reference/command-line.md lists the fields. Of the hash only its
-    beginning."""
+    """Return a key's JSON document; docs/reference/command-line.md lists the fields.
+
+    It has only the beginning of the hash.
+    """
     return {
         "name": key.name,
         "tenant": key.tenant,

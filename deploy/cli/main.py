@@ -1,4 +1,4 @@
-"""The command line, `baton`. Heavy imports wait for the command that needs them."""
+"""The command line, `baton`. Heavy imports happen in the command that needs them."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def _group(
     completes: bool = False,
     moved: Mapping[str, str] = MappingProxyType({}),
 ) -> typer.Typer:
-    """A group that shows its commands in these panels, in this order.
+    """Make a group that shows its commands in these panels, in this order.
 
     ``completes``: whether it has the options that install shell completion. ``moved``: what
-    replaces commands that the group had, by their names.
+    replaces removed commands, by their names.
     """
     order = [name for commands in panels.values() for name in commands]
 
     class Ordered(BatonGroup):
         def list_commands(self, ctx: Any) -> list[str]:
-            # Typer itself lists groups behind all commands.
+            # Typer itself lists groups after all commands.
             return order
 
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -158,7 +158,7 @@ app = _group(
     },
     completes=True,
 )
-# Another name for it, as in Compose.
+# `up` is another name, as in Compose.
 app.command("up", cls=ServeCommand, hidden=True)(serve_command.serve)
 
 

@@ -1,4 +1,4 @@
-"""`baton model`: models on this machine."""
+"""`baton model`: downloads and lists models on this machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pull(
     progress = Progress(Console(stderr=True))
     step = f"getting the model {name}"
     with clear_ends(), progress.step(step):
-        # As a start without --quantization wants it; other forms are made of it without a network.
+        # This is the form for a start without --quantization. Other forms are made from it offline.
         model = model_store.resolve(
             name,
             lambda text: progress.detail(step, text),

@@ -22,7 +22,7 @@ _OPTION = inspect.Parameter.KEYWORD_ONLY
 
 
 class ServeCommand(BatonCommand):
-    """Makes its options from the configuration's fields when they are needed.
+    """A command whose options are made from the configuration's fields when they are needed.
 
     The configuration is slow to import. Contexts are ``Any`` here: typer does not export the type
     that its methods take.
@@ -41,7 +41,7 @@ class ServeCommand(BatonCommand):
         return super().make_context(info_name, args, parent, **extra)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """The same. A wrong value is a usage error in Baton's words."""
+        """Parse the arguments. A wrong value is a usage error in Baton's words."""
         from pydantic import ValidationError  # noqa: PLC0415
 
         from baton.config.errors import plain_requirement  # noqa: PLC0415
@@ -77,7 +77,7 @@ def serve(ctx: typer.Context) -> None:
         baton serve Qwen/Qwen3-0.6B --max-model-len 8192 --api-key-file keys.txt
         baton serve /models/Qwen3-8B --decode 2 --tensor-parallel-size 2
 
-    vLLM's names of many options work, too: docs/how-to/migrate-from-vllm.md lists them.
+    vLLM's names of many options also work: docs/how-to/migrate-from-vllm.md lists them.
 
     Options take precedence over the environment (BATON_KV_DTYPE for --kv-dtype), and the
     environment over the file of --config. docs/reference/configuration.md lists all of them.
@@ -90,9 +90,9 @@ def serve(ctx: typer.Context) -> None:
 
 
 def configuration(given: dict[str, Any]) -> Config:
-    """What the values of the command line, the environment and the file make together.
+    """Return the configuration from the command line, the environment and the file.
 
-    Ends the command where they are at fault. ``VLLM_API_KEY`` leaves the environment.
+    Ends the command if values are invalid. Removes ``VLLM_API_KEY`` from the environment.
     """
     from deploy.cli.options.api_key_file import keys_in, requiring, taken_from_environment  # noqa: PLC0415
     from deploy.cli.options.config_loading import load  # noqa: PLC0415
@@ -107,7 +107,7 @@ def configuration(given: dict[str, Any]) -> Config:
 
 
 def _flags(given: dict[str, Any]) -> Iterator[Flag]:
-    """What the command line says of the configuration."""
+    """Yield the flags of the command line for the configuration."""
     from baton.config.sources import Flag  # noqa: PLC0415
     from deploy.cli.options.config_options import config_options  # noqa: PLC0415
 
@@ -123,7 +123,7 @@ def _flags(given: dict[str, Any]) -> Iterator[Flag]:
 
 
 def _with_address(config: Config, host: str | None, port: int | None) -> Config:
-    """``--host`` and ``--port``: each a part of ``http``."""
+    """Apply ``--host`` and ``--port``, each a part of ``http``."""
     from baton.config.fields import split_host_port  # noqa: PLC0415
 
     if host is None and port is None:
@@ -140,7 +140,7 @@ def _with_address(config: Config, host: str | None, port: int | None) -> Config:
 
 
 def _parameters() -> list[Any]:
-    """All options, as typer makes them of a function's signature."""
+    """Return all options, as typer makes them from a function's signature."""
     from deploy.cli.options.config_options import config_options, old_options  # noqa: PLC0415
 
     parameters = [
@@ -156,7 +156,7 @@ def _parameters() -> list[Any]:
     ]
 
     def options() -> None:
-        """Has them."""
+        """Carry the signature with all options."""
 
     options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     options.__annotations__ = {one.name: one.annotation for one in parameters}
@@ -172,7 +172,7 @@ def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
 def _accepted(alias: Accepted) -> inspect.Parameter:
     def tell(value: bool | None) -> None:
         if value:
-            say(f"note: {alias.flags[0]} changes nothing: {alias.note}")
+            say(f"note: {alias.flags[0]} has no effect: {alias.note}")
 
     option = typer.Option(*alias.flags, hidden=True, expose_value=False, callback=tell)
     return _parameter(_name_of(alias.flags[0]), bool, option)

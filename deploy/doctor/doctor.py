@@ -1,4 +1,4 @@
-"""`baton doctor`: what of Baton can run on this machine, and what is missing.
+"""`baton doctor`: checks what Baton can use on this machine, and lists what is missing.
 
 ``--nccl`` needs two GPUs of one host, and has not run on two yet.
 """
@@ -28,14 +28,14 @@ _PYTHON = (3, 11)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found."""
+    """The result of one check."""
 
     what: str
     usable: bool
     detail: str
-    """What is there, or why it cannot be used."""
+    """What was found, or why it cannot be used."""
     needed: bool = False
-    """Nothing runs without it."""
+    """Whether Baton cannot run without it."""
 
     @property
     def state(self) -> str:
@@ -45,26 +45,26 @@ class Finding:
 
 
 class Missing(Exception):
-    """Raised by a check; the message says what is missing and what to do."""
+    """A check failed; the message says what is missing and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing to look at."""
+    """One thing to check."""
 
     what: str
     look: Callable[[], str]
-    """Returns what is there. Raises Missing."""
+    """Returns what was found. Raises Missing."""
     needed: bool = False
 
 
 def examine(checks: Iterable[Check]) -> list[Finding]:
-    """What each check finds, in their order."""
+    """Run the checks, and return their findings in order."""
     return [_look(check) for check in checks]
 
 
 def draw(findings: Iterable[Finding]) -> Table:
-    """The findings, one a line."""
+    """Return the findings as a table, one per line."""
     table = Table("what", "state", "detail", box=None, pad_edge=False)
     table.columns[-1].overflow = "fold"
     for finding in findings:
@@ -73,7 +73,7 @@ def draw(findings: Iterable[Finding]) -> Table:
 
 
 def document(findings: Sequence[Finding]) -> dict[str, Any]:
-    """The findings for programs; docs/reference/command-line.md lists the fields."""
+    """Return the findings as a JSON document; docs/reference/command-line.md lists the fields."""
     checks = [
         {
             "name": one.what,
@@ -88,12 +88,12 @@ def document(findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def is_fit(findings: Iterable[Finding]) -> bool:
-    """Whether nothing that is needed is missing."""
+    """Whether everything that is needed was found."""
     return all(finding.usable or not finding.needed for finding in findings)
 
 
 def draw_steps(steps: Iterable[PairStep]) -> Table:
-    """The steps of a self-test, with their rates."""
+    """Return the steps of a self-test as a table, with their rates."""
     table = Table("step", "MiB", "ms", "GB/s", box=None, pad_edge=False)
     for step in steps:
         size, rate = f"{step.bytes / (1 << 20):.0f}", f"{step.gb_per_s:.2f}"
@@ -102,7 +102,7 @@ def draw_steps(steps: Iterable[PairStep]) -> Table:
 
 
 def nccl_devices() -> tuple[str, str]:
-    """The two GPUs of the self-test. Raises ConfigError where there are fewer."""
+    """Return the two GPUs of the self-test. Raises ConfigError if there are fewer."""
     torch = import_module("torch")
     if not torch.distributed.is_nccl_available():
         raise ConfigError(
@@ -111,7 +111,7 @@ def nccl_devices() -> tuple[str, str]:
     count = torch.cuda.device_count()
     if count < 2:
         raise ConfigError(
-            f"the NCCL self-test needs two GPUs, and torch sees {count}: NCCL refuses two "
+            f"the NCCL self-test needs two GPUs, and torch finds {count}: NCCL refuses two "
             "processes on one"
         )
     return "cuda:0", "cuda:1"
@@ -131,10 +131,10 @@ def _python() -> str:
 
 
 def imported(name: str) -> Any:
-    """A module that Baton needs. Raises Missing where it cannot be imported."""
+    """Import a module that Baton needs. Raises Missing if that fails."""
     try:
         return import_module(name)
-    except Exception as error:  # a broken installation raises what it likes
+    except Exception as error:  # a broken installation may raise anything
         raise Missing(f"cannot be imported: {error}") from error
 
 
@@ -147,7 +147,7 @@ def _torch() -> str:
 def _kernels() -> str:
     library = imported("engine.cpu.library").cpu_library()
     if library is None:
-        raise Missing("not built, and torch computes several times slower: install g++")
+        raise Missing("not built, so steps run in torch, several times slower: install g++")
     return str(library._name)
 
 

@@ -1,6 +1,6 @@
-"""What of this machine, and of what a configuration names, `baton doctor` looks at.
+"""The checks of `baton doctor` on this machine, and on what a configuration names.
 
-Every check says what is there, or raises ``Missing`` with what is wrong and what to do.
+Every check returns what it found, or raises ``Missing`` with what is wrong and what to do.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from deploy.store.redis_access import eviction_advice, eviction_policy, store_ur
 
 GIB = 1 << 30
 MIN_SHARED_MEMORY = GIB // 4
-"""Bytes of /dev/shm, where Ray keeps its objects and process groups their buffers."""
+"""Minimum bytes of /dev/shm, where Ray keeps its objects and process groups their buffers."""
 MIN_FILES = 4096
-"""Open files of a process: a router has one for each connection, and one for each worker."""
+"""Minimum open files of a process: a router has one for each connection, and one for each
+worker."""
 MIN_PROCESSES = 2048
 MAX_SKEW_S = 0.5
 MIN_GB_PER_S = 0.25
-"""Between two workers: less delays the second token of a long prompt by more than it takes."""
+"""Minimum rate between two workers. A lower one delays the second token of a long prompt too
+much."""
 _REDIS_S = 3.0
 _RAY_S = 3.0
 _TOOL_S = 10.0
@@ -50,7 +52,7 @@ _SHARED = Path("/dev/shm")  # noqa: S108 - the memory that the kernel shares und
 
 
 def host_checks(config: Config) -> tuple[Check, ...]:
-    """What ``baton serve`` with this configuration would meet here, in the order of a start."""
+    """Return the checks for ``baton serve`` with this configuration, in the order of a start."""
     store = store_url(config, "supervisor")
     return (
         Check("ports", partial(_ports, config)),
@@ -76,7 +78,7 @@ def _ports(config: Config) -> str:
     addresses = [one for one in (config.http, config.grpc, config.admin_http) if one]
     known = {one for state in running_clusters() for one in (state.http, state.grpc)}
     if known & {reachable(one) for one in addresses}:
-        return f"{', '.join(addresses)}: a cluster of yours listens there"
+        return f"{', '.join(addresses)}: one of your clusters listens there"
     try:
         choose_ports(config)
     except ConfigError as error:
@@ -86,7 +88,7 @@ def _ports(config: Config) -> str:
 
 def _redis(url: str) -> str:
     if not url:
-        return "none is named: `baton serve` starts its own"
+        return "not configured: `baton serve` starts its own"
     try:
         version, policy, took_s = asyncio.run(_ask_redis(url))
     except (redis.RedisError, OSError, TimeoutError, ValueError) as error:
@@ -116,7 +118,7 @@ async def _ask_redis(url: str) -> tuple[str, str | None, float]:
 
 def _ray(address: str) -> str:
     if not address:
-        return "none is named: `baton serve` starts its own"
+        return "not configured: `baton serve` starts its own"
     if address == "auto":
         running = [one for one in psutil.process_iter(["name"]) if one.info["name"] == "raylet"]
         if not running:
@@ -144,10 +146,10 @@ def _model(name: str, revision: str) -> str:
     free = shutil.disk_usage(folder).free
     if free < 2 * GIB:
         raise Missing(
-            f"{name} is not here yet, and the disk of {folder} has {free / GIB:.1f} GiB left: free"
-            " some, or set HF_HOME and BATON_CACHE_DIR to folders elsewhere"
+            f"{name} is not downloaded, and the disk of {folder} has {free / GIB:.1f} GiB left: "
+            "free some space, or set HF_HOME and BATON_CACHE_DIR to folders elsewhere"
         )
-    return f"{name} is not here yet: the first start gets it, or `baton model pull {name}`"
+    return f"{name} is not downloaded: the first start downloads it, or `baton model pull {name}`"
 
 
 def _existing(path: Path) -> Path:
@@ -158,7 +160,9 @@ def _memory() -> str:
     memory = psutil.virtual_memory()
     text = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
     if memory.available < 2 * GIB:
-        raise Missing(f"{text}: two workers of the demo model take 3; end something, or add memory")
+        raise Missing(
+            f"{text}: two workers of the demo model need 3; stop other programs, or add memory"
+        )
     return text
 
 
@@ -166,10 +170,8 @@ def _driver() -> str:
     if _DRIVER.exists():
         return _DRIVER.read_text().splitlines()[0].removeprefix("NVRM version: ").strip()
     if _DEVICE.exists():
-        return "there, of an unknown version"
-    raise Missing(
-        "no NVIDIA driver: without one the CPU computes; in a container start it with --gpus all"
-    )
+        return "installed, of an unknown version"
+    raise Missing("no NVIDIA driver, so the CPU computes; start a container with --gpus all")
 
 
 def _gpus() -> str:
@@ -179,8 +181,8 @@ def _gpus() -> str:
             raise Missing("none: the CPU computes")
         build = torch.version.cuda or "none: it is a build for CPUs"
         raise Missing(
-            f"the driver is there, and torch cannot use it (its CUDA: {build}): install a torch"
-            " whose CUDA is no newer than what nvidia-smi shows"
+            f"the driver is installed, but torch cannot use it (its CUDA: {build}): install a "
+            "torch whose CUDA is no newer than what nvidia-smi shows"
         )
     lines = _nvidia_smi() or [
         torch.cuda.get_device_name(one) for one in range(torch.cuda.device_count())
@@ -189,7 +191,7 @@ def _gpus() -> str:
 
 
 def _nvidia_smi() -> list[str]:
-    """A line for each GPU; empty where the tool is not there."""
+    """Return a line for each GPU; empty without the tool."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -244,25 +246,25 @@ def _hard(limit: int) -> str:
 
 
 def _clock(url: str) -> str:
-    """Against Redis' clock where there is one, and whether anybody disciplines this one."""
-    kept = "disciplined by NTP" if _is_synchronized() else "disciplined by nobody"
+    """Compare the clock with Redis' if there is one, and check whether NTP synchronizes it."""
+    kept = "synchronized by NTP" if _is_synchronized() else "not synchronized"
     if url:
         try:
             skew_s, error_s = asyncio.run(_skew(url))
         except (redis.RedisError, OSError, TimeoutError, ValueError):
-            return f"{kept}; Redis does not tell its time"
+            return f"{kept}; Redis does not return its time"
         text = f"{skew_s * 1e3:+.0f} ms (± {error_s * 1e3:.0f}) against Redis, {kept}"
         if abs(skew_s) - error_s > MAX_SKEW_S:
             raise Missing(
-                f"{text}: times in logs, traces and batches of several machines do not fit; run"
-                " chrony or systemd-timesyncd on all of them"
+                f"{text}: times in logs, traces and batches of several machines do not match; run "
+                "chrony or systemd-timesyncd on all of them"
             )
         return text
     return f"{kept}, which matters with several machines"
 
 
 async def _skew(url: str) -> tuple[float, float]:
-    """How far this clock is ahead, and by how much that may be wrong."""
+    """Return how far this clock is ahead, and the maximum error of that."""
     async with asyncio.timeout(_REDIS_S), redis_client(url) as client:
         await client.ping()
         before = time.time()
@@ -274,7 +276,7 @@ async def _skew(url: str) -> tuple[float, float]:
 def _is_synchronized() -> bool:
     try:
         library = ctypes.CDLL(None)
-        # Larger than struct ntptimeval is anywhere; only what is returned counts.
+        # The buffer is larger than struct ntptimeval on any platform; only the return value counts.
         found = library.ntp_gettime(ctypes.create_string_buffer(_TIME_BYTES))
     except (OSError, AttributeError):
         return False
@@ -282,7 +284,7 @@ def _is_synchronized() -> bool:
 
 
 def _interconnect() -> str:
-    """Two processes of this machine, as two workers are."""
+    """Measure the rate between two processes of this machine, like two workers."""
     imported("torch")
     from deploy.doctor.pair_check import check_pair  # noqa: PLC0415
     from kvtransfer.transports.process_group.transport import Backend  # noqa: PLC0415
@@ -305,13 +307,13 @@ def _interconnect() -> str:
     text = f"{rate:.2f} GB/s between two processes of this machine, over {backend}"
     if rate < MIN_GB_PER_S:
         raise Missing(
-            f"{text}: handoffs will wait for the wire; end what else uses the cores, or use"
-            ' transport = "shm" or an 8-bit kv_dtype. Between machines: `baton bench transfer`'
+            f"{text}: handoffs will wait for the network; stop what else uses the cores, or use "
+            'transport = "shm" or an 8-bit kv_dtype. Between machines: `baton bench transfer`'
         )
     return text
 
 
 def _shown(url: str) -> str:
-    """Without its password."""
+    """Return the URL without its password."""
     parts = urlsplit(url)
     return f"{parts.hostname}:{parts.port or 6379}"

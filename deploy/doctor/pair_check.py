@@ -1,4 +1,4 @@
-"""Whether two processes of this machine can exchange memory over torch.distributed, and how fast.
+"""Tests whether two processes of this machine can exchange memory over torch.distributed.
 
     python -m deploy.doctor.pair_check BACKEND RANK DEVICE FOLDER     one of the two processes
 
@@ -37,12 +37,12 @@ class PairStep:
 
     what: str
     bytes: int
-    """In both directions together."""
+    """Bytes in both directions together."""
     seconds: float
 
     @property
     def gb_per_s(self) -> float:
-        """In 10^9 bytes."""
+        """Return the rate in 10^9 bytes per second."""
         return self.bytes / self.seconds / 1e9
 
 
@@ -51,7 +51,7 @@ def check_pair(backend: Backend, devices: tuple[str, str]) -> list[PairStep]:
 
     Raises Unavailable with the first failure, or after 90 seconds.
     """
-    # Other machines cannot reach the two processes.
+    # This keeps other machines from reaching the two processes.
     interfaces = psutil.net_if_addrs().items()
     loopback = next(name for name, has in interfaces if "127.0.0.1" in {one.address for one in has})
     environment = os.environ | {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
@@ -91,12 +91,12 @@ def _wait(ends: list[subprocess.Popen[bytes]], devices: tuple[str, str], logs: l
     for end, device, log in zip(ends, devices, logs, strict=True):
         if end.poll():
             lines = log.read_text(errors="replace").strip().splitlines()
-            why = lines[-1] if lines else "it said nothing"
+            why = lines[-1] if lines else "no output"
             raise Unavailable(f"the process on {device} ended with {end.returncode}: {why}")
 
 
 def _run(backend: str, rank: int, device: str, folder: Path) -> None:
-    """One of the two processes. Rank 0 writes its steps to a file in ``folder``."""
+    """Run one of the two processes. Rank 0 writes its steps to a file in ``folder``."""
     import torch  # noqa: PLC0415
     from torch import distributed  # noqa: PLC0415
 
@@ -124,7 +124,7 @@ def _run(backend: str, rank: int, device: str, folder: Path) -> None:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - begun
         if rank == 0 and not torch.equal(sent, received):
-            raise Unavailable(f"{mib} MiB came back different: {backend} corrupts data")
+            raise Unavailable(f"{mib} MiB came back changed: {backend} corrupts data")
         steps.append(PairStep(f"{mib} MiB there and back", mib << 21, seconds))
     if rank == 0:
         (folder / "steps").write_text(json.dumps([asdict(step) for step in steps[1:]]))
@@ -135,5 +135,5 @@ if __name__ == "__main__":
     try:
         _run(sys.argv[1], int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
     except Exception as failure:  # torch raises many kinds
-        # One line, which the parent reports.
+        # The parent reports this line.
         sys.exit(f"{type(failure).__name__}: {' '.join(str(failure).split())}")

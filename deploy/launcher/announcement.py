@@ -1,4 +1,4 @@
-"""What a person reads when the cluster is ready."""
+"""The text that the launcher prints when the cluster is ready."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def announcement(
     needs_key: bool = False,
     tls: TlsFiles | None = None,
 ) -> str:
-    """The addresses (host:port), none where routers are elsewhere; and a command to paste.
+    """Return the addresses (host:port), none if routers run elsewhere, and a command to paste.
 
     ``commit`` is that of a Hugging Face model; ``tls`` is what the command shows and trusts.
     """

@@ -1,8 +1,8 @@
-"""The workers of a cluster, as the launcher has them: placed, supervised, and ended.
+"""The launcher's handle of a cluster's workers: places, supervises and ends them.
 
 The launcher places the first incarnation of each worker. The supervisor, which it places next,
-replaces workers from then on. On a Ray cluster that is not the launcher's own, workers may outlive
-a launcher: the next one takes the cluster's lease, and takes them over.
+replaces workers from then on. On a Ray cluster that the launcher did not start, workers may outlive
+a launcher. The next one takes over the cluster's lease and its workers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class ClusterWorkers:
-    """Owned by the launcher's event loop."""
+    """The workers of one cluster. Owned by the launcher's event loop."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class ClusterWorkers:
     ) -> None:
         """``slots`` has the settings of the worker of each slot, ``redis_url`` the store's address.
 
-        ``supervisor_class`` says what keeps the workers, and what these are. ``report`` shows a
-        line.
+        ``supervisor_class`` is the class of the supervisor, which also chooses that of the workers.
+        ``report`` shows a line.
         """
         self._config = config
         self._slots = tuple(slots)
@@ -68,7 +68,7 @@ class ClusterWorkers:
         self._supervisor_class = supervisor_class
         self._report = report
         self._calls = DaemonThread("ray calls")
-        """Makes calls that block while Ray's control store is away."""
+        """Makes calls that block while Ray's control store is unreachable."""
         self._claim: LauncherClaim | None = None
         if config.ray_address:
             self._claim = LauncherClaim(config, redis_url, cluster_id)
@@ -78,19 +78,20 @@ class ClusterWorkers:
 
     @property
     def names(self) -> list[str]:
-        """The slots of the first workers."""
+        """Return the slots of the first workers."""
         return [settings.slot for settings in self._slots]
 
     @property
     def is_claimed(self) -> bool:
-        """Whether the cluster has to be claimed: its workers may run on several machines."""
+        """Whether the launcher must claim the cluster, since its workers may run on several
+        machines."""
         return self._claim is not None
 
     async def claim(self) -> None:
         """Become the only launcher of workers on several machines.
 
-        Workers that an earlier launcher gave another configuration are ended. Raises BatonError
-        where another launcher has the cluster, ``redis.RedisError``.
+        Workers that an earlier launcher started with another configuration are ended. Raises
+        BatonError if another launcher has the cluster, and ``redis.RedisError``.
         """
         assert self._claim is not None
         if await self._claim.take():
@@ -99,7 +100,7 @@ class ClusterWorkers:
                 await self._calls.call(supervisor.kill)
             workers = await self._calls.call(find_all)
             if workers:
-                self._report(f"{len(workers)} workers of another configuration are ended first")
+                self._report(f"stopping {len(workers)} workers of another configuration first")
             await asyncio.gather(*map(self._end_worker, workers))
 
     async def keep_claim(self) -> None:
@@ -110,7 +111,7 @@ class ClusterWorkers:
     async def start(self) -> dict[str, int]:
         """Place the first workers and wait until they serve. Returns their process ids by slot.
 
-        On several machines, workers that run are taken over. Raises BatonError.
+        On several machines, running workers are taken over. Raises BatonError.
         """
         actor = self._supervisor_class.worker_class
 
@@ -124,7 +125,7 @@ class ClusterWorkers:
         return {record["slot"]: record["process"]["pid"] for record in records}
 
     async def start_supervisor(self) -> int:
-        """Place the supervisor; its process id once it keeps the workers, however long it takes."""
+        """Place the supervisor, wait until it manages the workers, and return its process id."""
         settings = SupervisorSettings(
             workers=self._slots,
             drain_s=self._config.drain_deadline_s,
@@ -146,41 +147,45 @@ class ClusterWorkers:
                 self._report(f"the supervisor does not start yet: {reason(error)}")
                 await asyncio.sleep(_SUPERVISOR_AGAIN_S)
             if self._supervisor is not None:
-                # A control store that died may have lost track of it, and it would never come; its
-                # name would be in the way of the next one.
+                # A control store that died may have lost the actor, which would then never start.
+                # Its name would block the next one.
                 await self._calls.call(self._supervisor.kill)
 
     async def stop_supervisor(self) -> None:
-        """Replace no worker from here on. Raises TimeoutError, or what Ray raises."""
+        """Stop replacing workers. Raises TimeoutError, or what Ray raises."""
         if self._supervisor is not None:
             await self._supervisor.stop(_STOP_S)
 
     async def end(self) -> None:
-        """End all workers, in order where they answer."""
+        """End all workers, in order if they respond."""
         workers = await self._running()
         await asyncio.gather(*(worker.stop(_STOP_S) for worker in workers), return_exceptions=True)
         if self.is_claimed:
-            # Ray goes on, and would keep their processes.
+            # Ray keeps running, and would keep their processes.
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(_STOP_S):
                     await self._calls.call(lambda: self._kill(workers))
 
     async def give_up_claim(self) -> None:
-        """Let another launcher have the cluster. Never raises what Redis does."""
+        """Release the claim, so that another launcher can have the cluster.
+
+        Never raises Redis errors.
+        """
         if self._claim is not None:
             with contextlib.suppress(redis.RedisError):
                 await self._claim.give_up()
             await self._claim.close()
 
     async def _running(self) -> Sequence[RayWorker]:
-        """All workers, also those of the supervisor; the first ones where Ray does not answer."""
+        """Return all workers, also those of the supervisor; the first ones if Ray does not
+        answer."""
         if not self._serve:
             return self._first
         try:
             async with asyncio.timeout(_FIND_S):
                 return await self._calls.call(find_all)
         except Exception as error:
-            log.warning("the workers cannot be found: %s", reason(error))
+            log.warning("cannot list the workers: %s", reason(error))
             return self._first
 
     def _kill(self, workers: Sequence[RayWorker]) -> None:
@@ -199,10 +204,10 @@ class ClusterWorkers:
 
 
 async def forget_cluster(url: str, cluster_id: str) -> None:
-    """Delete what a cluster that ends has left in an operator's own Redis. Never raises.
+    """Delete what an ending cluster has left in an operator's own Redis. Never raises.
 
     Routers collect the index entries of workers that die while a cluster runs. Entries have no TTL,
-    so that those of the last workers are deleted here.
+    so this function deletes those of the last workers.
     """
     try:
         async with asyncio.timeout(_FORGET_S), redis_client(url) as client:
@@ -218,11 +223,11 @@ async def forget_cluster(url: str, cluster_id: str) -> None:
             if not await registry.all():
                 await index.forget_generation()
     except (redis.RedisError, OSError, TimeoutError) as error:
-        log.warning("index entries are left in Redis: %s", error)
+        log.warning("cannot delete index entries in Redis: %s", error)
 
 
 async def together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Their results; the first failure ends the others."""
+    """Run coroutines together and return their results; the first failure ends the others."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(work) for work in works]
     return [task.result() for task in tasks]

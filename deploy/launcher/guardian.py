@@ -1,8 +1,8 @@
 """The guardian: a process that ends all others of a cluster when the launcher is gone.
 
-It holds the reading end of a pipe whose writing end only the launcher has (``Guardian``). However
-the launcher ends, SIGKILL included, the system closes that end, and the guardian sweeps (``main``).
-It runs in a session of its own, so that neither Ctrl-C nor a closed terminal ends it.
+It holds the reading end of a pipe whose writing end only the launcher has (``Guardian``). When the
+launcher ends for any reason, even by SIGKILL, the system closes that end, and the guardian sweeps
+(``main``). It runs in a separate session, so that neither Ctrl-C nor a closed terminal ends it.
 
     watching ─released by the launcher→ ended
     watching ─pipe closed→ sweeping → ended
@@ -37,11 +37,11 @@ _RELEASE_S = 5.0
 def sweep(
     mark: ClusterMark, spare: Collection[int] = (), *, grace_s: float = GRACE_S
 ) -> list[psutil.Process]:
-    """End every process that carries ``mark`` but those with a pid in ``spare``.
+    """End every process that carries ``mark``, except those with a pid in ``spare``.
 
-    SIGTERM first, SIGKILL after ``grace_s`` seconds, and again until several looks in a row find
-    none: a raylet that is still up starts new workers. Returns what could not be ended within
-    30 seconds, empty as a rule.
+    It sends SIGTERM, then SIGKILL after ``grace_s`` seconds, until several looks in a row find no
+    process: a live raylet starts new workers. Returns the processes that could not be ended within
+    30 seconds, usually none.
     """
     asked: set[psutil.Process] = set()
     start = time.monotonic()
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _last_words() -> bytes:
-    """Everything that the launcher wrote until its end of the pipe was closed."""
+    """Return everything that the launcher wrote until its end of the pipe was closed."""
     words = b""
     while piece := os.read(sys.stdin.fileno(), 64):
         words += piece
@@ -92,7 +92,7 @@ if __name__ == "__main__":
 class Guardian:
     """The launcher's handle of the guardian process.
 
-    While that runs, no process of the cluster outlives the launcher.
+    While the guardian runs, no process of the cluster outlives the launcher.
     """
 
     def __init__(self, mark: ClusterMark, run: RunDirectory) -> None:
@@ -110,7 +110,7 @@ class Guardian:
         return self._child.pid
 
     async def start(self) -> None:
-        """Start the process, also after its death. Raises OSError."""
+        """Start the process; also to replace a dead one. Raises OSError."""
         arguments = [sys.executable, "-P", "-m", "deploy.launcher.guardian"]
         arguments += [self._mark.cluster_id, str(self._mark.run_directory)]
         self._child = await Child.spawn(
@@ -118,12 +118,12 @@ class Guardian:
         )
 
     async def wait(self) -> str:
-        """Wait for its end, which is unexpected. Returns how it ended."""
+        """Wait for an unexpected end of the process. Returns how it ended."""
         assert self._child is not None
         return await self._child.wait()
 
     async def release(self) -> None:
-        """End it without a sweep: everything was ended in order."""
+        """End the process without a sweep, after everything was ended in order."""
         if self._child is None:
             return
         await self._child.say(RELEASE)

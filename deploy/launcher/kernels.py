@@ -1,4 +1,4 @@
-"""The C++ of Baton, compiled before it is needed: for the CPU engine and for copies of KV blocks.
+"""Compiles Baton's C++ before it is needed: for the CPU engine and for copies of KV blocks.
 
     python -m deploy.launcher.kernels
 
@@ -25,7 +25,7 @@ _NVIDIA = Path("/dev/nvidiactl")
 
 
 def kernels_of(config: Config) -> tuple[Path, ...]:
-    """The folders whose libraries the workers of a cluster on this machine take."""
+    """Return the folders whose libraries the workers of a cluster on this machine use."""
     gpu = _NVIDIA.exists()
     computes = any(
         pool.device == "cpu" or (pool.device == "auto" and not gpu) for pool in config.pools
@@ -34,19 +34,19 @@ def kernels_of(config: Config) -> tuple[Path, ...]:
 
 
 def missing_kernels(folders: Sequence[Path] = (ENGINE, COPIES)) -> list[CppLibrary]:
-    """Those that the cache does not have. Raises ConfigError where there is no compiler."""
+    """Return the libraries that the cache lacks. Raises ConfigError without a compiler."""
     libraries = [CppLibrary(folder, NATIVE) for folder in folders]
     return [library for library in libraries if not library.is_built]
 
 
 def compile_kernels(libraries: Sequence[CppLibrary], tell: Tell) -> None:
-    """Build them, one after another. Raises ConfigError with what the compiler says."""
+    """Build the libraries, one after another. Raises ConfigError with the compiler's output."""
     for library in libraries:
         library.build(tell)
 
 
 def main() -> int:
-    """Build all of them; the exit code."""
+    """Build all libraries; returns the exit code."""
     try:
         compile_kernels(missing_kernels(), _say)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""`baton serve`: brings a cluster up on this machine, watches it, and takes all of it down again.
+"""`baton serve`: starts a cluster on this machine, watches it, and stops all of it.
 
     new → starting → ready → ending → ended
 
@@ -57,11 +57,11 @@ def run_cluster(
 ) -> int:
     """Serve until SIGINT, SIGTERM or SIGHUP, or a failure. Returns the exit code: 0, or 1.
 
-    ``supervisor_class`` says what keeps the workers, and what these are.
+    ``supervisor_class`` is the class of the supervisor, which also chooses that of the workers.
     """
     code, hangs = asyncio.run(_run(config, progress, supervisor_class))
     if hangs:
-        # Ray's own exit handler would wait for daemons that are gone.
+        # Ray's own exit handler would wait for daemons that no longer exist.
         sys.stdout.flush()
         os._exit(code)
     return code
@@ -70,7 +70,10 @@ def run_cluster(
 async def _run(
     config: Config, progress: Progress, supervisor_class: type[SupervisorActor]
 ) -> tuple[int, bool]:
-    """The exit code, and whether a thread of this process may never end."""
+    """Run the cluster.
+
+    Returns the exit code, and whether a thread of this process may never end.
+    """
     signals = StopSignals()
     try:
         checked = await preflight(config)
@@ -85,7 +88,7 @@ async def _run(
 
 @dataclass(slots=True)
 class _Parts:
-    """What has been started so far."""
+    """The parts of the cluster that were started."""
 
     guardian: Guardian
     ray: RayCluster | JoinedRay
@@ -110,7 +113,7 @@ class Launcher:
         """``supervisor_class`` is as for ``run_cluster``."""
         self._config = checked.config
         self._redis_urls = dict(checked.redis_urls)
-        """Addresses of the store, by the user who connects."""
+        """Addresses of the store, by user."""
         self._shared_secret = SharedSecret.of(self._config, self._redis_urls.get("supervisor", ""))
         self._run = run
         self._mark = ClusterMark(self._config.cluster_id or secrets.token_hex(6), run.path)
@@ -123,14 +126,14 @@ class Launcher:
         self._parts = _Parts(Guardian(self._mark, run), ray)
         self._model: PreparedModel | None = None
         self._pids: dict[str, int] = {}
-        """Process ids on this machine."""
+        """Process ids on this machine, by name."""
         self._ready = False
         self.hangs = False
         """Whether a thread of this process may never end."""
 
     async def run(self) -> int:
-        """The whole run; returns the exit code."""
-        # Whatever this process starts from here on, by whatever library, is found again.
+        """Do the whole run, and return the exit code."""
+        # Every process that this one starts from here on can be found by its mark.
         os.environ.update(self._mark.variables)
         log_file = LogFile(self._run, "launcher", self._config.log_format)
         failure = await self._serve_until_stopped()
@@ -145,7 +148,7 @@ class Launcher:
         return 0
 
     async def _serve_until_stopped(self) -> BaseException | None:
-        """Bring the cluster up and watch it. Returns None after a signal, or what failed."""
+        """Start the cluster and watch it. Returns None after a signal, or the error."""
         serving = asyncio.create_task(self._serve())
         stopped = asyncio.create_task(self._signals.stop.wait())
         await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -171,7 +174,7 @@ class Launcher:
     async def _start(self, lasting: asyncio.TaskGroup) -> tuple[ClusterWorkers, dict[str, int]]:
         """Start all parts. Returns the workers, and their process ids by slot.
 
-        ``lasting`` is for tasks that go on once all has started.
+        ``lasting`` is for tasks that continue after the start.
         """
         async with asyncio.TaskGroup() as group:
             store = group.create_task(self._start_store())
@@ -187,12 +190,12 @@ class Launcher:
             told = {"cluster_secret": secret or new_secret()}
             self._config = model.config.model_copy(update=told)
             routers = await self._start_routers(model)
-            # Until they are watched for good, their death is a failure to start.
+            # Until the routers are watched permanently, their death is a failure to start.
             alive = [group.create_task(router.fail_on_death()) for router in routers]
             await ray
             self._parts.workers = workers = self._workers(model)
             if workers.is_claimed:
-                with self._progress.step("taking the cluster"):
+                with self._progress.step("claiming the cluster"):
                     await workers.claim()
                     lasting.create_task(workers.keep_claim())
             with self._progress.step("loading the model into the workers"):
@@ -219,7 +222,7 @@ class Launcher:
         with self._progress.step("starting Ray"):
             self._parts.gcs_store = store = await self._start_gcs_store()
             await self._parts.ray.start(store)
-        # Ray has put a handler in front of ours, which prints a stack trace on SIGTERM.
+        # Ray has replaced our handler by one that prints a stack trace on SIGTERM.
         self._signals.take()
 
     async def _start_gcs_store(self) -> GcsStore | None:
@@ -278,7 +281,8 @@ class Launcher:
         )
 
     def _config_for(self, user: StoreUser) -> Config:
-        """The configuration of a part, which holds the store's address by its own user alone."""
+        """Return the configuration for a part, which has only the store's address of its own
+        user."""
         addresses = {"redis_url": "", "redis_router_url": "", "redis_worker_url": ""}
         if self._config.redis_url:
             addresses["redis_url"] = self._redis_urls[user]
@@ -306,7 +310,7 @@ class Launcher:
     ) -> None:
         """Place the supervisor, and show what it reports.
 
-        The cluster is ready, and serves, without it. ``pids`` are those of the workers.
+        The cluster is ready and serves without it. ``pids`` are those of the workers.
         """
         self._note_pid(SUPERVISOR, await workers.start_supervisor())
         async with redis_client(self._redis_urls["supervisor"]) as client:
@@ -319,7 +323,7 @@ class Launcher:
 
     def _note_pid(self, name: str, pid: int) -> None:
         if self._config.ray_address and split(name)[0] in {one.name for one in self._config.pools}:
-            return  # on whichever machine that is
+            return  # it may run on any machine
         if pid:
             self._pids[name] = pid
         else:
@@ -375,14 +379,17 @@ class Launcher:
         known = isinstance(failure, BatonError)
         message = str(failure) if known else f"{type(failure).__name__}: {failure}"
         self._progress.line(f"error: {message}", "red")
-        log.error("the cluster ends", exc_info=failure)
+        log.error("stopping the cluster", exc_info=failure)
         workers = self._parts.workers
         for slot in workers.names if workers is not None else ():
             if tail := last_lines(self._run.log(slot), 3):
                 log.error("last lines of %s:\n%s", slot, tail)
 
     async def _end(self) -> None:
-        """End all in order if there is time, and then what is left. A second signal shortens it."""
+        """End all parts in order if there is time, then kill the rest.
+
+        A second signal shortens it.
+        """
         in_order = asyncio.create_task(self._end_in_order())
         hurry = asyncio.create_task(self._signals.hurry.wait())
         await asyncio.wait({in_order, hurry}, return_when=asyncio.FIRST_COMPLETED)
@@ -406,7 +413,7 @@ class Launcher:
         stops = [router.stop(drain_s) for router in parts.routers]
         ends_workers = not (self._config.leave_workers and drains)
         if parts.workers is not None and ends_workers:
-            # Before the workers leave: it would start others.
+            # This comes before the workers leave, since the supervisor would replace them.
             stops.append(parts.workers.stop_supervisor())
         await asyncio.gather(*stops, return_exceptions=True)
         if parts.workers is not None and ends_workers:

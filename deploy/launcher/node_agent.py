@@ -1,12 +1,12 @@
-"""`baton join` and `baton leave`: this machine as a node of a Ray cluster, with places for workers.
+"""`baton join` and `baton leave`: make this machine a node of a Ray cluster that runs workers.
 
     joining → serving ─SIGTERM→ leaving (workers drain) → ended
     joining, serving ─SIGINT, or its node manager dies→ ended
     leaving ─another signal→ ended
 
-To leave, Ray places no other workers here, and each worker gets SIGTERM. Such a worker accepts no
-new requests, and ends once its requests have ended or moved, within the ``drain_deadline_s`` of its
-cluster.
+When the node leaves, Ray places no more workers here, and each worker gets SIGTERM. Such a worker
+accepts no new requests, and ends when its requests have ended or moved, within the
+``drain_deadline_s`` of its cluster.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from deploy.workers.node import PLACES_VARIABLE, NodeWorker, NodeWorkers
 from deploy.workers.ranks import WORKER_RESOURCE
 
 ENDING_S = 20.0
-"""Time after its drain's deadline within which a worker may end."""
+"""Time after the drain's deadline within which a worker may end, in seconds."""
 _POLL_S = 0.1
 
 log = logging.getLogger(__name__)
 
 
 def node_workers() -> list[NodeWorkers]:
-    """The worker lists of all nodes of this user on this machine; a container has one."""
+    """Return the worker lists of all nodes of this user on this machine; a container has one."""
     nodes = []
     for path in parent_directory().glob(f"{PREFIX}*/"):
         with contextlib.suppress(OSError):
@@ -49,7 +49,7 @@ def node_workers() -> list[NodeWorkers]:
 
 
 def workers_by_cluster(nodes: Collection[NodeWorkers]) -> dict[str, list[str]]:
-    """The slots of the running workers, by the id of their cluster."""
+    """Return the slots of the running workers, by the id of their cluster."""
     found: dict[str, list[str]] = {}
     for worker in (worker for node in nodes for worker in node.running()):
         found.setdefault(worker.cluster or "unknown", []).append(worker.slot)
@@ -61,7 +61,7 @@ async def leave(
 ) -> bool:
     """Make all workers leave, and wait. Returns whether all left by themselves.
 
-    Workers that are left after ``deadline_s`` seconds are ended; None takes the deadlines of their
+    Remaining workers are killed after ``deadline_s`` seconds; None takes the deadlines of their
     clusters.
     """
     began = time.monotonic()
@@ -72,7 +72,7 @@ async def leave(
         workers = [worker for node in nodes for worker in node.running()]
         if not workers:
             return True
-        # Also workers that came before Ray knew that the node leaves.
+        # This includes workers that were placed before Ray knew that the node leaves.
         for worker in workers:
             if worker in asked:
                 continue
@@ -81,13 +81,13 @@ async def leave(
                 refused.add(worker.node)
                 await _refuse(worker, longest_s + ENDING_S, tell)
             asked.add(worker)
-            tell(f"{worker.slot} is told to leave")
+            tell(f"{worker.slot} is draining")
             with contextlib.suppress(OSError):
                 worker.process.send(signal.SIGTERM)
         allowed_s = longest_s + ENDING_S if deadline_s is None else deadline_s
         if time.monotonic() - began > allowed_s:
             for worker in workers:
-                tell(f"{worker.slot} has not left within {allowed_s:.0f} s, and is ended")
+                tell(f"{worker.slot} has not left within {allowed_s:.0f} s, and is killed")
                 end_other(worker.process)
             return False
         await asyncio.sleep(_POLL_S)
@@ -99,7 +99,7 @@ async def _refuse(worker: NodeWorker, for_s: float, tell: Callable[[str], None])
     try:
         await asyncio.to_thread(refuse_work, worker.gcs, worker.node, for_s)
     except BatonError as error:
-        # Workers that Ray still places here are made to leave as well.
+        # Workers that Ray still places here must leave as well.
         tell(error.message)
 
 
@@ -121,7 +121,7 @@ def run_node(
 
 
 class NodeAgent:
-    """One stay of this machine in a cluster. Owned by one event loop."""
+    """One session of this machine in a cluster. Owned by one event loop."""
 
     def __init__(
         self,
@@ -133,7 +133,8 @@ class NodeAgent:
         port: int,
         progress: Progress,
     ) -> None:
-        """``resources`` are Ray resources besides ``places``; ``port`` is as for ``RayNode``."""
+        """``resources`` are Ray resources in addition to ``places``; ``port`` is as for
+        ``RayNode``."""
         self._address = address
         self._places = places
         self._cpus, self._gpus = cpus, gpus
@@ -143,7 +144,7 @@ class NodeAgent:
         self._signals = StopSignals()
 
     async def run(self) -> int:
-        """The whole stay; returns the exit code."""
+        """Join, work and leave; returns the exit code."""
         run = RunDirectory.create()
         mark = ClusterMark(f"node-{secrets.token_hex(6)}", run.path)
         os.environ.update({**mark.variables, PLACES_VARIABLE: str(self._places)})
@@ -167,7 +168,7 @@ class NodeAgent:
         return 0
 
     async def _serve(self, guardian: Guardian, node: RayNode, run: RunDirectory) -> str | None:
-        """Stay until a signal. Returns what failed, or None."""
+        """Stay until a signal. Returns the error, or None."""
         stopped = asyncio.create_task(self._signals.stop.wait())
         works = asyncio.create_task(self._work(guardian, node, run))
         await asyncio.wait({stopped, works}, return_when=asyncio.FIRST_COMPLETED)
@@ -178,26 +179,28 @@ class NodeAgent:
                 await works
             return None
         error = first_leaf(works.exception())
-        log.error("this node ends", exc_info=error)
+        log.error("stopping this node", exc_info=error)
         return error.message if isinstance(error, BatonError) else repr(error)
 
     async def _work(self, guardian: Guardian, node: RayNode, run: RunDirectory) -> None:
-        """Join and stay. Raises BatonError when that is over."""
+        """Join and stay. Raises BatonError when the node is lost."""
         await guardian.start()
         with self._progress.step(f"joining Ray at {self._address}"):
             await node.start(self._resources, self._cpus, self._gpus, self._port)
-        # Ray has put handlers in front of ours.
+        # Ray has replaced our handlers.
         self._signals.take()
         watch = PartWatch(lambda text: self._progress.line(text, "yellow"), lambda name, pid: None)
         workers = "worker" if self._places == 1 else "workers"
         self._progress.line(
-            f"ready: {self._places} {workers} may come to {node.host}", "bold green"
+            f"ready: {node.host} has room for {self._places} {workers}", "bold green"
         )
         self._progress.line(f"  logs     {run.logs}")
-        self._progress.line("  Ctrl-C ends what runs here; SIGTERM lets workers leave first.")
+        self._progress.line(
+            "  Ctrl-C stops everything that runs here; SIGTERM lets workers drain first."
+        )
         async with asyncio.TaskGroup() as group:
             group.create_task(watch.keep("guardian", guardian))
-            raise BatonError(f"{await node.lost()} has died: this node is out of the cluster")
+            raise BatonError(f"{await node.lost()} has died: this node has left the cluster")
 
     async def _leave(self, roll: NodeWorkers) -> None:
         self._progress.line("leaving ...")

@@ -1,4 +1,4 @@
-"""The launcher's watch over a running cluster: children are started again, or end the cluster.
+"""Watches the parts of a running cluster. A part that ends is restarted, or ends the cluster.
 
 The supervisor replaces workers; the launcher shows what it reports.
 """
@@ -31,7 +31,7 @@ _FIRST_PAUSE_S = 0.2
 
 
 class Part(Protocol):
-    """A child of the launcher that may be started again after its death."""
+    """A child of the launcher that may be restarted after its death."""
 
     @property
     def pid(self) -> int: ...
@@ -47,25 +47,25 @@ class PartWatch:
     def __init__(self, report: Callable[[str], None], note_pid: Callable[[str, int], None]) -> None:
         """``report`` shows a line; ``note_pid`` gets a part's name and its new process id.
 
-        The process id is 0 once the part is gone for good.
+        The process id is 0 when the part does not come back.
         """
         self._report = report
         self._note_pid = note_pid
 
     async def keep(self, name: str, part: Part) -> NoReturn:
-        """Start ``part`` again whenever it dies. Raises BatonError when it keeps dying."""
+        """Restart ``part`` whenever it dies. Raises BatonError when it dies too often."""
         restarts = Restarts()
         how = await part.wait()
         while True:
             pause = restarts.pause(time.monotonic())
             if pause is None:
                 raise BatonError(f"{name} keeps ending, last by {how}")
-            self._report(f"{name} ended ({how}); it is started again")
+            self._report(f"{name} ended ({how}); restarting it")
             await asyncio.sleep(pause)
             how = await self._run_again(name, part)
 
     async def keep_forever(self, name: str, part: Part) -> NoReturn:
-        """As ``keep``, but never give up: the part may need something that is away."""
+        """Restart ``part`` without end: something that it needs may be unavailable for long."""
         deaths, began = 0, time.monotonic()
         how = await part.wait()
         while True:
@@ -73,7 +73,7 @@ class PartWatch:
                 deaths = 0
             deaths += 1
             if deaths == 1:
-                self._report(f"{name} ended ({how}); it is started again, until it stays")
+                self._report(f"{name} ended ({how}); restarting it until it stays up")
             await asyncio.sleep(min(_LONGEST_PAUSE_S, pause_after(deaths)))
             began = time.monotonic()
             how = await self._run_again(name, part)
@@ -88,8 +88,8 @@ class PartWatch:
         return await part.wait()
 
     async def ray(self, cluster: RayCluster | JoinedRay) -> NoReturn:
-        """Raises BatonError when one of Ray's daemons dies that cannot be started again."""
-        raise BatonError(f"{await cluster.lost()} has died: the cluster cannot go on")
+        """Watch Ray. Raises BatonError when a daemon dies that cannot be restarted."""
+        raise BatonError(f"{await cluster.lost()} has died: the cluster cannot continue")
 
     async def supervision(self, store: StatusStore, pids: Mapping[str, int]) -> NoReturn:
         """Show what the supervisor reports, and pass on new process ids.
@@ -104,7 +104,7 @@ class PartWatch:
 
 
 class SlotWatch:
-    """Shows what changes in the supervisor's reports."""
+    """Shows changes in the supervisor's reports."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class SlotWatch:
         if status is None:
             return
         if self._is_new(SUPERVISOR, status.pid):
-            self._report("the supervisor was started again")
+            self._report("the supervisor was restarted")
         for slot, news in status.slots.items():
             known = self._known.get(slot)
             self._known[slot] = news
@@ -149,8 +149,8 @@ class SlotWatch:
     def _obituary(self, slot: str, news: SlotStatus) -> str:
         state = news.state
         if state.phase is Phase.CRASH_LOOP:
-            return f"{slot} keeps dying, {state.deaths} times by now: {state.last_error}"
-        return f"{slot} died; it is started again ({state.last_error})"
+            return f"{slot} keeps dying, {state.deaths} times so far: {state.last_error}"
+        return f"{slot} died; restarting it ({state.last_error})"
 
 
 class Restarts:

@@ -1,4 +1,4 @@
-"""What is checked before anything starts: addresses, certificates, keys, and named servers.
+"""Checks before anything starts: addresses, certificates, keys, and configured servers.
 
 Addresses beyond this machine need API keys and TLS, and Redis on another machine needs TLS.
 """
@@ -25,15 +25,18 @@ class Checked:
     """A configuration that may be started."""
 
     config: Config
-    """With free ports in place of port 0."""
+    """The configuration with free ports in place of port 0."""
     redis_urls: dict[StoreUser, str]
     """Addresses of the operator's own store, by user; empty where an embedded one is started."""
     advice: tuple[str, ...]
-    """What the operator should change in named servers."""
+    """Advice to the operator about the configured servers."""
 
 
 async def preflight(config: Config) -> Checked:
-    """Check all that can be known before the start. Raises ConfigError for the first fault."""
+    """Check everything that can be checked before the start.
+
+    Raises ConfigError for the first error.
+    """
     check_exposure(config)
     _check_certificates(config)
     if config.routers:
@@ -55,7 +58,7 @@ async def preflight(config: Config) -> Checked:
 
 
 def check_exposure(config: Config) -> None:
-    """Raises ConfigError where an address beyond this machine lacks API keys or TLS."""
+    """Raise ConfigError if an address beyond this machine lacks API keys or TLS."""
     _check_listeners(config)
     _check_redis_is_encrypted(config)
 
@@ -77,11 +80,10 @@ def _check_listeners(config: Config) -> None:
         missing.append("mutual TLS of the workers")
     if missing and not config.insecure_listen:
         raise ConfigError(
-            f"{' and '.join(exposed)}: others than this machine could reach it, without"
-            f" {' and '.join(missing)}. Either {_remedies(missing)} (docs/explanation/security.md);"
-            f" or stay on"
-            " 127.0.0.1; or say --insecure-listen, where the network is yours alone or a proxy in"
-            " front has both"
+            f"{' and '.join(exposed)}: other machines could reach it without "
+            f"{' and '.join(missing)}. Either {_remedies(missing)} "
+            "(docs/explanation/security.md); or stay on 127.0.0.1; or set --insecure-listen, if "
+            "only you use the network or a proxy in front has both"
         )
 
 
@@ -97,10 +99,10 @@ def _check_redis_is_encrypted(config: Config) -> None:
         host = parts.hostname or ""
         if parts.scheme == "redis" and not is_loopback(host) and not config.insecure_redis:
             raise ConfigError(
-                f"{flag} redis://{host}: passwords would travel to another"
-                " machine in clear. Either give that server a certificate and write rediss://"
-                " (docs/explanation/security.md); or say --insecure-redis, if the network"
-                " between is yours alone"
+                f"{flag} redis://{host}: passwords would travel to another machine unencrypted. "
+                "Either give that server a certificate and write rediss:// "
+                "(docs/explanation/security.md); or set --insecure-redis, if only you use the "
+                "network between"
             )
 
 
@@ -114,7 +116,7 @@ def _remedies(missing: list[str]) -> str:
 
 
 def _check_certificates(config: Config) -> None:
-    """Raises ConfigError where a file is missing, or holds no certificate or key."""
+    """Raise ConfigError if a file is missing, or holds no certificate or key."""
     tls = config.tls
     for files in (tls.fronts, tls.of("router"), tls.of("worker"), tls.of("supervisor")):
         if files is not None:

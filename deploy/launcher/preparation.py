@@ -1,4 +1,4 @@
-"""What a cluster needs before its workers start: the model and the compiled kernels."""
+"""Prepares the model and the compiled kernels, before a cluster's workers start."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from engine.checkpoint.model_config import load_model_config
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """The model on this machine, and what other nodes need to get the same one."""
+    """The model on this machine, and the values with which other nodes get the same one."""
 
     model: ResolvedModel
-    """With the name that clients use."""
+    """The model, with the name that clients use."""
     draft_path: str
     """The folder of the draft model; empty without one."""
     config: Config
-    """With the commits of branches that were given."""
+    """The configuration, with commits in place of branches."""
 
 
 async def prepare_model(config: Config, progress: Progress) -> PreparedModel:
@@ -46,7 +46,7 @@ async def prepare_model(config: Config, progress: Progress) -> PreparedModel:
                     config.model, show, config.quantization, config.revision, watch
                 )
             )
-            # A model that cannot be served fails before Ray and the workers have started.
+            # A model that cannot be served fails before Ray and the workers start.
             load_model_config(model.path, config.max_model_len)
             pinned["revision"] = model.commit
             if config.draft_model:
@@ -68,9 +68,9 @@ async def prepare_model(config: Config, progress: Progress) -> PreparedModel:
 async def prepare_kernels(
     config: Config, progress: Progress, report: Callable[[str], None]
 ) -> None:
-    """Compile what the workers of this machine need; otherwise each of them would wait for it.
+    """Compile what the workers of this machine need. Otherwise each of them would wait for it.
 
-    A failure is reported: without the kernels torch computes.
+    A failure is reported; steps then run in torch.
     """
     thread, step = DaemonThread("kernels"), "compiling kernels for this CPU (first start only)"
     try:
@@ -80,15 +80,16 @@ async def prepare_kernels(
                 show = _shown(progress, step)
                 await thread.call(lambda: compile_kernels(missing, show))
     except ConfigError as error:
-        report(f"{error.message}\nWithout it torch computes, several times slower.")
+        report(f"{error.message}\nWithout it steps run in torch, several times slower.")
 
 
 def _shown(progress: Progress, step: str) -> Callable[[str], None]:
-    """Shows, from any thread, what a step is doing."""
+    """Return a function that shows, from any thread, the progress of a step."""
     loop = asyncio.get_running_loop()
 
     def show(text: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed: nothing is shown any more
+        # the loop is closed, so that nothing is shown any more
+        with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(progress.detail, step, text)
 
     return show

@@ -1,4 +1,4 @@
-"""A router process: the launcher's child, or a router by itself (`baton router`).
+"""A router process: a child of the launcher, or a separate router (`baton router`).
 
 A child is one of several that may share the ports:
 
@@ -38,7 +38,7 @@ _HEALTHY_S = 60.0
 _PROBE_S = 2.0
 _POLL_S = 0.1
 _OTHER_S = 0.01
-"""Pause before the next try where another process answered."""
+"""Pause before the next try when another process answered, in seconds."""
 _STOP_S = 8.0
 WHAT_IF = (sys.executable, "-P", "-m", "planning.what_if")
 """The simulator that answers the console's what-if questions: a program and its arguments."""
@@ -47,7 +47,10 @@ log = logging.getLogger(__name__)
 
 
 class RouterProcess:
-    """A child with its settings on standard input: a command line would show the password."""
+    """A child process that reads its settings from standard input.
+
+    A command line would show the password.
+    """
 
     def __init__(
         self,
@@ -86,7 +89,7 @@ class RouterProcess:
         return self._child.pid
 
     async def start(self) -> None:
-        """Start the process, also after its death. Raises OSError."""
+        """Start the process; also to replace a dead one. Raises OSError."""
         arguments = [sys.executable, "-P", "-m", "router.main"]
         variables = {}
         if self._shares_port:
@@ -101,20 +104,20 @@ class RouterProcess:
         assert self._child is not None
         how = await self._child.wait()
         if self._shares_port:
-            # Its gauges go with it; its counters stay.
+            # Its gauges are removed; its counters stay.
             mark_process_dead(  # type: ignore[no-untyped-call]
                 self.pid, str(self._run.router_metrics)
             )
         return how
 
     async def fail_on_death(self) -> NoReturn:
-        """Raises BatonError with the end of its log when it ends."""
+        """Raise BatonError with the end of the log when the process ends."""
         assert self._child is not None
         how = await self._child.wait()
         raise BatonError(f"{self.name} ended ({how}):\n{self._child.last_lines()}")
 
     async def healthy(self) -> None:
-        """Wait until its /health answers 200. Raises BatonError with the last answer after 60 s."""
+        """Wait until /health answers 200. Raises BatonError with the last answer after 60 s."""
         last = ["no answer"]
         try:
             async with asyncio.timeout(_HEALTHY_S):
@@ -125,7 +128,8 @@ class RouterProcess:
             ) from None
 
     async def stop(self, drain_s: float | None = None) -> None:
-        """End it, after at most ``drain_s`` seconds for its requests; SIGKILL 8 s later."""
+        """Stop the process within ``drain_s`` seconds for its requests; SIGKILL follows 8 s
+        later."""
         if self._child is None:
             return
         if drain_s is None:
@@ -134,9 +138,9 @@ class RouterProcess:
             await self._child.end(drain_s + _STOP_S)
 
     async def _healthy(self, last: list[str]) -> None:
-        # A new connection for each try: the kernel may pick another process for it.
+        # Each try makes a new connection, since the kernel may pick another process for it.
         limits = httpx.Limits(max_keepalive_connections=0)
-        # The certificate itself is known, so that its names need no check.
+        # The certificate itself is known, so its names need no check.
         known = None if self._fronts is None else self._fronts.certificate
         verify = False if known is None else pinned_context(known, self._shown)
         url = f"{'http' if known is None else 'https'}://{self._http}/health"
@@ -159,17 +163,16 @@ class RouterProcess:
 
 
 def serve_router(config: Config) -> None:
-    """Serve until SIGINT or SIGTERM. Raises BatonError where it cannot begin."""
+    """Serve until SIGINT or SIGTERM. Raises BatonError if the router cannot start."""
     if not config.redis_url:
-        raise ConfigError("a router needs --redis-url, which its cluster's workers have, too")
+        raise ConfigError("a router needs --redis-url, the same as its cluster's workers")
     if not config.cluster_id:
         raise ConfigError(
-            "a router needs cluster_id (BATON_CLUSTER_ID, or in the file), as `baton serve` was"
-            " given"
+            "a router needs the cluster_id of its cluster (BATON_CLUSTER_ID, or in the file)"
         )
     check_exposure(config)
     config = choose_ports(config.model_copy(update={"routers": 1}))
-    # Slow to import, and not needed for the errors above.
+    # The import is slow, and not needed for the errors above.
     from router.main import RouterSettings, run  # noqa: PLC0415
 
     url = store_url(config, "router")
@@ -195,12 +198,12 @@ def serve_router(config: Config) -> None:
 
 
 async def _revision(config: Config, redis_url: str) -> str:
-    """The workers' commit of the model; the configured revision where none is known."""
+    """Return the workers' commit of the model; the configured revision if it is unknown."""
     async with redis_client(redis_url) as client:
         try:
             records = await Registry(client, config.cluster_id).all()
         except (redis.RedisError, OSError) as error:
-            _tell(f"the workers' commit of the model cannot be read from Redis: {error}")
+            _tell(f"cannot read the workers' commit of the model from Redis: {error}")
             return config.revision
     return commit_of(records.values(), config.revision)
 

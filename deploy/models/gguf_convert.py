@@ -1,4 +1,4 @@
-"""A GGUF file of Llama architecture → a Hugging Face folder, in bfloat16 or in the file's codes."""
+"""Converts a GGUF file of Llama architecture to a Hugging Face folder, in bfloat16 or its codes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ with needs_extra("gguf", "a .gguf file"):
 _WITH_CODES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 _SUPPORTED = ("F32", "F16", "BF16", *_WITH_CODES)
 _PIECE_VALUES = 1 << 22
-"""Values that are dequantised at a time; so the memory does not depend on the model's size."""
+"""Maximum values that are dequantized at once, so that memory use is independent of the model's
+size."""
 
 _MAX_LAYERS = 4096
-"""Names of weights are listed for each before the file's own are looked at."""
+"""Maximum layers. The names of each layer's weights are listed before those of the file are
+read."""
 
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -49,7 +51,7 @@ _BLOCK_NAMES = {
 }
 _ROPE_FACTORS = "rope_freqs.weight"
 
-# Llama 3.1 and later: the constants of their RoPE scaling, of which a GGUF keeps the result alone.
+# Constants of the RoPE scaling of Llama 3.1 and later. A GGUF file only has their result.
 _LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -88,17 +90,17 @@ class LlamaMetadata(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
-    """A tensor of the folder and where its rows lie in the GGUF."""
+    """A tensor of the folder, and the place of its rows in the GGUF file."""
 
     name: str
     shape: tuple[int, ...]
     tensor: ReaderTensor
     heads: int = 0
-    """The rows are in llama.cpp's RoPE order within each of this many heads; 0: in plain order."""
+    """Heads whose rows are in llama.cpp's RoPE order; 0: the rows are in plain order."""
 
     @property
     def n_bytes(self) -> int:
-        """In bfloat16."""
+        """Return the size in bfloat16, in bytes."""
         return 2 * math.prod(self.shape)
 
     @property
@@ -107,9 +109,9 @@ class _Weight:
 
 
 class _BoundedReader(GGUFReader):
-    """The library takes what lies behind a file's end for empty, and so reads an array of 2^60
+    """A reader that checks the file's end.
 
-    entries for as long as it says.
+    The library reads empty data beyond the end, and so would read an array of 2^60 entries.
     """
 
     def _get(
@@ -127,10 +129,10 @@ class _BoundedReader(GGUFReader):
 def convert(gguf: Path, folder: Path, *, keep_codes: bool = False) -> None:
     """Write the model in ``gguf`` into ``folder``, which exists and is empty.
 
-    With ``keep_codes`` a quantised matrix stays what it is, in Baton's own form
-    (``engine.quantization.formats``), the embedding too; a tied one serves as the head as well. All
-    else becomes bfloat16. Raises ConfigError when the file is damaged or holds anything that a
-    plain Llama decoder cannot express.
+    With ``keep_codes`` quantized matrices keep their codes, in Baton's own form
+    (``engine.quantization.formats``). That includes the embedding, which is also the head if it is
+    tied. All else becomes bfloat16. Raises ConfigError when the file is damaged or holds anything
+    that a plain Llama decoder cannot express.
     """
     try:
         reader = _BoundedReader(gguf)
@@ -183,11 +185,12 @@ def _check_supported(reader: GGUFReader, raw: dict[str, Any]) -> None:
 
 
 def _weights(reader: GGUFReader, model: LlamaMetadata) -> list[_Weight]:
-    """Every tensor under its Hugging Face name, in the file's order; none is missing or extra."""
+    """Return every tensor under its Hugging Face name, in the file's order, after a check for
+    missing ones."""
     if model.parts != 1:
-        raise ConfigError("it is one part of several; join them first")
+        raise ConfigError("it is one part of several; join the parts first")
     if model.hidden % model.heads or model.head_dim % 2:
-        raise ConfigError(f"hidden size {model.hidden} and {model.heads} heads do not fit")
+        raise ConfigError(f"hidden size {model.hidden} and {model.heads} heads do not match")
     weights = [
         _Weight(
             name=_hugging_face_name(tensor.name),
@@ -207,7 +210,7 @@ def _hugging_face_name(name: str) -> str:
         return _TOP_NAMES[name]
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
     if match is None or match[2] not in _BLOCK_NAMES:
-        raise ConfigError(f"tensor {name} has no place in a Llama decoder")
+        raise ConfigError(f"tensor {name} does not belong to a Llama decoder")
     return f"model.layers.{match[1]}.{_BLOCK_NAMES[match[2]]}.{match[3]}"
 
 
@@ -231,7 +234,7 @@ def _check_shapes(found: dict[str, tuple[int, ...]], model: LlamaMetadata) -> No
             }
     missing = expected.keys() - found.keys() - {"lm_head.weight"}
     if missing:
-        raise ConfigError(f"tensors are missing, {min(missing)} among them")
+        raise ConfigError(f"tensors are missing, such as {min(missing)}")
     for name, shape in found.items():
         if shape != expected.get(name):
             raise ConfigError(
@@ -291,7 +294,7 @@ def _config(
         "num_hidden_layers": model.layers,
         "num_key_value_heads": model.kv_heads or model.heads,
         "pad_token_id": vocabulary.pad,
-        # The file holds fp32: 9.99999974e-06 stands for 1e-05.
+        # The file holds fp32: 9.99999974e-06 means 1e-05.
         "rms_norm_eps": float(f"{model.eps:.3g}"),
         "rope_parameters": rope,
         "rope_theta": model.rope_theta,
@@ -311,7 +314,8 @@ def _generation_config(config: dict[str, Any]) -> dict[str, Any]:
 def _rope(model: LlamaMetadata, reader: GGUFReader) -> dict[str, Any]:
     if model.rope_dimensions not in (None, model.head_dim):
         raise ConfigError(
-            f"RoPE turns {model.rope_dimensions} of {model.head_dim} dimensions; all are supported"
+            f"RoPE applies to {model.rope_dimensions} of {model.head_dim} dimensions; only all "
+            "dimensions are supported"
         )
     rope: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_type": "default"}
     factors = next((t for t in reader.tensors if t.name == _ROPE_FACTORS), None)
@@ -329,7 +333,7 @@ def _rope(model: LlamaMetadata, reader: GGUFReader) -> dict[str, Any]:
 
 
 def _llama3_rope(model: LlamaMetadata, factors: npt.NDArray[np.float64]) -> dict[str, Any]:
-    """The scaling whose result is ``factors``, the divisors of the RoPE frequencies."""
+    """Return the scaling whose result is ``factors``, the divisors of the RoPE frequencies."""
     factor = float(factors.max())
     if factors.size != model.head_dim // 2:
         raise ConfigError(f"{_ROPE_FACTORS} has {factors.size} entries, not {model.head_dim // 2}")
@@ -347,7 +351,9 @@ def _write_tokenizer(
     folder: Path, vocabulary: TokenizerMetadata, max_length: int, vocab_size: int
 ) -> None:
     if len(vocabulary.tokens) > vocab_size:
-        raise ConfigError(f"{len(vocabulary.tokens)} tokens, but {vocab_size} rows of embeddings")
+        raise ConfigError(
+            f"there are {len(vocabulary.tokens)} tokens, but {vocab_size} rows of embeddings"
+        )
     build_tokenizer(vocabulary).save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", tokenizer_config(vocabulary, max_length))
     if vocabulary.chat_template is not None:
@@ -359,8 +365,10 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _write_codes(path: Path, weights: list[_Weight]) -> dict[str, Any]:
-    """Codes of quantised matrices, the others in bfloat16; returns the ``quantization_config``."""
-    # Imported here: the launcher has no other use for torch, which takes a second to import.
+    """Write codes of quantized matrices, and others in bfloat16; returns the
+    ``quantization_config``."""
+    # Imported here, since the launcher does not need torch otherwise, and the import takes a
+    # second.
     import torch  # noqa: PLC0415
 
     from engine.quantization.formats import NATIVE_CONFIG, native_tensors  # noqa: PLC0415
@@ -382,7 +390,7 @@ def _write_codes(path: Path, weights: list[_Weight]) -> dict[str, Any]:
 
 
 def _write_safetensors(path: Path, weights: list[_Weight]) -> None:
-    """Piece by piece: the library's own writer wants all tensors in memory at once."""
+    """Write a file piece by piece. The library's own writer needs all tensors in memory at once."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for weight in weights:
@@ -412,9 +420,9 @@ def _row_count(weight: _Weight) -> int:
 
 
 def _rows(weight: _Weight, part: slice) -> npt.NDArray[Any]:
-    """Some rows as the file holds them, in plain order.
+    """Return some rows as the file holds them, in plain order.
 
-    Quantisation runs along rows, so that they can be put in order before they are dequantised.
+    Quantization runs along rows, so rows can be reordered before they are dequantized.
     """
     rows = _row_count(weight)
     data: npt.NDArray[Any] = weight.tensor.data.reshape(rows, -1)
@@ -422,15 +430,15 @@ def _rows(weight: _Weight, part: slice) -> npt.NDArray[Any]:
 
 
 def _plain_order(rows: int, heads: int) -> npt.NDArray[np.intp]:
-    """Row i of the Hugging Face tensor is row ``order[i]`` of the GGUF's.
+    """Return the order in which row i of the Hugging Face tensor is row ``order[i]`` of the GGUF's.
 
-    llama.cpp rotates neighbours (2i, 2i+1) of a head, Hugging Face (i, i + head_dim/2).
+    llama.cpp rotates neighbors (2i, 2i+1) of a head, Hugging Face (i, i + head_dim/2).
     """
     return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(rows)
 
 
 def _to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """The upper halves of fp32, rounded to nearest, ties to even; NaN stays NaN."""
+    """Return the upper halves of fp32, rounded to nearest, ties to even; NaN stays NaN."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16
     quiet = (bits >> 16) | np.uint32(0x40)

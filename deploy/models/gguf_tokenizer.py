@@ -1,7 +1,7 @@
-"""The tokenizer inside a GGUF file → a Hugging Face one.
+"""Converts the tokenizer in a GGUF file to a Hugging Face one.
 
-A GGUF holds the vocabulary and the merges (or scores), and of the pre-tokenizer only its name,
-``tokenizer.ggml.pre``. What stands behind that name is known here.
+A GGUF file holds the vocabulary, the merges (or scores), and only the name of the pre-tokenizer,
+``tokenizer.ggml.pre``. This module knows the definitions behind these names.
 """
 
 from __future__ import annotations
@@ -65,24 +65,27 @@ class TokenizerMetadata(BaseModel):
         return None if token_id is None else self.tokens[token_id]
 
     def end_ids(self) -> list[int]:
-        """The ids that end an answer: of the sequence, of a turn, of a message."""
+        """Return the ids that end an answer: of the sequence, of a turn, of a message."""
         return list(dict.fromkeys(i for i in (self.eos, self.eot, self.eom) if i is not None))
 
 
 @dataclass(frozen=True, slots=True)
 class _PreTokenizer:
-    """How text is cut before merges apply; each pattern cuts the pieces of the one before it."""
+    """How text is split before merges apply.
+
+    Each pattern splits the pieces of the one before it.
+    """
 
     patterns: tuple[str, ...] = ()
     digits: bool = False
-    """Every digit becomes a piece of its own, before the patterns."""
+    """Whether every digit becomes a separate piece, before the patterns."""
     gpt2_pattern: bool = False
-    """GPT-2's own pattern comes last."""
+    """Whether GPT-2's pattern comes last."""
     ignore_merges: bool = False
-    """A piece that is a token as a whole is taken as it is."""
+    """Whether a piece that is a whole token is used without merges."""
     nfc: bool = False
     add_bos: bool = False
-    """What an absent ``add_bos_token`` means."""
+    """The value of an absent ``add_bos_token``."""
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -103,7 +106,7 @@ _LLAMA3_FAMILY = _PreTokenizer(patterns=(_LLAMA3,), ignore_merges=True, add_bos=
 _QWEN2_FAMILY = _PreTokenizer(patterns=(_QWEN2,), nfc=True)
 
 _PRE_TOKENIZERS = {
-    # What llama.cpp does with files of before the key existed.
+    # llama.cpp does this with files that are older than the key.
     "default": _PreTokenizer(patterns=(r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
     "gpt-2": _GPT2_FAMILY,
     "phi-2": _GPT2_FAMILY,
@@ -125,7 +128,7 @@ _PRE_TOKENIZERS = {
 
 
 def build_tokenizer(metadata: TokenizerMetadata) -> Tokenizer:
-    """The tokenizer that the file describes; raises ConfigError."""
+    """Return the tokenizer that the file describes. Raises ConfigError."""
     _check(metadata)
     if metadata.model == "gpt2":
         tokenizer = _byte_level(metadata)
@@ -141,7 +144,7 @@ def build_tokenizer(metadata: TokenizerMetadata) -> Tokenizer:
 
 
 def tokenizer_config(metadata: TokenizerMetadata, max_length: int) -> dict[str, Any]:
-    """The content of ``tokenizer_config.json``; ``max_length`` is in tokens."""
+    """Return the content of ``tokenizer_config.json``; ``max_length`` is in tokens."""
     config: dict[str, Any] = {
         "add_bos_token": adds_bos(metadata),
         "add_eos_token": False,
@@ -170,11 +173,13 @@ def adds_bos(metadata: TokenizerMetadata) -> bool:
 def _check(metadata: TokenizerMetadata) -> None:
     count = len(metadata.tokens)
     if len(set(metadata.tokens)) != count:
-        raise ConfigError("tokenizer.ggml.tokens holds the same token twice")
+        raise ConfigError("tokenizer.ggml.tokens contains the same token twice")
     for name in ("scores", "token_type"):
         values = getattr(metadata, name)
         if values is not None and len(values) != count:
-            raise ConfigError(f"tokenizer.ggml.{name} has {len(values)} entries, tokens {count}")
+            raise ConfigError(
+                f"tokenizer.ggml.{name} has {len(values)} entries, but there are {count} tokens"
+            )
     for name in ("bos", "eos", "eot", "eom", "unknown", "pad"):
         token_id = getattr(metadata, name)
         if token_id is not None and token_id >= count:
@@ -252,10 +257,10 @@ def _sentencepiece(metadata: TokenizerMetadata) -> Tokenizer:
 def merges_from_scores(
     tokens: Sequence[str], scores: Sequence[float], types: Sequence[int] | None
 ) -> list[tuple[str, str]]:
-    """The merges that a SentencePiece vocabulary implies, best first.
+    """Return the merges that a SentencePiece vocabulary implies, best first.
 
-    SentencePiece joins the neighbours whose union has the best score; so every way to cut a token
-    into two others is a merge, ranked by the token's score.
+    SentencePiece joins the neighbors whose union has the best score. So every split of a token into
+    two other tokens is a merge, ranked by the token's score.
     """
     normal = {
         token: token_id

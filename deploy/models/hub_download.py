@@ -1,9 +1,9 @@
 """Downloads files of a Hugging Face model into the hub's cache, and reports bytes, speed and ETA.
 
-Each file is one ``hf_hub_download``, which shares the cache with all other programs. It asks for
-the rest of a file when the connection is cut. A later run cannot use a part of a file, so that such
-parts are removed. The threads are daemons, unlike those of ``snapshot_download``: Ctrl-C ends the
-process at once, not when the files are there.
+Each file is one ``hf_hub_download``, which shares the cache with all other programs. It requests
+the rest of a file when the connection fails. A later run cannot use a part of a file, so such parts
+are removed. The threads are daemons, unlike those of ``snapshot_download``: Ctrl-C ends the process
+immediately.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ if TYPE_CHECKING:
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
 ASK_S = 10.0
-"""Deadline of a question to the hub, in seconds."""
+"""Deadline of a request to the hub, in seconds."""
 _SILENCE_S = 600.0
-"""Last resort. The library itself asks again when no byte came for 10 s, five times; it reports
-chunks of 10 MB only, so that a slow connection is silent for minutes."""
+"""Maximum time without progress, as a last resort, in seconds. The library itself retries five
+times after 10 s without a byte. It only reports chunks of 10 MB, so a slow connection is silent for
+minutes."""
 _THREADS = 4
 _POLL_S = 0.2
 _GRACE_S = 2.0
 _SPEED_S = 60.0
 _PART = ".incomplete"
 _STALE_S = 900.0
-"""A part of a file that did not grow for so long belongs to no download that goes on."""
+"""Time without growth after which a part of a file belongs to no running download, in seconds."""
 _TOKEN = "set HF_TOKEN to a token of an account with access, or run `hf auth login`"  # noqa: S105
 
 
@@ -46,7 +47,7 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DownloadWatch:
-    """How a download is watched."""
+    """Reporting and cancellation of a download."""
 
     every_s: float = 10.0
     """Seconds between two reports."""
@@ -55,7 +56,7 @@ class DownloadWatch:
 
 
 class Meter:
-    """Bytes that have arrived, by file, and their speed over the last seconds."""
+    """Counts the received bytes by file, and computes their recent speed."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self._sizes = dict(sizes)
@@ -67,18 +68,21 @@ class Meter:
 
     @property
     def got(self) -> int:
-        """Bytes that have arrived."""
+        """Return the number of received bytes."""
         return sum(self._got.values())
 
     def has(self, name: str, count: int) -> None:
-        """So many bytes of a file are there. Several bars may count one file: the largest wins."""
+        """Record that ``count`` bytes of a file exist.
+
+        Several bars may count one file: the largest wins.
+        """
         with self._lock:
             if (count := min(count, self._sizes[name])) > self._got[name]:
                 self._got[name] = count
                 self.changed_at = time.monotonic()
 
     def report(self) -> str:
-        """As in ``1.2 of 15.2 GB (8%), 95.1 MB/s, 2 min 27 s left``."""
+        """Return a text such as ``1.2 of 15.2 GB (8%), 95.1 MB/s, 2 min 27 s left``."""
         now, got = time.monotonic(), self.got
         self._history.append((now, got))
         while len(self._history) > 2 and self._history[1][0] < now - _SPEED_S:
@@ -87,15 +91,15 @@ class Meter:
         speed = (got - before) / max(now - then, 1e-3)
         share = f"{size_text(got)} of {size_text(self.total)} ({100 * got // (self.total or 1)}%)"
         if speed <= 0:
-            return f"{share}, nothing new for {now - self.changed_at:.0f} s"
+            return f"{share}, no progress for {now - self.changed_at:.0f} s"
         left = divmod(round((self.total - got) / speed), 60)
         return f"{share}, {size_text(speed)}/s, {left[0]} min {left[1]} s left"
 
 
 class HubDownload:
-    """Downloads of one commit of a model. ``model_id`` is ``org/name``; ``cache`` the hub's.
+    """Downloads one commit of a model. ``model_id`` is ``org/name``; ``cache`` is the hub's.
 
-    The caller holds a lock: no other process of Baton's downloads that model.
+    The caller holds a lock, so that no other Baton process downloads that model.
     """
 
     def __init__(
@@ -157,18 +161,19 @@ class HubDownload:
         except Exception as error:
             self._end(threads, ended)
             kept = [name for name in missing if self._is_cached(name)]
-            # Its cause may show the address of a file, which carries a signature.
+            # The cause may contain the address of a file, which carries a signature.
             raise explained(
                 error, self._model_id, self._commit, self._kept(missing, kept)
             ) from None
         finally:
-            # Also on Ctrl-C.
+            # This runs on Ctrl-C too.
             self._end(threads, ended)
 
     def _end(self, threads: list[threading.Thread], ended: threading.Event) -> None:
-        """End the threads, and remove the parts of files of those that still wait for bytes."""
+        """Stop the threads, and remove the partial files of those that still wait for bytes."""
         ended.set()
-        # At once, since the process may end; and again, since a thread may just have begun one.
+        # Once now, since the process may end, and once later, since a thread may just have started
+        # a file.
         for wait_s in (0.0, _GRACE_S):
             end = time.monotonic() + wait_s
             for thread in threads:
@@ -184,24 +189,28 @@ class HubDownload:
         return self._cache.resolve() / folder / "blobs"
 
     def _own_parts(self) -> Iterator[Path]:
-        """Those that this process writes: others' may be in the folder, too."""
+        """Yield the partial files that this process writes.
+
+        The folder may also have those of others.
+        """
         for descriptor in Path("/proc/self/fd").iterdir():
-            with suppress(OSError):  # closed meanwhile
+            with suppress(OSError):  # another thread has closed it
                 file = descriptor.readlink()
                 if file.parent == self._blobs and file.suffix == _PART:
                     yield file
 
     def _remove_stale_parts(self) -> None:
-        """Those that a killed process has left, whichever program's: they are never used again."""
+        """Remove partial files that a killed process of any program has left: they are never used
+        again."""
         for part in self._blobs.glob(f"*{_PART}"):
-            with suppress(OSError):  # its process has ended it meanwhile
+            with suppress(OSError):  # its process has finished the file
                 if time.time() - part.stat().st_mtime > _STALE_S:
                     part.unlink()
 
     def _wait(
         self, outcomes: queue.SimpleQueue[Exception | None], threads: int, meter: Meter
     ) -> None:
-        """Until all threads have ended well; raises the first one's error."""
+        """Wait until all threads have succeeded; raises the first error."""
         told_at = time.monotonic()
         while threads:
             try:
@@ -222,7 +231,7 @@ class HubDownload:
                 self._progress(f"downloading {self._model_id}: {meter.report()}")
 
     def _download(self, name: str, **options: Any) -> Any:
-        # Slow to import, and not needed where all is cached.
+        # The import is slow, and not needed where all files are cached.
         from huggingface_hub import hf_hub_download  # noqa: PLC0415
 
         return hf_hub_download(
@@ -245,7 +254,7 @@ class HubDownload:
         free = shutil.disk_usage(folder).free
         if sum(sizes.values()) <= free:
             return
-        # Another commit may have brought the same files. To find out takes a request for each.
+        # Another commit may have brought the same files, but a check takes a request for each.
         try:
             plans = [self._download(name, dry_run=True) for name in sizes]
         except Exception as error:
@@ -253,7 +262,7 @@ class HubDownload:
         needed = sum(plan.file_size for plan in plans if plan.will_download)
         if needed > free:
             raise ConfigError(
-                f"{self._model_id} needs {size_text(needed)} more, and the disk of {self._cache} "
+                f"{self._model_id} needs {size_text(needed)} more, but the disk of {self._cache} "
                 f"has {size_text(free)} free: {size_text(needed - free)} are missing. Free some "
                 "space, or set HF_HOME to a folder on another disk"
             )
@@ -267,7 +276,7 @@ class HubDownload:
 
 
 def size_text(count: float) -> str:
-    """Bytes as in ``15.2 GB``, in powers of 1000 as disks and the hub count."""
+    """Format bytes as in ``15.2 GB``, in powers of 1000 like disks and the hub."""
     for unit, size in (("GB", 1e9), ("MB", 1e6)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
@@ -275,7 +284,7 @@ def size_text(count: float) -> str:
 
 
 def _bar_class(name: str, meter: Meter, ended: threading.Event) -> type[tqdm]:
-    """A progress bar of one file that draws nothing: it counts, and ends the download."""
+    """Return the class of a file's progress bar, which draws nothing: it counts, and cancels."""
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]  # noqa: PLC0415
 
     class Bar(tqdm):
@@ -295,9 +304,10 @@ def _bar_class(name: str, meter: Meter, ended: threading.Event) -> type[tqdm]:
 
 
 def explained(error: Exception, model_id: str, revision: str, kept: str = "") -> ConfigError:
-    """The error with what to do, to be raised ``from None``: its cause may show signed addresses.
+    """Return the error with what to do. Raise it ``from None``: its cause may show signed
+    addresses.
 
-    ``kept`` says what a download has left for the next one.
+    ``kept`` describes what a download has left for the next one.
     """
     if isinstance(error, ConfigError):
         return error
@@ -306,7 +316,7 @@ def explained(error: Exception, model_id: str, revision: str, kept: str = "") ->
 
 
 def reason(error: Exception) -> str:
-    """The error in a few words, without addresses: those of downloads may carry a signature."""
+    """Return a short reason without addresses: those of downloads may carry a signature."""
     from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
 
     if isinstance(error, ConfigError):
@@ -317,7 +327,7 @@ def reason(error: Exception) -> str:
         return str(error) or "no answer in time"
     cause = error.__cause__
     if isinstance(error, FileNotFoundError) and isinstance(cause, Exception):
-        return reason(cause)  # the library's "not in the cache either"
+        return reason(cause)  # the library reports "not in the cache either"
     line = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {line}" if line and "://" not in line else type(error).__name__
 
@@ -328,7 +338,7 @@ def _advice(error: Exception, model_id: str, revision: str) -> str:
     page = f"https://huggingface.co/{model_id}"
     account = "the account of your token" if get_token() else "your account"
     by_class: dict[type[Exception], str] = {
-        # Before the class that it is derived from.
+        # This precedes the class that it is derived from.
         errors.GatedRepoError: (
             f"{model_id} is gated: accept its terms on {page} with {account}, and {_TOKEN}"
         ),
@@ -338,7 +348,7 @@ def _advice(error: Exception, model_id: str, revision: str) -> str:
         ),
         errors.RevisionNotFoundError: (
             f"{model_id} has no revision {revision!r}: {page}/tree/main lists its branches and "
-            "tags; without --revision main is taken"
+            "tags; without --revision, main is used"
         ),
         errors.RemoteEntryNotFoundError: (
             f"{model_id} has no config.json, so it is not in the Transformers format. Of a GGUF "

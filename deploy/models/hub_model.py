@@ -34,7 +34,7 @@ from deploy.models.model_folder import (
 )
 
 _CACHED_ASK_S = 4.0
-"""Deadline of each question where the model is cached, in seconds."""
+"""Deadline of each request if the model is cached, in seconds."""
 _ID = re.compile(r"(?!\.)[\w.-]{1,96}/(?!\.)[\w.-]{1,96}", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAIN = "main"
@@ -48,32 +48,32 @@ class HubModel:
     commit: str
     path: Path
     size: int = 0
-    """Bytes on disk, where it was listed."""
+    """Size on disk in bytes, if it was listed."""
     is_compared: bool = False
-    """Whether its files were compared with those that the hub lists."""
+    """Whether its files were compared with the hub's list."""
 
 
 def is_id(text: str) -> bool:
-    """Whether it reads as ``org/name``."""
+    """Whether the text has the form ``org/name``."""
     return _ID.fullmatch(text) is not None and not text.endswith(".gguf")
 
 
 def is_commit(revision: str) -> bool:
-    """Whether it is the full hash of a commit, and no branch or tag."""
+    """Whether it is the full hash of a commit, not a branch or tag."""
     return _COMMIT.fullmatch(revision) is not None
 
 
 def cache_folder() -> Path:
-    """The hub's cache, which HF_HUB_CACHE or HF_HOME names."""
+    """Return the hub's cache, which HF_HUB_CACHE or HF_HOME sets."""
     from huggingface_hub import constants  # noqa: PLC0415
 
     return Path(constants.HF_HUB_CACHE).expanduser().absolute()
 
 
 def cached(model_id: str, revision: str = "", *, weights: bool = True) -> HubModel | None:
-    """The complete snapshot of a branch, tag or commit in the cache; the hub is not asked.
+    """Return the complete snapshot of a branch, tag or commit in the cache, without a request.
 
-    Without ``weights`` it needs to be complete but for these.
+    Without ``weights``, weights may be missing.
     """
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
 
@@ -92,7 +92,7 @@ def cached(model_id: str, revision: str = "", *, weights: bool = True) -> HubMod
 
 
 def list_cached() -> Iterator[HubModel]:
-    """The complete snapshots in the cache that Baton can serve."""
+    """Yield the complete snapshots in the cache that Baton can serve."""
     from huggingface_hub import scan_cache_dir  # noqa: PLC0415
 
     folder = cache_folder()
@@ -112,13 +112,15 @@ def fetch(
     *,
     weights: bool = True,
 ) -> HubModel:
-    """The model's snapshot, downloaded first where the cache lacks a part of it.
+    """Return the model's snapshot, downloaded first if the cache lacks a part of it.
 
     The hub is asked for the revision's commit and, once for each commit, for its files. Without an
-    answer, or where a newer commit cannot be downloaded, a cached snapshot is taken. Without
-    ``weights`` only the other files are downloaded. Raises ConfigError when the model cannot be had
-    or served: before weights are downloaded, where ``config.json`` and the list of files tell;
-    ``Cancelled`` when ``watch`` says so.
+    answer, or if a newer commit cannot be downloaded, a cached snapshot is used. Without
+    ``weights`` only the other files are downloaded.
+
+    Raises ConfigError if the model is unavailable or cannot be served. This happens before weights
+    are downloaded, if ``config.json`` and the list of files show it. Raises ``Cancelled`` when
+    ``watch`` is cancelled.
     """
     from huggingface_hub import constants  # noqa: PLC0415
 
@@ -146,7 +148,7 @@ def fetch(
     except Exception as error:
         if here is None:
             raise explained(error, model_id, revision) from None
-        progress(f"the hub was not reached ({reason(error)}): the cached {here.commit} is taken")
+        progress(f"cannot reach the hub ({reason(error)}): using the cached {here.commit}")
         return here
     if here is not None and here.commit == commit and _is_whole(here, sizes, weights=weights):
         return here
@@ -166,8 +168,8 @@ def fetch(
         if here is None or here.commit == commit:
             raise
         progress(
-            f"the newer commit {commit} cannot be had ({error.message}): the cached {here.commit} "
-            "is taken"
+            f"cannot get the newer commit {commit} ({error.message}): using the cached "
+            f"{here.commit}"
         )
         return here
 
@@ -179,14 +181,14 @@ def _commit(model_id: str, revision: str) -> str:
     commit = get_hf_file_metadata(url, timeout=_CACHED_ASK_S).commit_hash
     if commit is None:
         raise ConfigError(
-            "what answers is not the Hugging Face hub (no X-Repo-Commit): look at HF_ENDPOINT and "
-            "at proxies"
+            "the server that answers is not the Hugging Face hub (no X-Repo-Commit): check "
+            "HF_ENDPOINT and proxies"
         )
     return commit
 
 
 def _sizes(model_id: str, commit: str, wait_s: float) -> dict[str, int]:
-    """The files of a commit, and their sizes in bytes."""
+    """Return the files of a commit, and their sizes in bytes."""
     from huggingface_hub import HfApi  # noqa: PLC0415
 
     about = HfApi().model_info(model_id, revision=commit, files_metadata=True, timeout=wait_s)
@@ -194,7 +196,10 @@ def _sizes(model_id: str, commit: str, wait_s: float) -> dict[str, int]:
 
 
 def _is_whole(here: HubModel, sizes: Mapping[str, int], *, weights: bool) -> bool:
-    """Whether a snapshot has all that the hub lists of what Baton needs; that is then noted."""
+    """Whether a snapshot has everything on the hub's list that Baton needs.
+
+    The result is stored.
+    """
     with contextlib.suppress(ConfigError):
         listing = _listing(here.model_id, sizes, here.path)
         if listing.is_in(here.path, weights=weights):
@@ -212,7 +217,7 @@ def _download(
     *,
     weights: bool,
 ) -> HubModel:
-    """All by the commit's hash: what the cache's branches name is not changed before the end."""
+    """Download by the commit's hash, so that the cache's branches do not change before the end."""
     from huggingface_hub import hf_hub_download  # noqa: PLC0415
 
     def config_file() -> str:
@@ -237,7 +242,7 @@ def _download(
 
 
 def _listing(model_id: str, sizes: Mapping[str, int], folder: Path) -> HubListing:
-    """What Baton needs of a commit; ``folder`` has the index of its weights, if there is one."""
+    """Return what Baton needs of a commit; ``folder`` has the index of its weights, if any."""
     by_index = WEIGHTS not in sizes and INDEX in sizes
     weights = shards(folder / INDEX) if by_index else weight_files(_top(sizes))
     if lost := [name for name in weights if name not in sizes]:
@@ -246,7 +251,7 @@ def _listing(model_id: str, sizes: Mapping[str, int], folder: Path) -> HubListin
 
 
 def _set_ref(found: HubModel, revision: str) -> None:
-    """Note the commit of a branch or tag for later starts offline, as the library does."""
+    """Store the commit of a branch or tag for later starts offline, as the library does."""
     if revision == found.commit:
         return
     ref = found.path.parents[1] / "refs" / revision
@@ -259,7 +264,7 @@ def _set_ref(found: HubModel, revision: str) -> None:
 
 
 def _top(names: Iterable[str]) -> list[str]:
-    """Folders hold other formats of the same model."""
+    """Return the files in the top folder. Subfolders hold other formats of the same model."""
     return [name for name in names if "/" not in name]
 
 
@@ -275,8 +280,11 @@ def _check_files(model_id: str, names: Iterable[str]) -> None:
         raise ConfigError(
             f"{model_id} has no *.safetensors file"
             + (f" (only {', '.join(others[:3])})" if others else "")
-            + ": take a repository that has, convert it (https://huggingface.co/spaces/safetensors/"
-            "convert), or pass the path of a GGUF file of Llama architecture"
+            + (
+                ": use a repository that has one, convert it "
+                "(https://huggingface.co/spaces/safetensors/convert), or pass the path of a GGUF "
+                "file of Llama architecture"
+            )
         )
     if "tokenizer.json" not in top:
         raise ConfigError(
@@ -286,7 +294,7 @@ def _check_files(model_id: str, names: Iterable[str]) -> None:
 
 
 def _quiet_library() -> None:
-    """Its log has the addresses of files, which may carry a signature."""
+    """Turn the library's log off. It has the addresses of files, which may carry a signature."""
     logging.getLogger("httpx2").setLevel(logging.WARNING)
     if "HF_HUB_VERBOSITY" not in os.environ:
         from huggingface_hub.utils import logging as library_logging  # noqa: PLC0415
@@ -298,9 +306,10 @@ Outcome = TypeVar("Outcome")
 
 
 def _within(seconds: float, work: Callable[[], Outcome]) -> Outcome:
-    """What ``work`` returns or raises; TimeoutError when it takes longer.
+    """Return or raise what ``work`` does; TimeoutError when it takes longer than ``seconds``.
 
-    A thread of its own, because name look-ups obey no time-out; it cannot hold up the exit.
+    It runs on a separate thread, because name lookups have no timeout. The thread cannot block the
+    exit.
     """
     outcome: Future[Outcome] = Future()
 
@@ -320,19 +329,19 @@ class HubListing(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     small: tuple[str, ...]
-    """Configuration, tokenizer and templates."""
+    """Files of configuration, tokenizer and templates."""
     weights: tuple[str, ...]
 
     @classmethod
     def read(cls, model_id: str, commit: str) -> Self | None:
-        """The listing that was saved; None where there is none that can be read."""
+        """Return the saved listing; None if there is none that can be read."""
         try:
             return cls.model_validate_json(_file(model_id, commit).read_bytes())
         except (OSError, ValidationError):
             return None
 
     def save(self, model_id: str, commit: str) -> None:
-        """Keep it. Where the cache cannot be written, the hub is asked again next time."""
+        """Save the listing. If the cache cannot be written, the next start asks the hub again."""
         file = _file(model_id, commit)
         draft = file.with_name(f"{file.name}.{uuid4().hex}")
         with contextlib.suppress(OSError):
@@ -341,7 +350,7 @@ class HubListing(BaseModel):
             os.replace(draft, file)
 
     def is_in(self, folder: Path, *, weights: bool) -> bool:
-        """Whether a snapshot has the small files and, if asked for, the weights."""
+        """Whether a snapshot has the small files and, if requested, the weights."""
         names = self.small + self.weights if weights else self.small
         return all((folder / name).is_file() for name in names)
 

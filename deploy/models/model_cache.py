@@ -1,11 +1,11 @@
-"""Baton's cache of models: folders that appear complete or not at all, and GGUF files in them.
+"""Baton's cache of models: folders that are either complete or absent, and GGUF files in them.
 
-A folder is filled under another name and renamed. Its receipt lists its files, so that a damaged
-folder is noticed. Concurrent processes fill a folder once; their locks lie in ``locks`` under the
-cache folder.
+A folder is filled under another name and then renamed. Its receipt lists its files, so that a
+damaged folder is detected. Concurrent processes fill a folder once. Their locks are in ``locks`` in
+the cache folder.
 
-``converted/<sha256>-v<version>`` holds what was made of the GGUF file with that hash: in bfloat16,
-or with ``-codes`` at its end in the file's own codes.
+``converted/<sha256>-v<version>`` is the conversion of the GGUF file with that hash: in bfloat16, or
+with the suffix ``-codes`` in the file's own codes.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ _LOCK_S = 3600.0
 _RECEIPT = "baton_model.json"
 _PLAIN, _CODES = "", "-codes"
 FORMS = (_PLAIN, _CODES)
-"""What a GGUF file is converted to, as the end of the folder's name: bfloat16, or its own codes."""
+"""Suffixes of the forms to which a GGUF file is converted: bfloat16, or its own codes."""
 
 
 class Receipt(BaseModel):
-    """What a cached folder holds; written last."""
+    """The contents of a cached folder; written last."""
 
     model_config = ConfigDict(frozen=True)
 
     name: str
     source: str
     files: dict[str, int]
-    """Sizes in bytes."""
+    """Sizes of the files in bytes."""
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Return the size of all files, in bytes."""
         return sum(self.files.values())
 
 
 def read_receipt(folder: Path) -> Receipt | None:
-    """The receipt of a complete cached folder; None where it is absent or lacks a file."""
+    """Return the receipt of a complete cached folder; None if it is absent or lacks a file."""
     try:
         receipt = Receipt.model_validate_json((folder / _RECEIPT).read_bytes())
         complete = all(
@@ -70,7 +70,7 @@ def install(
     fill: Callable[[Path], None],
     progress: Callable[[str], None],
 ) -> Path:
-    """``target``, filled first unless it is there already; ``fill`` gets an empty folder.
+    """Return ``target``, filled first if it does not exist; ``fill`` gets an empty folder.
 
     Raises ConfigError when another process holds its lock for an hour, and what ``fill`` raises.
     """
@@ -96,7 +96,7 @@ def install(
 
 @contextmanager
 def locked(name: str, progress: Callable[[str], None]) -> Iterator[None]:
-    """Holds the lock ``name`` of the cache folder. Raises ConfigError after an hour's wait."""
+    """Hold the lock ``name`` of the cache folder. Raises ConfigError after an hour's wait."""
     path = cache_dir() / "locks" / f"{name}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(path)
@@ -118,16 +118,16 @@ def locked(name: str, progress: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def disk_errors(folder: Path | None = None, variable: str = "BATON_CACHE_DIR") -> Iterator[None]:
-    """Turns errors of the file system into ConfigError: those of ``folder``, or of Baton's cache.
+    """Convert errors of the file system in ``folder``, or in Baton's cache, to ConfigError.
 
-    ``variable`` sets where the folder is.
+    ``variable`` is the environment variable that sets the folder.
     """
     try:
         yield
     except OSError as error:
         raise ConfigError(
-            f"the model cannot be written to {folder or cache_dir()}: {error}; check permissions "
-            f"and free space there, or set {variable} to another folder"
+            f"cannot write the model to {folder or cache_dir()}: {error}; check permissions and "
+            f"free space there, or set {variable} to another folder"
         ) from error
 
 
@@ -149,17 +149,17 @@ def _sync(path: Path) -> None:
 
 
 def form_of(quantization: str) -> str:
-    """Which of ``FORMS`` a GGUF file is converted to for weights of this quantization."""
+    """Return the form of ``FORMS`` that a GGUF file takes for weights of this quantization."""
     return _CODES if quantization == "auto" else _PLAIN
 
 
 def converted_folder(sha256: str, form: str) -> Path:
-    """Where the file with that hash is, or will be, converted to."""
+    """Return the folder of the converted file with that hash, whether or not it exists."""
     return cache_dir() / "converted" / f"{sha256}-v{CONVERTER_VERSION}{form}"
 
 
 def converted_folders() -> Iterator[tuple[Path, Receipt]]:
-    """Every complete one."""
+    """Yield all complete converted folders."""
     for form in FORMS:
         for folder in cache_dir().glob(f"converted/*-v{CONVERTER_VERSION}{form}"):
             if (receipt := read_receipt(folder)) is not None:
@@ -167,7 +167,7 @@ def converted_folders() -> Iterator[tuple[Path, Receipt]]:
 
 
 def converted(gguf: Path, form: str, progress: Callable[[str], None]) -> Path:
-    """The folder that was made of the file, which is hashed and converted first where needed.
+    """Return the folder of the converted file, which is hashed and converted first if needed.
 
     Raises ConfigError for a file that cannot be converted.
     """
@@ -190,7 +190,7 @@ def convert_once(
     source: str,
     progress: Callable[[str], None],
 ) -> Path:
-    """The same of a file whose hash is known; ``name`` and ``source`` go into the receipt."""
+    """Convert a file whose hash is known; ``name`` and ``source`` go into the receipt."""
 
     def fill(folder: Path) -> None:
         convert = load_converter()
@@ -204,7 +204,7 @@ def convert_once(
 
 
 def sha256_of(path: Path) -> str:
-    """The file's hash, in hexadecimal."""
+    """Return the file's hash, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -217,7 +217,10 @@ def _keep_beside(gguf: Path, folder: Path) -> None:
 
 
 def _remembered_sha256(gguf: Path, progress: Callable[[str], None]) -> str:
-    """Hashing takes seconds per gigabyte, so a file that did not change is hashed once."""
+    """Return the hash from a cache.
+
+    Hashing takes seconds per gigabyte, so an unchanged file is hashed once.
+    """
     memory = cache_dir() / "sha256.json"
     stat = gguf.stat()
     key, state = str(gguf.resolve()), [stat.st_size, stat.st_mtime_ns]

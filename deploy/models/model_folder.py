@@ -1,4 +1,4 @@
-"""What a folder must hold to be served as a Hugging Face model."""
+"""Checks of a folder that is served as a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 
 
 def check_folder(folder: Path, *, weights: bool = True) -> None:
-    """Raises ConfigError unless ``folder`` holds a complete model of an architecture served.
+    """Raise ConfigError unless ``folder`` holds a complete model of a supported architecture.
 
-    Without ``weights`` these may be missing.
+    Without ``weights``, weights may be missing.
     """
     names = {file.name for file in folder.iterdir() if file.is_file()} if folder.is_dir() else set()
     missing = [name for name in ("config.json", "tokenizer.json") if name not in names]
@@ -33,13 +33,13 @@ def check_folder(folder: Path, *, weights: bool = True) -> None:
     if INDEX in names:
         needed, source = shards(folder / INDEX), "its index names"
     else:
-        needed, source = _numbered(names), "the others' names count"
+        needed, source = _numbered(names), "the others' names imply"
     if lost := [name for name in needed if name not in names]:
         raise ConfigError(f"{folder} lacks shards that {source}: {', '.join(lost)}")
 
 
 def _numbered(names: Collection[str]) -> list[str]:
-    """The files of which any one's name tells how many there are."""
+    """Return the files whose names include the number of all parts."""
     counts = {(found[1], found[2]) for name in names if (found := _SHARD.fullmatch(name))}
     return [
         f"{stem}-{number:05}-of-{count}.safetensors"
@@ -49,23 +49,26 @@ def _numbered(names: Collection[str]) -> list[str]:
 
 
 def check_config(folder: Path) -> None:
-    """Raises ConfigError unless the engine computes what ``config.json`` describes.
+    """Raise ConfigError unless the engine supports the model in ``config.json``.
 
-    It needs no other file, so it can be asked before weights are downloaded.
+    This needs no other file, so it can run before weights are downloaded.
     """
     from engine.checkpoint.model_config import load_model_config  # noqa: PLC0415
 
     load_model_config(folder)
     fields = ConfigFields.read(folder / "config.json")
     if fields.get("quantization_config") or fields.get("compression_config"):
-        # It imports torch, which plain weights do not need here.
+        # The import loads torch, which plain weights do not need here.
         from engine.quantization.checkpoint_format import checkpoint_format  # noqa: PLC0415
 
         checkpoint_format(folder)
 
 
 def shards(index: Path) -> list[str]:
-    """The names of the weight files of an index, sorted. Raises ConfigError for a broken one."""
+    """Return the names of the weight files of an index, sorted.
+
+    Raises ConfigError for a broken one.
+    """
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -76,9 +79,9 @@ def shards(index: Path) -> list[str]:
 
 
 def weight_files(names: Collection[str]) -> list[str]:
-    """The files of weights where no index lists them; empty where there are none.
+    """Return the weight files if no index lists them; empty if there are none.
 
-    ``consolidated*`` is a copy of the weights in a format of its own.
+    ``consolidated*`` is a copy of the weights in another format.
     """
     if WEIGHTS in names:
         return [WEIGHTS]

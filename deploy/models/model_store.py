@@ -33,7 +33,7 @@ class ResolvedModel:
     name: str
     path: Path
     commit: str = ""
-    """Of a model of the hub."""
+    """Commit of a model of the hub."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ModelEntry:
     name: str
     cached: bool
     size: int
-    """Bytes on disk; 0 when it is not cached."""
+    """Size on disk in bytes; 0 if it is not cached."""
     source: str
     path: Path | None
 
@@ -57,12 +57,13 @@ def resolve(
     *,
     weights: bool = True,
 ) -> ResolvedModel:
-    """A folder, a .gguf file, a demo model's name or a Hugging Face id → a folder to serve.
+    """Return the folder to serve for a folder, a .gguf file, a demo model's name or a Hugging Face
+    id.
 
-    An existing path wins. With the ``quantization`` ``auto`` a GGUF file keeps its codes; else it
-    is converted to bfloat16. ``revision`` is the branch, tag or commit of a Hugging Face id, or the
-    commit of a demo model. Without ``weights`` those of the hub are not downloaded. Raises
-    ConfigError when the model is none of these, or when something is missing or unsupported.
+    An existing path has precedence. With the ``quantization`` ``auto`` a GGUF file keeps its codes;
+    otherwise it is converted to bfloat16. ``revision`` is the branch, tag or commit of a Hugging
+    Face id, or the commit of a demo model. Without ``weights`` those of the hub are not downloaded.
+    Raises ConfigError if the model is none of these, or if a part is missing or unsupported.
     """
     watch = watch or DownloadWatch()
     path = _path(model)
@@ -73,7 +74,9 @@ def resolve(
         demo = demo_model.fetch_commit(_known(model), revision, progress, watch, weights=weights)
         return ResolvedModel(model, demo.path, demo.commit)
     if revision:
-        raise ConfigError(f"revision {revision!r} is for a Hugging Face id; {model!r} is none")
+        raise ConfigError(
+            f"revision {revision!r} is only for a Hugging Face id, and {model!r} is not one"
+        )
     if path is None:
         demo = demo_model.fetch(_known(model), form_of(quantization), progress, watch)
         return ResolvedModel(model, demo.path, demo.commit)
@@ -85,9 +88,9 @@ def resolve(
 
 
 def look(model: str, revision: str = "") -> ModelEntry:
-    """What of a model is on this machine; nothing is downloaded, and nothing converted.
+    """Return what is on this machine of a model; nothing is downloaded or converted.
 
-    Raises ConfigError as ``resolve``.
+    Raises ConfigError as ``resolve`` does.
     """
     path = _path(model)
     if path is None and hub_model.is_id(model):
@@ -104,12 +107,12 @@ def look(model: str, revision: str = "") -> ModelEntry:
 
 
 def download_folder(model: str) -> Path:
-    """Where a model that is not on this machine is downloaded to."""
+    """Return the folder to which a missing model is downloaded."""
     return hub_model.cache_folder() if hub_model.is_id(model) else cache_dir()
 
 
 def list_models() -> list[ModelEntry]:
-    """The demo models, then converted GGUF files, then models in the hub's cache."""
+    """List the demo models, then converted GGUF files, then models in the hub's cache."""
     entries = [_known_entry(model) for model in demo_model.KNOWN_MODELS]
     listed = {entry.path for entry in entries}
     files = [
@@ -126,7 +129,7 @@ def list_models() -> list[ModelEntry]:
 
 
 def _path(model: str) -> Path | None:
-    """The folder or .gguf file that exists by that name."""
+    """Return the existing folder or .gguf file of that name."""
     path = Path(model).expanduser().absolute()
     exists = path.is_dir() or (path.suffix == ".gguf" and path.is_file())
     return path if exists else None
@@ -147,7 +150,9 @@ def _unknown(model: str) -> ConfigError:
     )
     if model.endswith(".gguf") and hub_model.is_id(model.rpartition("/")[0]):
         repository, _, file = model.rpartition("/")
-        return ConfigError(f"{text}. Of the hub: `hf download {repository} {file}`, then its path")
+        return ConfigError(
+            f"{text}. To get it from the hub: `hf download {repository} {file}`, then its path"
+        )
     ids = {one.model_id for one in hub_model.list_cached()}
     ends = {name.rpartition("/")[2].lower(): name for name in (*sorted(ids), *names)}
     close = difflib.get_close_matches(model.lower(), ends, n=1, cutoff=0.75)
@@ -176,10 +181,10 @@ def resolve_drafter(
     revision: str = "",
     watch: DownloadWatch | None = None,
 ) -> ResolvedModel:
-    """The folder of ``draft_model`` for a drafter, downloaded first where it is not here.
+    """Return the folder of ``draft_model`` for a drafter, downloaded first if it is missing.
 
-    ``revision`` is the branch, tag or commit of a draft model of the hub. Heads have no tokenizer
-    and no name: they are a folder of the target's own. Raises ConfigError where there is none,
+    ``revision`` is the branch, tag or commit of a draft model on the hub. Heads have no tokenizer
+    and no name: they are a folder for one target model. Raises ConfigError if there is none, and
     BatonError as ``deploy.models.model_store.resolve`` does.
     """
     if drafter not in _HEADS:

@@ -1,4 +1,4 @@
-"""A child process of the launcher: in a session of its own, marked, its output in a log file."""
+"""A child process of the launcher: in a separate session, marked, its output in a log file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import MappingProxyType
 from deploy.processes.run_directory import ClusterMark
 
 TAIL_BYTES = 64 << 10
-"""The end of a log in which its last lines are looked for."""
+"""Size of the end of a log in which its last lines are searched."""
 
 
 class Child:
@@ -34,12 +34,12 @@ class Child:
         log: Path,
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> Child:
-        """Start ``arguments``; standard input is a pipe from here. Raises OSError.
+        """Start ``arguments``; this process writes to its standard input. Raises OSError.
 
         ``variables`` are added to its environment.
 
-        A session of its own keeps the terminal's Ctrl-C away: the launcher decides the order in
-        which things end.
+        The separate session keeps the terminal's Ctrl-C away: the launcher decides the order in
+        which processes end.
         """
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
@@ -71,11 +71,11 @@ class Child:
             await stdin.wait_closed()
 
     async def wait(self) -> str:
-        """Wait for its end, without a deadline. Returns how it ended."""
+        """Wait for the end of the process, without a deadline. Returns how it ended."""
         return _describe(await self._process.wait())
 
     def kill(self) -> None:
-        """SIGKILL, if it lives."""
+        """Send SIGKILL, if the process runs."""
         if self.running:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
@@ -94,14 +94,14 @@ class Child:
             await self._process.wait()
 
     def last_lines(self, count: int = 5) -> str:
-        """The end of its log, for a message."""
+        """Return the end of its log, for a message."""
         return last_lines(self.log, count)
 
 
 def last_lines(log: Path, count: int = 5) -> str:
-    """The last lines of a log file that are not empty; nothing where there is no file.
+    """Return the last lines of a log file that are not empty; nothing without a file.
 
-    No more than its last ``TAIL_BYTES`` are read, however long it has grown.
+    At most its last ``TAIL_BYTES`` are read.
     """
     try:
         with log.open("rb") as file:

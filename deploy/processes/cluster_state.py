@@ -30,7 +30,7 @@ class ClusterState:
     processes: dict[str, int]
     """Process ids by name: the router, the store, the workers by slot."""
     admin_http: str = ""
-    """Where metrics and the operators' endpoints are, if not at ``http``."""
+    """Address of metrics and the operators' endpoints, if not ``http``."""
     tls: bool = False
     """Whether the listeners serve TLS."""
     authority: str = ""
@@ -41,7 +41,7 @@ class ClusterState:
 
     @property
     def tls_files(self) -> TlsFiles | None:
-        """As above; None without TLS."""
+        """Return the files for these commands; None without TLS."""
         if not self.tls:
             return None
         return TlsFiles(*map(_path, (self.certificate, self.certificate_key, self.authority)))
@@ -57,12 +57,12 @@ class ClusterState:
 
     @property
     def operators(self) -> str:
-        """host:port of metrics and the operators' endpoints."""
+        """Return the address of metrics and the operators' endpoints, host:port."""
         return self.admin_http or self.http
 
     @property
     def alive(self) -> bool:
-        """Whether the launcher that wrote this still runs."""
+        """Whether the launcher that wrote this file still runs."""
         return self.launcher.is_running
 
 
@@ -70,7 +70,7 @@ _CLUSTER_STATE = TypeAdapter(ClusterState)
 
 
 def running_clusters() -> list[ClusterState]:
-    """The clusters that this user runs on this machine, newest first."""
+    """Return the clusters that this user runs on this machine, newest first."""
     files = parent_directory().glob(f"{PREFIX}*/{FILE_NAME}")
     states = [state for state in map(_read, files) if state is not None and state.alive]
     return sorted(states, key=lambda state: state.launcher.start_ticks, reverse=True)
@@ -81,7 +81,7 @@ def _path(text: str) -> Path | None:
 
 
 def _read(path: Path) -> ClusterState | None:
-    # The directory is open to all users: a stranger's file could send us anywhere.
+    # All users can write to the directory, and another user's file could name any address.
     try:
         if path.stat().st_uid != os.getuid():
             return None

@@ -13,14 +13,20 @@ Result = TypeVar("Result")
 
 
 class DaemonThread:
-    """Unlike an executor's thread, this one lets the process end while a call hangs."""
+    """Makes blocking calls.
+
+    Unlike an executor's thread, it lets the process end while a call hangs.
+    """
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def call(self, function: Callable[[], Result]) -> asyncio.Future[Result]:
-        """``function()``'s result or exception. Cancelling abandons the call: it goes on."""
+        """Return the result or exception of ``function()``.
+
+        A cancelled call continues in the thread.
+        """
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Result] = loop.create_future()
 
@@ -38,7 +44,7 @@ class DaemonThread:
                 result = function()
             except BaseException as error:
                 failure = error
-            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            with contextlib.suppress(RuntimeError):  # the loop is closed by now
                 loop.call_soon_threadsafe(settle, result, failure)
 
         self._calls.put(run)

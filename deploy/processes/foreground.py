@@ -17,7 +17,7 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        """Take the signals over."""
+        """Install the signal handlers."""
         self.stop = asyncio.Event()
         """Set by the first signal."""
         self.hurry = asyncio.Event()
@@ -27,7 +27,7 @@ class StopSignals:
         self.take()
 
     def take(self) -> None:
-        """Take the signals over again, from a library that has put its own handlers in place."""
+        """Install the signal handlers again, after a library has replaced them."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
 
@@ -46,13 +46,13 @@ class LogFile:
         logging.getLogger().addHandler(self._handler)
 
     def close(self) -> None:
-        """Write no more."""
+        """Stop writing."""
         self._handler.close()
         logging.getLogger().removeHandler(self._handler)
 
 
 def first_leaf(error: BaseException | None) -> BaseException | None:
-    """The first of the errors that task groups have gathered; other errors are returned as is."""
+    """Return the first error of nested exception groups; other errors are returned unchanged."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

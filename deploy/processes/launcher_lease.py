@@ -1,14 +1,14 @@
-"""The launcher's lease: a key in Redis with a TTL, by which other machines know that it runs.
+"""The launcher's lease: a key in Redis with a TTL, which shows other machines that it runs.
 
     free ─take()→ held ─renewed every RENEW_S→ held ─give_up()→ free
     held ─not renewed for TTL_S→ free
 
 Workers and the supervisor on other machines watch the lease, and exit once it has been free for
 ``GONE_S``: another launcher of the same cluster may start within that time, and takes them over.
-While Redis is unreachable, the lease says nothing and no process exits.
+While Redis is unreachable, the state of the lease is unknown and no process exits.
 
-A launcher also records a hash of the configuration that its workers have got, so that the next
-launcher knows whether it can keep them.
+A launcher also records a hash of its workers' configuration, so that the next launcher knows
+whether it can keep them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ TTL_S = 15
 RENEW_S = 3.0
 GONE_S = 60.0
 _POLL_S = 2.0
-# A lease that lasts longer than its TTL shows that the server's clock was set back. The rest is
-# cut: a holder that runs renews it in time.
+# A lease that lasts longer than its TTL shows that the server's clock was set back. The excess is
+# removed: a running holder renews it in time.
 _TAKE = """
 local holder = redis.call('GET', KEYS[1])
 if holder and holder ~= ARGV[1] then
@@ -65,32 +65,35 @@ class LauncherLease:
     """One launcher's lease of a cluster. Owned by one event loop."""
 
     def __init__(self, client: redis.asyncio.Redis, cluster_id: str, holder: str) -> None:
-        """``holder`` names this launcher, and no other."""
+        """``holder`` is the unique name of this launcher."""
         self._client = client
         self._key = _key(cluster_id)
         self._cluster_id = cluster_id
         self._holder = holder
 
     async def take(self) -> None:
-        """Take the lease once its last holder is gone. Raises BatonError if that runs on."""
-        # A launcher that was killed holds it until its TTL is over.
+        """Take the lease after its last holder is gone.
+
+        Raises BatonError if that holder keeps running.
+        """
+        # The lease of a killed launcher lasts until its TTL is over.
         ends_at = time.monotonic() + TTL_S + RENEW_S
         while not await self._hold():
             if time.monotonic() > ends_at:
                 raise BatonError(
-                    f"another launcher has the cluster {self._cluster_id}: end that one, or give"
-                    " this one another cluster_id"
+                    f"another launcher has the cluster {self._cluster_id}: stop that one, or give "
+                    "this one another cluster_id"
                 )
             await asyncio.sleep(1.0)
 
     async def keep(self) -> NoReturn:
-        """Renew it until cancelled. Raises BatonError when another launcher has it."""
+        """Renew the lease until cancelled. Raises BatonError when another launcher has it."""
         while True:
             await asyncio.sleep(RENEW_S)
             try:
                 held = await self._hold()
             except redis.RedisError as error:
-                log.warning("the launcher's lease cannot be renewed: %s", error)
+                log.warning("cannot renew the launcher's lease: %s", error)
                 continue
             if not held:
                 raise BatonError(f"another launcher has taken the cluster {self._cluster_id}")
@@ -112,7 +115,7 @@ async def lease_lost(redis_url: str, cluster_id: str) -> None:
             try:
                 held = bool(await client.exists(_key(cluster_id)))
             except (redis.RedisError, OSError):
-                # While Redis is away the launcher cannot renew it either.
+                # The launcher cannot renew it either while Redis is unreachable.
                 held = True
             if free.tick({} if held else {_key(cluster_id): 0}, time.monotonic()):
                 return
@@ -135,14 +138,14 @@ class LauncherClaim:
     async def take(self) -> bool:
         """Take the lease. Returns whether workers with another configuration may be left.
 
-        Raises BatonError where another launcher has it, ``redis.RedisError``.
+        Raises BatonError if another launcher has it, and ``redis.RedisError``.
         """
         await self._lease.take()
         before = await self._client.getset(self._key, self._hash)
         return before is not None and before != self._hash.encode()
 
     async def keep(self) -> NoReturn:
-        """As ``LauncherLease.keep``."""
+        """Renew the lease; see ``LauncherLease.keep``."""
         await self._lease.keep()
 
     async def give_up(self) -> None:
@@ -150,12 +153,12 @@ class LauncherClaim:
         await self._lease.give_up()
 
     async def close(self) -> None:
-        """End its connections."""
+        """Close the connections."""
         await self._client.aclose()
 
 
 def workers_hash(config: Config) -> str:
-    """A hash of all of a configuration that makes a difference to workers."""
+    """Return a hash of all parts of a configuration that matter to workers."""
     left_out: dict[str, Any] = {
         **dict.fromkeys(OF_ROUTERS | OF_LAUNCHERS, True),
         "advanced": set(_ADVANCED),
@@ -166,5 +169,5 @@ def workers_hash(config: Config) -> str:
 
 
 def workers_hash_key(cluster_id: str) -> str:
-    """The key in Redis of the hash of a cluster's workers."""
+    """Return the key in Redis of the hash of a cluster's workers."""
     return f"baton:{{{cluster_id}}}:told"

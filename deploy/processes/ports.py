@@ -1,4 +1,4 @@
-"""Ports: whether one is free, and which process has it if not."""
+"""Checks of ports: whether one is free, and which process uses it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _ANY = {"0.0.0.0": LOOPBACK, "::": "::1"}  # noqa: S104
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """A port of ``host`` that is free now."""
+    """Return a port of ``host`` that is free now."""
     with _bound(host, 0) as probe:
         return int(probe.getsockname()[1])
 
 
 def choose_ports(config: Config) -> Config:
-    """The configuration with port 0 replaced by free ports.
+    """Return the configuration with port 0 replaced by free ports.
 
     Raises ConfigError when a port is in use or not allowed, or when two listeners share one.
     """
@@ -39,7 +39,7 @@ def choose_ports(config: Config) -> Config:
 
 
 def reachable(address: str) -> str:
-    """The host:port by which this machine reaches a server bound to ``address``."""
+    """Return the host:port by which this machine reaches a server bound to ``address``."""
     host, port = split_host_port(address)
     return join_host_port(_ANY.get(host, host), port)
 
@@ -62,7 +62,7 @@ def _bound(host: str, port: int) -> socket.socket:
     family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     probe = socket.socket(family, kind, proto)
     try:
-        # As servers do: a connection that lingers in TIME_WAIT is no reason to refuse.
+        # Servers do the same, so that a connection in TIME_WAIT does not count as use.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(where)
         probe.listen(1)
@@ -76,13 +76,13 @@ def _reason(flag: str, address: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         owner = _owner(port)
         by = f" by {owner}" if owner else ""
-        return f"{address} is in use{by}: end it, or choose another port with {flag} HOST:PORT"
+        return f"{address} is in use{by}: stop it, or choose another port with {flag} HOST:PORT"
     what = error.strerror or str(error)
     return f"cannot listen on {address} ({what}): choose another with {flag} HOST:PORT"
 
 
 def _owner(port: int) -> str:
-    """Name and pid of the process that listens on ``port``, where this user may see it."""
+    """Return name and pid of the process that listens on ``port``, if this user may see it."""
     try:
         connections = psutil.net_connections(kind="tcp")
         for connection in connections:

@@ -14,9 +14,9 @@ from rich.status import Status
 from rich.text import Text
 
 STILL_S = 10.0
-"""Where nothing spins, a long step says this often that it goes on."""
+"""Interval in which a long step reports that it continues, without a spinner. Seconds."""
 _SHOWN_S = 0.5
-"""Shorter steps are not worth a mention at the end."""
+"""Shorter steps are not listed at the end. Seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,10 @@ class _Step:
 
 
 class Progress:
-    """Steps may overlap. Printing never fails: the reader of a pipe, or a terminal, may be gone."""
+    """Shows the steps of a start, which may overlap.
+
+    Printing never fails: the reader of a pipe, or a terminal, may be gone.
+    """
 
     def __init__(
         self,
@@ -51,12 +54,13 @@ class Progress:
 
     @property
     def detail_every_s(self) -> float:
-        """Seconds between two details of a long step: more where each is a line of its own."""
+        """Return the seconds between two details of a long step: more if each is a separate
+        line."""
         return 10.0 if self._status is None else 0.5
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """A step of the start: says when it begins, and how long it took when it ends well."""
+        """Show a step of the start, and how long it took if it succeeds."""
         began = self._clock()
         self._running[name] = _Step(name, began)
         over = threading.Event()
@@ -76,7 +80,7 @@ class Progress:
         self.line(f"{name}: done in {self._ended[name]:.1f} s")
 
     def detail(self, name: str, text: str) -> None:
-        """What the running step ``name`` is doing."""
+        """Show the progress within the running step ``name``."""
         step = self._running.get(name)
         if step is not None:
             step.text = text
@@ -84,14 +88,14 @@ class Progress:
             self.line(f"{name}: {text}")
 
     def line(self, text: str = "", style: str = "") -> None:
-        """A line that stays, unwrapped so that it can be copied."""
+        """Print a line that stays, unwrapped so that it can be copied."""
         with contextlib.suppress(OSError, ValueError):
             self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def longest(self, count: int = 3) -> str:
-        """The steps that took longest, as in ``starting Ray 3.1 s, …``; they may have overlapped.
+        """Return the longest steps, as in ``starting Ray 3.1 s, …``; they may have overlapped.
 
-        Empty where all were short.
+        Empty if all were short.
         """
         worth = [(took, name) for name, took in self._ended.items() if took >= _SHOWN_S]
         return ", ".join(f"{name} {took:.1f} s" for took, name in sorted(worth)[::-1][:count])
@@ -112,13 +116,13 @@ class Progress:
                 self._status.stop()
 
     def shown(self) -> str:
-        """The running steps, and for how long each has run."""
+        """Return the running steps, and for how long each has run."""
         now = self._clock()
         return ", ".join(step.shown(now) for step in list(self._running.values()))
 
 
 class _Running:
-    """Drawn again with each turn of the spinner."""
+    """The running steps, drawn again with each turn of the spinner."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -128,5 +132,5 @@ class _Running:
 
 
 def log_progress(text: str) -> None:
-    """Progress of a process without a terminal."""
+    """Log the progress of a process without a terminal."""
     log.info("%s", text)

@@ -1,4 +1,4 @@
-"""One run of a cluster on a machine: its directory, and the mark by which its processes are found.
+"""One run of a cluster on a machine: its directory, and the mark of its processes.
 
 The directory holds sockets, logs, secrets and the cluster's state. The mark is two variables in the
 environment of every process of the run.
@@ -22,9 +22,9 @@ RUN_VARIABLE = "BATON_RUN_DIRECTORY"
 
 
 def parent_directory() -> Path:
-    """The folder of run directories: the system's temporary directory.
+    """Return the folder of run directories: the system's temporary directory.
 
-    A path of a UNIX socket ends at 107 bytes, and Ray's own part of it takes about 70.
+    The path of a UNIX socket has at most 107 bytes, and Ray's own part of it takes about 70.
     """
     parent = Path(tempfile.gettempdir())
     return parent if len(os.fsencode(parent)) <= _LONGEST_PARENT else Path("/tmp")  # noqa: S108
@@ -44,9 +44,9 @@ class RunDirectory:
 
     @classmethod
     def of_node(cls, cluster_id: str) -> RunDirectory:
-        """The directory of a Ray node that Baton did not start, for the workers of a cluster.
+        """Return the directory for a cluster's workers on a Ray node that Baton did not start.
 
-        Raises PermissionError where another user owns it.
+        Raises PermissionError if another user owns it.
         """
         run = cls(parent_directory() / f"{PREFIX}node-{cluster_id}")
         run.path.mkdir(mode=0o700, exist_ok=True)
@@ -57,12 +57,13 @@ class RunDirectory:
 
     @property
     def workers(self) -> Path:
-        """The list of this node's workers: see ``deploy.workers.node.NodeWorkers``."""
+        """Return the path of the list of this node's workers: see
+        ``deploy.workers.node.NodeWorkers``."""
         return self.path / "workers"
 
     @property
     def costs(self) -> Path:
-        """The step costs that this node's workers have measured."""
+        """Return the path of the step costs that this node's workers have measured."""
         return self.path / "costs"
 
     @property
@@ -71,16 +72,16 @@ class RunDirectory:
 
     @property
     def ray(self) -> Path:
-        """Ray's own directory; the name is short for the sake of its sockets."""
+        """Return Ray's own directory, whose name is short because of its sockets."""
         return self.path / "ray"
 
     @property
     def router_metrics(self) -> Path:
-        """The shared metrics of several router processes."""
+        """Return the path of the shared metrics of several router processes."""
         return self.path / "router-metrics"
 
     def log(self, name: str) -> Path:
-        """The log file of a process."""
+        """Return the log file of a process."""
         return self.logs / f"{name}.log"
 
     def write_secret(self, name: str, content: str) -> Path:
@@ -111,8 +112,8 @@ class RunDirectory:
 class ClusterMark:
     """Marks the processes of one cluster.
 
-    The cluster id alone would not do: it is also a setting, so an operator's own shell may carry
-    it. No two runs share a run directory.
+    The cluster id is not enough: it is also a setting, so an operator's shell may have it. No two
+    runs share a run directory.
     """
 
     cluster_id: str
@@ -120,15 +121,15 @@ class ClusterMark:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variables of a child."""
+        """Return the environment variables of a child."""
         return {CLUSTER_VARIABLE: self.cluster_id, RUN_VARIABLE: str(self.run_directory)}
 
     def environment(self) -> dict[str, str]:
-        """This process's environment with the mark added."""
+        """Return this process's environment with the mark added."""
         return {**os.environ, **self.variables}
 
     def processes(self) -> list[psutil.Process]:
-        """Every running process that carries the mark; zombies do not count."""
+        """Return every running process with the mark; zombies do not count."""
         return [process for process in psutil.process_iter() if self._is_on(process)]
 
     def _is_on(self, process: psutil.Process) -> bool:

@@ -1,13 +1,13 @@
-"""Ray's control store (GCS): the process, started again after its death, and killed when it hangs.
+"""Ray's control store (GCS) as a process that is restarted after its death, and killed when it
+hangs.
 
     running (started by Ray) ─dies→ dead ─start()→ running (a child of the launcher)
     answering ─no answer for SILENT_S→ silent, and killed ─its next process→ answering
 
-Only a GCS with a store behind it is started again: the next process reads there what the last one
-knew.
+Only a GCS with a store is restarted: the next process reads the last one's state there.
 
-A GCS can hang for as long as the wall clock was set back while its store was unreachable, because
-it waits for the store by that clock. Until it is killed no dead worker is noticed or replaced.
+If the wall clock is set back while the store is unreachable, a GCS can hang for as long, because it
+waits for the store by that clock. Until it is killed, no dead worker is detected or replaced.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from deploy.processes.run_directory import ClusterMark, RunDirectory
 _POLL_S = 0.2
 _STOP_S = 3.0
 SILENT_S = 15.0
-"""Time without an answer after which it is killed. A start with a read of its store takes less."""
+"""Time without an answer after which it is killed, in seconds. A start that reads the store takes
+less."""
 _ASK_S = 2.0
 _EACH_S = 1.0
 _KEY = b"baton"
@@ -48,7 +49,7 @@ class GcsProcess:
         mark: ClusterMark,
         run: RunDirectory,
     ) -> None:
-        """``first`` is the one that Ray has started; ``command`` starts another on its port."""
+        """``first`` is the process that Ray has started; ``command`` starts another on its port."""
         self._first = first
         self._command = tuple(command)
         self._mark = mark
@@ -60,20 +61,20 @@ class GcsProcess:
         return self._first.pid if self._child is None else self._child.pid
 
     async def start(self) -> None:
-        """Start the next one. Raises OSError."""
+        """Start the next process. Raises OSError."""
         self._child = await Child.spawn("gcs", self._command, self._mark, self._run.log("gcs"))
 
     async def wait(self) -> str:
-        """Wait for its death. Returns how it ended."""
+        """Wait for the death of the process. Returns how it ended."""
         if self._child is not None:
             return await self._child.wait()
-        # It is Ray's child, not this process's, so it is polled.
+        # The process is Ray's child, not this process's, so it is polled.
         while runs(self._first):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
         return "it died"
 
     def kill(self) -> None:
-        """Send SIGKILL, if it runs."""
+        """Send SIGKILL, if the process runs."""
         if self._child is not None:
             self._child.kill()
             return
@@ -95,19 +96,19 @@ def runs(process: psutil.Process) -> bool:
 
 
 class GcsProbe:
-    """Queries the control store by way of this driver. Owned by one event loop."""
+    """Queries the control store through this driver. Owned by one event loop."""
 
     def __init__(self) -> None:
         self._thread = DaemonThread("gcs questions")
 
     async def ask(self, timeout_s: float) -> None:
-        """Make the control store read from its store. Raises what Ray raises when it does not.
+        """Make the control store read from its store. Raises what Ray raises on failure.
 
-        Raises TimeoutError where Ray exceeds its own deadline.
+        Raises TimeoutError if Ray exceeds its own deadline.
         """
         try:
             async with asyncio.timeout(2 * timeout_s):
-                # The control store reads a key from its own store each time, also a missing one.
+                # The control store reads a key from its own store each time, even a missing one.
                 await self._thread.call(lambda: ray_internals.read_gcs_key(_KEY, timeout_s))
         except TimeoutError:
             # The next query must not wait for this one.
@@ -125,7 +126,7 @@ class GcsWatch:
         report: Callable[[str], None],
         max_s: float = SILENT_S,
     ) -> None:
-        """``ask(timeout_s)`` returns once the control store has read from its store.
+        """``ask(timeout_s)`` returns when the control store has read from its store.
 
         Otherwise it raises an error after about that time. ``report`` shows a line.
         """
@@ -137,12 +138,12 @@ class GcsWatch:
         self._answers = 0
 
     async def run(self) -> NoReturn:
-        """Until it is cancelled."""
+        """Watch until cancelled."""
         while True:
             await self._ask_it()
             # The next process gets the same time to start.
             if self._silence.tick({self._gcs.pid: self._answers}, time.monotonic()):
-                self._report(f"gcs has not answered for {self._max_s:.0f} s; it is ended")
+                self._report(f"gcs has not answered for {self._max_s:.0f} s; killing it")
                 self._gcs.kill()
             await asyncio.sleep(_EACH_S)
 
@@ -164,13 +165,13 @@ class RemoteGcsWatch:
         report: Callable[[str], None],
         max_s: float = SILENT_S,
     ) -> None:
-        """The arguments are those of ``GcsWatch``."""
+        """Take the arguments of ``GcsWatch``."""
         self._ask = ask
         self._report = report
         self._max_s = max_s
 
     async def run(self) -> NoReturn:
-        """Until it is cancelled."""
+        """Watch until cancelled."""
         silence, answers, reported = SilenceWatch[str](self._max_s), 0, False
         while True:
             try:
@@ -184,7 +185,8 @@ class RemoteGcsWatch:
             if silent != reported:
                 reported = silent
                 self._report(
-                    "Ray's control store does not answer: workers serve on, and none is replaced"
+                    "Ray's control store does not answer: workers keep serving, and dead ones are "
+                    "not replaced"
                     if silent
                     else "Ray's control store is back"
                 )

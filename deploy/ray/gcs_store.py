@@ -1,8 +1,8 @@
-"""The store behind Ray's control store (GCS), if it has one: then the GCS may die.
+"""The store of Ray's control store (GCS), which makes a restart of the GCS possible.
 
-A GCS with a store reads its state from there when it is started again. Meanwhile actors run on, and
-calls between them go through. It never shares the store of Baton's registry, so that a fault of one
-does not lose both.
+A restarted GCS reads its state from its store. Meanwhile actors keep running, and calls between
+them work. The GCS never shares the store of Baton's registry, so that a fault of one does not lose
+both.
 
 An embedded store keeps its data in a file of the run directory: its own death loses nothing.
 """
@@ -25,9 +25,9 @@ from deploy.processes.run_directory import RunDirectory
 log = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"
-"""The value of ``gcs_store`` that has a Valkey of its own started."""
+"""The value of ``gcs_store`` that starts a separate Valkey."""
 PROGRAM = "gcs_server"
-"""Its name in the run directory."""
+"""Name of the program in the run directory."""
 _FORGET_S = 5.0
 _FOREVER_S = 10 * 365 * 24 * 3600
 
@@ -41,9 +41,9 @@ class GcsStore:
     """The prefix of this cluster's keys."""
 
     def environment(self) -> dict[str, str]:
-        """Environment variables of Ray's daemons and workers."""
+        """Return the environment variables of Ray's daemons and workers."""
         return {
-            # They would end themselves after a minute without a GCS.
+            # Otherwise they would end after a minute without a GCS.
             "RAY_gcs_rpc_server_reconnect_timeout_s": str(_FOREVER_S),
             "RAY_external_storage_namespace": self.namespace,
         }
@@ -56,10 +56,10 @@ class GcsStore:
                 if keys:
                     await client.delete(*keys)
         except (redis.RedisError, OSError, TimeoutError) as error:
-            log.warning("Ray's tables are left in Redis: %s", error)
+            log.warning("cannot delete Ray's tables in Redis: %s", error)
 
     def flags(self) -> list[str]:
-        """Arguments of Ray's ``gcs_server``; the password comes from its environment."""
+        """Return the arguments of Ray's ``gcs_server``; the password comes from its environment."""
         parts = urlsplit(self.url)
         flags = [
             f"--redis_address={parts.hostname}",
@@ -73,7 +73,7 @@ class GcsStore:
         return flags
 
     def write_program(self, gcs_server: str, run: RunDirectory) -> Path:
-        """A program that starts Ray's own ``gcs_server`` with the store.
+        """Write a program that starts Ray's own ``gcs_server`` with the store.
 
         Ray itself would put the password on the command lines of the GCS and of every worker. Only
         the owner can read the program.
@@ -89,14 +89,16 @@ class GcsStore:
 
 
 def check_gcs_store(gcs_store: str, redis_url: str) -> None:
-    """Raises ConfigError for a store that Ray cannot use."""
+    """Raise ConfigError for a store that Ray cannot use."""
     if gcs_store in ("", EMBEDDED):
         return
     parts = urlsplit(gcs_store)
     if parts.scheme not in ("redis", "rediss") or not parts.hostname:
-        raise ConfigError(f"gcs_store: {EMBEDDED} or redis://host:port, not {parts.scheme}://…")
+        raise ConfigError(
+            f"gcs_store: expected {EMBEDDED} or redis://host:port, not {parts.scheme}://…"
+        )
     if parts.path not in ("", "/", "/0"):
-        raise ConfigError("gcs_store: Ray knows database 0 alone")
+        raise ConfigError("gcs_store: Ray can only use database 0")
     registry = urlsplit(redis_url)
     if redis_url and (parts.hostname, parts.port) == (registry.hostname, registry.port):
-        raise ConfigError("gcs_store: it must be another server than redis_url")
+        raise ConfigError("gcs_store: it must be a different server than redis_url")

@@ -43,32 +43,33 @@ _START_S = 60.0
 _STOP_S = 10.0
 _POLL_S = 0.2
 _GCS_AWAY_S = 600
-"""Seconds without its control store after which a node gives up."""
+"""Time without its control store after which a node exits, in seconds."""
 AUTO = "auto"
 _CONNECT_S = 60.0
 
 
 def check_token() -> None:
-    """Raises ConfigError unless this Ray knows tokens and finds the cluster's, or needs none."""
+    """Raise ConfigError unless this Ray supports tokens and finds the cluster's, or needs none."""
     check_ray()
     mode = os.environ.get("RAY_AUTH_MODE", "token")
     if mode == "disabled":
         return
     if mode != "token":
         raise ConfigError(
-            f"RAY_AUTH_MODE={mode}: say token, or disabled where that Ray asks for no token"
+            f"RAY_AUTH_MODE={mode}: set token, or disabled if that Ray requires no token"
         )
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     if not os.environ.get("RAY_AUTH_TOKEN") and not path.is_file():
         raise ConfigError(
-            f"no token of Ray's: {path} is no file. Bring that of the machine where Ray's head runs"
-            " (`ray get-auth-token --generate` makes one there), name its file in"
-            " RAY_AUTH_TOKEN_PATH, or say RAY_AUTH_MODE=disabled where that Ray asks for none"
+            f"Ray's token is missing: {path} is not a file. Copy the token of the machine where "
+            "Ray's head runs (`ray get-auth-token --generate` makes one there), set "
+            "RAY_AUTH_TOKEN_PATH to its file, or set RAY_AUTH_MODE=disabled if that Ray requires "
+            "none"
         )
 
 
 def joined_environment() -> dict[str, str]:
-    """Environment variables of a joined cluster, to be set before Ray is imported."""
+    """Return the environment variables of a joined cluster. Set them before Ray is imported."""
     return {
         "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token"),
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(_GCS_AWAY_S),
@@ -77,7 +78,10 @@ def joined_environment() -> dict[str, str]:
 
 
 def own_address(other: str) -> str:
-    """The address of this machine by which ``other``, host:port, is reached. Raises BatonError."""
+    """Return the address of this machine from which ``other``, host:port, is reached.
+
+    Raises BatonError.
+    """
     host, port = split_host_port(other)
     try:
         family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -85,19 +89,19 @@ def own_address(other: str) -> str:
             probe.connect(where)  # sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise BatonError(f"{other} cannot be reached: {error.strerror or error}") from error
+        raise BatonError(f"cannot reach {other}: {error.strerror or error}") from error
 
 
 class RayNode:
     """This machine's node. Its daemons are children of this process."""
 
     def __init__(self, address: str, mark: ClusterMark) -> None:
-        """``address`` is host:port of the cluster's control store."""
+        """``address`` is the host:port of the cluster's control store."""
         self.address = address
         self.id = ""
-        """Ray's id of the node, once it has started."""
+        """Ray's id of the node, after the start."""
         self._mark = mark
-        # The daemons end with the thread that started them, so it is one that stays.
+        # The daemons end with the thread that started them, so this thread stays.
         self._thread = DaemonThread("ray node")
         self._node: NodeProcesses | None = None
         self._raylet: psutil.Process | None = None
@@ -118,11 +122,11 @@ class RayNode:
                 )
         except TimeoutError:
             raise BatonError(
-                f"Ray at {self.address} did not take this machine in within {_START_S:.0f} s: is"
-                " its head there, and is the token the same?"
+                f"Ray at {self.address} did not accept this machine within {_START_S:.0f} s: is "
+                "its head there, and is the token the same?"
             ) from None
-        except (Exception, SystemExit) as error:  # Ray raises whatever it likes
-            raise BatonError(f"Ray at {self.address} cannot be joined: {error}") from error
+        except (Exception, SystemExit) as error:  # Ray may raise anything
+            raise BatonError(f"cannot join Ray at {self.address}: {error}") from error
 
     def _start(
         self, host: str, resources: dict[str, float], cpus: int, gpus: int, port: int
@@ -133,7 +137,7 @@ class RayNode:
             self.address,
             host,
             resources,
-            # Ray opens this folder to all users; other users cannot reach the one above it.
+            # Ray opens this folder to all users; other users cannot reach its parent.
             RunDirectory(self._mark.run_directory).ray,
             object_store_bytes=OBJECT_STORE_BYTES,
             cpus=cpus,
@@ -146,19 +150,19 @@ class RayNode:
 
     @property
     def host(self) -> str:
-        """The node's address."""
+        """Return the node's address."""
         assert self._node is not None, "it has started"
         return self._node.host
 
     async def lost(self) -> str:
-        """Wait for the death of its node manager. Returns its name."""
+        """Wait for the death of its node manager. Returns the name."""
         assert self._raylet is not None, "it has started"
         while runs(self._raylet):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
         return "Ray's node manager"
 
     async def stop(self) -> None:
-        """End its daemons, and with them what Ray runs on the node; idempotent."""
+        """Stop its daemons, and everything that Ray runs on the node; idempotent."""
         if self._node is None:
             return
         node, self._node = self._node, None
@@ -172,23 +176,23 @@ class RayNode:
 def refuse_work(address: str, node: str, for_s: float) -> None:
     """Make Ray place no more workers on a node, which ends within ``for_s`` seconds.
 
-    Blocks for some seconds at most. Raises BatonError where Ray refuses.
+    Blocks for a few seconds at most. Raises BatonError if Ray refuses.
     """
     os.environ.update(joined_environment())
     until_ms = int((time.time() + for_s) * 1000)
     try:
-        taken, why = drain_node(address, node, "this node leaves", until_ms)
-    except Exception as error:  # whatever Ray raises while its control store is away
+        taken, why = drain_node(address, node, "this node is leaving", until_ms)
+    except Exception as error:  # Ray may raise anything while its control store is unreachable
         raise BatonError(f"Ray does not answer: {error}") from error
     if not taken:
-        raise BatonError(f"Ray goes on to place workers here: {why}")
+        raise BatonError(f"Ray keeps placing workers here: {why}")
 
 
 class JoinedRay:
     """The launcher's connection; has the methods of ``deploy.ray.ray_cluster.RayCluster``."""
 
     gcs = None
-    """Ray's control store is not the launcher's to start again."""
+    """None, since the launcher cannot restart a control store that it did not start."""
 
     def __init__(self, config: Config, mark: ClusterMark) -> None:
         self._mark = mark
@@ -200,7 +204,7 @@ class JoinedRay:
         self._started = False
 
     async def start(self, gcs_store: GcsStore | None = None) -> None:
-        """Connect. Raises BatonError. ``gcs_store`` is ignored: Ray has its store already."""
+        """Connect. Raises BatonError. ``gcs_store`` is ignored: that Ray has its store already."""
         check_token()
         if self._node is not None:
             await self._node.start({}, cpus=0, gpus=0)
@@ -210,8 +214,8 @@ class JoinedRay:
                 await self._thread.call(self._connect)
         except TimeoutError:
             raise BatonError(f"Ray did not answer within {_CONNECT_S:.0f} s") from None
-        except (Exception, SystemExit) as error:  # Ray raises whatever it likes
-            raise BatonError(f"Ray cannot be used: {error}") from error
+        except (Exception, SystemExit) as error:  # Ray may raise anything
+            raise BatonError(f"cannot use Ray: {error}") from error
 
     def _connect(self) -> None:
         os.environ.update(joined_environment() | self._mark.variables)
@@ -229,18 +233,18 @@ class JoinedRay:
         )
 
     async def lost(self) -> str:
-        """Wait for the death of the launcher's own node; for ever, if it has none."""
+        """Wait for the death of the launcher's own node; forever, if it has none."""
         if self._node is None:
             await asyncio.Event().wait()
         assert self._node is not None
         return await self._node.lost()
 
     async def ask_gcs(self, timeout_s: float) -> None:
-        """As ``deploy.ray.gcs_process.GcsProbe.ask``."""
+        """Query the control store; see ``deploy.ray.gcs_process.GcsProbe.ask``."""
         await self._questions.ask(timeout_s)
 
     async def stop(self) -> bool:
-        """Disconnect, and end the own node. False if that took too long and may hang."""
+        """Disconnect, and stop the own node. False if that took too long and may hang."""
         if not self._started:
             return True
         try:

@@ -1,4 +1,4 @@
-"""The local Ray of one cluster: its daemons, on the loopback interface.
+"""The local Ray of one cluster, whose daemons listen on the loopback interface.
 
 States: new → running → (lost: a daemon died, and the cluster with it) → stopped.
 """
@@ -27,35 +27,35 @@ from deploy.workers.ray_worker import namespace
 from deploy.workers.standby import PRELOAD_MODULE, PRELOAD_VARIABLE
 
 OBJECT_STORE_BYTES = 80 << 20
-"""About Ray's minimum: Baton stores no objects in it."""
+"""Object store size, about Ray's minimum: Baton stores no objects in it."""
 _DAEMONS = ("gcs_server", "raylet")
 _PLACES = 1024
-"""Places for workers: a pool may grow while the cluster runs."""
+"""Maximum number of workers: a pool may grow while the cluster runs."""
 _POLL_S = 0.5
 _START_S = 60.0
 _SHUTDOWN_S = 10.0
 _TOKENS_SINCE = (2, 52)
-"""The first Ray that asks its callers for a token."""
+"""The first Ray version that requires a token of its callers."""
 
 
 def check_ray() -> None:
-    """Raises ConfigError if the installed Ray is one that ignores ``RAY_AUTH_MODE``.
+    """Raise ConfigError if the installed Ray ignores ``RAY_AUTH_MODE``.
 
-    Without a token its ports let everybody who reaches them run code here.
+    Without a token, any process that reaches Ray's ports could run code.
     """
     found = version("ray")
     if tuple(map(int, found.split(".")[:2])) < _TOKENS_SINCE:
         oldest = ".".join(map(str, _TOKENS_SINCE))
         raise ConfigError(
-            f"Ray {found} knows no tokens: it would let everybody who reaches its ports run code."
-            f" Install Ray {oldest} or newer (pip install 'ray>={oldest}')"
+            f"Ray {found} does not support tokens: any process that reaches its ports could run "
+            f"code. Install Ray {oldest} or newer (pip install 'ray>={oldest}')"
         )
 
 
 def ray_environment(token_file: Path) -> dict[str, str]:
-    """Environment variables of a Ray on loopback, to be set before Ray is imported."""
+    """Return the environment variables of a Ray on loopback. Set them before Ray is imported."""
     return {
-        # Without it Ray listens on every interface.
+        # Otherwise Ray listens on every interface.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_file),
@@ -64,14 +64,14 @@ def ray_environment(token_file: Path) -> dict[str, str]:
 
 
 def common_environment() -> dict[str, str]:
-    """Environment variables of every Ray node that Baton starts."""
+    """Return the environment variables of every Ray node that Baton starts."""
     return {
         "RAY_USAGE_STATS_ENABLED": "0",
         # Workers import Baton's modules, not those of the folder in which they start.
         "PYTHONSAFEPATH": "1",
         # Ray would add 15: anything else that runs on the host would push the workers aside.
         "RAY_worker_niceness": "0",
-        # Workers that ask for no GPU of Ray still see the machine's.
+        # Workers that request no GPU from Ray still see the machine's GPUs.
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         PRELOAD_VARIABLE: PRELOAD_MODULE,
     }
@@ -84,18 +84,18 @@ class RayCluster:
         self._config = config
         self._mark = mark
         self._run = run
-        # The daemons end with the thread that started them, so it is one that stays.
+        # The daemons end with the thread that started them, so this thread stays.
         self._thread = DaemonThread("ray")
         self._daemons: list[psutil.Process] = []
         self._started = False
         self._questions = GcsProbe()
         self.gcs: GcsProcess | None = None
-        """Ray's control store if it may be started again; None before the start."""
+        """Ray's control store if it can be restarted; None before the start."""
 
     async def start(self, gcs_store: GcsStore | None = None) -> None:
         """Start the daemons and connect to them. Raises BatonError, ConfigError for an old Ray.
 
-        With a store the death of Ray's control store (GCS) is not that of the cluster.
+        With a store, the cluster survives the death of Ray's control store (GCS).
         """
         check_ray()
         self._started = True
@@ -111,10 +111,10 @@ class RayCluster:
             self.gcs = self._gcs(gcs_store, address)
 
     def _gcs(self, store: GcsStore, address: str) -> GcsProcess:
-        """The control store, and how the next one is started at its address."""
+        """Return the control store's process, and the command that restarts it at its address."""
         first = next(daemon for daemon in self._daemons if _name(daemon) == "gcs_server")
         self._daemons.remove(first)
-        # The arguments after the program that Ray was given, and what that program adds.
+        # The arguments are those after Ray's program name, without those that the program adds.
         given = first.cmdline()[1 + len(store.flags()) :]
         port = f"--gcs_server_port={address.rpartition(':')[2]}"
         arguments = [port if flag.startswith("--gcs_server_port=") else flag for flag in given]
@@ -122,7 +122,7 @@ class RayCluster:
         return GcsProcess(first, [program, *arguments], self._mark, self._run)
 
     async def lost(self) -> str:
-        """Wait for the death of a daemon that cannot be started again, and name it."""
+        """Wait for the death of a daemon that cannot be restarted, and return its name."""
         while True:
             for daemon in self._daemons:
                 if not runs(daemon):
@@ -130,11 +130,11 @@ class RayCluster:
             await asyncio.sleep(_POLL_S)
 
     async def ask_gcs(self, timeout_s: float) -> None:
-        """As ``GcsProbe.ask``."""
+        """Query the control store; see ``GcsProbe.ask``."""
         await self._questions.ask(timeout_s)
 
     async def stop(self) -> bool:
-        """Disconnect and end the daemons; False if that took too long and may hang for ever."""
+        """Disconnect and stop the daemons; False if that took too long and may hang."""
         if not self._started:
             return True
         try:
@@ -148,7 +148,7 @@ class RayCluster:
         return True
 
     def _init(self, gcs_store: GcsStore | None) -> str:
-        """Returns the address of the control store."""
+        """Start Ray. Returns the address of the control store."""
         token = self._run.write_secret("ray-token", secrets.token_hex(32))
         os.environ.update(ray_environment(token) | self._mark.variables)
         if gcs_store is not None:
@@ -156,16 +156,16 @@ class RayCluster:
         import ray  # noqa: PLC0415
 
         if gcs_store is not None:
-            # There is no other way to start it without the password on command lines.
+            # Any other start would put the password on command lines.
             program = gcs_store.write_program(ray_internals.gcs_program(), self._run)
             ray_internals.set_gcs_program(program)
-        # Ray would complain that it may not handle signals, which are the launcher's.
+        # Ray would complain that it cannot handle signals, which the launcher handles.
         logging.getLogger("ray").setLevel(logging.ERROR)
         ray_internals.skip_optional_processes()
         totals = _totals(self._config)
         ray.init(
             address="local",
-            # As many as ranks: Ray starts a process ahead for each, which saves a second.
+            # Ray starts one process per CPU in advance, so a CPU per rank saves a second.
             num_cpus=max(totals.pop("CPU", 0), self._config.ranks),
             num_gpus=_gpus(totals.pop("GPU", 0)),
             resources={WORKER_RESOURCE: _PLACES, **totals},
@@ -185,22 +185,22 @@ _DAEMON_NAMES = {"gcs_server": "Ray's control store", "raylet": "Ray's node mana
 
 
 def _totals(config: Config) -> dict[str, int]:
-    """The sum of the workers' resources besides places; one machine offers exactly that."""
+    """Return the sum of the workers' resources besides places. The one machine offers this sum."""
     totals: dict[str, float] = {}
     for pool in config.pools:
         for name, amount in pool.resources.items():
             totals[name] = totals.get(name, 0) + amount * pool.count * pool.ranks
-    # Ray takes fractions from a worker, but not of a machine.
+    # Ray accepts fractions for a worker, but not for a machine.
     return {name: math.ceil(amount) for name, amount in totals.items()}
 
 
 def _gpus(asked: int) -> int | None:
-    """None lets Ray look for GPUs, which takes time: only where workers need some."""
+    """Return the GPUs for Ray. None makes Ray search for GPUs, which takes time."""
     return None if asked else 0
 
 
 def disconnect() -> None:
-    """Leave Ray; ends daemons that this process has started by ``ray.init``."""
+    """Disconnect from Ray; stops daemons that this process has started by ``ray.init``."""
     import ray  # noqa: PLC0415
 
     ray.shutdown()

@@ -1,7 +1,8 @@
-"""How each role reaches the store: its user, its address, and checks of an operator's own server.
+"""How each role reaches the store: its user, its address, and checks of an operator's server.
 
-``redis/users.acl`` lists what each user may do: no more than its role needs. An operator's own
-server takes the same file, with the SHA-256 of passwords in place of ``@ROUTER@`` and so on.
+``redis/users.acl`` lists the permissions of each user, which are only those that its role needs. An
+operator's own server takes the same file, with the SHA-256 of passwords in place of ``@ROUTER@``
+and so on.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _PING_S = 3.0
 
 
 def user_rules(passwords: Mapping[StoreUser, str]) -> list[str]:
-    """Lines for a server's configuration, or its ACL file; they hold hashes of the passwords."""
+    """Return lines for a server's configuration, or its ACL file; they hold hashes of the
+    passwords."""
     text = USERS_FILE.read_text()
     for user, password in passwords.items():
         text = text.replace(f"@{user.upper()}@", hashlib.sha256(password.encode()).hexdigest())
@@ -36,23 +38,24 @@ def user_rules(passwords: Mapping[StoreUser, str]) -> list[str]:
 
 
 def url_with_user(url: str, user: StoreUser, password: str) -> str:
-    """The address of the same server with another user."""
+    """Return the address of the same server with another user."""
     parts = urlsplit(url)
     where = parts.netloc.rpartition("@")[2]
     return parts._replace(netloc=f"{user}:{quote(password, safe='')}@{where}").geturl()
 
 
 def store_url(config: Config, user: StoreUser) -> str:
-    """The address of an operator's own server for a role; empty where there is none.
+    """Return the address of an operator's own server for a role; empty if there is none.
 
-    A ``rediss`` address names certificates in its query; otherwise the cluster's are used.
+    A ``rediss`` address may name certificates in its query; otherwise the cluster's are used.
     """
     own = {"router": config.redis_router_url, "worker": config.redis_worker_url}.get(user)
     return url_with_certificates(own or config.redis_url, config.tls, user)
 
 
 def url_with_certificates(url: str, tls: TlsConfig, user: StoreUser) -> str:
-    """The address with the cluster's certificates in its query, if its scheme is ``rediss``."""
+    """Return the address with the cluster's certificates in its query, if its scheme is
+    ``rediss``."""
     parts = urlsplit(url)
     files = tls.of(user)
     if parts.scheme != "rediss":
@@ -70,7 +73,7 @@ def url_with_certificates(url: str, tls: TlsConfig, user: StoreUser) -> str:
 async def check_redis(url: str, flag: str = "--redis-url") -> str:
     """Check that the operator's server answers. Raises ConfigError with the reason.
 
-    Returns advice for the operator, empty where the server evicts no keys.
+    Returns advice for the operator, empty if the server evicts no keys.
     """
     where = _without_password(url)
     try:
@@ -85,14 +88,14 @@ async def check_redis(url: str, flag: str = "--redis-url") -> str:
 
 
 async def eviction_policy(client: redis.asyncio.Redis) -> str | None:
-    """A server's eviction policy; ``noeviction`` without a memory limit, None where it is unknown.
+    """Return a server's eviction policy; ``noeviction`` without a memory limit, None if unknown.
 
     Raises ``redis.RedisError``.
     """
     try:
         memory = await client.info("memory")
     except redis.ResponseError:
-        # INFO is forbidden to this user, or to all users, as on some managed servers.
+        # This user may not call INFO, or no user may, as on some managed servers.
         return None
     if memory.get("maxmemory") == 0:
         return "noeviction"
@@ -101,17 +104,18 @@ async def eviction_policy(client: redis.asyncio.Redis) -> str | None:
 
 
 def eviction_advice(policy: str | None) -> str:
-    """What an operator should change about an ``eviction_policy``; empty if nothing."""
+    """Return what an operator should change about an ``eviction_policy``; empty if nothing."""
     if policy == "noeviction":
         return ""
     if policy is None:
         return (
-            "does not say whether it evicts keys (INFO is forbidden to this user): make sure that"
-            " its maxmemory-policy is noeviction"
+            "does not show whether it evicts keys (INFO is forbidden to this user): make sure "
+            "that its maxmemory-policy is noeviction"
         )
     return (
-        f"evicts keys when its memory is full (maxmemory-policy {policy}), and workers and cached"
-        " blocks are unknown until they are written again: CONFIG SET maxmemory-policy noeviction"
+        f"evicts keys when its memory is full (maxmemory-policy {policy}). Evicted workers and "
+        "cached blocks are unknown until they are written again: CONFIG SET maxmemory-policy "
+        "noeviction"
     )
 
 

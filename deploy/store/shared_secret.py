@@ -1,8 +1,8 @@
 """The secret of a cluster whose configuration has none, in an operator's own Redis.
 
-Launchers and routers of the cluster find it there, by its id: the first of them draws it. The user
-of workers cannot read it (``redis/users.acl``). A cluster without an id, or with an embedded store,
-needs none of this: its launcher tells all other processes.
+Launchers and routers of the cluster find it there by the cluster's id. The first of them generates
+it. The user of workers cannot read it (``redis/users.acl``). A cluster without an id, or with an
+embedded store, does not need it: its launcher passes the secret to all other processes.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ class SharedSecret:
 
     @classmethod
     def of(cls, config: Config, redis_url: str) -> SharedSecret | None:
-        """That of the cluster; None where the configuration has one, or no other process looks."""
+        """Return the cluster's secret; None if the configuration has one, or no other process reads
+        it."""
         if config.cluster_secret or not config.redis_url or not config.cluster_id:
             return None
         return cls(redis_url, config.cluster_id)
 
     async def read(self) -> str:
-        """The secret, drawn where there is none yet. Raises Unavailable."""
+        """Return the secret, which is generated if there is none yet. Raises Unavailable."""
         try:
             async with asyncio.timeout(_READ_S), redis_client(self._url) as client:
                 await client.set(self._key, new_secret(), nx=True)
@@ -46,14 +47,14 @@ class SharedSecret:
         except (redis.RedisError, OSError, TimeoutError) as error:
             reason = str(error) or type(error).__name__
             raise Unavailable(
-                f"the cluster's secret cannot be read from Redis ({reason}): repair that, or"
-                " set BATON_CLUSTER_SECRET for all launchers and routers of the cluster"
+                f"cannot read the cluster's secret from Redis ({reason}): fix that, or set "
+                "BATON_CLUSTER_SECRET for all launchers and routers of the cluster"
             ) from error
         assert found is not None, "it was just written"
         return found.decode()
 
     async def keep(self, secret: str) -> NoReturn:
-        """Write it again and again: Redis may lose its data, and a router may begin after that."""
+        """Write it repeatedly: Redis may lose its data, and a router may start after that."""
         async with redis_client(self._url) as client:
             while True:
                 await asyncio.sleep(_AGAIN_S)

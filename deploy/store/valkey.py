@@ -2,8 +2,8 @@
 
     new → running → (died → running, on the same port) → stopped
 
-The registry's server keeps nothing on disk: workers register again, and send their index snapshots
-again.
+The registry's server stores nothing on disk. After a restart, workers register again and send new
+index snapshots.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from deploy.processes.run_directory import ClusterMark, RunDirectory
 from deploy.store.redis_access import STORE_USERS, StoreUser, url_with_user, user_rules
 
 REST_BYTES = 128 * MIB
-"""Memory for all but the prefix index. The server refuses writes beyond both, and evicts nothing: a
-lost entry of the registry would look like a dead worker."""
+"""Memory for everything except the prefix index, in bytes. The server refuses writes beyond both,
+and evicts nothing: a lost entry of the registry would look like a dead worker."""
 _START_S = 10.0
 _STOP_S = 3.0
 _ATTEMPTS = 3
 
 
 class EmbeddedValkey:
-    """A Valkey on a free port of the loopback interface, behind a random password."""
+    """A Valkey on a free port of the loopback interface, with a random password."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class EmbeddedValkey:
         name: str = "valkey",
         keeps: bool = False,
     ) -> None:
-        """``index_mib`` is the max memory of the prefix index; ``name`` is that of the log.
+        """``index_mib`` is the maximum memory of the prefix index; ``name`` is that of the log.
 
-        A server that ``keeps`` its data writes it to a file, and has it after a death.
+        With ``keeps``, the server writes its data to a file, and has it after a restart.
         """
         self.name = name
         self._keeps = keeps
@@ -64,12 +64,12 @@ class EmbeddedValkey:
 
     @property
     def url(self) -> str:
-        """Its address with the password: keep it out of logs and command lines."""
+        """Return its address with the password: keep it out of logs and command lines."""
         assert self._port is not None
         return self._url(self._port)
 
     def url_of(self, user: StoreUser) -> str:
-        """The address with the user of a role, who may do what that role needs."""
+        """Return the address for the user of a role, with that role's permissions."""
         return url_with_user(self.url, user, self._passwords[user])
 
     @property
@@ -78,9 +78,9 @@ class EmbeddedValkey:
         return self._child.pid
 
     async def start(self) -> None:
-        """Start it, or start it again after a death; returns when it answers. Raises Unavailable.
+        """Start it, or restart it after a death; returns when it answers. Raises Unavailable.
 
-        The first start chooses another port when the free one was taken meanwhile; later starts
+        The first start chooses another port if the free one was taken in the meantime. Later starts
         keep it, since the cluster knows the address.
         """
         if self._port is not None:
@@ -102,7 +102,7 @@ class EmbeddedValkey:
         return await self._child.wait()
 
     async def stop(self) -> None:
-        """End it; SIGKILL after 3 seconds."""
+        """Stop it; SIGKILL follows after 3 seconds."""
         if self._child is not None:
             await self._child.end(_STOP_S)
 
@@ -122,12 +122,12 @@ class EmbeddedValkey:
         return f"redis://:{self._password}@{LOOPBACK}:{port}/0"
 
     def _configuration(self, port: int) -> bytes:
-        # Over standard input, so that the password is on no command line and in no file.
+        # The password goes over standard input, so that no command line and no file has it.
         lines = [
             f"bind {LOOPBACK}",
             f"port {port}",
             "protected-mode yes",
-            # A title would be written over the environment, and the cluster's mark with it.
+            # A title would overwrite the environment, and the cluster's mark with it.
             "set-proc-title no",
             f"requirepass {self._password}",
             f"dir {self._run.path}",
@@ -152,7 +152,7 @@ class EmbeddedValkey:
             died.cancel()
             answered.cancel()
         if died.done() and not died.cancelled():
-            raise Unavailable(f"Valkey ended at once ({died.result()}): {child.last_lines()}")
+            raise Unavailable(f"Valkey ended immediately ({died.result()}): {child.last_lines()}")
 
 
 async def _answers(url: str) -> None:

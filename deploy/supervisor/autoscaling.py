@@ -1,13 +1,13 @@
-"""The autoscaler at work: it observes the cluster, decides, and carries that out.
+"""Runs the autoscaler: observes the cluster, decides, and carries decisions out.
 
 ``baton.autoscaling.autoscaler`` is the pure core that decides.
 
     observing ─nothing to do→ observing
     observing ─decided→ acting ─done, failed, or its deadline→ observing
 
-One decision at a time. Roles change as by `baton role`, sizes as by `baton scale`: a size is stored
-where an operator's is, and the supervisor acts on it. Owned by the supervisor's event loop; its
-state is not needed by the next supervisor.
+Decisions are carried out one at a time. Roles change as with `baton role`, sizes as with `baton
+scale`: sizes are stored where an operator's are, and the supervisor acts on them. Owned by the
+supervisor's event loop. The next supervisor does not need its state.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from baton.v1 import control_pb2, control_pb2_grpc
 from deploy.supervisor.reconciler import Phase, split
 
 NOTICE_S = 10.0
-"""Time within which the supervisor acts on a stored size."""
+"""Time within which the supervisor acts on a stored size, in seconds."""
 _POLL_S = 0.1
 ChangeOneRole = Callable[[WorkerRecord, Role, float], Awaitable[float]]
 Phases = Callable[[], Mapping[str, Phase]]
-"""The phase of each slot, as the supervisor sees it."""
+"""Returns the phase of each slot, as observed by the supervisor."""
 ANSWER_S = 10.0
-"""Time after its deadline within which a worker answers."""
+"""Time after its deadline within which a worker answers, in seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class ClusterObserver:
         self, config: Config, registry: Registry, store: TrafficStore, phases: Phases
     ) -> None:
         self.records: Mapping[str, WorkerRecord] = {}
-        """The registry's records of the workers that serve, by slot, as last observed."""
+        """The registry's records of serving workers, by slot, as last observed."""
         self._roles = {pool.name: pool.role for pool in config.pools}
         self._registry = registry
         self._store = store
@@ -67,7 +67,7 @@ class ClusterObserver:
         self._demand = DemandReader(config.slo_tpot_s)
 
     async def observe(self, now: float) -> ClusterFigures:
-        """What the autoscaler decides on, at the monotonic time ``now``.
+        """Return the autoscaler's input at the monotonic time ``now``.
 
         Raises ``redis.RedisError``, OSError.
         """
@@ -85,7 +85,7 @@ class ClusterObserver:
         return ClusterFigures(workers, self._demand.read(traffic, list(self.records.values())))
 
     async def forget_gone(self, now: float) -> None:
-        """Delete the counts of routers that are gone. Never raises what Redis does."""
+        """Delete the counts of routers that are gone. Never raises Redis errors."""
         try:
             await self._store.remove(self._tracker.gone(now))
         except (redis.RedisError, OSError):
@@ -97,7 +97,7 @@ def workers_of(
     ready: Mapping[str, WorkerRecord],
     pools: Mapping[str, Role],
 ) -> tuple[WorkerFigures, ...]:
-    """The figures of each slot in which a worker is wanted.
+    """Return the figures of each slot in which a worker is wanted.
 
     ``ready`` has the records, by slot, of workers that accept requests.
     """
@@ -122,10 +122,10 @@ def workers_of(
 async def change_role(
     plane: WorkerPlane, record: WorkerRecord, role: Role, deadline_s: float
 ) -> float:
-    """Make a worker play another role. Returns the seconds until it serves again.
+    """Change a worker's role. Returns the seconds until it serves again.
 
-    Its requests that run after ``deadline_s`` seconds are placed elsewhere. ``plane``: how the
-    caller calls workers. Raises BatonError.
+    Its requests that run after ``deadline_s`` seconds are placed elsewhere. ``plane`` has the
+    caller's credentials for calls to workers. Raises BatonError.
     """
     channel = plane.channel(record.address)
     request = control_pb2.ChangeRoleRequest(role=role, deadline_ms=int(deadline_s * 1e3))
@@ -142,7 +142,7 @@ async def change_role(
 
 
 class Autoscaling:
-    """Observes, decides and acts, once every interval. Owned by the supervisor's event loop."""
+    """Observes, decides and acts, once in every interval. Owned by the supervisor's event loop."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class Autoscaling:
         metrics: SupervisorMetrics,
         change: ChangeOneRole,
     ) -> None:
-        """``change`` makes a worker play a role within a deadline, and raises BatonError."""
+        """``change`` gives a worker a role within a deadline, and raises BatonError."""
         self._settings = config.autoscaler
         self._drain_s = config.drain_deadline_s
         self._observer = observer
@@ -168,7 +168,7 @@ class Autoscaling:
         self._last = ""
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Run until cancelled."""
         log.info("the autoscaler decides every %g s (%s)", self._settings.interval_s, self._mode)
         while True:
             began = time.monotonic()
@@ -177,12 +177,12 @@ class Autoscaling:
             except (redis.RedisError, OSError) as error:
                 log.info("the autoscaler cannot observe the cluster: %s", error)
             except Exception:
-                # Workers are still replaced without it, but not without the supervisor.
-                log.exception("the autoscaler has failed")
+                # Workers are still replaced without the autoscaler, but not without the supervisor.
+                log.exception("the autoscaler failed")
             await asyncio.sleep(max(0.0, began + self._settings.interval_s - time.monotonic()))
 
     def note(self) -> str:
-        """For `baton status`: what it observes, and its last action."""
+        """Return a text for `baton status`: the observations, and the last action."""
         said = f"{self._autoscaler.summary}{self._last}"
         return f"dry run: {said}" if self._settings.dry_run else said
 
@@ -220,20 +220,21 @@ class Autoscaling:
             self._metrics.autoscaler_failures.labels(action.name).inc()
 
     async def _resize(self, action: Resize) -> None:
-        """Store the size, unless an operator has just done so; wait until the supervisor acts."""
+        """Store the size, unless an operator has just changed it; wait until the supervisor
+        acts."""
         count = self._count(action.pool)
         if (await self._sizes.read()).get(action.pool, count) != count:
             raise Unavailable(f"{action.pool} has just got another size")
         await self._sizes.write(action.pool, count + action.by)
         deadline = time.monotonic() + NOTICE_S
-        # The supervisor looks every half second; the next decision must not precede that.
+        # The supervisor looks every half second. The next decision must come after that.
         while self._count(action.pool) == count:
             if time.monotonic() > deadline:
                 raise Unavailable("the supervisor has not acted on it yet")
             await asyncio.sleep(_POLL_S)
 
     def _count(self, pool: str) -> int:
-        """The number of workers that are wanted in a pool."""
+        """Return the number of wanted workers in a pool."""
         return sum(
             split(slot)[0] == pool and phase is not Phase.LEAVING
             for slot, phase in self._phases().items()
@@ -241,7 +242,7 @@ class Autoscaling:
 
 
 def words(action: Action) -> str:
-    """The action as a message."""
+    """Describe the action in a message."""
     if isinstance(action, ChangeRole):
         return f"{action.slot} becomes a {action.role} worker"
     return f"{action.pool} {'gets' if action.by > 0 else 'loses'} a worker"

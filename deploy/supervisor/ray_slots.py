@@ -1,11 +1,11 @@
-"""The workers' slots as Ray shows them: which worker is there, and actions on it.
+"""The workers' slots as Ray reports them: the worker in each slot, and actions on it.
 
-After Ray's control store (GCS) was started again, its notifications of deaths may not reach this
-process for minutes. Then the supervisor must end: its next process receives them.
+After a restart of Ray's control store (GCS), its notifications of deaths may not reach this process
+for minutes. Then the supervisor must exit: its next process receives them.
 
-Calls to running workers go from process to process, and need no control store. To find, to place
-and to end a worker, it is needed, and those calls block while it is away: they run on a thread of
-their own, and answers are awaited elsewhere. Owned by the supervisor's event loop.
+Calls to running workers go from process to process, without the control store. Finding, placing and
+ending a worker need it, and block while it is unreachable. They run on a separate thread, and
+answers are awaited elsewhere. Owned by the supervisor's event loop.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from deploy.workers.ray_worker import RayWorker, end_at, find, find_all, is_know
 from deploy.workers.worker_actor import PingReply, WorkerActor
 
 ANSWER_S = 3.0
-"""A worker that has not answered a ping for this long is silent."""
+"""Time without an answer to a ping after which a worker is silent, in seconds."""
 _DEAF_S = 6.0
-"""How much longer than ``ANSWER_S`` the notification of a silent worker's death may take. Half
-of it applies once the control store is known to know of the death."""
+"""Time beyond ``ANSWER_S`` that the notification of a silent worker's death may take, in seconds.
+Half of it applies when the control store is known to know of the death."""
 _LONGEST_GAP_S = 5.0
-"""Longest time between two looks at the registry that counts as time without an entry: the
-supervisor itself may have been stopped."""
+"""Maximum time between two looks at the registry that counts as time without an entry, in seconds.
+The supervisor itself may have been stopped."""
 
 _STALE_S = 5.0
-"""An entry that was not renewed for this long, or for its TTL where that is longer, lists no
-worker: it is only kept because the clock of Redis was set back."""
+"""Time without renewal after which an entry lists no worker, or its TTL if that is longer, in
+seconds. Such an entry only exists because the clock of Redis was set back."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class SlotObservation:
-    """What is seen of a slot."""
+    """The observed state of a slot."""
 
     observed: Observed
     error: str = ""
-    """Why no worker is there."""
+    """Why there is no worker."""
     pid: int = 0
     node: str = ""
     """Ray's id of its node."""
@@ -74,11 +74,11 @@ class RaySlots:
         registry_ttl_s: float,
         actor_class: type = WorkerActor,
     ) -> None:
-        """``settings`` returns those of a slot's worker.
+        """``settings`` returns the settings of a slot's worker.
 
         ``list_registry`` returns the slots whose workers the registry lists, each with a value that
-        every renewal of its entries changes; None where the registry cannot be read.
-        ``registry_ttl_s`` is the TTL of these entries in seconds.
+        every renewal of its entry changes; None if the registry cannot be read. ``registry_ttl_s``
+        is the TTL of these entries in seconds.
         """
         self._settings = settings
         self._list_registry = list_registry
@@ -93,14 +93,14 @@ class RaySlots:
         self._death = asyncio.Event()
 
     async def find_running(self) -> None:
-        """Find the workers that run. Raises what Ray raises."""
+        """Find the running workers. Raises what Ray raises."""
         for worker in await self._thread.call(find_all):
             if worker.slot not in self._incarnations:
                 self._incarnations[worker.slot] = _Incarnation(worker, self._death.set)
 
     @property
     def names(self) -> Collection[str]:
-        """The slots with a worker."""
+        """Return the slots with a worker."""
         return self._incarnations.keys()
 
     async def death(self) -> None:
@@ -120,14 +120,14 @@ class RaySlots:
             self._renewals.tick(entries, now)
             self._listed = {slot for slot in entries if not self._renewals.is_silent(slot)}
         for slot, incarnation in self._incarnations.items():
-            # An empty registry says nothing about this worker.
+            # An empty registry is no evidence about this worker.
             lost = self._listed is not None and slot not in self._listed and len(self._listed) > 0
             incarnation.unlisted_s = incarnation.unlisted_s + passed if lost else 0.0
 
     async def observe(self, slot: str) -> SlotObservation:
-        """What is there now; does not wait for an answer.
+        """Return the current state; does not wait for an answer.
 
-        Raises BatonError when Ray's notifications do not reach this process any more.
+        Raises BatonError when Ray's notifications no longer reach this process.
         """
         incarnation = self._incarnations.get(slot)
         if incarnation is None:
@@ -139,7 +139,7 @@ class RaySlots:
         if seen.observed is Observed.ABSENT:
             self._incarnations.pop(slot).close()
             if incarnation.failed_to_start:
-                # Its process stays until it is ended, so that it could report why.
+                # A failed worker's process stays until it is ended, so that it can report why.
                 self._in_background(self._kill(incarnation))
             else:
                 self._in_background(self._clear(incarnation))
@@ -152,7 +152,7 @@ class RaySlots:
         return seen
 
     def _doubt(self, slot: str, incarnation: _Incarnation, now: float) -> None:
-        """Find out whether the worker or Ray is silent. Raises BatonError where it is Ray."""
+        """Find out whether the worker or Ray is silent. Raises BatonError if it is Ray."""
         if incarnation.dead_since is not None and now - incarnation.dead_since > _DEAF_S / 2:
             raise BatonError(
                 f"Ray reports {slot} dead but sent no notification; the supervisor must restart"
@@ -178,7 +178,7 @@ class RaySlots:
             try:
                 return place(settings, self._actor_class)
             except ValueError:
-                # An earlier call seemed lost, and was not.
+                # An earlier call seemed lost, but was not.
                 found = find(slot)
                 if found is None:
                     raise
@@ -187,7 +187,7 @@ class RaySlots:
         self._incarnations[slot] = _Incarnation(await self._thread.call(start), self._death.set)
 
     async def drain(self, slot: str, deadline_s: float) -> None:
-        """Make a worker reject new requests and end by itself. Raises what Ray raises."""
+        """Make a worker reject new requests and exit by itself. Raises what Ray raises."""
         incarnation = self._incarnations.get(slot)
         if incarnation is not None:
             async with asyncio.timeout(ANSWER_S):
@@ -200,7 +200,7 @@ class RaySlots:
             await self._kill(incarnation)
 
     async def _kill(self, incarnation: _Incarnation) -> None:
-        # Ray reports a worker dead that it could not end, because it was stopped (SIGSTOP).
+        # Ray reports a stopped worker (SIGSTOP) dead, although it could not end it.
         if incarnation.whereabouts is not None:
             self._end_process(incarnation.worker.slot, incarnation.whereabouts)
         await self._clear(incarnation, incarnation.worker.kill)
@@ -208,7 +208,7 @@ class RaySlots:
     async def _clear(
         self, incarnation: _Incarnation, first: Callable[[], None] = lambda: None
     ) -> None:
-        """Call ``first``, then end the other ranks of a worker that has ended, with their places.
+        """Call ``first``, then end the other ranks of an ended worker, and remove their places.
 
         A rank that was stopped (SIGSTOP) does not end by itself. Raises what Ray raises.
         """
@@ -217,7 +217,7 @@ class RaySlots:
             self._end_process(slot, rank)
         has_places = self._settings(slot).own_pool().ranks > 1
 
-        # In one call, before the next incarnation's places.
+        # Both happen in one call, before the next incarnation's places are requested.
         def clear() -> None:
             first()
             if has_places:
@@ -244,40 +244,40 @@ class RaySlots:
         task.add_done_callback(self._tasks.discard)
 
     def _last_words(self, slot: str, incarnation: _Incarnation) -> str:
-        """The last line of a worker's log, where that is on this node: an error or a traceback."""
+        """Return the last line of a worker's log if it is on this node: an error or a traceback."""
         settings = self._settings(slot)
         is_near = incarnation.whereabouts is not None and incarnation.whereabouts.process.is_near
         if not (is_near or settings.is_on_one_machine):
             return ""
         line = last_lines(run_directory_here(settings.cluster_id).log(slot), 1)
-        # A line of the log begins with a date.
+        # Regular lines of the log begin with a date.
         if line and line[0].isdigit():
             line = line.partition(" ERROR ")[2].partition(": ")[2]
         return f" ({line.strip()})" if line else ""
 
     def close(self) -> None:
-        """Observe no more. The workers go on."""
+        """Stop observing. The workers continue."""
         for incarnation in self._incarnations.values():
             incarnation.close()
 
 
 class _Incarnation:
-    """One incarnation of a worker, seen by what it answers."""
+    """One incarnation of a worker, observed by its answers."""
 
     def __init__(self, worker: RayWorker, tell_death: Callable[[], None]) -> None:
         self.worker = worker
         self._tell_death = tell_death
         self.whereabouts: Whereabouts | None = None
-        """Where it is, once it serves."""
+        """Its location, after it serves."""
         self.other_ranks: list[Whereabouts] = []
-        """Where its other ranks are."""
+        """Locations of its other ranks."""
         self.failed_to_start = False
         self.unlisted_s = 0.0
-        """Seconds for which the registry has listed other workers and not this one."""
+        """Time for which the registry has listed other workers and not this one, in seconds."""
         self.doubted = False
-        """Whether Ray's control store is queried for it."""
+        """Whether Ray's control store is queried about it."""
         self.dead_since: float | None = None
-        """When Ray's control store was first seen to report it dead, monotonic."""
+        """Time at which Ray's control store first reported it dead, monotonic."""
         self._serves = False
         self._leaves = False
         self._asked_at = time.monotonic()
@@ -285,7 +285,7 @@ class _Incarnation:
         self._asking = asyncio.create_task(self._ask())
 
     def look(self, now: float) -> SlotObservation:
-        """Evaluate the last call, and begin the next one."""
+        """Evaluate the last call, and start the next one."""
         if not self._asking.done():
             return self._seen(silent=self._serves and now - self._asked_at > ANSWER_S)
         error = self._asking.exception()
@@ -301,7 +301,7 @@ class _Incarnation:
         return self._seen(silent=self._serves and now - self._answered_at > ANSWER_S)
 
     def silent_s(self, now: float) -> float:
-        """Seconds since its last answer."""
+        """Return the seconds since its last answer."""
         return now - self._answered_at
 
     async def _ask(self) -> dict[str, Any] | PingReply:

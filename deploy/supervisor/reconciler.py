@@ -1,4 +1,4 @@
-"""Decides what becomes of each worker's slot: desired against observed, and what follows.
+"""Compares the wanted and the observed state of each worker's slot, and decides on actions.
 
 Pure: it can be tested without processes.
 
@@ -32,37 +32,37 @@ from enum import StrEnum
 from baton.liveness.silence import SilenceWatch
 
 FIRST_PAUSE_S = 0.25
-"""Pause before the next incarnation of a worker that died once."""
+"""Pause before the next incarnation of a worker that died once, in seconds."""
 LONGEST_PAUSE_S = 60.0
-"""Each death doubles the pause, up to this."""
+"""Maximum pause, in seconds. Each death doubles the pause, up to this."""
 HEALTHY_S = 30.0
-"""After a worker has served for this long, its past deaths are forgotten."""
+"""Time of serving after which a worker's past deaths are forgotten, in seconds."""
 CRASH_LOOP_DEATHS = 5
-"""This many deaths without a healthy period between them are a crash loop. The worker is still
-started again, in the end every ``LONGEST_PAUSE_S``: the cause may have gone."""
+"""Number of deaths without a healthy period between them that make a crash loop. The worker is
+still restarted, eventually every ``LONGEST_PAUSE_S``: the cause may be gone."""
 START_S = 600.0
-"""A worker that does not serve after this time has failed to start. The wait for a place counts:
-there may be no node that offers one."""
+"""Time without serving after which a worker has failed to start, in seconds. The wait for a place
+counts: there may be no node that offers one."""
 SILENCE_S = 30.0
-"""A worker that neither Ray nor the registry has heard from for this long hangs: it is ended and
-replaced. Routers have moved its requests long before that."""
+"""Time without a sign to Ray or to the registry after which a worker hangs, in seconds. It is ended
+and replaced. Routers have moved its requests long before that."""
 PATIENCE_S = 10.0
 LEAVE_S = 20.0
-"""Time after its drain's deadline in which a worker that is not wanted may end by itself."""
+"""Time after its drain's deadline in which an unwanted worker may end by itself, in seconds."""
 
 
 class Observed(StrEnum):
-    """What is there in a slot."""
+    """The observed state of a slot."""
 
     ABSENT = "absent"
-    """No worker is there, or the last one is dead."""
+    """There is no worker, or the last one is dead."""
     STARTING = "starting"
     """A worker is there, and does not serve yet."""
     SERVING = "serving"
     SILENT = "silent"
-    """A worker is there and should serve, and does not answer."""
+    """A worker should serve, and does not answer."""
     LEAVING = "leaving"
-    """A worker is there, accepts no new requests, and will end by itself."""
+    """A worker accepts no new requests, and ends by itself."""
 
 
 class Phase(StrEnum):
@@ -88,15 +88,15 @@ class SlotState:
     last_error: str = ""
     """Why the last of them ended."""
     wait_s: float = 0.0
-    """Seconds until the next start; 0 where none is due."""
+    """Seconds until the next start; 0 if none is due."""
 
 
 class SlotAction(StrEnum):
-    """What to do about a slot."""
+    """What the supervisor does about a slot."""
 
     START = "start"
     DRAIN = "drain"
-    """Make the worker reject new requests, and end by itself."""
+    """Make the worker reject new requests and exit by itself."""
     END = "end"
 
 
@@ -104,7 +104,7 @@ class SlotAction(StrEnum):
 class _Slot:
     observed: Observed = Observed.ABSENT
     since: float = 0.0
-    """When ``observed`` was first reported."""
+    """Time at which ``observed`` was first reported."""
     occupied: bool = False
     """A worker was observed or started and has not been seen to exit."""
     deaths: int = 0
@@ -114,14 +114,14 @@ class _Slot:
     action: SlotAction | None = None
     acted_at: float = 0.0
     unwanted_since: float | None = None
-    """Since when no worker is wanted here."""
+    """Time since which no worker is wanted in the slot; None: one is wanted."""
 
 
 class Reconciler:
     """Decides for all slots. No I/O, no clock; owned by one event loop."""
 
     def __init__(self, drain_s: float) -> None:
-        """``drain_s`` is how long a worker that is not wanted may take to finish its requests."""
+        """``drain_s`` is how long an unwanted worker may take to finish its requests."""
         self._leave_s = drain_s + LEAVE_S
         self._slots: dict[str, _Slot] = {}
         self._silence = SilenceWatch[str](SILENCE_S)
@@ -134,20 +134,21 @@ class Reconciler:
             self._slots[name] = _Slot()
 
     def remember(self, name: str, deaths: int, last_error: str) -> None:
-        """Take over what an earlier reconciler knew of a slot."""
+        """Take over an earlier reconciler's status of a slot."""
         slot = self._slots.setdefault(name, _Slot())
         slot.deaths, slot.last_error = deaths, last_error
 
     def started(self, name: str) -> None:
-        """Record that a start was carried out: a worker is there, however soon it dies."""
+        """Record that a start was carried out: a worker is there, even if it dies soon."""
         if name in self._slots:
             self._slots[name].occupied = True
 
     def observe(self, name: str, observed: Observed, now: float, error: str = "") -> bool:
-        """Record what is there at the moment. Returns whether that is a death.
+        """Record the present state. Returns whether that is a death.
 
         ``error`` is the reason of an absence. ``Observed.ABSENT`` is the death of the worker that
-        was there, unless that worker was leaving or not wanted. Seeing it again is no death.
+        was there, unless that worker was leaving or not wanted. Observing the same absence again is
+        no death.
         """
         slot = self._slots.setdefault(name, _Slot())
         left = slot.observed is Observed.LEAVING or name not in self._wanted
@@ -180,7 +181,7 @@ class Reconciler:
             self._slots[name].last_error = error
 
     def decide(self, now: float) -> dict[str, SlotAction]:
-        """The actions to begin now, by slot. An action without an effect is repeated."""
+        """Return the actions to start now, by slot. An action without an effect is repeated."""
         silent = {name for name, slot in self._slots.items() if slot.observed is Observed.SILENT}
         self._silence.tick(dict.fromkeys(silent), now)
         actions: dict[str, SlotAction] = {}
@@ -209,7 +210,7 @@ class Reconciler:
             slot.last_error = f"it did not serve within {START_S:.0f} s"
             return SlotAction.END
         if self._silence.is_silent(name):
-            slot.last_error = f"nothing was heard of it for {SILENCE_S:.0f} s"
+            slot.last_error = f"it was silent for {SILENCE_S:.0f} s"
             return SlotAction.END
         return None
 
@@ -219,11 +220,11 @@ class Reconciler:
         return SlotAction.DRAIN if slot.observed is Observed.SERVING else None
 
     def states(self, now: float) -> dict[str, SlotState]:
-        """The status of each slot."""
+        """Return the status of each slot."""
         return {name: self._state(name, slot, now) for name, slot in self._slots.items()}
 
     def phases(self, now: float) -> dict[str, Phase]:
-        """The phase of each slot."""
+        """Return the phase of each slot."""
         return {name: state.phase for name, state in self.states(now).items()}
 
     def _state(self, name: str, slot: _Slot, now: float) -> SlotState:
@@ -243,19 +244,22 @@ class Reconciler:
 
 
 def pause_after(deaths: int) -> float:
-    """Seconds before the next incarnation in a slot with ``deaths`` deaths, at least one."""
-    # The exponent is bounded: a float has no room for thousands of deaths.
+    """Return the pause before the next incarnation after ``deaths`` deaths, at least one.
+
+    Seconds.
+    """
+    # The exponent is bounded: a float cannot hold the result for thousands of deaths.
     return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(deaths - 1, 30)))
 
 
 class WantedSlots:
-    """Owned by the supervisor's event loop."""
+    """The slots in which workers are wanted. Owned by the supervisor's event loop."""
 
     def __init__(self, configured: Mapping[str, int], living: Collection[str] = ()) -> None:
         """``configured`` has the number of workers by pool, ``living`` the slots with a worker.
 
-        A running worker is wanted until an operator changes that: a pool that had grown keeps its
-        size even where its size is lost in Redis, or cannot be read.
+        A running worker is wanted until an operator changes that: a pool that has grown keeps its
+        size even if its size is lost in Redis, or cannot be read.
         """
         self._sizes = dict(configured)
         self._chosen: dict[str, int] = {}
@@ -265,7 +269,7 @@ class WantedSlots:
                 self._sizes[pool] = self._chosen[pool] = number + 1
 
     def choose(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Take over the sizes in Redis, which operators have chosen; other pools keep theirs.
+        """Apply the sizes in Redis, which operators have chosen; other pools keep theirs.
 
         Returns the chosen sizes that are missing in Redis.
         """
@@ -275,12 +279,12 @@ class WantedSlots:
         return {pool: count for pool, count in self._chosen.items() if pool not in known}
 
     def slots(self) -> frozenset[str]:
-        """The slots of all pools."""
+        """Return the slots of all pools."""
         sizes = self._sizes.items()
         return frozenset(f"{pool}-{number}" for pool, count in sizes for number in range(count))
 
 
 def split(slot: str) -> tuple[str, int]:
-    """A slot's pool and its number in that; ("", 0) for a name that is not a slot's."""
+    """Return a slot's pool and its number; ("", 0) for a name that is not a slot's."""
     pool, _, number = slot.rpartition("-")
     return (pool, int(number)) if number.isdecimal() else ("", 0)

@@ -1,4 +1,4 @@
-"""The status of the supervisor and of the slots, which it publishes in Redis with a TTL.
+"""The status of the supervisor and of the slots, published in Redis with a TTL.
 
 Readers only show it. The cluster runs the same without it.
 """
@@ -15,7 +15,7 @@ from baton.store.supervision import supervision_key
 from deploy.supervisor.reconciler import Phase, SlotState
 
 TTL_S = 15
-"""Seconds after which the status of a supervisor that is gone expires."""
+"""Time after which the status of an absent supervisor expires, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class SlotStatus:
 
     state: SlotState
     pid: int = 0
-    """Process id of the worker that serves; 0 without one."""
+    """Process id of the serving worker; 0 without one."""
     node: str = ""
     """Ray's id of its node."""
 
@@ -34,9 +34,9 @@ class SupervisionStatus:
     """All that the supervisor publishes."""
 
     pid: int
-    """The supervisor's."""
+    """Process id of the supervisor."""
     metrics_address: str
-    """host:port of the supervisor's /metrics page."""
+    """Address of the supervisor's /metrics page, host:port."""
     slots: Mapping[str, SlotStatus] = field(default_factory=dict)
     autoscaler: str = ""
     """What the autoscaler observes, and its last action; empty without one."""
@@ -54,12 +54,12 @@ class StatusStore:
         await self._client.set(self._key, json.dumps(asdict(supervision)), ex=TTL_S)
 
     async def read(self) -> SupervisionStatus | None:
-        """The status; None where no supervisor has published one lately."""
+        """Return the status; None if no supervisor has published one recently."""
         stored = await self._client.get(self._key)
         return None if stored is None else _parse(stored)
 
     async def clear(self) -> None:
-        """Delete the status: the cluster ends."""
+        """Delete the status at the end of the cluster."""
         await self._client.delete(self._key)
 
 

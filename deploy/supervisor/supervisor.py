@@ -1,9 +1,9 @@
-"""The supervisor: keeps a worker in every slot, and publishes how each is doing.
+"""The supervisor: keeps a worker in every slot, and publishes the status of each.
 
-It keeps no state of its own that matters. Ray and the registry know which workers run. The wanted
-sizes are in its settings, and in Redis once an operator has changed them. It may be killed at any
-time and started again, and takes over what it finds. While it is away workers and routers serve on,
-and no worker is replaced.
+It has no essential state. Ray and the registry know which workers run. The wanted sizes are in its
+settings, and in Redis after an operator has changed them. It may be killed and restarted at any
+time, and takes over what it finds. Without it, workers and routers keep serving, and no worker is
+replaced.
 
     finding the running workers ─found→ reconciling ─cancelled→ stopped
 """
@@ -34,9 +34,10 @@ from deploy.supervisor.reconciler import (
 from deploy.supervisor.status_store import SlotStatus, StatusStore, SupervisionStatus
 
 LOOK_S = 0.5
-"""Seconds between two looks at the workers."""
+"""Interval between two looks at the workers, in seconds."""
 _PUBLISH_S = 2.0
-"""The status is published when it changes, and at least this often, since it has a TTL."""
+"""Maximum interval between two publications, in seconds. The status has a TTL, and is also
+published when it changes."""
 _FIND_AGAIN_S = 1.0
 _SOON_S = 0.005
 
@@ -44,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Owned by one event loop."""
+    """Keeps a worker in every slot. Owned by one event loop."""
 
     def __init__(
         self,
@@ -61,8 +62,8 @@ class Supervisor:
     ) -> None:
         """``pools`` has the configured number of workers of each pool.
 
-        ``drain_s`` is how long a worker that is not wanted may take to finish its requests.
-        ``note`` returns what the autoscaler reports; empty without one.
+        ``drain_s`` is how long an unwanted worker may take to finish its requests. ``note`` returns
+        what the autoscaler reports; empty without one.
         """
         self._pools = pools
         self._reconciler = reconciler
@@ -76,12 +77,12 @@ class Supervisor:
         self._wanted = WantedSlots(pools)
         self._observed: dict[str, SlotObservation] = {}
         self._busy: dict[str, asyncio.Task[None]] = {}
-        """The action that is carried out for a slot."""
+        """The running action of each slot."""
         self._published: SupervisionStatus | None = None
         self._published_at = float("-inf")
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Run until cancelled."""
         try:
             await self._find_running()
             while True:
@@ -95,7 +96,7 @@ class Supervisor:
             self._slots.close()
 
     async def _rest(self, began: float) -> None:
-        """Until the next look: sooner after a death, or where a start is due earlier."""
+        """Wait until the next look: sooner after a death, or if a start is due earlier."""
         now = time.monotonic()
         waits = (
             state.wait_s for state in self._reconciler.states(now).values() if state.wait_s > 0
@@ -111,8 +112,8 @@ class Supervisor:
                 await self._slots.find_running()
                 break
             except Exception as error:
-                # Without Ray's control store no worker can be found, nor started.
-                log.warning("the workers cannot be found yet: %s", error)
+                # Without Ray's control store workers can be neither found nor started.
+                log.warning("cannot find the workers yet: %s", error)
                 await asyncio.sleep(_FIND_AGAIN_S)
         self._wanted = WantedSlots(self._pools, self._slots.names)
         try:
@@ -129,11 +130,11 @@ class Supervisor:
             for pool, count in self._wanted.choose(await self._sizes.read()).items():
                 await self._sizes.restore(pool, count)
         except redis.RedisError as error:
-            log.info("the pools' sizes cannot be read: %s", error)
+            log.info("cannot read the pools' sizes: %s", error)
         self._reconciler.want(self._wanted.slots())
 
     async def _reconcile(self, now: float) -> None:
-        """Observe each slot, decide, and begin the actions."""
+        """Observe each slot, decide, and start the actions."""
         await self._slots.refresh()
         known = self._reconciler.states(now).keys() | self._slots.names
         for slot in sorted(slot for slot in known if split(slot)[0] in self._pools):
@@ -161,7 +162,7 @@ class Supervisor:
     async def _act(self, slot: str, action: SlotAction) -> None:
         if action is SlotAction.START:
             await self._slots.start(slot)
-            # It may be dead before the next look.
+            # The worker may be dead before the next look.
             self._reconciler.started(slot)
         elif action is SlotAction.DRAIN:
             await self._slots.drain(slot, self._drain_s)
@@ -178,12 +179,12 @@ class Supervisor:
         try:
             await self._store.write(status)
         except redis.RedisError as error:
-            log.info("the status cannot be published: %s", error)
+            log.info("cannot publish the status: %s", error)
         else:
             self._published, self._published_at = status, now
 
     def _show(self, states: Mapping[str, SlotState]) -> None:
-        """Set the metrics."""
+        """Update the metrics."""
         for slot, state in states.items():
             for phase in Phase:
                 self._metrics.slots.labels(slot, split(slot)[0], phase.value).set(
@@ -198,6 +199,6 @@ class Supervisor:
 
     def _status(self, slot: str, state: SlotState) -> SlotStatus:
         seen = self._observed[slot]
-        # To the second: every look would change it otherwise.
+        # Rounded to seconds: otherwise every look would change it.
         shown = SlotState(state.phase, state.deaths, state.last_error, float(round(state.wait_s)))
         return SlotStatus(shown, seen.pid, seen.node)

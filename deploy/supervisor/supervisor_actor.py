@@ -1,4 +1,4 @@
-"""The Ray actor of the supervisor. Ray starts it again whenever it dies.
+"""The Ray actor of the supervisor. Ray restarts it whenever it dies.
 
 It imports no torch: it needs no more memory than any Python process with Ray.
 """
@@ -50,14 +50,14 @@ log = logging.getLogger(__name__)
 
 
 class SupervisorSettings(BaseModel):
-    """The supervisor's settings; they travel as JSON and hold the store's password."""
+    """The supervisor's settings, serialized as JSON. They hold the store's password."""
 
     model_config = ConfigDict(frozen=True)
 
     workers: tuple[ActorSettings, ...]
-    """Settings of the workers with which the cluster starts; further workers are like them."""
+    """Settings of the initial workers. Further workers have the same settings."""
     drain_s: float
-    """How long a worker of a pool that shrinks may take to finish its requests, in seconds."""
+    """Maximum time for a worker of a shrinking pool to finish its requests, in seconds."""
     redis_url: str
     cluster_id: str
     log_level: str
@@ -81,11 +81,11 @@ class SupervisorActor:
         threading.Thread(target=self._live, name="supervisor", daemon=True).start()
 
     def ready(self) -> int:
-        """Its process id, once it watches the workers. Raises TimeoutError."""
+        """Wait until it watches the workers, and return its process id. Raises TimeoutError."""
         return self._started.result(timeout=_START_S)
 
     def stop(self) -> None:
-        """Replace no worker any more: the cluster ends."""
+        """Stop replacing workers: the cluster ends."""
         if self._loop is not None and self._supervising is not None:
             self._loop.call_soon_threadsafe(self._supervising.cancel)
 
@@ -93,7 +93,7 @@ class SupervisorActor:
         try:
             asyncio.run(self._supervise())
         except BaseException:
-            log.exception("the supervisor has failed")
+            log.exception("the supervisor failed")
             end_process()
 
     async def _supervise(self) -> None:
@@ -127,7 +127,7 @@ class SupervisorActor:
                 def phases() -> dict[str, Phase]:
                     return reconciler.phases(time.monotonic())
 
-                # With a registry of its own: a reader keeps what it has read.
+                # The observer has a separate registry, since a reader keeps what it has read.
                 observer = ClusterObserver(
                     config,
                     Registry(client, settings.cluster_id),
@@ -175,9 +175,9 @@ class RaySupervisor:
     def place(
         cls, settings: SupervisorSettings, actor_class: type = SupervisorActor
     ) -> RaySupervisor:
-        """Make Ray start it, and start it again whenever it dies; or find the one that runs.
+        """Make Ray start the supervisor and restart it whenever it dies, or find the running one.
 
-        Blocks while Ray's control store is away.
+        Blocks while Ray's control store is unreachable.
         """
         import ray  # noqa: PLC0415
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: PLC0415
@@ -187,7 +187,7 @@ class RaySupervisor:
             get_if_exists=True,
             lifetime="detached",
             num_cpus=0,
-            # On the launcher's node, while that exists.
+            # It runs on the launcher's node, while that exists.
             scheduling_strategy=NodeAffinitySchedulingStrategy(RayPlace.own().node, soft=True),
             max_restarts=-1,
             max_task_retries=-1,
@@ -197,7 +197,10 @@ class RaySupervisor:
 
     @classmethod
     def find(cls) -> RaySupervisor | None:
-        """The supervisor that runs, if one does. Blocks while Ray's control store is away."""
+        """Return the running supervisor, if any.
+
+        Blocks while Ray's control store is unreachable.
+        """
         import ray  # noqa: PLC0415
 
         try:
@@ -206,33 +209,33 @@ class RaySupervisor:
             return None
 
     async def ready(self) -> int:
-        """Its process id, once it watches the workers. Raises what Ray raises."""
+        """Wait until it watches the workers, and return its process id. Raises what Ray raises."""
         return int(await asyncio.wrap_future(self._handle.ready.remote().future()))
 
     def kill(self) -> None:
-        """End it for good; idempotent. Blocks while Ray's control store is away."""
+        """End it without a restart; idempotent. Blocks while Ray's control store is unreachable."""
         import ray  # noqa: PLC0415
 
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             ray.kill(self._handle)
 
     async def stop(self, deadline_s: float) -> None:
-        """Make it replace no worker any more. Raises TimeoutError, or what Ray raises."""
+        """Make it stop replacing workers. Raises TimeoutError, or what Ray raises."""
         async with asyncio.timeout(deadline_s):
             await asyncio.wrap_future(self._handle.stop.remote().future())
 
 
 class SlotSettings:
-    """The settings of the worker of each slot, also of slots that are added later. Pure."""
+    """The settings of the worker of each slot, including slots that are added later. Pure."""
 
     def __init__(self, first: Sequence[ActorSettings]) -> None:
-        """``first`` has the slots with which the cluster starts, at least one of each pool."""
+        """``first`` has the initial slots, at least one of each pool."""
         self._first = {settings.slot: settings for settings in first}
         self.pools = Counter(settings.pool for settings in first)
         """The number of workers by pool."""
 
     def of(self, slot: str) -> ActorSettings:
-        """The settings of a slot. Raises KeyError for a slot of an unknown pool."""
+        """Return the settings of a slot. Raises KeyError for a slot of an unknown pool."""
         known = self._first.get(slot)
         return self._further(slot) if known is None else known
 

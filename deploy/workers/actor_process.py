@@ -1,4 +1,4 @@
-"""The Ray worker process in which an actor lives: its node, its log, its signals, its end."""
+"""The Ray worker process of an actor: its node, its log, its signals, its end."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ log = logging.getLogger(__name__)
 async def end_with(launcher: ProcessIdentity, redis_url: str, cluster_id: str) -> NoReturn:
     """End this process when the launcher is gone.
 
-    On the launcher's machine the guardian ends orphans; this is for the case that the guardian was
+    On the launcher's machine the guardian ends orphans. This is for the case that the guardian was
     killed as well, and for other machines, which watch the launcher's lease.
     """
     if launcher.is_near:
-        # It is not a child of this process, so it is polled.
+        # The launcher is not a child of this process, so it is polled.
         while not launcher.is_gone:  # noqa: ASYNC110
             await asyncio.sleep(_LAUNCHER_POLL_S)
     else:
         await lease_lost(redis_url, cluster_id)
-    log.error("the launcher is gone: this process ends")
+    log.error("the launcher is gone: this process exits")
     end_process()
 
 
@@ -62,8 +62,8 @@ def take_sigterm(handler: Callable[[int, object], None]) -> None:
     """Replace Ray's handler of SIGTERM, which ends a worker process at once.
 
     Ray creates an actor on the main thread, and runs signal handlers there between its own calls,
-    about every 10 ms. An actor whose class has any ``async`` method is created on another thread:
-    then this does nothing, as in a process that has the class without Ray.
+    about every 10 ms. An actor whose class has an ``async`` method is created on another thread:
+    then this does nothing, as in a process that uses the class without Ray.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
@@ -74,7 +74,7 @@ def log_to(file: str, level: str, kind: str) -> TextIO:
 
     ``kind`` is ``text`` or ``json``.
     """
-    # Kept open for the life of the process.
+    # The file stays open until the process ends.
     stream = Path(file).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
     faulthandler.enable(stream)
     log_to_stream(stream, level, kind)
@@ -86,15 +86,15 @@ class RayPlace:
     """The Ray node of a process."""
 
     host: str
-    """The node's address: loopback, where all of the cluster is on one machine."""
+    """The node's address: loopback, if all of the cluster is on one machine."""
     node: str
     """Ray's id of the node."""
     gcs: str
-    """host:port of Ray's control store."""
+    """Address of Ray's control store, host:port."""
 
     @classmethod
     def own(cls) -> RayPlace:
-        """The node of this process, which is a worker process of Ray's or a driver."""
+        """Return the node of this process, which is a worker process of Ray's or a driver."""
         import ray  # noqa: PLC0415
 
         context = ray.get_runtime_context()
@@ -106,11 +106,11 @@ class RayPlace:
 
 
 def reason(error: Exception) -> str:
-    """The error of an actor as a message, without Ray's wrapping and tracebacks."""
+    """Return the error of an actor as a message, without Ray's wrapping and tracebacks."""
     cause = getattr(error, "cause", None) or error
     if isinstance(cause, BatonError):
         return cause.message
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    # Ray adds advice to every death.
+    # Ray appends advice to every death.
     last = lines[-1].partition(" Some common causes")[0] if lines else ""
     return f"{type(cause).__name__}: {last}"

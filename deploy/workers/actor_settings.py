@@ -12,7 +12,7 @@ from deploy.processes.process_identity import ProcessIdentity
 
 
 class ActorSettings(BaseModel):
-    """The launcher's settings for an actor; they travel as JSON and hold the store's password.
+    """The launcher's settings for an actor, serialized as JSON. They hold the store's password.
 
     ``deploy.workers.node`` has what differs from node to node.
     """
@@ -23,22 +23,22 @@ class ActorSettings(BaseModel):
     pool: str
     slot: str
     model_path: str
-    """On the launcher's machine."""
+    """Path of the model on the launcher's machine."""
     model_name: str
     draft_model_path: str
-    """On the launcher's machine."""
+    """Path of the draft model on the launcher's machine."""
     redis_url: str
     cluster_id: str
     launcher: ProcessIdentity
     places: str = ""
-    """The name of its ranks' placement group; empty where it has one rank."""
+    """Name of its ranks' placement group; empty if it has one rank."""
 
     def own_pool(self) -> PoolConfig:
-        """The worker's pool."""
+        """Return the worker's pool."""
         return self.pool_of(Config(**self.config))
 
     def pool_of(self, config: Config) -> PoolConfig:
-        """The worker's pool in ``config``."""
+        """Return the worker's pool in ``config``."""
         return next(pool for pool in config.pools if pool.name == self.pool)
 
     @property
@@ -48,5 +48,5 @@ class ActorSettings(BaseModel):
 
     @property
     def drain_s(self) -> float:
-        """How long the worker may take to finish its requests, in seconds."""
+        """Return how long the worker may take to finish its requests, in seconds."""
         return float(self.config["drain_deadline_s"])

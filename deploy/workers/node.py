@@ -1,9 +1,9 @@
-"""A Ray node as a place for workers: what each worker gets there, and the list of those that run.
+"""A Ray node that runs workers: the share of each worker, and the list of running workers.
 
-A node is a machine, or a container. It has a run directory: the launcher's, where that has started
-the node; that of `baton join`; or one that its workers make. There each worker process locks a file
-whose name is the worker's number, for as long as the process lives, however that ends. The file
-says which process it is.
+A node is a machine, or a container. It has a run directory: the launcher's, if the launcher started
+the node; that of `baton join`; or one that its workers make. Each worker process locks a file in
+it, named by the worker's number, until the process ends for any reason. The file identifies the
+process.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from deploy.processes.run_directory import RUN_VARIABLE, RunDirectory
 from deploy.workers.actor_settings import ActorSettings
 
 CORE_LINES = 8
-"""How many workers may be added on a node and still share its cores with those before."""
+"""Maximum workers that may be added on a node and still share its cores with the earlier ones."""
 PLACES_VARIABLE = "BATON_NODE_PLACES"
-"""How many workers a node that has joined a cluster has room for."""
+"""Variable with the maximum number of workers of a node that has joined a cluster."""
 _MOST = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class NodeShare:
-    """What one worker gets of its node."""
+    """The share of one worker in its node."""
 
     host: str
-    """The address at which its servers listen, and are reached."""
+    """Address at which its servers listen and are reached."""
     run: RunDirectory
     """The node's run directory."""
     log_file: Path
     number: int
-    """Its number among the workers of this node, from 0; each rank of a worker has one."""
+    """Number of the worker on this node, from 0; each rank of a worker has one."""
     workers_here: int
-    """How many workers the node has room for; each rank counts."""
+    """Maximum number of workers on the node; each rank counts."""
     threads: int
-    """Compute threads on the CPU, where the engine cannot change them from step to step."""
+    """Compute threads on the CPU, if the engine cannot change them from step to step."""
     core_board: str
-    """The file by which the node's workers share its cores; empty with threads of its own."""
+    """The file through which the node's workers share its cores; empty with fixed threads."""
     core_lines: int
-    """How many workers the board has room for."""
+    """Maximum number of workers on the board."""
 
     @classmethod
     def take(
         cls, settings: ActorSettings, host: str, node: str = "", gcs: str = "", rank: int = 0
     ) -> NodeShare:
-        """Register this process on its node for as long as it runs. Raises OSError.
+        """Register this process on its node until it ends. Raises OSError.
 
         Each rank of a worker has a share. ``host`` is the node's address, ``node`` Ray's id of it,
         ``gcs`` host:port of Ray's control store.
@@ -83,7 +83,7 @@ class NodeShare:
 
 
 def run_directory_here(cluster_id: str) -> RunDirectory:
-    """The run directory of this node. Raises OSError where another user has it."""
+    """Return the run directory of this node. Raises OSError if another user owns it."""
     given = os.environ.get(RUN_VARIABLE)
     if given:
         return RunDirectory(Path(given))
@@ -91,20 +91,20 @@ def run_directory_here(cluster_id: str) -> RunDirectory:
 
 
 def workers_of_node(of_cluster: int) -> int:
-    """How many workers this node has room for, of a cluster with ``of_cluster`` workers."""
+    """Return how many of a cluster's ``of_cluster`` workers this node has room for."""
     places = os.environ.get(PLACES_VARIABLE, "")
     return max(1, min(of_cluster, int(places))) if places.isdecimal() else of_cluster
 
 
 def model_paths(settings: ActorSettings) -> tuple[str, str]:
-    """The folders of the model and of the drafter on this node.
+    """Return the folders of the model and of the drafter on this node.
 
-    The launcher's machine has them; elsewhere they are fetched and converted, once for all workers
-    of the node, whose others wait. Raises BatonError.
+    The launcher's machine has them. Elsewhere one worker of the node downloads and converts them,
+    and the others wait. Raises BatonError.
     """
     if settings.launcher.is_near:
         return settings.model_path, settings.draft_model_path
-    # Slow to import, and of no use to the launcher's own workers.
+    # The import is slow, and the launcher's own workers do not need it.
     from deploy.models import model_store  # noqa: PLC0415
     from deploy.models.model_store import resolve_drafter  # noqa: PLC0415
     from deploy.processes.progress import log_progress  # noqa: PLC0415
@@ -132,11 +132,11 @@ class NodeWorker:
     slot: str
     process: ProcessIdentity
     drain_s: float
-    """How long it takes at most to leave after SIGTERM, in seconds."""
+    """Maximum time to leave after SIGTERM, in seconds."""
     node: str = ""
     """Ray's id of its node."""
     gcs: str = ""
-    """host:port of Ray's control store."""
+    """Address of Ray's control store, host:port."""
     cluster: str = ""
     """Id of its cluster."""
 
@@ -162,14 +162,14 @@ class NodeWorkers:
             if not _lock(descriptor):
                 os.close(descriptor)
                 continue
-            # Never closed: the lock goes with the process.
+            # The file is never closed: its lock ends with the process.
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(asdict(me)).encode(), 0)
             return number
         raise OSError(f"no number is free in {self._folder}")
 
     def running(self) -> list[NodeWorker]:
-        """The processes that run."""
+        """Return the running processes."""
         found = []
         for path in sorted(self._folder.glob("[0-9]*")):
             with contextlib.suppress(OSError, ValueError):

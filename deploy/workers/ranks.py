@@ -1,7 +1,7 @@
-"""The ranks of a worker: their places in Ray, the actors of ranks 1 and up, and who starts them.
+"""The ranks of a worker: their places in Ray, and the actors of ranks 1 and up.
 
-Ray gives the places of all ranks together or not at all. Each incarnation of a worker has a
-placement group of its own, whose name begins with the slot. It is removed after that incarnation
+Ray allocates the places of all ranks together or not at all. Each incarnation of a worker has its
+own placement group, whose name begins with the slot. The group is removed after that incarnation
 has ended, and ranks that are left in it end with it.
 
 Rank 0 starts the actors of the other ranks and owns them: Ray ends them when rank 0 ends.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 WORKER_RESOURCE = "baton_worker"
 _REMOVED = "REMOVED"
 OnEnded = Callable[[str], None]
-"""Called on a thread of its own with the reason when a rank has ended."""
+"""Called on a separate thread with the reason when a rank has ended."""
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def request_places(settings: ActorSettings) -> tuple[str, Any]:
 
 
 def in_place(group: Any, rank: int) -> Any:
-    """The scheduling strategy of an actor in a rank's place."""
+    """Return the scheduling strategy of an actor in a rank's place."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: PLC0415
 
     return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
@@ -67,7 +67,7 @@ def in_place(group: Any, rank: int) -> Any:
 def remove_places(slot: str) -> None:
     """Remove the places of all incarnations in a slot; idempotent.
 
-    Blocks while Ray's control store is away.
+    Blocks while Ray's control store is unreachable.
     """
     import ray  # noqa: PLC0415
 
@@ -89,18 +89,18 @@ class RankActor:
         self._address = address
         place = RayPlace.own()
         self._share = NodeShare.take(self._settings, place.host, place.node, place.gcs, rank)
-        # An earlier process that was stopped while it loaded has a GPU; only this list names it.
+        # An earlier process that was stopped while it loaded holds a GPU; only this list names it.
         end_others(self._share.run.workers, f"{self._settings.slot}.rank-{rank}")
         self._process = json.dumps(asdict(Whereabouts.own(place.node)))
         config = self._settings.config
         log_to(str(self._share.log_file), str(config["log_level"]), str(config["log_format"]))
-        # Ray says 1 for an actor without CPUs of its own; OpenMP reads it when torch is loaded.
+        # Ray sets 1 for an actor without CPUs; OpenMP reads the variable when torch is loaded.
         os.environ["OMP_NUM_THREADS"] = str(self._share.threads)
         # Rank 0 handles SIGTERM for the worker, and ends its ranks.
         take_sigterm(lambda number, frame: None)
 
     def run(self) -> None:
-        """Compute the steps of rank 0 until that closes. Raises what prevents it."""
+        """Compute the steps of rank 0 until that closes. Raises any error that prevents this."""
         ended: Future[None] = Future()
         threading.Thread(target=self._follow, args=(ended,), name="engine", daemon=True).start()
         ended.result()
@@ -143,7 +143,7 @@ def start_ranks(settings: ActorSettings, address: GroupAddress, on_ended: OnEnde
 
 
 _KEPT: list[Any] = []
-"""Ray ends an actor without a handle."""
+"""Handles are kept, since Ray ends an actor without a handle."""
 
 
 def _watch(ends: dict[Any, int], on_ended: OnEnded) -> None:

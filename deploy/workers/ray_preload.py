@@ -1,7 +1,8 @@
 """Ray imports this module in each process of a node: see ``deploy.workers.standby``."""
 
-# The modules of the actors that Ray may place here are imported first, on the main thread: later
-# the main thread and the standby's would import them at once, and see modules half made.
+# The modules of the actors that Ray may place here are imported first, on the main thread.
+# Otherwise the main thread and the standby's could import them at the same time, and see incomplete
+# modules.
 from deploy.workers.standby import begin_here
 from deploy.workers.worker_process import import_worker
 

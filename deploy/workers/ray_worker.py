@@ -3,7 +3,7 @@
 Each cluster has a Ray namespace for these names.
 
 The actors are detached: they outlive the launcher or supervisor that placed them. Ray restarts none
-of them; the supervisor does.
+of them; the supervisor replaces them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from deploy.workers.ranks import (
 from deploy.workers.worker_actor import PingReply, WorkerActor
 
 SUPERVISOR_NAME = "supervisor"
-# ready, ping and stop must not wait for one another.
+# Calls of ready, ping and stop must not wait for one another.
 _CONCURRENT_CALLS = 8
 _END_S = 20.0
 
@@ -41,7 +41,8 @@ class RayWorker:
     async def ready(self) -> dict[str, Any]:
         """Wait until it serves; see ``deploy.workers.worker_actor.WorkerThread.record``.
 
-        Raises WorkerFailed with the reason, and what Ray raises where that is no failure.
+        Raises WorkerFailed with the reason, and what Ray raises if that is not a failure of the
+        worker.
         """
         import ray  # noqa: PLC0415
 
@@ -53,11 +54,11 @@ class RayWorker:
             raise WorkerFailed(f"worker {self.slot}: {reason(error)}") from error
 
     async def ping(self, unlisted_s: float = 0.0) -> PingReply:
-        """The process's answer; see ``WorkerActor.ping``. Raises what Ray raises."""
+        """Return the process's answer; see ``WorkerActor.ping``. Raises what Ray raises."""
         return PingReply(await result(self._handle.ping.remote(unlisted_s)))
 
     async def drain(self, deadline_s: float) -> None:
-        """Make it reject new requests, and end by itself. Raises what Ray raises."""
+        """Make it reject new requests and exit by itself. Raises what Ray raises."""
         await result(self._handle.drain.remote(deadline_s))
 
     async def stop(self, deadline_s: float) -> None:
@@ -66,18 +67,17 @@ class RayWorker:
             await result(self._handle.stop.remote())
 
     def kill(self) -> None:
-        """End its process. Blocks while Ray's control store is away."""
+        """End its process. Blocks while Ray's control store is unreachable."""
         import ray  # noqa: PLC0415
 
         ray.kill(self._handle)
 
 
 def place(settings: ActorSettings, actor_class: type = WorkerActor) -> RayWorker:
-    """Make Ray start a worker. Blocks while Ray's control store is away.
+    """Make Ray start a worker. Blocks while Ray's control store is unreachable.
 
-    A worker of several ranks gets places for all of them, and starts the other ranks itself.
-
-    Raises ValueError where a worker runs in the slot.
+    A worker of several ranks gets places for all of them, and starts the other ranks itself. Raises
+    ValueError if a worker runs in the slot.
     """
     import ray  # noqa: PLC0415
 
@@ -103,15 +103,15 @@ def place(settings: ActorSettings, actor_class: type = WorkerActor) -> RayWorker
 
 
 def namespace(cluster_id: str) -> str:
-    """The Ray namespace of a cluster's actors: other programs may use the same Ray."""
+    """Return the Ray namespace of a cluster's actors: other programs may use the same Ray."""
     return f"baton-{cluster_id}"
 
 
 async def end_at(whereabouts: Whereabouts, submit: DaemonThread) -> None:
-    """End a process on its node, stopped or not, by a task there.
+    """End a process on its node, even a stopped one, by a task there.
 
-    ``submit`` makes the call, which blocks while Ray's control store is away. Raises TimeoutError,
-    or what Ray raises.
+    ``submit`` makes the call, which blocks while Ray's control store is unreachable. Raises
+    TimeoutError, or what Ray raises.
     """
     import ray  # noqa: PLC0415
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: PLC0415
@@ -123,7 +123,7 @@ async def end_at(whereabouts: Whereabouts, submit: DaemonThread) -> None:
 
 
 def find(slot: str) -> RayWorker | None:
-    """The worker that runs in a slot, if one does. Blocks while Ray's control store is away."""
+    """Return the running worker of a slot. Blocks while Ray's control store is unreachable."""
     import ray  # noqa: PLC0415
 
     try:
@@ -133,9 +133,9 @@ def find(slot: str) -> RayWorker | None:
 
 
 def is_known(slot: str) -> bool:
-    """Whether Ray's control store knows a worker in a slot. Blocks while it is away.
+    """Whether Ray's control store knows a worker in a slot. Blocks while it is unreachable.
 
-    The control store is queried: this process's own view of actors may be old.
+    The control store is queried, since this process's own view of actors may be old.
     """
     from ray.util import list_named_actors  # noqa: PLC0415
 
@@ -143,7 +143,7 @@ def is_known(slot: str) -> bool:
 
 
 def find_all() -> list[RayWorker]:
-    """All workers that run, whatever their slots. Blocks while Ray's control store is away."""
+    """Return all running workers, in any slot. Blocks while Ray's control store is unreachable."""
     from ray.util import list_named_actors  # noqa: PLC0415
 
     found = (find(name) for name in list_named_actors() if name != SUPERVISOR_NAME)
@@ -151,5 +151,5 @@ def find_all() -> list[RayWorker]:
 
 
 def result(reference: Any) -> Awaitable[Any]:
-    """The value of a Ray reference."""
+    """Return the value of a Ray reference."""
     return asyncio.wrap_future(reference.future())

@@ -1,17 +1,17 @@
 """The warm standby of a node: a process that has imported torch and Baton for the next worker.
 
-    fresh ─FRESH_S later, if a standby was requested→ importing → standing by
-    any ─an actor is placed in it→ taken: another process may stand by
+    fresh ─FRESH_S later, if a standby was requested→ importing → standby
+    any ─an actor is placed in it→ taken: another process may become the standby
 
-The imports take seconds of a core: most of the time until a replaced worker serves. Ray places an
-actor in one of its idle processes, if it has one. The standby holds a lock of the node. A request
-for a standby is a file, which the first idle process that finds it removes.
+The imports take seconds of a core, which is most of the time until a replaced worker serves. Ray
+places an actor in one of its idle processes, if it has one. The standby holds a lock of the node. A
+request for a standby is a file, which the first idle process that finds it removes.
 
-One worker of the node requests standbys: the one that holds another lock, and the next one after it
-has died. So there is a standby on each node with workers, and whatever started those workers need
-not know of it.
+One worker of the node requests standbys: the one that holds another lock. After its death, another
+worker takes the lock. So each node with workers has a standby, independent of what started the
+workers.
 
-    no standby ─at two looks in a row→ requested ─it stands by→ standby
+    no standby ─at two looks in a row→ requested ─a process is ready→ standby
     requested ─PATIENCE_S later still none→ requested again ─MAX_ASKS in a row→ given up
 """
 
@@ -30,27 +30,30 @@ from pathlib import Path
 from deploy.ray_internals import prestart_worker, session_folder
 
 FRESH_S = 2.0
-"""Processes younger than this may already be assigned an actor; only older idle ones stand by."""
+"""Processes younger than this may already be assigned an actor; only older idle ones become
+standbys. Seconds."""
 _LOOK_S = 0.5
 _NICENESS = 10
-"""The niceness of computing threads: serving has precedence."""
+"""The niceness of the importing thread, so that serving has precedence."""
 LOOK_S = 5.0
-"""A worker that has just died is replaced first: an import at the same time would delay it."""
+"""Interval between two looks, in seconds. A dead worker is replaced first: an import at the same
+time would delay that."""
 PATIENCE_S = 20.0
-"""Time after which a request is repeated: the supervisor may have got the process that was started
-for it. A process that is only slow to start is one idle process too many, for each repetition."""
+"""Time after which a request is repeated, in seconds. The supervisor may have got the process that
+was started for it. If a process is only slow to start, each repetition adds one idle process."""
 MAX_ASKS = 6
 PRELOAD_VARIABLE = "RAY_preload_python_modules"
 PRELOAD_MODULE = "deploy.workers.ray_preload"
 _ASK_S = 30.0
 _KEEP_S = 24 * 3600
-"""How long Ray keeps the process, however many idle ones it has; then another one is requested."""
+"""Time for which Ray keeps the process, in seconds, even with many idle ones; then another one is
+requested."""
 
 log = logging.getLogger(__name__)
 
 
 class FileLock:
-    """A lock that one process holds, until it ends. Each object is for one thread."""
+    """A lock that one process holds until it ends. Each object is for one thread."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -94,23 +97,23 @@ class StandbyFiles:
 
     @classmethod
     def own(cls) -> StandbyFiles:
-        """The files of the node of this process, which is one of Ray's."""
+        """Return the files of the node of this process, which is one of Ray's."""
         import ray  # noqa: PLC0415
 
         return cls(session_folder(), ray.get_runtime_context().get_node_id())
 
     @property
     def lock(self) -> FileLock:
-        """The standby's lock."""
+        """Return the standby's lock."""
         return FileLock(self._stem.with_suffix(".lock"))
 
     @property
     def duty(self) -> FileLock:
-        """Lock of the worker that requests standbys on this node."""
+        """Return the lock of the worker that requests standbys on this node."""
         return FileLock(self._stem.with_suffix(".duty"))
 
     def request(self) -> None:
-        """Request that the next idle process stands by. Raises OSError."""
+        """Request that the next idle process becomes the standby. Raises OSError."""
         self._asked.touch(mode=0o600)
 
     def take_request(self) -> bool:
@@ -142,13 +145,13 @@ class Standby:
         self._thread.start()
 
     def leave(self) -> None:
-        """An actor that needs no such import was placed in this process."""
+        """Stop, because an actor that needs no such import was placed in this process."""
         self._taken.set()
 
     def take(self) -> None:
-        """A worker was placed in this process: wait for the import that runs.
+        """Wait for a running import, because a worker was placed in this process.
 
-        Two threads that import the same modules may see them half made.
+        Two threads that import the same modules may see incomplete ones.
         """
         self._taken.set()
         self._thread.join()
@@ -166,13 +169,13 @@ class Standby:
             self._taken.wait()
         except Exception as error:
             # A worker that is placed here fails in the same way, and reports it.
-            log.warning("this process does not stand by: %r", error)
+            log.warning("this process cannot be a standby: %r", error)
         finally:
             lock.give_back()
 
 
 def _give_way() -> None:
-    if sys.platform == "linux":  # elsewhere that would be the whole process
+    if sys.platform == "linux":  # elsewhere the call would change the whole process
         with contextlib.suppress(OSError):
             os.nice(_NICENESS)
 
@@ -188,13 +191,13 @@ def begin_here(prepare: Callable[[], None]) -> None:
 
 
 def take_here() -> None:
-    """As ``Standby.take``, if this process has a ``Standby``."""
+    """Call ``Standby.take``, if this process has a ``Standby``."""
     if _Own.standby is not None:
         _Own.standby.take()
 
 
 def leave_here() -> None:
-    """As ``Standby.leave``, if this process has a ``Standby``."""
+    """Call ``Standby.leave``, if this process has a ``Standby``."""
     if _Own.standby is not None:
         _Own.standby.leave()
 
@@ -227,7 +230,7 @@ class StandbyWatch:
 
 
 def keep_standby() -> None:
-    """Request standbys, on a thread that lasts as long as this process; called once.
+    """Request standbys on a thread, until this process ends; called once.
 
     Does nothing on a Ray cluster that was started without the preload module.
     """
@@ -244,10 +247,10 @@ def _keep() -> None:
             time.sleep(LOOK_S)
             if duty.take() and watch.look(time.monotonic(), stands_by=standby.is_held()):
                 request_standby(place)
-        log.warning("no process stands by: a worker that dies here is back later")
+        log.warning("no warm standby can be started: a worker that dies here is back later")
     except Exception as error:
         # Nothing depends on a standby, and this uses private names of Ray.
-        log.warning("no process can be had that stands by: %r", error)
+        log.warning("cannot start a warm standby: %r", error)
 
 
 def request_standby(place: StandbyFiles) -> None:

@@ -1,19 +1,19 @@
-"""The Ray actor of a worker, whichever role it plays: a thread with the worker's event loop.
+"""The Ray actor of a worker in either role: a thread with the worker's event loop.
 
-Ray places the actor, and carries neither a token nor a tensor. The next incarnation in its slot is
+Ray places the actor, and transports neither tokens nor tensors. The next incarnation in its slot is
 another actor, which the supervisor starts.
 
     starting ─serves→ serving
-    starting ─fails→ failed to start (the process stays, so that it can report why)
+    starting ─fails→ failed to start; the process stays, so that it can report why
     serving ─stop()→ stopping → gone
-    serving ─drain(), SIGTERM, or an operator by way of a router→ leaving
+    serving ─drain(), SIGTERM, or an operator through a router→ leaving
     leaving ─nothing left, the deadline, or another SIGTERM→ gone (0), once the supervisor knows
     serving ─it fails; its loop does nothing for STUCK_S; nothing reaches it→ gone (1)
     serving ─its device is lost, its steps fail in a row (worker/process.py)→ gone (1)
     any ─SIGTERM, where there is nothing to wait for→ gone (0)
 
-Methods are called by Ray's threads and, ``on_sigterm``, by the main thread. What needs torch is
-imported on the worker's own thread alone, which owns the event loop and all that runs there.
+Ray's threads call the methods, and the main thread calls ``on_sigterm``. Modules that need torch
+are imported only on the worker's own thread, which owns the event loop and all that runs there.
 """
 
 from __future__ import annotations
@@ -53,31 +53,31 @@ if TYPE_CHECKING:
     from worker.process import WorkerProcess
 
 UNLISTED_S = 60.0
-"""A worker that the registry has not listed for this long, while it listed others, and to which
-nothing is connected, ends."""
+"""Time without a listing after which a worker without connections ends, in seconds. It counts only
+while the registry lists other workers."""
 _STOP_S = 10.0
 _TELL_S = 2.0
-"""How long a drained worker waits for the supervisor's ping."""
+"""Maximum wait of a drained worker for the supervisor's ping, in seconds."""
 _RESOLVER_THREADS = 2
 _ANSWER_S = 0.1
-"""Time for an answer to leave this process."""
+"""Time for an answer to leave this process, in seconds."""
 LOOK_S = 1.0
 STUCK_S = 60.0
-"""Time without a heartbeat after which the event loop counts as stuck. A heartbeat without Redis
-takes some seconds."""
+"""Time without a heartbeat after which the event loop counts as stuck, in seconds. A heartbeat
+without Redis takes some seconds."""
 END_S = 30.0
-"""Time after its drain's deadline within which a worker has to end."""
+"""Time after its drain's deadline within which a worker has to end, in seconds."""
 START_S = 600.0
-"""Seconds after which a model that is not loaded has failed."""
+"""Time after which loading the model has failed, in seconds."""
 
 log = logging.getLogger(__name__)
 
 
 class WorkerLoop(asyncio.SelectorEventLoop):
-    """An event loop that looks names up on threads of its own.
+    """An event loop that resolves names on separate threads.
 
     While a resolver hangs, each attempt to reach Redis by name takes a thread. Those threads must
-    not be the ones on which grammars are compiled and transports close.
+    not be the ones that compile grammars and close transports.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,10 @@ class WorkerLoop(asyncio.SelectorEventLoop):
         self._resolver = ThreadPoolExecutor(_RESOLVER_THREADS, "resolver")
 
     async def getaddrinfo(self, *args: Any, **options: Any) -> list[Any]:
-        """As ``socket.getaddrinfo``. A call waits for a free thread; it may be cancelled."""
+        """Resolve like ``socket.getaddrinfo``.
+
+        A call waits for a free thread; it may be cancelled.
+        """
         look_up = partial(socket.getaddrinfo, *args, **options)
         return await self.run_in_executor(self._resolver, look_up)
 
@@ -96,7 +99,7 @@ class WorkerLoop(asyncio.SelectorEventLoop):
 
 
 class WorkerThread:
-    """The worker's thread in an actor's process, and the process's end."""
+    """The worker's thread in an actor's process. It also ends the process."""
 
     def __init__(
         self,
@@ -121,7 +124,7 @@ class WorkerThread:
         self._leaving_known = threading.Event()
         self._terms = 0
         self._leave_by: float | None = None
-        """Deadline of its running requests, once this process has to leave; monotonic."""
+        """Deadline of its running requests after this process has to leave; monotonic."""
         self._life = threading.Thread(target=self._live, name="worker", daemon=True)
 
     def begin(self) -> None:
@@ -130,24 +133,24 @@ class WorkerThread:
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def record(self, timeout_s: float) -> dict[str, Any]:
-        """The worker's registry record, once it serves, and its location.
+        """Return the worker's registry record and its location, when it serves.
 
         The location is the fields of ``Whereabouts``, and those of each of ``other_ranks``.
 
-        Raises what kept it from starting, or TimeoutError.
+        Raises the error that prevented its start, or TimeoutError.
         """
         return self._started.result(timeout=timeout_s)
 
     def ask(self, unlisted_s: float) -> bool:
-        """Whether it leaves. A worker that nothing can reach ends: see ``UNLISTED_S``."""
+        """Whether the worker leaves. One that no process can reach ends: see ``UNLISTED_S``."""
         process = self._process
         if process is not None and process.leave_by is not None:
             self._leaving_known.set()
             return True
         if unlisted_s > UNLISTED_S and self._serves() and not self._is_reached():
             fail(
-                f"worker {self._settings.slot} ends: for {unlisted_s:.0f} s it was not in the"
-                " registry, though others were, and nothing was connected to it"
+                f"worker {self._settings.slot} ends: for {unlisted_s:.0f} s it was not in the "
+                "registry, though others were, and it had no connections"
             )
         return False
 
@@ -182,7 +185,7 @@ class WorkerThread:
         return self._started.done() and not self._failed() and not self._stopping
 
     def _failed(self) -> bool:
-        """Whether it could not start: then the process stays, to report why."""
+        """Whether it failed to start: then the process stays, to report why."""
         return self._started.done() and self._started.exception() is not None
 
     def _is_reached(self) -> bool:
@@ -193,7 +196,7 @@ class WorkerThread:
         try:
             open_ones = psutil.Process().net_connections(kind="tcp")
         except (psutil.Error, OSError):
-            return False  # it cannot open so much as a file
+            return False  # it cannot even open a file
         port = int(process.record.address.rpartition(":")[2])
         return any(
             one.status == psutil.CONN_ESTABLISHED and one.laddr.port == port for one in open_ones
@@ -250,7 +253,7 @@ class WorkerThread:
                 self._started.set_exception(error)
                 return
             if known:
-                # The last line of its log, which the supervisor reports.
+                # This is the last line of its log, which the supervisor reports.
                 fail(f"worker {self._settings.slot} ends: {reason}")
             end_process()
         if self._stopping:
@@ -284,7 +287,7 @@ class WorkerThread:
             watch.cancel()
         await process.ended()
         if self._stopping:
-            # The loop must not end under it; stop() itself holds the deadline.
+            # The loop must not end during the stop, which has its own deadline.
             await self._left.wait()
 
 
@@ -297,11 +300,11 @@ class Watchdog:
     def look(
         self, now: float, *, beats: int | None, ended: bool, leave_by: float | None
     ) -> str | None:
-        """Why the process must end, or None.
+        """Return why the process must end, or None.
 
         ``beats`` is the number of heartbeats so far, None while the worker does not serve.
-        ``ended`` says whether the worker's thread ended unexpectedly. ``leave_by`` is the deadline
-        of a drained worker, on the clock of ``now``: monotonic, in seconds.
+        ``ended``: the worker's thread ended unexpectedly. ``leave_by`` is the deadline of a drained
+        worker, on the clock of ``now``: monotonic, in seconds.
         """
         if ended:
             return "its thread has ended"
@@ -317,14 +320,14 @@ class PingReply(StrEnum):
 
     SERVING = "serving"
     LEAVING = "leaving"
-    """It rejects new requests and will end: that is no death."""
+    """It rejects new requests and ends: that is no death."""
 
 
 class WorkerActor:
     """The actor of rank 0; it ends its process when its worker has failed.
 
-    No method is ``async``: Ray would not create it on the main thread, which alone can handle
-    signals, and its calls would wait for one another.
+    No method is ``async``: Ray would then create the actor on another thread, and only the main
+    thread can handle signals. Its calls would also wait for one another.
     """
 
     build = staticmethod(build_process)
@@ -337,7 +340,7 @@ class WorkerActor:
         share = NodeShare.take(settings, place.host, place.node, place.gcs)
         config = settings.config
         log_file = log_to(str(share.log_file), str(config["log_level"]), str(config["log_format"]))
-        # Ray says 1 for an actor without CPUs of its own; OpenMP reads it when torch is loaded.
+        # Ray sets 1 for an actor without CPUs; OpenMP reads the variable when torch is loaded.
         os.environ["OMP_NUM_THREADS"] = str(share.threads)
         self._life = WorkerThread(settings, share, place.node, log_file, self.build)
         take_sigterm(self._life.on_sigterm)
@@ -346,9 +349,9 @@ class WorkerActor:
             keep_standby()
 
     def ready(self) -> dict[str, Any]:
-        """The worker's registry record, and its location, as in ``WorkerThread.record``.
+        """Return the worker's registry record and its location, as ``WorkerThread.record`` does.
 
-        Raises what kept it from starting, or TimeoutError.
+        Raises the error that prevented its start, or TimeoutError.
         """
         return self._life.record(START_S)
 

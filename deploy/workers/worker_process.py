@@ -24,13 +24,13 @@ BuildProcess: TypeAlias = "Callable[[ActorSettings, NodeShare], WorkerProcess]"
 
 
 def import_worker() -> None:
-    """Import all that ``build_process`` needs. That takes seconds."""
+    """Import all that ``build_process`` needs, which takes seconds."""
     for module in ("decode_worker.role", "prefill_worker.role", "worker.process"):
         import_module(module)
 
 
 def build_process(settings: ActorSettings, share: NodeShare) -> WorkerProcess:
-    """A worker with the roles of the product."""
+    """Make a worker with the roles of the product."""
     from decode_worker.role import DecodeRole  # noqa: PLC0415
     from prefill_worker.role import PrefillRole  # noqa: PLC0415
     from worker.process import WorkerProcess  # noqa: PLC0415
@@ -40,7 +40,7 @@ def build_process(settings: ActorSettings, share: NodeShare) -> WorkerProcess:
 
 
 def worker_settings(settings: ActorSettings, share: NodeShare) -> WorkerSettings:
-    """The worker's settings. Raises BatonError where its node cannot get the model."""
+    """Return the worker's settings. Raises BatonError if its node cannot get the model."""
     from worker.settings import WorkerSettings  # noqa: PLC0415
 
     config = Config(**settings.config)
@@ -71,7 +71,7 @@ def build_following(
     address: Mapping[str, str | int],
     process: str,
 ) -> FollowerWorker:
-    """A rank above 0 of a worker; ``address`` has the fields of a ``GroupAddress``."""
+    """Make a rank above 0 of a worker; ``address`` has the fields of a ``GroupAddress``."""
     from engine.parallel.step_channel import GroupAddress  # noqa: PLC0415
     from worker.follower import FollowerWorker  # noqa: PLC0415
 

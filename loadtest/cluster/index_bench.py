@@ -1,8 +1,8 @@
-"""Lookups in a prefix index of a given size, in a Valkey of its own.
+"""Measures lookups in a prefix index of a given size, in a dedicated Valkey.
 
     python -m loadtest.cluster.index_bench --workers 1000 --blocks 10000000
 
-The server has one core for itself where the machine has two.
+With two cores, the server has one for itself.
 """
 
 from __future__ import annotations
@@ -39,44 +39,45 @@ Say = Callable[[str], None]
 
 _MILLION = 1_000_000
 _BYTES_PER_PAIR = 64
-"""Memory that the index is allowed, so that it need not forget anything."""
+"""Memory of the index per pair, in bytes, so that it need not evict anything."""
 _LOADERS = 4
 _WARM = 200
-"""Lookups before those that count: the first ones set up connections."""
+"""Uncounted lookups at the start, which set up connections."""
 _DEADLINE_S = 5.0
 _MAX_AT_A_TIME = 64
-"""Fewer than the client may have connections. Whoever waits for a place waits on the clock."""
+"""Maximum concurrent lookups, fewer than the client's maximum connections. Waiting for a place
+counts in the lookup's time."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexSettings:
-    """What is to be measured."""
+    """Settings of a measurement."""
 
     workers: int = 1000
     pairs: int = 10 * _MILLION
-    """(block, worker) pairs in the index."""
+    """Number of (block, worker) pairs in the index."""
     lookups_per_s: float = 500.0
     seconds: float = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class IndexReport:
-    """Figures of one index; times are the asking side's, decoding included."""
+    """Figures of one index. Times are the client's, decoding included."""
 
     machine: Machine
     workers: int
     blocks: int
-    """(block, worker) pairs."""
+    """Number of (block, worker) pairs."""
     lookup_ms_p50: float
     lookup_ms_p99: float
-    """At an even rate."""
+    """p99 at a constant rate."""
     lookup_ms_p99_random: float
-    """At the same rate with random gaps, in which one waits for another now and then."""
+    """p99 at the same rate with random gaps, with some concurrent lookups."""
     lookups_per_s: float
-    """Those that were answered in a second, of those asked for at an even rate."""
+    """Answered lookups per second, at a constant rate."""
     bytes_per_million_blocks: float
     deep_share: float
-    """Share of lookups whose answer names at least 16 workers with at least 128 blocks."""
+    """Share of lookups whose answer has at least 16 workers with at least 128 blocks."""
     server_us_per_lookup: float
     server_us_p99: float
     client_cpu_us_per_lookup: float
@@ -85,9 +86,9 @@ class IndexReport:
 
 
 def bench_index(settings: IndexSettings, say: Say, console: Console, output: Path | None) -> None:
-    """Measure, print, and write ``output`` as JSON. Raises BatonError; ConfigError, before anything
+    """Measure, print, and write ``output`` as JSON. Raises BatonError.
 
-    is measured, where ``output`` cannot be written or there is no Valkey.
+    Raises ConfigError before the measurement if ``output`` cannot be written or there is no Valkey.
     """
     if output is not None:
         write_json(output, "{}\n")
@@ -110,7 +111,7 @@ def bench_index(settings: IndexSettings, say: Say, console: Console, output: Pat
 
 
 def lines_of(report: IndexReport) -> list[str]:
-    """The report for people."""
+    """Return the report as lines of text."""
     return [
         f"{report.blocks:,} (block, worker) pairs of {report.workers:,} workers:"
         f" {report.bytes_per_million_blocks / (1 << 20):.1f} MiB a million, loaded in"
@@ -167,7 +168,7 @@ async def _measure(
 
 
 async def _load(index: PrefixIndex, workload: IndexWorkload, workers: int, say: Say) -> None:
-    """Every worker's snapshot, a few at a time, as workers send them."""
+    """Add every worker's snapshot, a few at a time, as workers send them."""
     left = iter(range(workers))
 
     async def load_some() -> None:
@@ -184,7 +185,7 @@ async def _load(index: PrefixIndex, workload: IndexWorkload, workers: int, say: 
 
 
 def _name(worker: int) -> str:
-    # As long as real ones are.
+    # The name has the length of a real one.
     return f"prefill-{worker}:{worker:012x}"
 
 
@@ -193,7 +194,7 @@ def _take(questions: Iterator[Question], count: int) -> list[Question]:
 
 
 async def _check(index: PrefixIndex, question: Question, workers: int) -> None:
-    """Raises BatonError where the answer is wrong."""
+    """Check an answer. Raises BatonError if it is wrong."""
     expected = dict.fromkeys(map(_name, range(workers)), COMMON_BLOCKS)
     expected |= {_name(worker): depth for worker, depth in question.holders.items()}
     if await index.lookup(question.hashes) != expected:
@@ -201,7 +202,7 @@ async def _check(index: PrefixIndex, question: Question, workers: int) -> None:
 
 
 class _Run:
-    """Lookups with given gaps, whether or not earlier ones are answered."""
+    """Lookups with given gaps, independent of earlier answers."""
 
     def __init__(
         self, index: PrefixIndex, asked: list[Question], gaps_s: npt.NDArray[np.float64]
@@ -214,8 +215,8 @@ class _Run:
         self.wall_s = self.cpu_s = 0.0
 
     async def measure(self) -> _Run:
-        """Raises BatonError where a lookup fails."""
-        # As the router does it: what was made until now is not looked through again.
+        """Run the lookups. Raises BatonError if one fails."""
+        # As in the router, existing objects are not examined by the garbage collector again.
         gc.collect()
         gc.freeze()
         began, cpu_began = time.perf_counter(), time.process_time()
@@ -249,7 +250,7 @@ async def _used_bytes(client: redis.asyncio.Redis) -> int:
 
 
 async def _server_us(client: redis.asyncio.Redis) -> float:
-    """Microseconds that the server has spent in scripts."""
+    """Return the time that the server has spent in scripts, in microseconds."""
     stats = await cast(Any, client.info("commandstats"))
     return float(
         sum(stats.get(f"cmdstat_{name}", {"usec": 0})["usec"] for name in ("eval", "evalsha"))
@@ -257,14 +258,14 @@ async def _server_us(client: redis.asyncio.Redis) -> float:
 
 
 async def _server_us_p99(client: redis.asyncio.Redis) -> float:
-    """The 99th percentile of microseconds in a call of a script."""
+    """Return the 99th percentile of a script call's time, in microseconds."""
     stats = await cast(Any, client.info("latencystats"))
     return float(stats["latency_percentiles_usec_evalsha"]["p99"])
 
 
 @contextlib.contextmanager
 def _own_core(url: str) -> Iterator[None]:
-    """The server on the last core, this process on the others."""
+    """Pin the server to the last core, and this process to the others."""
     own = psutil.Process()
     cores = own.cpu_affinity()
     if len(cores) < 2:

@@ -1,4 +1,4 @@
-"""What `loadtest.cluster.index_bench` puts into the prefix index, and what it asks for.
+"""Contents and lookups of `loadtest.cluster.index_bench`.
 
 Prompts are ``PROMPT_BLOCKS`` blocks long and begin with the same ``COMMON_BLOCKS``, which every
 worker holds: a system prompt. Half of the (block, worker) pairs belong to prompts that 16 to 64
@@ -23,11 +23,12 @@ _MAX_HOLDERS = 64
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt's block hashes, and who holds more of its leading blocks than the common ones."""
+    """A prompt's block hashes, and the workers that hold more of its leading blocks than the common
+    ones."""
 
     hashes: list[bytes]
     holders: dict[int, int]
-    """Worker number → how many leading blocks."""
+    """Number of leading blocks, by worker number."""
 
     @property
     def is_deep(self) -> bool:
@@ -38,16 +39,16 @@ class Question:
 @dataclass(frozen=True, slots=True)
 class _Prompt:
     digests: bytes
-    """Its block hashes but for the common ones, one after the other."""
+    """Its block hashes without the common ones, concatenated."""
     holders: dict[int, int]
-    """Worker number → how many of all its leading blocks that worker holds."""
+    """Number of all its leading blocks, by worker number."""
 
 
 class IndexWorkload:
     """Prompts and their holders, made from ``seed``. Owned by the benchmark."""
 
     def __init__(self, workers: int, pairs: int, seed: int = 1) -> None:
-        """``pairs``: about how many (block, worker) pairs to make."""
+        """``pairs`` is the approximate number of (block, worker) pairs."""
         self._random = np.random.default_rng(seed)
         self._workers = workers
         self._common = self._random.bytes(COMMON_BLOCKS * HASH_BYTES)
@@ -66,7 +67,7 @@ class IndexWorkload:
         count = int(self._random.integers(min(DEEP_WORKERS, most), most + 1))
         chosen = self._random.choice(self._workers, count, replace=False)
         depths = self._random.integers(DEEP_BLOCKS, PROMPT_BLOCKS + 1, count)
-        # Half of them hold all of it.
+        # Half of the workers hold all of it.
         depths[::2] = PROMPT_BLOCKS
         return dict(zip(chosen.tolist(), depths.tolist(), strict=True))
 
@@ -79,16 +80,17 @@ class IndexWorkload:
         return prompt
 
     def held_by(self, worker: int) -> list[bytes]:
-        """The hashes of all blocks that a worker holds."""
+        """Return the hashes of all blocks that a worker holds."""
         hashes = _split(self._common)
         for prompt, depth in self._held[worker]:
             hashes += _split(prompt.digests[: (depth - COMMON_BLOCKS) * HASH_BYTES])
         return hashes
 
     def questions(self) -> Iterator[Question]:
-        """Prompts without end. Every second one is a shared prompt; the others are a conversation
+        """Yield prompts without end.
 
-        that goes on otherwise at a random block, or one that nobody has seen.
+        Every second one is a shared prompt. The others continue a conversation differently from a
+        random block on, or are new.
         """
         while True:
             yield self._question(self._any_of(self._shared), PROMPT_BLOCKS)

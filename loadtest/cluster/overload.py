@@ -1,11 +1,11 @@
-"""What each admission mode does to goodput and latency, below capacity and far beyond it.
+"""Measures goodput and latency of each admission mode, below capacity and far above it.
 
     python -m loadtest.cluster.overload --model FOLDER --trace FILE
 
-First the capacity, the most goodput of a few rates that rise until the cluster falls behind; then
-shares and multiples of that rate for a minute each, at a cluster of each mode. Prompts are random
-tokens with the lengths of a recorded trace, and come as they did there, only faster. Client and
-cluster share the machine.
+It first finds the capacity: the maximum goodput at a few rising rates. Then it offers shares and
+multiples of that rate for a minute each, to a cluster of each mode. Prompts are random tokens with
+the lengths of a recorded trace, and arrive in its pattern, but faster. Client and cluster share the
+machine.
 """
 
 from __future__ import annotations
@@ -39,37 +39,38 @@ Say = Callable[[str], None]
 Kind = Literal["ok", "refused", "failed", "hung"]
 Mode = Literal["queue", "slo"]
 MODES: tuple[Mode, ...] = ("slo", "queue")
-"""The capacity is found at the first one, which keeps requests within their SLOs."""
+"""The admission modes. The capacity is measured with the first one, which keeps requests within
+their SLOs."""
 
 HANG_S = 120.0
-"""A request that has neither ended nor been refused after so many seconds hangs."""
+"""Time without an end or a rejection after which a request hangs, in seconds."""
 _REFUSALS = (429, 503)
 _FIRST_RATE = 2.0
 _RATE_STEP = 1.5
 _FELL_BEHIND = 0.75
-"""A rate of whose requests fewer than these were good is more than the capacity."""
+"""A rate with a lower share of good requests exceeds the capacity."""
 _WARM_UP_S = 5.0
 _VOCABULARY = 2000
-"""Ids below this are plain tokens in any vocabulary."""
+"""Upper bound of plain token ids in any vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class OverloadSettings:
-    """What is to be measured."""
+    """Settings of a measurement."""
 
     trace: Path
     scale_length: float
-    """What lengths are divided by."""
+    """Divisor of lengths."""
     factors: tuple[float, ...]
-    """Offered loads over the measured capacity."""
+    """Offered loads relative to the measured capacity."""
     seconds: float
     probe_seconds: float
-    """Of each rate when the capacity is looked for."""
+    """Duration of each rate while the capacity is searched, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How one request ended, by the client's clock."""
+    """The end of one request, by the client's clock."""
 
     kind: Kind
     ttft_s: float = 0.0
@@ -80,20 +81,20 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One rate, and what became of its requests."""
+    """One rate, and the results of its requests."""
 
     offered_per_s: float
     requests: int
     goodput_per_s: float
-    """Requests that ended well within both SLOs, over the seconds in which requests came."""
+    """Requests that met both SLOs, per second of arrivals."""
     ok: int
     refused: int
     refused_counted: int
-    """What the router's own metrics say of it."""
+    """Rejections by the router's own metrics."""
     failed: int
     hung: int
     ttft_p50_ms: float
-    """Of requests that were admitted."""
+    """Median of admitted requests."""
     ttft_p99_ms: float
     tpot_p99_ms: float
     retry_after_p50_s: float
@@ -107,12 +108,12 @@ class Row:
     factor: float
     load: Load
     share: float
-    """Its goodput over the capacity."""
+    """Goodput relative to the capacity."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overload:
-    """The result."""
+    """Results of all modes."""
 
     capacity: Load
     rows: tuple[Row, ...]
@@ -123,9 +124,9 @@ class Overload:
 def bench_overload(
     settings: OverloadSettings, programs: Programs, say: Say, console: Console, output: Path | None
 ) -> None:
-    """Measure, print the table, and write all to ``output`` as JSON. Raises BatonError;
+    """Measure, print the table, and write all to ``output`` as JSON. Raises BatonError.
 
-    ConfigError, before anything is measured, where a file cannot be read or written.
+    Raises ConfigError before the measurement if a file cannot be read or written.
     """
     trace = read_trace(settings.trace, scale_length=settings.scale_length)
     if output is not None:
@@ -163,9 +164,8 @@ async def measure(
 ) -> Overload:
     """Drive the cluster at ``base_url``, whose SLOs are those of the defaults.
 
-    ``before`` has the capacity and the rows of other modes; None: the capacity is looked for.
-
-    Raises Unavailable where it answers nothing well.
+    ``before`` has the capacity and the rows of other modes; None: the capacity is searched. Raises
+    Unavailable if no request succeeds.
     """
     config = Config()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
@@ -193,12 +193,12 @@ async def _find_capacity(driver: _Driver, settings: OverloadSettings) -> Load:
             break
         rate *= _RATE_STEP
     if not capacity.goodput_per_s:
-        raise Unavailable("no request ended well within the SLOs")
+        raise Unavailable("no request met the SLOs")
     return capacity
 
 
 class _Driver:
-    """An open loop: requests come when they come, whatever became of those before."""
+    """An open loop: requests are sent on schedule, independent of earlier responses."""
 
     def __init__(
         self,
@@ -216,9 +216,9 @@ class _Driver:
         self._dice = random.Random(0)  # noqa: S311 - prompts, no secret
 
     async def run(self, rate: float, seconds: float) -> Load:
-        """Offer ``rate`` requests a second for so long, and wait until all have ended."""
+        """Offer ``rate`` requests per second for ``seconds``, and wait until all have ended."""
         before = await self._shed()
-        # From the same row each time: pieces of a trace differ by more than rates do.
+        # Each run starts at the same row, since pieces of a trace differ by more than rates do.
         arrivals = list(self._trace.at_rate(rate, seconds))
         began = time.monotonic()
         async with asyncio.TaskGroup() as group:
@@ -250,7 +250,7 @@ class _Driver:
             async with asyncio.timeout(HANG_S):
                 return await self._answer(body, answer)
         except TimeoutError:
-            return Ending("hung", reason=f"no end after {HANG_S:g} s")
+            return Ending("hung", reason=f"not finished after {HANG_S:g} s")
         except httpx.HTTPError as error:
             return Ending("failed", reason=type(error).__name__)
 
@@ -268,11 +268,11 @@ class _Driver:
                     last = time.monotonic()
                     first = first or last
         if not ended:
-            return Ending("failed", reason="the stream broke")
+            return Ending("failed", reason="the stream failed")
         return Ending("ok", first - began, (last - first) / max(1, tokens - 1))
 
     async def _shed(self) -> int:
-        """Requests that the router says it has turned away."""
+        """Return the number of requests that the router has shed."""
         page = (await self._http.get("/metrics")).text
         return sum(
             int(sample.value)
@@ -284,7 +284,7 @@ class _Driver:
 
 
 async def _max_tokens(http: httpx.AsyncClient) -> int:
-    """Of prompt and answer together."""
+    """Return the maximum tokens of prompt and answer together."""
     models = (await http.get("/v1/models")).json()
     return int(models["data"][0]["max_model_len"])
 
@@ -299,7 +299,7 @@ async def _refusal(response: httpx.Response) -> Ending:
 
 
 def load_of(endings: Sequence[Ending], seconds: float, config: Config, counted: int) -> Load:
-    """The figures of a rate; ``seconds`` in which requests came."""
+    """Return the figures of a rate; ``seconds`` is the duration of arrivals."""
     kinds = [ending.kind for ending in endings]
     well = [ending for ending in endings if ending.kind == "ok"]
     good = [
@@ -325,7 +325,7 @@ def load_of(endings: Sequence[Ending], seconds: float, config: Config, counted: 
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The least value that so many percent of all do not exceed; 0 of nothing."""
+    """Return the smallest value that ``percent`` percent do not exceed; 0 without values."""
     if not values:
         return 0.0
     place = max(1, -(-len(values) * percent // 100))
@@ -333,7 +333,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def draw(found: Overload) -> Table:
-    """A row for each load of each mode."""
+    """Return a table with a row for each load of each mode."""
     table = whole_table(
         *("mode", "of capacity", "offered/s", "good/s", "TTFT p50, ms", "p99", "TPOT p99, ms"),
         *("refused", "counted", "failed", "hung", "Retry-After p50, s"),

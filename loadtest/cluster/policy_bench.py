@@ -1,14 +1,13 @@
-"""A trace replayed through the router's own routing state, policy and prefix index.
+"""Replays a trace through the router's own routing state, policy and prefix index.
 
     python -m loadtest.cluster.policy_bench --trace FILE --workers 4
 
-Time is the trace's own. The workers are prefill workers with a queue each and a prefix cache; a
-prompt takes them what the cost model's defaults say, and they report it as real ones do. Their
-events reach an index in a Valkey of the benchmark's own when a prompt is computed, a publisher's
-period later. One decode worker has room for everything. Blocks are found where the worker that was
-chosen holds them; nothing is fetched from others. Several routers take the requests in turns: each
-knows what it has sent itself, the index that all share, and the loads that workers tell with their
-heartbeats.
+Time is the trace's own. The workers are prefill workers, each with a queue and a prefix cache. A
+prompt takes the time of the cost model's defaults, and workers report it as real ones do. Their
+events reach an index in the benchmark's own Valkey one publishing period after a prompt is
+computed. One decode worker has room for everything. Cached blocks count only at the chosen worker;
+nothing is fetched from others. Several routers take the requests in turn. Each knows its own
+requests, the shared index, and the loads in workers' heartbeats.
 """
 
 from __future__ import annotations
@@ -51,20 +50,20 @@ class LruCache:
     """A prefill worker's prefix cache in a replay: blocks by hash, least recently used first."""
 
     def __init__(self, max_blocks: int | None) -> None:
-        """``max_blocks`` None: it never drops one."""
+        """``max_blocks``: maximum size; None: unlimited."""
         self._most = max_blocks
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
         self._stored: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
 
     def leading(self, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks of a prompt it holds."""
+        """Return how many leading blocks of a prompt it holds."""
         return next(
             (place for place, block in enumerate(hashes) if block not in self._blocks), len(hashes)
         )
 
     def use(self, hashes: Sequence[bytes]) -> None:
-        """A prompt is computed: its blocks are held, those behind its end dropped before others."""
+        """Cache the blocks of a computed prompt. Blocks after its end are evicted before others."""
         for block in reversed(hashes[: self._most]):
             if block not in self._blocks:
                 self._removed.pop(block, None)
@@ -78,16 +77,16 @@ class LruCache:
             self._removed[block] = None
 
     def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """The blocks stored and those removed since the last call."""
+        """Return the blocks stored and those removed since the last call."""
         changes = list(self._stored), list(self._removed)
         self._stored, self._removed = {}, {}
         return changes
 
 
 PUBLISH_S = 0.05
-"""From a prompt's end to its events, as ``worker.process`` publishes."""
+"""Time from a prompt's end to its events, as in ``worker.process``, in seconds."""
 HEARTBEAT_S = 1.0
-"""How often workers tell their loads, as by default."""
+"""Interval of the workers' load reports, the default heartbeat, in seconds."""
 _SEED = 1
 _REDIS_S = 30.0
 _PLENTY = 1 << 40
@@ -97,15 +96,15 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class PolicyBenchSettings:
-    """What is to be replayed."""
+    """Settings of a replay."""
 
     trace: Path
     workers: int = 4
     policy: PolicyName = "predictive"
     scale_length: float = 1.0
-    """Lengths, and the tokens of a block, are divided by this."""
+    """Divisor of lengths and of the tokens of a block."""
     cache_blocks: int | None = None
-    """Most blocks in a worker's cache; None: no bound."""
+    """Maximum blocks in a worker's cache; None: unlimited."""
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
     """Tokens in a block of the trace."""
     routers: int = 1
@@ -113,25 +112,25 @@ class PolicyBenchSettings:
 
 @dataclass(slots=True)
 class Replay:
-    """What came of it."""
+    """Results of a replay."""
 
     asked: int = 0
-    """Blocks of all prompts."""
+    """Number of blocks of all prompts."""
     found: int = 0
-    """Leading ones that the chosen worker held."""
+    """Number of leading blocks that the chosen worker held."""
     uncached: list[int] = field(default_factory=list)
-    """Blocks that each worker computed."""
+    """Number of computed blocks, by worker."""
     decision_us: list[float] = field(default_factory=list)
-    """Of each request, the lookup left out."""
+    """Decision time of each request, without the lookup."""
     ttft_ms: list[float] = field(default_factory=list)
-    """Of each request, the transfer left out."""
+    """TTFT of each request, without the transfer."""
 
     def figures(self) -> dict[str, float]:
-        """The result's fields."""
+        """Return the result's fields."""
         mean = statistics.fmean(self.uncached)
         return {
             "hit_ratio": self.found / self.asked,
-            # Nothing to compute is evenly spread.
+            # Without computed blocks, the load is even.
             "load_ratio": max(self.uncached) / mean if mean else 1.0,
             "decision_us_p50": float(np.percentile(self.decision_us, 50)),
             "decision_us_p99": float(np.percentile(self.decision_us, 99)),
@@ -148,14 +147,14 @@ class _Worker:
         self.cache = LruCache(cache_blocks)
         self.free_at = 0.0
         self.waiting: deque[tuple[float, int]] = deque()
-        """When each prompt that is not computed will be, and its uncached tokens."""
+        """End time and uncached tokens of each prompt that is not computed yet."""
         self.sequence = 0
         self.generation = b""
         self.changes: deque[tuple[float, list[bytes], list[bytes]]] = deque()
-        """When they are published, what is stored and what removed."""
+        """Time of publication, stored and removed blocks of each change."""
 
     def load(self, now: float) -> LoadSnapshot:
-        """As a heartbeat tells it."""
+        """Return the load that a heartbeat reports."""
         while self.waiting and self.waiting[0][0] <= now:
             self.waiting.popleft()
         tokens = sum(count for _, count in self.waiting)
@@ -183,7 +182,10 @@ class Replayer:
         self._counter = itertools.count()
 
     async def run(self, rows: Sequence[TracedRequest]) -> Replay:
-        """Raises ``redis.RedisError``, ConfigError where the rows have no blocks."""
+        """Replay the rows.
+
+        Raises ``redis.RedisError``, and ConfigError if the rows have no blocks.
+        """
         result = Replay(asked=sum(len(row.block_hashes) for row in rows))
         if not result.asked:
             raise ConfigError("no row of the trace has hash_ids")
@@ -232,7 +234,7 @@ class Replayer:
             state.table.set_up(name, True)
 
     def _tell_loads(self, now: float) -> None:
-        """What other routers have sent; one that is alone knows it all."""
+        """Report the requests of other routers. A single router knows all of them."""
         if len(self._states) == 1 or now - self._told_at < HEARTBEAT_S:
             return
         self._told_at = now
@@ -244,7 +246,8 @@ class Replayer:
     def _compute(
         self, worker: _Worker, row: TracedRequest, hashes: list[bytes], promise: Promise
     ) -> int:
-        """Queue a prompt. First come, first served: what comes before it is in the cache then."""
+        """Queue a prompt, first come, first served: earlier prompts are in the cache when it
+        runs."""
         found = worker.cache.leading(hashes)
         worker.cache.use(hashes)
         cached = min(found * self._hash_block, row.input_tokens - 1)
@@ -259,7 +262,7 @@ class Replayer:
         return found
 
     def _catch_up(self, now: float) -> None:
-        """Prompts that were computed until ``now`` tell so."""
+        """Publish the events of prompts that were computed until ``now``."""
         while self._ends and self._ends[0][0] <= now:
             at, _, promise, count, took_ms = heapq.heappop(self._ends)
             promise.computed(at, computed_tokens=count, compute_ms=took_ms)
@@ -274,7 +277,7 @@ class Replayer:
                 applied = await self._index.apply(
                     worker.name, worker.generation, worker.sequence, stored, removed
                 )
-                assert applied, "nobody else writes this index"
+                assert applied, "only this benchmark writes the index"
                 worker.sequence += 1
 
 

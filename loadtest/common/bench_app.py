@@ -1,5 +1,4 @@
-"""The command lines of benchmarks that run as modules: ``python -m
-loadtest.cluster.index_bench``."""
+"""Command lines of benchmarks that run as modules: ``python -m loadtest.cluster.index_bench``."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import typer
 from baton.errors import BatonError
 
 _INTERRUPTED = 130
-"""The exit code after Ctrl-C, as shells have it."""
+"""The exit code after Ctrl-C, as in shells."""
 
 ModelFolder = Annotated[
     Path,
@@ -32,7 +31,7 @@ Figures = Annotated[
 
 
 def bench_app(command: Callable[..., None]) -> typer.Typer:
-    """A program with this one command, whose parameters are its options.
+    """Make a program with this one command, whose parameters are its options.
 
     A BatonError ends it with its message and exit code 1, Ctrl-C with exit code 130.
     """
@@ -47,24 +46,24 @@ def bench_app(command: Callable[..., None]) -> typer.Typer:
         except KeyboardInterrupt:
             raise typer.Exit(_INTERRUPTED) from None
 
-    # Plain text: messages are not cut into the lines of a box.
+    # Plain text keeps messages in one piece; a box would break their lines.
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command()(run)
     return app
 
 
 def say(text: str) -> None:
-    """Print a line of progress to standard error: standard output has the results alone."""
+    """Print a line of progress to standard error: standard output has only the results."""
     typer.echo(text, err=True)
 
 
 def names_in(text: str) -> tuple[str, ...]:
-    """The names of a comma-separated list."""
+    """Return the names of a comma-separated list."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def counts_in(text: str) -> tuple[int, ...]:
-    """The integers of a comma-separated list. Raises ``typer.BadParameter`` for anything else."""
+    """Return the integers of a comma-separated list. Raises ``typer.BadParameter`` for others."""
     try:
         return tuple(int(name) for name in names_in(text))
     except ValueError:

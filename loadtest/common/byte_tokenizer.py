@@ -1,4 +1,4 @@
-"""A tokenizer for which a byte of text is a token, for models of random weights or none."""
+"""A tokenizer with one token per byte of text, for models with random weights or without any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Child processes of benchmarks: groups that end as one, pinned cores, and a Valkey."""
+"""Child processes of benchmarks: process groups, pinned cores, and a Valkey."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from baton.valkey_binary import valkey_binary
 
 LOOPBACK = "127.0.0.1"
 GRACE_S = 30.0
-"""How long a group may take to end after SIGTERM before it is killed."""
+"""Time for a group to end after SIGTERM before it is killed, in seconds."""
 _KILL_S = 10.0
 _POLL_S = 0.05
 
@@ -36,7 +36,7 @@ def process_group(
     grace_s: float = GRACE_S,
     folder: Path | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start ``command`` in a session of its own, and end the whole group on exit.
+    """Start ``command`` in a separate session, and end its process group on exit.
 
     Output is appended to ``log``. ``folder`` is the working directory; None keeps this process's.
     Raises ConfigError if the command cannot be started.
@@ -50,7 +50,7 @@ def process_group(
 
 @contextlib.contextmanager
 def signals_interrupt() -> Iterator[None]:
-    """What asks this process to end raises KeyboardInterrupt, so that its groups end first."""
+    """Raise KeyboardInterrupt on signals that end this process, so that its groups end first."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -65,16 +65,16 @@ def signals_interrupt() -> Iterator[None]:
 
 
 def ending_with_parent(command: Sequence[str]) -> tuple[str, ...]:
-    """The command that runs ``command`` in its own process, which ends with this one.
+    """Return a command that runs ``command`` and ends with this process.
 
-    For programs that do not look for their parent themselves. To be started from a thread that
-    lives as long as this process.
+    It is for programs that do not watch their parent. Start it from a thread that lives as long as
+    this process.
     """
     return (sys.executable, "-P", "-m", __name__, str(os.getpid()), *command)
 
 
 def last_lines(log: Path, count: int = 15) -> str:
-    """The end of a log for a message, without empty lines."""
+    """Return the end of a log for a message, without empty lines."""
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:
@@ -94,7 +94,7 @@ def _start(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # The terminal's Ctrl-C is for the benchmark alone, which ends its children.
+                # The terminal's Ctrl-C reaches the benchmark alone, which ends its children.
                 start_new_session=True,
             )
     except OSError as error:
@@ -102,7 +102,10 @@ def _start(
 
 
 def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """SIGTERM, then SIGKILL. A Ctrl-C meanwhile shortens the first and is raised in the end."""
+    """Send SIGTERM, then SIGKILL.
+
+    A Ctrl-C in between shortens the wait and is raised at the end.
+    """
     interrupted: KeyboardInterrupt | None = None
     for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _KILL_S)):
         try:
@@ -148,20 +151,20 @@ def _become(parent: int, command: list[str]) -> None:
 
 
 def free_port() -> int:
-    """A port of the loopback address that is free at this moment."""
+    """Return a port of the loopback address that is free at this moment."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 
 def cores() -> list[int]:
-    """The cores that this process may run on."""
+    """Return the cores that this process may use."""
     return sorted(os.sched_getaffinity(0))
 
 
 @contextlib.contextmanager
 def pinned(core: int) -> Iterator[None]:
-    """This thread, and what it starts meanwhile, runs on one core."""
+    """Pin this thread, and what it starts within the block, to one core."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:
@@ -176,12 +179,12 @@ _STORE_POLL_S = 0.02
 
 @contextlib.contextmanager
 def bench_store(folder: Path) -> Iterator[str]:
-    """Run a Valkey in ``folder``, which is the caller's own and has a short path; yield its URL.
+    """Run a Valkey in ``folder``, a private folder with a short path; yield its URL.
 
     It listens on a socket file, which only this user may open, and on no port. It ends with the
     process that started it, even if that is killed.
 
-    Raises ConfigError where there is no Valkey, Unavailable where it does not come up.
+    Raises ConfigError if there is no Valkey, Unavailable if it does not start.
     """
     socket, log = folder / "valkey.sock", folder / "valkey.log"
     options = ("--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "600")

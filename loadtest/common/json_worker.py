@@ -1,9 +1,9 @@
-"""A helper process of a benchmark: it takes questions and answers them, a line of JSON each.
+"""A helper process of a benchmark that answers questions, one line of JSON each.
 
     starting ─hello→ ready ─question→ ready …
     starting, ready ─end of its input→ gone
 
-So it ends with whoever started it, even if that was killed. What it says beside goes to a log.
+So it ends with the process that started it, even if that was killed. Other output goes to a log.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _END_S = 15.0
 
 
 class Helper:
-    """The asking side."""
+    """The asking side of a helper process."""
 
     def __init__(self, process: asyncio.subprocess.Process, module: str, log: Path) -> None:
         self.hello: Fields = {}
@@ -39,11 +39,14 @@ class Helper:
 
     @property
     def running(self) -> bool:
-        """Whether its process has not ended."""
+        """Whether its process runs."""
         return self._process.returncode is None
 
     async def ended(self, deadline_s: float) -> int:
-        """Wait for its end; its exit code, or minus the signal. Raises DeadlineExceeded."""
+        """Wait for its end, and return its exit code, or minus the signal.
+
+        Raises DeadlineExceeded.
+        """
         try:
             async with asyncio.timeout(deadline_s):
                 return await self._process.wait()
@@ -51,27 +54,28 @@ class Helper:
             raise DeadlineExceeded(f"{self._module} still runs after {deadline_s} s") from None
 
     def signal(self, number: int) -> None:
-        """Send it a signal; one that has ended gets none."""
+        """Send it a signal, unless it has ended."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
     async def ask(self, question: Fields, deadline_s: float) -> Fields:
-        """Its answer. Raises the BatonError that it answers with, WorkerFailed when it has ended,
+        """Ask a question and return the answer.
 
-        and DeadlineExceeded.
+        Raises the BatonError that it answers with, WorkerFailed when it has ended, and
+        DeadlineExceeded.
         """
         assert self._process.stdin is not None, "a pipe"
         self._process.stdin.write(json.dumps(question).encode() + b"\n")
         return await self.hear(deadline_s)
 
     async def hear(self, deadline_s: float) -> Fields:
-        """The next line. Raises as ``ask``."""
+        """Return the next line. Raises as ``ask`` does."""
         assert self._process.stdout is not None, "a pipe"
         try:
             async with asyncio.timeout(deadline_s):
                 line = await self._process.stdout.readline()
         except TimeoutError:
-            raise DeadlineExceeded(f"{self._module} said nothing for {deadline_s} s") from None
+            raise DeadlineExceeded(f"{self._module} did not answer for {deadline_s} s") from None
         if not line:
             raise WorkerFailed(f"{self._module} has ended:\n{last_lines(self._log)}")
         answer: Fields = json.loads(line)
@@ -82,9 +86,9 @@ class Helper:
 
 @contextlib.asynccontextmanager
 async def helper(module: str, start: Fields, log: Path, *, ready_s: float) -> AsyncIterator[Helper]:
-    """Run ``python -P -m module``; it is told ``start`` and says hello. It has ended afterwards.
+    """Run ``python -P -m module`` with the first line ``start``, until the block ends.
 
-    Raises BatonError where it does not come up.
+    Raises BatonError if it does not send its hello.
     """
     with log.open("ab") as output:
         process = await asyncio.create_subprocess_exec(
@@ -93,7 +97,7 @@ async def helper(module: str, start: Fields, log: Path, *, ready_s: float) -> As
             stdout=asyncio.subprocess.PIPE,
             stderr=output,
             limit=_LINE_BYTES,
-            # The terminal's Ctrl-C is for the benchmark alone, which ends its helpers.
+            # The terminal's Ctrl-C reaches the benchmark alone, which ends its helpers.
             start_new_session=True,
         )
     asking = Helper(process, module, log)
@@ -115,20 +119,20 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-# The answering side
+# Answering side
 
 
 class Asker:
-    """Whoever has started this process."""
+    """The process that has started this one."""
 
     def __init__(self) -> None:
-        # What libraries print must not come between the answers.
+        # Output of libraries must not mix with the answers.
         self._out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         self._in: asyncio.StreamReader | None = None
 
     async def read(self) -> Fields | None:
-        """The next question; None once there will be none."""
+        """Return the next question; None after the last one."""
         if self._in is None:
             reader = asyncio.StreamReader(limit=_LINE_BYTES)
             protocol = asyncio.StreamReaderProtocol(reader)
@@ -138,12 +142,12 @@ class Asker:
         return json.loads(line) if line.endswith(b"\n") else None
 
     def say(self, fields: Fields) -> None:
-        """One line."""
+        """Write one line."""
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(fields), file=self._out, flush=True)
 
     async def serve(self, answerer: Answerer) -> None:
-        """Answer until there are no more questions; errors are answers too."""
+        """Answer questions until there are no more; errors are answers too."""
         while (question := await self.read()) is not None:
             try:
                 self.say(await answerer(question))
@@ -152,7 +156,7 @@ class Asker:
 
 
 async def run_helper(work: Callable[[Asker, Fields], Awaitable[None]]) -> None:
-    """Be a helper: ``work`` gets the first line, says hello and serves."""
+    """Run as a helper: ``work`` gets the first line, sends a hello and serves."""
     asker = Asker()
     start = await asker.read()
     if start is None:

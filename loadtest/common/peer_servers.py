@@ -1,7 +1,7 @@
-"""The servers that are compared: how each is started on the loopback address, and known as ready.
+"""The compared servers: how each is started on the loopback address, and when it is ready.
 
-Their options are those that a user would take from their documentation: continuous batching on,
-speculation off, room for 32 sequences.
+Their options are those that a user would take from their documentation: continuous batching, no
+speculation, 32 sequences.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PEERS = {
     "baton-int8": "Baton, int8",
     "llamacpp-q8": "llama.cpp, Q8_0",
 }
-"""What can be compared, and how it is titled."""
+"""The servers by name, with their titles."""
 
 Precision = Literal["bf16", "int8"]
 
@@ -54,7 +54,7 @@ _THREAD_VARIABLES = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "VLLM_")
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """Where the programs and the model are. A peer whose program is None is left out."""
+    """Paths of the programs and the model. A peer whose program is None is left out."""
 
     model: Path
     """A Hugging Face folder."""
@@ -66,19 +66,19 @@ class Programs:
     """The same model in Q8_0."""
     baton: Path = field(default_factory=lambda: Path(sysconfig.get_path("scripts")) / "baton")
     baton_arguments: str = ""
-    """More options of `baton serve`, as in a shell."""
+    """More options of `baton serve`, in shell syntax."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One way to start one server."""
+    """A configuration of one server."""
 
     name: str
     precision: Precision
     command: tuple[str, ...]
     port: int
     environment: Mapping[str, str] = field(default_factory=dict)
-    """On top of this process's own, less what that says of threads."""
+    """Variables in addition to this process's own, without its thread settings."""
 
     @property
     def title(self) -> str:
@@ -94,9 +94,9 @@ class Server:
 
 
 def make_server(name: str, programs: Programs) -> Server:
-    """The server ``name`` on a free port.
+    """Return the server ``name`` on a free port.
 
-    Raises ConfigError, which says what is missing, where it cannot be started here.
+    Raises ConfigError with what is missing if it cannot be started here.
     """
     if name not in PEERS:
         raise ConfigError(f"unknown peer {name!r}; known: {', '.join(PEERS)}")
@@ -109,10 +109,11 @@ def make_server(name: str, programs: Programs) -> Server:
 
 @contextlib.contextmanager
 def serving(server: Server, log: Path, *, ready_s: float = _READY_S) -> Iterator[float]:
-    """Start ``server``, wait until its /health is 200, and end it. Yields the seconds it took.
+    """Start ``server``, wait until its /health is 200, and end it. Yields the start time in
+    seconds.
 
-    Raises Unavailable with the last lines of ``log`` where it ends or is not ready in time. SIGINT,
-    SIGTERM and SIGHUP end it too, and then raise KeyboardInterrupt. For the main thread.
+    Raises Unavailable with the last lines of ``log`` if it ends or is not ready in time. SIGINT,
+    SIGTERM and SIGHUP end it too, and then raise KeyboardInterrupt. Call it on the main thread.
     """
     began = time.monotonic()
     with signals_interrupt(), process_group(server.command, _environment(server), log) as process:
@@ -121,7 +122,7 @@ def serving(server: Server, log: Path, *, ready_s: float = _READY_S) -> Iterator
 
 
 def program_version(program: Path | None) -> str:
-    """What ``PROGRAM --version`` says; empty where it says nothing."""
+    """Return the output of ``PROGRAM --version``; empty without output."""
     if program is None:
         return ""
     try:
@@ -137,7 +138,7 @@ def program_version(program: Path | None) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    # llama-server says the version, then the compiler; vLLM may log, then says the version.
+    # llama-server prints the version, then the compiler. vLLM may log first.
     named = next((line for line in lines if line.startswith("version")), "")
     return named.removeprefix("version:").strip() or (lines[-1] if lines else "")
 
@@ -147,7 +148,7 @@ def _baton(name: str, programs: Programs) -> Server:
         raise ConfigError(f"no program at {programs.baton}: install Baton with `make install`")
     port, grpc = free_port(), free_port()
     precision: Precision = "int8" if name == "baton-int8" else "bf16"
-    # By default it would speculate on CPUs, which no peer does.
+    # By default it would use speculation on CPUs, which no peer does.
     options = ["--drafter", "none"]
     options += ["--quantization", "int8"] if precision == "int8" else []
     command = [
@@ -165,7 +166,7 @@ def _vllm(name: str, programs: Programs) -> Server:
         raise ConfigError("vLLM was not found: name its command with --vllm-bin")
     port, usable = free_port(), cores()
     bound = str(usable[-1]) if name == "vllm-one-core" else _core_list(usable)
-    # Small chunks of prompts disturb decoding less, and cost throughput.
+    # Small chunks of prompts delay decoding less, and cost throughput.
     step_tokens = "256" if name == "vllm-small-steps" else "2048"
     command = (
         *(str(programs.vllm), "serve", str(programs.model)),
@@ -192,7 +193,7 @@ def _llamacpp(name: str, programs: Programs) -> Server:
     if model is None:
         raise ConfigError(f"{PEERS[name]} needs its model file: name it with {flag}")
     if not model.is_file():
-        raise ConfigError(f"{flag} {model} is no file")
+        raise ConfigError(f"{flag} {model} is not a file")
     port, threads = free_port(), str(len(cores()))
     command = (
         *(str(programs.llama_server), "-m", str(model), "--alias", SERVED_NAME),
@@ -204,7 +205,7 @@ def _llamacpp(name: str, programs: Programs) -> Server:
 
 
 def _core_list(usable: Sequence[int]) -> str:
-    """As vLLM reads it: ``0-1``, or ``0,2`` where there are gaps."""
+    """Return cores in vLLM's syntax: ``0-1``, or ``0,2`` with gaps."""
     first, last = usable[0], usable[-1]
     if last - first + 1 == len(usable) > 1:
         return f"{first}-{last}"
@@ -212,20 +213,20 @@ def _core_list(usable: Sequence[int]) -> str:
 
 
 def find_program(given: Path | None, name: str) -> Path | None:
-    """The program that was named, else ``name`` on the path, else None.
+    """Return the given program, else ``name`` on the path, else None.
 
-    Raises ConfigError where the one that was named is not there.
+    Raises ConfigError if the given program does not exist.
     """
     if given is None:
         found = shutil.which(name)
         return None if found is None else Path(found)
     if not os.access(given, os.X_OK) or not given.is_file():
-        raise ConfigError(f"{given} is no program: check the path of {name}")
+        raise ConfigError(f"{given} is not a program: check the path of {name}")
     return given.absolute()
 
 
 def _plain_environment() -> dict[str, str]:
-    """This process's environment, without what its shell says of threads, and offline."""
+    """Return this process's environment, offline and without thread settings."""
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(_THREAD_VARIABLES)
     }
@@ -238,7 +239,7 @@ def _environment(server: Server) -> dict[str, str]:
 
 
 def _path_with(program: Path) -> str:
-    """vLLM starts tools of its own virtual environment by name."""
+    """Return a path with vLLM's virtual environment, whose tools vLLM starts by name."""
     return os.pathsep.join([str(program.parent), os.environ.get("PATH", os.defpath)])
 
 

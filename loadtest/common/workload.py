@@ -1,4 +1,4 @@
-"""Workloads that every server is driven with: what is sent, and how much of it at a time."""
+"""Workloads for all servers: their requests, and the concurrency."""
 
 from __future__ import annotations
 
@@ -20,34 +20,36 @@ VOCABULARY = (
     "eye job word business issue side kind head house service friend father power hour game line "
     "end member law car city community"
 )
-"""Words that are a token each in most vocabularies, with the space in front."""
+"""Words that are one token each in most vocabularies, with the space in front."""
 _PREFIXES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A closed loop: ``concurrency`` requests are under way until ``requests`` have been sent."""
+    """A closed loop that keeps ``concurrency`` requests in flight until ``requests`` have been
+    sent."""
 
     name: str
     kind: Kind
     concurrency: int
     requests: int
     input_tokens: int
-    """Of each prompt; behind a shared prefix, the request's own tokens. Of chats: about."""
+    """Tokens of each prompt; after a shared prefix, the request's own tokens. Approximate for
+    chats."""
     output_tokens: int
-    """Of each answer. Of chats: about."""
+    """Tokens of each answer. Approximate for chats."""
     prefix_tokens: int = 0
 
     @property
     def title(self) -> str:
-        """For the head of a column: ``b: c8 128/128``."""
+        """Return a column's title: ``b: c8 128/128``."""
         prefix = f"{self.prefix_tokens}+" if self.prefix_tokens else ""
         about = "about " if self.kind == "chat" else ""
         tokens = f"{about}{prefix}{self.input_tokens}/{self.output_tokens}"
         return f"{self.name}: c{self.concurrency} {tokens}"
 
     def client_options(self, seed: int, folder: Path) -> list[str]:
-        """What tells `vllm bench serve` about the prompts. Files that it needs go to ``folder``."""
+        """Return the options of `vllm bench serve` for the prompts. Files go to ``folder``."""
         if self.kind == "random":
             return [
                 "--dataset-name=random",
@@ -84,11 +86,12 @@ WORKLOADS = {
         Workload("s", "chat", 8, 48, 200, 190),
     )
 }
-"""By name: a lone sequence, two sizes of batches, long prompts, shared prefixes, chats."""
+"""Workloads by name: a single sequence, two sizes of batches, long prompts, shared prefixes,
+chats."""
 
 
 def choose_workloads(names: Sequence[str]) -> tuple[Workload, ...]:
-    """Raises ConfigError for a name that is unknown."""
+    """Return the workloads of these names. Raises ConfigError for an unknown name."""
     unknown = [name for name in names if name not in WORKLOADS]
     if unknown or not names:
         raise ConfigError(
@@ -98,7 +101,8 @@ def choose_workloads(names: Sequence[str]) -> tuple[Workload, ...]:
 
 
 def write_chats(path: Path, count: int, seed: int) -> None:
-    """Prompts and answers of log-normal lengths, as conversations have them; JSON lines."""
+    """Write prompts and answers of log-normal lengths, like those of conversations, as JSON
+    lines."""
     dice = random.Random(seed)  # noqa: S311 - lengths and words, no secret
     vocabulary = VOCABULARY.split()
     with path.open("w") as file:

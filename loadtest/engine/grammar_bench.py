@@ -1,9 +1,9 @@
-"""What structured output costs the steps of one engine.
+"""Measures the cost of structured output in the steps of one engine.
 
     python -m loadtest.engine.grammar_bench --model FOLDER
 
-Two sets of sequences decode side by side in one engine, one plain, one that follows a JSON schema;
-their steps take turns, so that whatever else the machine does hits both.
+Two sets of sequences decode in one engine: one without a grammar, one that follows a JSON schema.
+Their steps alternate, so that other load of the machine affects both.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 
 _PROMPT_TOKENS = 48
 _LOWEST_ID = 100
-"""Plain tokens: control tokens come first in a vocabulary."""
+"""Lowest id of plain tokens: control tokens come first in a vocabulary."""
 _PERSON = {
     "type": "object",
     "properties": {
@@ -48,24 +48,24 @@ _PERSON = {
     "additionalProperties": False,
 }
 PEOPLE = {"type": "array", "items": _PERSON, "minItems": 1000}
-"""It never ends before the steps do."""
+"""A schema whose answers are longer than the measured steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarBenchSettings:
-    """What is measured."""
+    """Settings of a measurement."""
 
     model: Path
     batches: tuple[int, ...] = (1, 8, 32)
     steps: int = 100
-    """Of each kind, at each size."""
+    """Steps of each kind, at each size."""
     output: Path | None = None
-    """A file for the figures, as JSON."""
+    """File for the figures, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarCost:
-    """Medians over the steps of one size; milliseconds, and microseconds of one sequence's mask."""
+    """Medians over the steps of one size, in milliseconds; a sequence's mask in microseconds."""
 
     batch: int
     temperature: float
@@ -75,7 +75,7 @@ class GrammarCost:
 
 
 class _TimedRows(GrammarRows):
-    """Notes what a step's masks took."""
+    """Records the time of a step's masks."""
 
     seconds = 0.0
 
@@ -112,7 +112,7 @@ def bench_grammar(settings: GrammarBenchSettings, say: Say, console: Console) ->
 
 
 def _compile_ms(engine: Engine, grammar: Grammar) -> float:
-    # A space changes nothing but that the text is another one.
+    # A space makes another text with the same meaning.
     while engine.grammars.kept(grammar) is not None:
         grammar = replace(grammar, text=grammar.text + " ")
     began = time.perf_counter()
@@ -121,7 +121,7 @@ def _compile_ms(engine: Engine, grammar: Grammar) -> float:
 
 
 class _Set:
-    """Sequences that decode together, and the step that they are at."""
+    """Sequences that decode together, and their current step."""
 
     def __init__(self, engine: Engine, first: int, batch: int, blocks: int) -> None:
         self._engine = engine
@@ -159,7 +159,7 @@ class _Set:
 def measure(
     engine: Engine, grammar: Grammar, batch: int, temperature: float, steps: int
 ) -> GrammarCost:
-    """Of ``batch`` sequences of each kind; ``grammar`` must not let them end."""
+    """Measure ``batch`` sequences of each kind; ``grammar`` must not let them end."""
     rows = _TimedRows(engine.config.vocab_size)
     engine.runner._grammars = rows
     size = engine.cache.block_size

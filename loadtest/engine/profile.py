@@ -1,7 +1,7 @@
-"""`baton profile`: prefill and decode steps of one engine against the machine's two floors.
+"""`baton profile`: compares prefill and decode steps of one engine with the machine's limits.
 
-No cluster, no network: the engine alone, so that what a step costs can be told from what serving
-adds to it.
+It runs the engine alone, without a cluster or network, to separate the cost of steps from that of
+serving.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ _TRACED_STEPS = 4
 _PREFILLS = 3
 _GPU_FRACTION = 0.8
 _LOWEST_ID = 100
-"""Plain tokens: control tokens come first in a vocabulary."""
+"""Lowest id of plain tokens: control tokens come first in a vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileSettings:
-    """What is to be profiled."""
+    """The engine, and the sizes of the measured steps."""
 
     engine: EngineSettings
     prompt_tokens: int = 1024
     context_tokens: int = 1024
-    """What each sequence that decodes has in the cache."""
+    """Cached tokens of each decoding sequence."""
     batches: tuple[int, ...] = (1, 8, 32)
     output: Path | None = None
-    """A file for the trace, in Chrome's format."""
+    """File for the trace, in Chrome's format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One kind of step, or of several that belong together, and what it took."""
+    """A kind of step, or several steps that belong together, and the measured time."""
 
     name: str
     tokens: int
@@ -71,7 +71,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """All phases; the ceilings are those of the device at the time."""
+    """All phases, with the measured peak rates of the device."""
 
     device: str
     dtype: str
@@ -82,12 +82,12 @@ class Profile:
 def profile_engine(settings: ProfileSettings, say: Say) -> Profile:
     """Measure the ceilings, then each phase; then run each once more for the trace.
 
-    Raises ConfigError where the model or the sizes do not fit, or the trace cannot be written.
+    Raises ConfigError if the model or the sizes do not fit, or the trace cannot be written.
     """
     _check(settings)
     say("loading the model")
     engine = build_engine(_with_room(settings))
-    assert engine.storage is not None, "an engine with weights knows how it holds them"
+    assert engine.storage is not None, "an engine with weights knows their type"
     bench = _Bench(engine, engine.storage)
     _check_fit(settings, engine)
     warm_up(engine)
@@ -106,7 +106,10 @@ def profile_engine(settings: ProfileSettings, say: Say) -> Profile:
 
 
 def draw(profile: Profile) -> Table:
-    """A row for each phase; times are of one step, of a prefill those of the whole prompt."""
+    """Return a table with a row for each phase.
+
+    Times are of one step, or of a whole prompt for prefill.
+    """
     table = whole_table(
         *("phase", "MB", "GFLOP", "memory floor, ms", "arithmetic floor, ms", "took, ms"),
         *("tokens/s", "MBU", "MFU", "bound by", "over its floor"),
@@ -131,7 +134,7 @@ def draw(profile: Profile) -> Table:
 
 
 class _Bench:
-    """An engine that runs plans made by hand. They take the first blocks of the cache."""
+    """An engine that runs plans made by hand. They use the first blocks of the cache."""
 
     def __init__(self, engine: Engine, storage: Storage) -> None:
         self.engine = engine
@@ -140,17 +143,17 @@ class _Bench:
         self._dice = random.Random(0)  # noqa: S311 - prompts, no secret
 
     def prefill(self, tokens: int) -> tuple[float, Work]:
-        """Seconds and work of one prompt, in the chunks that the scheduler would make of it."""
+        """Return seconds and work of one prompt, in the scheduler's chunks."""
         (table,) = self._tables(1, tokens)
         steps = self._run_prompt(self._prompts(1, tokens), table, tokens, sample=True)
         self._forget(1)
         return sum(seconds for seconds, _ in steps), total(work for _, work in steps)
 
     def decode(self, batch: int, context: int, steps: int) -> list[tuple[float, Work]]:
-        """The same of each of ``steps`` steps; each sequence has ``context`` tokens before them."""
+        """Return the same for ``steps`` steps; each sequence has ``context`` tokens before them."""
         tables = self._tables(batch, context + steps)
-        # One prompt is computed and the others get copies of its blocks: what a step reads are the
-        # bytes of as many sequences. The last token of each prompt is the first step's.
+        # One prompt is computed and the others get copies of its blocks, so that a step reads the
+        # bytes of all sequences. The last token of each prompt is the first step's.
         with record_function("preparing the cache"):
             new = self._prompts(batch, context + 1)
             self._run_prompt(new, tables[0], context, sample=False)
@@ -185,7 +188,7 @@ class _Bench:
     def _run_prompt(
         self, new: tuple[NewSequence, ...], table: tuple[int, ...], tokens: int, *, sample: bool
     ) -> list[tuple[float, Work]]:
-        """Compute ``tokens`` of the first of ``new``; the engine learns of all of them."""
+        """Compute ``tokens`` of the first of ``new``; the engine gets all of them."""
         steps, start = [], 0
         while start < tokens:
             count = min(tokens - start, self.engine.scheduler.limits.max_tokens(start))
@@ -205,23 +208,23 @@ class _Bench:
 
 
 def _dtype(settings: EngineSettings) -> torch.dtype:
-    """That of a name that the engine has accepted."""
+    """Return the type of a name that the engine has accepted."""
     dtype: torch.dtype = getattr(torch, settings.dtype)
     return dtype
 
 
 def _prefill_phase(bench: _Bench, tokens: int, ceilings: Ceilings) -> Phase:
-    """The median prompt of three, after one that does not count."""
+    """Measure the median prompt of three, after an uncounted one."""
     runs = [bench.prefill(tokens) for _ in range(1 + _PREFILLS)][1:]
     seconds = statistics.median(seconds for seconds, _ in runs)
     return Phase(_prefill_name(tokens), tokens, Roof(runs[0][1], ceilings, seconds))
 
 
 def _decode_phase(bench: _Bench, batch: int, context: int, ceilings: Ceilings) -> Phase:
-    """The median step of sixteen, after two that do not count."""
+    """Measure the median step of sixteen, after two uncounted ones."""
     runs = bench.decode(batch, context, _WARM_STEPS + _DECODE_STEPS)[_WARM_STEPS:]
     seconds = statistics.median(seconds for seconds, _ in runs)
-    # Steps differ by a token of context each: the middle one stands for all.
+    # Each step has one more token of context: the middle one represents all.
     work = runs[len(runs) // 2][1]
     return Phase(_decode_name(batch, context), batch, Roof(work, ceilings, seconds))
 
@@ -248,7 +251,7 @@ def _trace(bench: _Bench, settings: ProfileSettings, output: Path) -> None:
 
 
 def _check(settings: ProfileSettings) -> None:
-    """Raises ConfigError before anything is loaded."""
+    """Raise ConfigError for wrong settings before anything is loaded."""
     if not settings.batches or min(settings.batches) < 1:
         raise ConfigError("the batches to decode are counts of sequences, 1 or more")
     if min(settings.prompt_tokens, settings.context_tokens) < 1:
@@ -273,9 +276,9 @@ def _check_fit(settings: ProfileSettings, engine: Engine) -> None:
 
 
 def _with_room(settings: ProfileSettings) -> EngineSettings:
-    """The engine's settings, with a KV pool on the CPU that holds the largest batch, and memory
+    """Return the engine's settings, with a KV pool on the CPU that holds the largest batch.
 
-    left on a GPU for measuring its ceilings.
+    On a GPU, memory is left for measuring its peak rates.
     """
     engine = settings.engine
     config = load_model_config(engine.model_path)

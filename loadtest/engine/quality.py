@@ -1,9 +1,9 @@
-"""What quantization costs in quality: perplexity of a text, and how far greedy answers agree.
+"""Measures the quality cost of quantization: perplexity of a text, and agreement of greedy answers.
 
 The text is cut into windows, and each is computed from an empty context. Perplexity is over all of
-a window's tokens but its first. The likeliest tokens are compared with the first engine's at every
-position of the text, and in answers that go on from each window's start, where one difference makes
-everything behind it another text.
+a window's tokens after its first. The most likely tokens are compared with the first engine's at
+every position of the text, and in answers that continue each window's start. In an answer, one
+difference changes all tokens after it.
 """
 
 from __future__ import annotations
@@ -28,38 +28,39 @@ from engine.scheduling.plan import PlanRow
 from planning.common.report import whole_table
 
 _STEP_TOKENS = 128
-"""Tokens of a step: it gives the logits of all of them, of which a large vocabulary has many."""
+"""Tokens of a step, which gives the logits of all of them. With a large vocabulary these are
+many."""
 
 
 @dataclass(frozen=True, slots=True)
 class QualitySettings:
-    """What is measured. All in tokens."""
+    """Settings of a measurement, in tokens."""
 
     text_tokens: int = 8192
-    """Length of the text; it is cut there."""
+    """Length of the text; the rest is ignored."""
     window: int = 512
     prompt: int = 64
-    """How much of each window's start an answer goes on from."""
+    """Length of each window's start that an answer continues."""
     answer: int = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Of one engine over the whole text."""
+    """Results of one engine over the whole text."""
 
     name: str
     tokens: int
-    """How many tokens the perplexity is over."""
+    """Number of tokens in the perplexity."""
     perplexity: float
     same_choice: float
-    """The part of positions in the text where the likeliest token is the first engine's."""
+    """Share of positions in the text with the first engine's most likely token."""
     same_answer: float
-    """The mean part of an answer before the first token that is not the first engine's."""
+    """Mean share of an answer before the first difference from the first engine's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An engine to be measured."""
+    """An engine to measure."""
 
     name: str
     build: Callable[[], Engine]
@@ -71,9 +72,9 @@ def measure(
     settings: QualitySettings,
     progress: Callable[[str], None],
 ) -> list[Quality]:
-    """Each in turn, compared with the first; only one engine is in memory at a time.
+    """Measure each engine in turn, and compare it with the first; only one is in memory at a time.
 
-    Raises ConfigError where the text is shorter than a window.
+    Raises ConfigError if the text is shorter than a window.
     """
     windows = _windows(token_ids, settings)
     reference: _Findings | None = None
@@ -95,9 +96,9 @@ def measure(
 
 
 def read_tokens(path: Path, tokenizer: Path) -> list[int]:
-    """A text file's tokens; of a ``.jsonl`` file the ``turns`` of its rows, one after another.
+    """Return a text file's tokens; for a ``.jsonl`` file, those of the ``turns`` of its rows.
 
-    Raises ConfigError where a file cannot be read.
+    Raises ConfigError if a file cannot be read.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -108,13 +109,13 @@ def read_tokens(path: Path, tokenizer: Path) -> list[int]:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     try:
         loaded = Tokenizer.from_file(str(tokenizer))
-    except Exception as error:  # the library raises no narrower one
+    except Exception as error:  # the library raises no more specific one
         raise ConfigError(f"{tokenizer} cannot be read: {error}") from error
     return list(loaded.encode(text, add_special_tokens=False).ids)
 
 
 def draw(results: Sequence[Quality]) -> Table:
-    """As Markdown."""
+    """Return a Markdown table."""
     title = f"Perplexity over {results[0].tokens} tokens; agreement with {results[0].name}"
     table = whole_table(
         "weights", "perplexity", "change", "same choice", "same answer", title=title
@@ -133,9 +134,9 @@ def draw(results: Sequence[Quality]) -> Table:
 @dataclass(frozen=True, slots=True)
 class _Findings:
     losses: list[float]
-    """-ln p of each token that has one before it."""
+    """-ln p of each token after the first."""
     choices: list[int]
-    """The likeliest token at each of these positions."""
+    """The most likely token at each of these positions."""
     answers: list[tuple[int, ...]]
 
 
@@ -144,7 +145,7 @@ def _windows(token_ids: Sequence[int], settings: QualitySettings) -> list[list[i
     count = len(text) // settings.window
     if not count:
         raise ConfigError(
-            f"the text has {len(text)} tokens, and a window {settings.window}; take a longer text "
+            f"the text has {len(text)} tokens, and a window {settings.window}; use a longer text "
             "or a shorter window"
         )
     size = settings.window
@@ -168,7 +169,7 @@ def _examine(engine: Engine, windows: list[list[int]], settings: QualitySettings
 
 
 def _predictions(engine: Engine, window: list[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """fp32 logits [tokens, vocab_size], and the tokens that follow them [tokens]."""
+    """Yield fp32 logits [tokens, vocab_size], and the tokens that follow them [tokens]."""
     table = tuple(range(-(-len(window) // engine.cache.block_size)))
     for start in range(0, len(window) - 1, _STEP_TOKENS):
         part = window[start : min(start + _STEP_TOKENS, len(window) - 1)]
@@ -183,7 +184,7 @@ def _predictions(engine: Engine, window: list[int]) -> Iterator[tuple[torch.Tens
 def _answers(
     engine: Engine, windows: list[list[int]], settings: QualitySettings
 ) -> list[tuple[int, ...]]:
-    """Greedy, of full length."""
+    """Return greedy answers of full length."""
     sampling = SamplingParams(temperature=0.0, max_tokens=settings.answer, ignore_eos=True)
     prompts = [tuple(window[: settings.prompt]) for window in windows]
     specs = [
@@ -194,7 +195,7 @@ def _answers(
 
 
 def _common(answer: Sequence[int], reference: Sequence[int]) -> float:
-    """The part of the reference that the answer begins with."""
+    """Return the share of the reference with which the answer begins."""
     pairs = enumerate(zip(answer, reference, strict=True))
     same = next((n for n, (one, other) in pairs if one != other), len(reference))
     return same / len(reference)

@@ -1,10 +1,10 @@
-"""One engine with and without speculative decoding, on the same prompts in turns.
+"""Compares one engine with and without speculative decoding, alternating on the same prompts.
 
     python -m loadtest.engine.speculation --model FOLDER --concurrency 1,4,16
 
-No cluster: the engine's own steps, planned by its scheduler. Tokens a second are those of the steps
-in which no prompt is computed, planning and taking in of results included: what a decode worker's
-engine does when prompts are computed elsewhere.
+There is no cluster, only the engine's own steps, planned by its scheduler. Tokens per second are
+those of steps without prompts, including planning and processing of results: the work of a decode
+worker's engine when prompts are computed elsewhere.
 """
 
 from __future__ import annotations
@@ -46,42 +46,42 @@ Say = Callable[[str], None]
 
 _MAX_CHARACTERS = 1 << 20
 _MIN_PROMPTS = 4
-"""That are run in one way before the other."""
+"""Minimum prompts that run in one way before the other."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationSettings:
-    """What is measured."""
+    """Settings of a measurement."""
 
     engine: EngineSettings
-    """Its ``drafter`` is compared with none."""
+    """Settings of the engine, whose ``drafter`` is compared with none."""
     prompts: Path | None = None
-    """A folder as ``read_questions`` takes it; without it there is the copying alone."""
+    """Folder for ``read_questions``; without it there are only the copying tasks."""
     categories: tuple[str, ...] = ()
-    """Of those found; empty: all."""
+    """Categories to measure; empty: all."""
     concurrency: tuple[int, ...] = (1, 4, 16)
     rows: int = 8
-    """Prompts of a category; at least twice the concurrency, where there are as many."""
+    """Prompts per category; at least twice the concurrency, if there are enough."""
     answer_tokens: int = 128
     temperature: float = 0.0
     repeats: int = 2
-    """The fastest of so many runs of each way counts: what disturbs a run makes it longer."""
+    """Runs of each way; the fastest counts, since disturbances only make a run longer."""
 
 
 @dataclass(slots=True)
 class Run:
-    """What the decode steps of one run have brought."""
+    """Results of the decode steps of one run."""
 
     tokens: int = 0
     turns: int = 0
-    """Of sequences in steps: without drafts as many as tokens."""
+    """Sequences in steps; without drafts, this equals the tokens."""
     drafted: int = 0
     accepted: int = 0
     seconds: float = 0.0
     answers: list[list[int]] = field(default_factory=list)
 
     def add(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        """A step has ended."""
+        """Record a step."""
         self.turns += len(plan.rows)
         self.tokens += len(plan.rows) + result.accepted
         self.drafted += result.drafted
@@ -91,7 +91,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationRow:
-    """Of one category at one concurrency."""
+    """Results of one category at one concurrency."""
 
     category: str
     concurrency: int
@@ -99,11 +99,11 @@ class SpeculationRow:
     plain_tokens_per_s: float
     tokens_per_s: float
     acceptance_length: float
-    """Tokens that a sequence gets in a step, on average."""
+    """Mean tokens of a sequence per step."""
     drafted: int
     accepted: int
     same_answers: int
-    """How many of the answers are those without drafts, token for token."""
+    """Number of answers that equal those without drafts, token for token."""
 
     @property
     def speedup(self) -> float:
@@ -113,9 +113,10 @@ class SpeculationRow:
 def bench_speculation(
     settings: SpeculationSettings, say: Say, console: Console, output: Path | None
 ) -> None:
-    """Measure, print, and write ``output`` as JSON. Raises BatonError; ConfigError, before anything
+    """Measure, print, and write ``output`` as JSON. Raises BatonError.
 
-    is measured, where ``output`` cannot be written or a category is unknown.
+    Raises ConfigError before the measurement if ``output`` cannot be written or a category is
+    unknown.
     """
     if output is not None:
         write_json(output, "{}\n")
@@ -144,7 +145,7 @@ def _texts(settings: SpeculationSettings) -> dict[str, list[str]]:
 
 
 class SpeculationBench:
-    """One engine, run in both ways on the same memory."""
+    """One engine, run both ways in the same memory."""
 
     def __init__(self, settings: SpeculationSettings) -> None:
         self._settings = settings
@@ -152,15 +153,17 @@ class SpeculationBench:
         warm_up(self._engine)
         self._tokenizer = Tokenizer.load(settings.engine.model_path)
         runner = self._engine.runner
-        # Kept for all that is measured, as a worker keeps it: what it has learned is a part of it.
+        # It is kept for all measurements, as in a worker, since what it learns is part of the
+        # result.
         plain = type(runner)(runner.model, runner.cache, runner.device)
         self._runners = {True: runner, False: plain}
-        # As a worker does before it serves.
+        # A worker does the same before it serves.
         calibrate(self._engine, runner.run)
         self._next_id = 0
 
     def measure(self, category: str, questions: Sequence[str], concurrency: int) -> SpeculationRow:
-        """Both ways in turns, a few prompts at a time; of each few the faster run counts."""
+        """Run both ways alternately, on a few prompts at a time; of each few the faster run
+        counts."""
         count = max(self._settings.rows, 2 * concurrency)
         prompts = [self._prompt(question) for question in questions[:count]]
         few = max(concurrency, _MIN_PROMPTS)
@@ -196,7 +199,7 @@ class SpeculationBench:
         return best
 
     def _prompt(self, question: str) -> tuple[int, ...]:
-        """As a chat has it; as it is where the model has no template."""
+        """Return the prompt in the chat template, or as it is without one."""
         try:
             messages = [{"role": "user", "content": question}]
             text = self._tokenizer.render_chat(messages, _MAX_CHARACTERS).result()
@@ -213,7 +216,7 @@ class SpeculationBench:
             spec = SequenceSpec(str(self._next_id), 0, "", prompt, len(prompt), self._sampling)
             sequences.append(make_sequence(engine, self._next_id, spec))
             engine.scheduler.add(sequences[-1])
-        # On a GPU a step is begun while the one before runs.
+        # On a GPU a step starts while the one before runs.
         depth = 2 if engine.runner.overlaps else 1
         flight: deque[tuple[StepPlan, Ending]] = deque()
         ended = time.perf_counter()
@@ -239,7 +242,7 @@ class SpeculationBench:
         )
 
     def _fresh_engine(self, concurrency: int, drafts: bool) -> Engine:
-        """Nothing cached, and so many sequences at a time."""
+        """Return an engine with an empty cache and this concurrency."""
         built = self._engine
         built.pool.drop_cache()
         limits = replace(built.scheduler.limits, max_sequences=concurrency)
@@ -250,13 +253,13 @@ class SpeculationBench:
 
 
 def _rate(runs: Sequence[Run]) -> float:
-    """Tokens a second."""
+    """Return tokens per second."""
     seconds = sum(run.seconds for run in runs)
     return sum(run.tokens for run in runs) / seconds if seconds else 0.0
 
 
 def draw(rows: Sequence[SpeculationRow], machine: Machine) -> Table:
-    """As Markdown."""
+    """Return a Markdown table."""
     table = whole_table(
         *("category", "at a time", "prompts", "tokens/s without", "tokens/s with", "ratio"),
         *("tokens a step", "drafted", "accepted", "same answers"),

@@ -1,7 +1,7 @@
-"""What speculation is measured on: questions from files, and copying of Baton's own text.
+"""Prompts for measuring speculation: questions from files, and copying of Baton's own text.
 
-A file has rows of ``category`` and ``turns``, as those of Spec-Bench and MT-bench have; the first
-turn counts.
+A file has rows of ``category`` and ``turns``, like those of Spec-Bench and MT-bench; the first turn
+counts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from baton.errors import ConfigError
 
 COPY = "copy"
-"""The category of the tasks of copying."""
+"""The category of copying tasks."""
 _MT_BENCH = {
     "writing",
     "roleplay",
@@ -25,17 +25,17 @@ _MT_BENCH = {
     "stem",
     "humanities",
 }
-"""Spec-Bench counts these as one."""
+"""Categories that Spec-Bench counts as one."""
 _ROOT = Path(__file__).parents[2]
 _ROOMS = ("engine", "router", "kvtransfer", "baton")
 _SHORTEST, _LONGEST = 400, 1200
-"""Characters of a passage or of a function that is copied."""
+"""Length limits of a passage or function to copy, in characters."""
 
 
 def read_questions(folder: Path) -> dict[str, list[str]]:
-    """The questions of all ``.jsonl`` files of a folder, by category, in the files' order.
+    """Return the questions of all ``.jsonl`` files of a folder, by category, in the files' order.
 
-    Raises ConfigError where there are none, or a file cannot be read.
+    Raises ConfigError if there are none, or a file cannot be read.
     """
     found: dict[str, list[str]] = {}
     for path in sorted(folder.glob("*.jsonl")):
@@ -52,7 +52,7 @@ def read_questions(folder: Path) -> dict[str, list[str]]:
 
 
 def copying_tasks() -> list[str]:
-    """Quote this passage, edit this code: by turns, of Baton's documentation and sources."""
+    """Return tasks of quoting passages and editing code, from Baton's documentation and sources."""
     passages, functions = _passages(), _functions()
     tasks = []
     for passage, function in zip(passages, functions, strict=False):
@@ -64,12 +64,12 @@ def copying_tasks() -> list[str]:
             f" everything else as it is. Answer with the code alone.\n\n```python\n{function}\n```"
         )
     if not tasks:
-        raise ConfigError(f"{_ROOT} has no sources to make tasks of copying of")
+        raise ConfigError(f"{_ROOT} has no sources for copying tasks")
     return tasks
 
 
 def _passages() -> Iterator[str]:
-    """Paragraphs of the documentation; where that was not installed, docstrings of modules."""
+    """Yield paragraphs of the documentation; without it, docstrings of modules."""
     pages = sorted((_ROOT / "docs").rglob("*.md"))
     for page in pages:
         for part in page.read_text("utf-8").split("\n\n"):

@@ -1,10 +1,10 @@
-"""Time to first token of a prompt whose KV is computed, in the pool, or in a tier.
+"""Measures time to first token of a prompt whose KV is computed, in the pool, or in a tier.
 
     python -m loadtest.engine.tier_bench --model FOLDER
 
-One engine without a cluster, its pool too small for three prompts: each is computed, asked for
-again, driven out by three others, and asked for once more. The others are computed while evicted
-blocks are copied out, which shows what copying costs them.
+It uses one engine without a cluster, whose pool is too small for three prompts. Each prompt is
+computed, requested again, evicted by three others, and requested once more. The others are computed
+while evicted blocks are copied out, which shows the cost of copying.
 """
 
 from __future__ import annotations
@@ -45,47 +45,49 @@ from worker.offload.tier_storage import DiskStorage, HostStorage, TierStorage
 Say = Callable[[str], None]
 
 _LOWEST_ID = 100
-"""Plain tokens: control tokens come first in a vocabulary."""
+"""Lowest id of plain tokens: control tokens come first in a vocabulary."""
 _DEADLINE_S = 60.0
 _PROMPTS_IN_POOL = 2.5
-"""More than two, because half of the pool is copied ahead: one prompt takes no more than that."""
+"""Size of the pool in prompts. Half of the pool is copied ahead, and one prompt must fit in
+that."""
 _OTHERS = 3
-"""So many drive a prompt out."""
+"""Number of prompts that evict another one."""
 _POOLS_IN_TIER = 4
-"""The size of a tier."""
+"""Size of a tier, in pools."""
 KINDS = ("none", "host", "disk")
 
 
 @dataclass(frozen=True, slots=True)
 class TierBenchSettings:
-    """What is measured."""
+    """Settings of a measurement."""
 
     model: Path
     prompt_tokens: int = 1024
     rounds: int = 5
     folder: Path | None = None
-    """Where the file lies; a temporary one without it."""
+    """Folder of the tier's file; a temporary one by default."""
     output: Path | None = None
-    """A file for the figures, as JSON."""
+    """File for the figures, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierTimes:
-    """Seconds to the first token, each time that it was measured."""
+    """Measured times to the first token, in seconds."""
 
     tier: str
     block_bytes: int
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """By where the prompt's KV was: ``computed``, ``pool``, ``tier``, ``cold`` (on disk alone)."""
+    """Times by place of the prompt's KV: ``computed``, ``pool``, ``tier``, ``cold`` (on disk
+    alone)."""
 
     def add(self, where: str, seconds: float) -> None:
-        """One more."""
+        """Add a time."""
         self.seconds.setdefault(where, []).append(seconds)
 
 
 class _Disk(DiskStorage):
     def forget_pages(self) -> None:
-        """Have the next reads come from the disk itself."""
+        """Drop the page cache, so that the next reads come from the disk."""
         os.fsync(self._file.fileno())
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -94,7 +96,7 @@ class _Bench:
     """An engine with at most one tier."""
 
     def __init__(self, engine: Engine, costs: StepCosts, kind: str, storage: TierStorage | None):
-        """Call it on an event loop."""
+        """Make the bench. Call this on an event loop."""
         self._engine = engine
         self._memory = PoolMemory(shared=False)
         self._numbers = iter(range(1 << 30))
@@ -112,7 +114,10 @@ class _Bench:
             )
 
     async def first_token_s(self, prompt: tuple[int, ...], cached: int) -> float:
-        """Raises BatonError where not so many of its blocks were found."""
+        """Return the time to the first token.
+
+        Raises BatonError if other than ``cached`` blocks are found.
+        """
         began = time.perf_counter()
         engine = self._engine
         sampling = SamplingParams(temperature=0.0, max_tokens=1)
@@ -123,7 +128,7 @@ class _Bench:
             blocks = await self.tiers.loader.load(sequence, time.monotonic() + _DEADLINE_S)
         engine.scheduler.add(sequence, blocks)
         while (plan := engine.scheduler.schedule()) is not None:
-            # As in a worker's engine core: blocks are copied out meanwhile.
+            # As in a worker's engine core, blocks are copied out at the same time.
             result = await asyncio.to_thread(engine.runner.run, plan)
             engine.scheduler.complete(plan, result)
             if self.tiers is not None:
@@ -160,7 +165,7 @@ def bench_tiers(settings: TierBenchSettings, say: Say, console: Console) -> list
 
 
 async def measure(settings: TierBenchSettings, kind: str) -> TierTimes:
-    """All rounds with one kind of tier, of ``KINDS``. Raises BatonError."""
+    """Run all rounds with one kind of tier, of ``KINDS``. Raises BatonError."""
     engine = await asyncio.to_thread(_build, settings)
     costs = calibrate(engine, engine.runner.run)
     times = TierTimes(kind, engine.cache.block_bytes)
@@ -215,11 +220,11 @@ async def _rounds(
 
     async def others() -> None:
         for _ in range(_OTHERS):
-            # What is older is copied out meanwhile.
+            # Older blocks are copied out at the same time.
             times.add("computed", await bench.first_token_s(prompt(), 0))
             await bench.settled()
 
-    # The pool is full from the beginning.
+    # This fills the pool before the first measurement.
     for _ in range(_OTHERS):
         await bench.first_token_s(prompt(), 0)
     for _ in range(settings.rounds):

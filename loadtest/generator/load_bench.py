@@ -20,17 +20,17 @@ from planning.common.traces import Trace
 
 Say = Callable[[str], None]
 Drive = Callable[[LoadSettings, int], LoadRun]
-"""Runs a load; the number is the run's."""
+"""Runs a load; the argument is the run's number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Where the report goes, besides the terminal."""
+    """Files of the report, in addition to the terminal."""
 
     json: Path | None = None
     html: Path | None = None
     records: Path | None = None
-    """JSON, a line for each request."""
+    """File for JSON, a line for each request."""
 
     def check(self) -> None:
         """Whether they can be written is better known before than after. Raises ConfigError."""
@@ -43,7 +43,7 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class SearchSettings:
-    """For the highest rate at which enough requests are good."""
+    """Settings of a search for the highest rate with enough good requests."""
 
     first_rate: float = 1.0
     attainment: float = ATTAINMENT
@@ -58,7 +58,7 @@ def bench_serve(
     console: Console,
     say: Say,
 ) -> LoadReport:
-    """One run for each of ``rates``, or one where there are none. Raises BatonError."""
+    """Do one run for each of ``rates``, or one run without any. Raises BatonError."""
     outputs.check()
     settings, drive = _prepared(settings, console, say)
     runs: list[LoadRun] = []
@@ -73,9 +73,9 @@ def bench_serve(
 def bench_goodput(
     settings: LoadSettings, search: SearchSettings, outputs: Outputs, console: Console, say: Say
 ) -> LoadReport:
-    """Try rates until the highest is known at which enough are good. Raises BatonError."""
+    """Search for the highest rate with enough good requests. Raises BatonError."""
     if settings.pace.concurrency is not None:
-        raise ConfigError("a closed loop has no rate: goodput is looked for in an open one")
+        raise ConfigError("a closed loop has no rate: goodput needs an open loop")
     if not settings.slo.bounds():
         raise ConfigError("goodput needs an SLO, as in --slo ttft=2,tpot=0.1")
     outputs.check()
@@ -88,7 +88,7 @@ def bench_goodput(
 def search_rate(
     settings: LoadSettings, search: SearchSettings, drive: Drive, say: Say
 ) -> tuple[list[LoadRun], float]:
-    """All runs in the order in which they were made, and the highest rate that met; or 0."""
+    """Return all runs in order, and the highest rate with enough good requests; or 0."""
     searching = RateSearch(
         search.first_rate,
         attainment=search.attainment,
@@ -106,7 +106,7 @@ def search_rate(
 
 
 def _prepared(settings: LoadSettings, console: Console, say: Say) -> tuple[LoadSettings, Drive]:
-    """With the model's name known and the trace read."""
+    """Return the settings with the model's name and the trace."""
     trace: Trace | None = open_trace(settings.traffic)
     if not settings.server.model:
         server = replace(settings.server, model=first_model(settings.server))
@@ -123,7 +123,7 @@ def _at_rate(settings: LoadSettings, rate: float | None) -> LoadSettings:
 
 
 def make_report(settings: LoadSettings, runs: Sequence[LoadRun]) -> LoadReport:
-    """Of those runs, made with those settings, now and here."""
+    """Make the report of these runs, with the present date and machine."""
     return LoadReport(
         command=_title(settings),
         slo=settings.slo,
@@ -134,7 +134,7 @@ def make_report(settings: LoadSettings, runs: Sequence[LoadRun]) -> LoadReport:
 
 
 def _title(settings: LoadSettings) -> str:
-    """Who was driven, with what."""
+    """Describe the server and the load."""
     server, traffic, pace = settings.server, settings.traffic, settings.pace
     where = f"gRPC {server.grpc}" if server.grpc else f"{server.url} {server.endpoint}"
     if traffic.trace is not None:
@@ -163,7 +163,7 @@ def _line(run: LoadRun) -> str:
 def tell(
     settings: LoadSettings, report: LoadReport, outputs: Outputs, console: Console
 ) -> LoadReport:
-    """Print it, and write it where it is to go. Raises ConfigError."""
+    """Print the report, and write its files. Raises ConfigError."""
     show(console, report)
     if outputs.json is not None:
         write_report(outputs.json, report)

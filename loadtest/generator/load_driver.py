@@ -1,7 +1,7 @@
-"""Sends requests when they are due, and gathers what comes of them.
+"""Sends requests when they are due, and collects their results.
 
-Owned by one event loop. In an open loop requests go when they are due, whatever became of those
-before; in a closed one as many as are allowed are under way, and the next goes when one has ended.
+Owned by one event loop. In an open loop requests are sent on schedule, independent of earlier ones.
+In a closed loop a fixed number is in flight, and the next request follows when one has ended.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from loadtest.generator.workload.traffic import Source
 P = TypeVar("P")
 
 _AHEAD = 128
-"""Requests that are made before they are due."""
+"""Number of requests that are made before they are due."""
 _PROBE_S = 0.02
 
 
 @dataclass(slots=True)
 class LiveCounts:
-    """What a run has come to; its driver writes it, others look at it."""
+    """Counts of a running load; its driver writes them, others read them."""
 
     planned: int | None = None
-    """Requests in all; None where time alone ends the run."""
+    """Number of requests; None if the run ends by time."""
     sent: int = 0
     ended: int = 0
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     output_tokens: int = 0
     late_s: float = 0.0
-    """How late the latest send was."""
+    """Delay of the latest send, in seconds."""
 
     @property
     def under_way(self) -> int:
-        """Sent and not ended."""
+        """Return the number of requests in flight."""
         return self.sent - self.ended
 
 
@@ -53,20 +53,20 @@ class LoadDriver(Generic[P]):
         self.clock = RunClock()
         self.counts = LiveCounts()
         self.loop_lag_s: list[float] = []
-        """How late this process's event loop ran what was due: by so much times may be wrong."""
+        """Event-loop lag of this process: times may be wrong by this much."""
         self.stopped_s: float | None = None
-        """When ``stop`` was called, in seconds since the run's beginning."""
+        """Time of the call of ``stop``, in seconds since the run's beginning."""
         self._asleep: asyncio.Future[None] | None = None
         self._target = target
         self._records: list[RequestRecord] = []
 
     def stop(self) -> None:
-        """Send nothing more; what is under way may end."""
+        """Send no more requests; those in flight may end."""
         self.stopped_s = self.clock.now()
         _wake(self._asleep)
 
     async def open_loop(self, requests: Iterator[PlannedRequest]) -> list[RequestRecord]:
-        """Send each when it is due. Returns when all have ended."""
+        """Send each request when it is due. Returns when all have ended."""
         ready: asyncio.Queue[tuple[PlannedRequest, P] | None] = asyncio.Queue(_AHEAD)
         for request in itertools.islice(requests, _AHEAD):
             ready.put_nowait((request, self._target.prepare(request)))
@@ -86,10 +86,10 @@ class LoadDriver(Generic[P]):
     async def closed_loop(
         self, source: Source, concurrency: int, seconds: float, max_requests: int | None
     ) -> list[RequestRecord]:
-        """Keep so many under way; after ``seconds``, or so many requests, none is sent any more.
+        """Keep ``concurrency`` requests in flight, until ``seconds`` or ``max_requests`` are over.
 
-        A request is due when it is sent: in a closed loop the server sets the pace, and what would
-        have come while it stalled was never to come. Compare by an open loop.
+        A request is due when it is sent: in a closed loop the server sets the pace, and requests
+        that would have arrived during a stall are never sent. Use an open loop for comparisons.
         """
         numbers = iter(range(max_requests)) if max_requests is not None else itertools.count()
         async with self._watching(), asyncio.TaskGroup() as group:
@@ -118,12 +118,12 @@ class LoadDriver(Generic[P]):
     ) -> None:
         for request in requests:
             await ready.put((request, self._target.prepare(request)))
-            # One at a time: sends that are due, and answers, go first.
+            # One request at a time: due sends, and answers, have precedence.
             await asyncio.sleep(0)
         await ready.put(None)
 
     async def _sleep(self, seconds: float) -> None:
-        """As ``asyncio.sleep``, but that ``stop`` ends it."""
+        """Sleep until the time is over or ``stop`` is called."""
         if seconds <= 0 or self.stopped_s is not None:
             return
         loop = asyncio.get_running_loop()
@@ -147,7 +147,7 @@ class LoadDriver(Generic[P]):
 
     @contextlib.asynccontextmanager
     async def _watching(self) -> AsyncIterator[None]:
-        """Inside: the loop's lag is measured, and what exists already is not collected again."""
+        """Measure the loop's lag, and keep existing objects out of garbage collection."""
         gc.collect()
         gc.freeze()
         probe = asyncio.create_task(self._probe(), name="lag probe")

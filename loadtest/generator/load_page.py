@@ -1,4 +1,4 @@
-"""The report as one page of HTML that needs nothing else: figures, and plots as SVG."""
+"""The report as one self-contained HTML page: figures, and plots as SVG."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TEMPLATE = "load_page.html"
 
 
 def write_page(path: Path, report: LoadReport, bounds: Sequence[int]) -> None:
-    """``bounds`` of the buckets. Raises ConfigError where it cannot be written."""
+    """Write the page. ``bounds`` are those of the buckets. Raises ConfigError if that fails."""
     write_json(path, page(report, bounds))
 
 

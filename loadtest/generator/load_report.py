@@ -1,4 +1,4 @@
-"""What is shown of runs: tables for people, JSON for programs, and the requests' own records."""
+"""Output of runs: tables, JSON, and the records of requests."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class LoadReport:
     """All runs of one command."""
 
     command: str
-    """What was driven and how, for a heading."""
+    """Description of server and load, for a heading."""
     slo: Slo
     machine: Machine
-    """The client's."""
+    """The client's machine."""
     runs: tuple[LoadRun, ...]
     attainment: float | None = None
-    """That a search for the highest rate asked for; None where there was none."""
+    """Required share in a search for the highest rate; None without a search."""
     goodput_rate: float | None = None
-    """What it found: requests a second, or 0."""
+    """Result of the search: requests per second, or 0."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """All of them, for JSON."""
+    """All settings, for JSON."""
 
     def fields(self) -> dict[str, Any]:
-        """For JSON. Without the requests, which ``write_records`` writes."""
+        """Return the fields for JSON, without the requests, which ``write_records`` writes."""
         fields: dict[str, Any] = {
             "command": self.command,
             "settings": dict(self.settings),
@@ -49,7 +49,7 @@ class LoadReport:
         return fields
 
     def verdict(self) -> str:
-        """What the search found; empty where there was none."""
+        """Describe the search's result; empty without a search."""
         if self.attainment is None:
             return ""
         if not self.goodput_rate:
@@ -73,12 +73,12 @@ def _run_fields(run: LoadRun) -> dict[str, Any]:
 
 
 def write_report(path: Path, report: LoadReport) -> None:
-    """As JSON. Raises ConfigError where it cannot be written."""
+    """Write the report as JSON. Raises ConfigError if that fails."""
     write_json(path, json.dumps(report.fields(), indent=1) + "\n")
 
 
 def write_records(path: Path, runs: Sequence[LoadRun]) -> None:
-    """A JSON object a line for each request. Raises ConfigError where it cannot be written."""
+    """Write a JSON object per line for each request. Raises ConfigError if that fails."""
     lines = (
         json.dumps({"run": number, **_record_fields(record)}) + "\n"
         for number, run in enumerate(runs)
@@ -103,7 +103,7 @@ def _record_fields(record: RequestRecord) -> dict[str, Any]:
 
 
 def show(console: Console, report: LoadReport) -> None:
-    """The tables, the warnings, and what it was measured on."""
+    """Print the tables, the warnings, and the machine."""
     print_whole(console, rates_table(report.runs))
     for run in report.runs if report.attainment is None else _best(report):
         print_whole(console, latency_table(run))
@@ -112,7 +112,7 @@ def show(console: Console, report: LoadReport) -> None:
             _line(console, f"warning: {run.title}: {warning}.")
         if run.summary.codes:
             codes = ", ".join(f"{count} {code}" for code, count in run.summary.codes.items())
-            _line(console, f"{run.title}: did not end well: {codes}.")
+            _line(console, f"{run.title}: failed requests: {codes}.")
     for line in (report.verdict(), f"SLO: {report.slo.text()}. {report.machine.line()}."):
         if line:
             _line(console, line)
@@ -127,7 +127,7 @@ def _line(console: Console, text: str) -> None:
 
 
 def rates_table(runs: Sequence[LoadRun]) -> Table:
-    """A line for each run: what was asked, and what came of it."""
+    """Return a table with a row for each run: the offered load, and its results."""
     table = whole_table(
         *("load", "requests", "ok", "error", "shed", "aborted", "offered/s", "ok/s", "goodput/s"),
         *("attainment", "tokens in/s", "tokens out/s", "TTFT p50, ms", "p99", "TPOT p50, ms"),
@@ -153,7 +153,7 @@ def rates_table(runs: Sequence[LoadRun]) -> Table:
 
 
 def latency_table(run: LoadRun) -> Table:
-    """Percentiles by input length: a line for each bucket and measure."""
+    """Return percentiles by input length: a row for each bucket and measure."""
     table = whole_table(
         *("input tokens", "measure", "requests", "attainment", "mean, ms", "p50", "p95", "p99"),
         title=run.title,
@@ -170,7 +170,7 @@ def latency_table(run: LoadRun) -> Table:
 
 
 def latency_rows(run: LoadRun) -> Iterator[tuple[BucketSummary, str, Distribution]]:
-    """Each measure of all requests, and of each bucket where there are several."""
+    """Yield each measure of all requests, and of each bucket if there are several."""
     buckets = run.summary.buckets if len(run.summary.buckets) > 1 else ()
     for bucket in (run.summary.all, *buckets):
         yield bucket, "TTFT", bucket.ttft

@@ -1,4 +1,4 @@
-"""One run of a load against one server: its progress, and what is known of it afterwards."""
+"""One run of a load against one server: its progress, and its results."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ Say = Callable[[str], None]
 
 
 class LiveProgress:
-    """Looks at a run's counts. Owned by the run's event loop; cancelled when that has ended."""
+    """Shows a run's counts. Owned by the run's event loop; cancelled when the run has ended."""
 
     def __init__(
         self, counts: LiveCounts, clock: RunClock, seconds: float, console: Console, say: Say
     ) -> None:
-        """``seconds`` in which requests are sent. Draws where ``console`` is a terminal."""
+        """``seconds`` is the duration of sending. Draws if ``console`` is a terminal."""
         self._counts, self._clock, self._seconds = counts, clock, seconds
         self._console, self._say = console, say
         self._before = (time.monotonic(), 0, 0, 0)
         self._rates = (0.0, 0.0, 0.0)
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Show the progress until cancelled."""
         if not self._console.is_terminal:
             while True:
                 await asyncio.sleep(_SAY_S)
@@ -59,7 +59,7 @@ class LiveProgress:
                 await asyncio.sleep(_DRAW_S)
 
     def line(self) -> str:
-        """Counts until now; rates since the last call."""
+        """Return counts until now, and rates since the last call."""
         counts = self._counts
         now = (time.monotonic(), counts.sent, counts.ended, counts.output_tokens)
         past_s = now[0] - self._before[0]
@@ -73,9 +73,9 @@ class LiveProgress:
             f"{count} {outcome}" for outcome, count in counts.outcomes.items() if outcome != "ok"
         )
         return (
-            f"{self._clock.now():.0f} s: {counts.sent}{of_all} sent, {self._rates[0]:.1f}/s;"
-            f" {counts.ended} ended, {self._rates[1]:.1f}/s, {self._rates[2]:.0f} tokens/s;"
-            f" {counts.under_way} under way{'; ' + bad if bad else ''}"
+            f"{self._clock.now():.0f} s: {counts.sent}{of_all} sent, {self._rates[0]:.1f}/s; "
+            f"{counts.ended} ended, {self._rates[1]:.1f}/s, {self._rates[2]:.0f} tokens/s; "
+            f"{counts.under_way} in flight{'; ' + bad if bad else ''}"
         )
 
     def _drawn(self) -> Table:
@@ -89,39 +89,39 @@ class LiveProgress:
 
 
 HONEST_LAG_MS = 10.0
-"""p99 of the client's lag from which on its figures are not to be trusted."""
+"""p99 of the client's lag above which its figures are unreliable, in milliseconds."""
 _HONEST_CORE = 0.9
 _MODELS_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """What came of a run."""
+    """Results of a run."""
 
     rate: float | None
-    """Requests a second that were asked for; None in a closed loop and with a trace's own times."""
+    """Requested rate per second; None in a closed loop and with a trace's own times."""
     concurrency: int | None
     summary: Summary
     loop_lag: Distribution
-    """How late the client's event loop was: an answer's times are wrong by so much at most."""
+    """Event-loop lag of the client: the maximum error of an answer's times."""
     client_core: float
     """Share of a core that the client used while it sent."""
     timeline: Timeline
     records: tuple[RequestRecord, ...]
-    """Of all requests, those outside the window too."""
+    """Records of all requests, including those outside the window."""
     stopped: bool = False
-    """Ctrl-C has ended it early: what is here is of until then."""
+    """Whether Ctrl-C has ended the run early: the results are those until then."""
 
     @property
     def title(self) -> str:
-        """For a heading."""
+        """Return a title for a heading."""
         if self.concurrency is not None:
             return f"{self.concurrency} at a time"
         return "as recorded" if self.rate is None else f"{self.rate:g} requests/s"
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Why these figures are not to be trusted; empty where they are."""
+        """Return why these figures are unreliable; empty if they are reliable."""
         found = []
         for what, lag in (("sent requests", self.summary.lag), ("heard answers", self.loop_lag)):
             if lag.p99_ms > HONEST_LAG_MS:
@@ -130,7 +130,7 @@ class LoadRun:
                     " most; it measures itself. Give it a core of its own, or a lower rate"
                 )
         if self.client_core > _HONEST_CORE:
-            found.append(f"the client used {self.client_core:.0%} of a core, all that it can")
+            found.append(f"the client used {self.client_core:.0%} of a core, which is its limit")
         if not self.summary.all.requests:
             found.append("no request was due between warm-up and cool-down")
         return tuple(found)
@@ -141,7 +141,7 @@ async def run_load(
 ) -> LoadRun:
     """Drive the server. ``console`` shows the progress. Raises ConfigError."""
     if traffic.seconds < math.inf:
-        # Whether anything counts is better known before than after.
+        # Check before the run that some requests count.
         counted(settings.pace, traffic.seconds)
     target = make_target(settings.server)
     driver: LoadDriver[Any] = LoadDriver(target)
@@ -188,7 +188,10 @@ def _window(
     driver: LoadDriver[Any],
     records: list[RequestRecord],
 ) -> Window:
-    """A closed loop that its number of requests ends lasts until the last of them has ended."""
+    """Return the window.
+
+    A closed loop that ends by its number of requests lasts until the last has ended.
+    """
     if driver.stopped_s is not None:
         warm_up_s = (
             0.0 if traffic.seconds == math.inf else counted(settings.pace, traffic.seconds).start_s
@@ -202,15 +205,15 @@ def _window(
 
 @contextlib.asynccontextmanager
 async def _stopping(driver: LoadDriver[Any], say: Say) -> AsyncIterator[None]:
-    """Inside: Ctrl-C ends the sending, and what was measured is kept; again, it ends all."""
+    """Stop sending at Ctrl-C and keep the measurements; a second Ctrl-C ends the run."""
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
         loop.remove_signal_handler(signal.SIGINT)
-        say("stopping: waiting for what is under way; Ctrl-C again gives it up")
+        say("stopping: waiting for requests in flight; press Ctrl-C again to abort them")
         driver.stop()
 
-    # Signals are the main thread's alone.
+    # Only the main thread may handle signals.
     with contextlib.suppress(ValueError, RuntimeError):
         loop.add_signal_handler(signal.SIGINT, stop)
     try:
@@ -222,7 +225,7 @@ async def _stopping(driver: LoadDriver[Any], say: Say) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def _beside(work: Any) -> AsyncIterator[None]:
-    """Inside, ``work`` goes on; what it failed of is raised at the end."""
+    """Run ``work`` during the block; its error is raised at the end."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -233,7 +236,7 @@ async def _beside(work: Any) -> AsyncIterator[None]:
 
 
 def make_target(server: ServerSettings) -> Target[Any]:
-    """Owned by the running loop. Raises ConfigError."""
+    """Return the target. Owned by the running loop. Raises ConfigError."""
     options = AskOptions(server.model, server.temperature, server.ignore_eos, server.timeout_s)
     if server.grpc:
         return GrpcTarget(server.grpc, options, server.api_key, server.tls)
@@ -241,7 +244,7 @@ def make_target(server: ServerSettings) -> Target[Any]:
 
 
 def first_model(server: ServerSettings) -> str:
-    """The first model that the server lists. Raises Unavailable where it does not answer so."""
+    """Return the first model that the server lists. Raises Unavailable on failure."""
     if server.grpc:
         return ""
     headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
@@ -253,7 +256,7 @@ def first_model(server: ServerSettings) -> str:
         ) as client:
             return str(client.get(url).raise_for_status().json()["data"][0]["id"])
     except httpx.InvalidURL as error:
-        raise ConfigError(f"{server.url!r} is no URL: {error}") from None
+        raise ConfigError(f"{server.url!r} is not a URL: {error}") from None
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
         raise Unavailable(
             f"{url} lists no model ({type(error).__name__}); is the server up?"

@@ -1,4 +1,4 @@
-"""What is to be sent, to whom, and which of it counts."""
+"""Settings of a load: its requests, the server, and which requests count."""
 
 from __future__ import annotations
 
@@ -30,64 +30,65 @@ _SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """Who is driven, and how it is asked."""
+    """The server, and its API."""
 
     url: str = "http://127.0.0.1:8000"
-    """Of an OpenAI server, with a path in front of /v1 or none."""
+    """URL of an OpenAI server, with or without a path in front of /v1."""
     grpc: str = ""
-    """host:port of a Baton router's gRPC front; then that is driven."""
+    """Address of a Baton router's gRPC listener, host:port; replaces ``url``."""
     endpoint: Endpoint = "completions"
     model: str = ""
-    """Empty: the first that the server lists."""
+    """Model id; empty: the first that the server lists."""
     api_key: str = field(default="", repr=False)
     temperature: float = 0.0
     ignore_eos: bool = True
     timeout_s: float = 300.0
     metrics: str = ""
-    """URL of the server, or of the very page, whose metrics are read; empty: ``url``."""
+    """URL of the server, or of the page, whose metrics are read; empty: ``url``."""
     tls: TlsFiles | None = None
-    """Whom an https ``url``, or ``grpc``, must be vouched for by, and what it is shown. None: https
-    trusts what the system does, and gRPC has no TLS."""
+    """CA and client certificate for an https ``url``, or for ``grpc``. None: https trusts the
+    system's CAs, and gRPC has no TLS."""
 
     @property
     def form(self) -> Form:
-        """Of prompts that are made up: token ids have their exact length; chats take text alone."""
+        """Return the form of random prompts: token ids have exact lengths; chats accept only
+        text."""
         return "text" if self.endpoint == "chat" and not self.grpc else "tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficSettings:
-    """What requests are."""
+    """Properties of the requests."""
 
     inputs: Lengths = field(default_factory=lambda: Lengths("fixed", 128))
     outputs: Lengths = field(default_factory=lambda: Lengths("fixed", 128))
     prompts: Path | None = None
-    """A file or a folder of prompts, instead of ``inputs``."""
+    """File or folder of prompts, instead of ``inputs``."""
     trace: Path | None = None
     """A trace, instead of lengths."""
     scale_time: float = 1.0
     scale_length: float = 1.0
     max_tokens: int | None = None
-    """A trace's prompts and answers are cut to fit together."""
+    """Maximum tokens of a trace's prompt and answer together; longer ones are cut."""
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PaceSettings:
-    """When they are sent, and which of them count."""
+    """When requests are sent, and which of them count."""
 
     rate: float | None = None
-    """Requests a second of an open loop; None: the trace's own."""
+    """Requests per second of an open loop; None: the trace's own."""
     arrivals: Arrivals | None = None
-    """None: the trace's where there is one, otherwise poisson."""
+    """Arrival process; None: the trace's if there is one, otherwise poisson."""
     burstiness: float = 1.0
     first_rate: float = 0.0
     concurrency: int | None = None
-    """A closed loop, instead of an open one."""
+    """Concurrency of a closed loop, instead of an open one."""
     seconds: float | None = None
-    """In which requests are sent; None: a minute, or until the trace or ``requests`` end."""
+    """Duration of sending; None: a minute, or until the trace or ``requests`` end."""
     requests: int | None = None
-    """Most that are sent."""
+    """Maximum number of requests."""
     warm_up_s: float | None = None
     """Seconds at the beginning that do not count; None: a tenth, at most 10."""
     cool_down_s: float | None = None
@@ -96,17 +97,17 @@ class PaceSettings:
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """A run."""
+    """Settings of a run."""
 
     server: ServerSettings
     traffic: TrafficSettings
     pace: PaceSettings
     slo: Slo = field(default_factory=Slo)
     bounds: tuple[int, ...] = DEFAULT_BOUNDS
-    """Input tokens up to which each bucket of the summary reaches."""
+    """Upper bounds of the summary's buckets, in input tokens."""
 
     def fields(self) -> dict[str, Any]:
-        """For JSON: without what proves who asks, and with paths as text."""
+        """Return the fields for JSON, without credentials and with paths as text."""
         secret = ("api_key", "tls")
         server = {name: value for name, value in asdict(self.server).items() if name not in secret}
         traffic = {
@@ -123,11 +124,11 @@ class RunTraffic:
     source: Source
     times_s: tuple[float, ...]
     seconds: float
-    """In which requests are sent; infinite where their number alone ends the run."""
+    """Duration of sending; infinite if the run ends by its number of requests."""
 
 
 def open_trace(settings: TrafficSettings) -> Trace | None:
-    """The trace that is replayed. Raises ConfigError."""
+    """Return the trace to replay. Raises ConfigError."""
     if settings.trace is None:
         return None
     trace = read_trace(settings.trace, settings.scale_time, settings.scale_length)
@@ -135,7 +136,7 @@ def open_trace(settings: TrafficSettings) -> Trace | None:
 
 
 def make_traffic(settings: LoadSettings, trace: Trace | None, run: int = 0) -> RunTraffic:
-    """What is sent in a run; ``trace`` as ``open_trace`` gave it. Raises ConfigError.
+    """Return a run's requests; ``trace`` is that of ``open_trace``. Raises ConfigError.
 
     Another ``run`` has prompts of other text, unless they come from a file.
     """
@@ -161,7 +162,7 @@ def _source(settings: LoadSettings, trace: Trace | None, run: int) -> Source:
 
 
 def _times(pace: PaceSettings, trace: Trace | None, seed: int) -> tuple[list[float], float]:
-    """When requests are due, and the seconds that they fill."""
+    """Return when requests are due, and the seconds that they take."""
     arrivals = pace.arrivals or ("poisson" if trace is None else "trace")
     if arrivals != "trace":
         if pace.rate is None:
@@ -183,9 +184,9 @@ def _times(pace: PaceSettings, trace: Trace | None, seed: int) -> tuple[list[flo
 
 
 def counted(pace: PaceSettings, sending_s: float) -> Window:
-    """What counts of ``sending_s`` seconds in which requests were sent. Raises ConfigError where
+    """Return the window that counts of ``sending_s`` seconds of sending.
 
-    nothing is left.
+    Raises ConfigError if it is empty.
     """
     warm_up_s, cool_down_s = pace.warm_up_s, pace.cool_down_s
     if warm_up_s is None:

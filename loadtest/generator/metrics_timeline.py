@@ -1,7 +1,7 @@
-"""What a server says of its queues and batches while it is driven: its metrics, again and again.
+"""Reads a server's metrics of queues and batches repeatedly during a run.
 
-Pages are read as they come and understood afterwards: to parse one takes long enough to delay what
-is measured. Owned by the event loop of the run.
+Pages are stored and parsed later, since parsing takes long enough to delay the measurement. Owned
+by the event loop of the run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from loadtest.generator.targets.target import RunClock
 EVERY_S = 1.0
 _PAGE_S = 5.0
 _PATHS = ("/metrics/cluster", "/metrics")
-"""Baton's page of the whole cluster; everybody's."""
+"""Baton's page of the whole cluster, and the usual path."""
 _OK = 200
 _SERIES: dict[str, tuple[str, ...]] = {
     "baton_sequences": ("role", "state"),
@@ -30,13 +30,13 @@ _SERIES: dict[str, tuple[str, ...]] = {
     "llamacpp:requests_processing": (),
     "llamacpp:requests_deferred": (),
 }
-"""What is kept, and by which labels; over others it is summed."""
+"""Series to keep, and their labels. Other labels are summed over."""
 _KEPT = re.compile(rb"^(?:%s)[{ ].*$" % b"|".join(map(str.encode, _SERIES)), re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Series by name, as in ``baton_sequences prefill running``, one value for each time."""
+    """Series by name, as in ``baton_sequences prefill running``, with one value for each time."""
 
     times_s: tuple[float, ...]
     series: dict[str, tuple[float, ...]]
@@ -46,7 +46,7 @@ class MetricsReader:
     """Reads a server's page of metrics every ``EVERY_S`` seconds."""
 
     def __init__(self, url: str, clock: RunClock, tls: TlsFiles | None = None) -> None:
-        """``url`` of the server, or of the very page."""
+        """``url`` is that of the server, or of the page."""
         origin = Origin.parse(url)
         self._origin = origin
         self._pool = HttpPool(origin, tls)
@@ -55,7 +55,7 @@ class MetricsReader:
         self._pages: list[tuple[float, bytes]] = []
 
     async def run(self) -> None:
-        """Until it is cancelled; a server that has no such page is asked no more."""
+        """Read until cancelled; stops if the server has no such page."""
         try:
             while self._paths:
                 now = self._clock.now()
@@ -70,7 +70,7 @@ class MetricsReader:
             self._pool.close()
 
     def timeline(self) -> Timeline:
-        """What was read so far."""
+        """Return what was read so far."""
         rows = [read_page(page.decode(errors="replace")) for _, page in self._pages]
         names = sorted({name for row in rows for name in row})
         return Timeline(
@@ -91,7 +91,7 @@ class MetricsReader:
 
 
 class _Page:
-    """A whole page, or None."""
+    """Receives a whole page, or None."""
 
     def __init__(self) -> None:
         self.whole: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
@@ -111,7 +111,7 @@ class _Page:
 
 
 def read_page(page: str) -> dict[str, float]:
-    """The series that are kept, of a page in Prometheus' text format."""
+    """Return the kept series of a page in Prometheus' text format."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:

@@ -1,4 +1,4 @@
-"""The highest rate at which enough requests are good, by bisection. Pure.
+"""Finds the highest rate with enough good requests, by bisection. Pure.
 
 DistServe (Zhong et al., OSDI 2024) calls this rate the goodput: the highest one at which at least
 90 % of requests meet every SLO.
@@ -12,15 +12,15 @@ ATTAINMENT = 0.9
 PRECISION = 0.05
 _STEP = 2.0
 _MIN_SHARE = 1 / 1024
-"""Of the first rate: below it nothing is looked for."""
+"""Lowest rate of a search, as a share of the first rate."""
 
 
 class RateSearch:
-    """Ask for the next rate, try it, tell what came of it; until there is none left.
+    """Searches the highest rate: get the next rate, try it, report the result, until none is left.
 
-    It doubles the rate while enough are good, or halves it until they are, and then halves the
-    interval. What is measured need not be monotone: what it finds is always a rate that was tried
-    and met, below one that was tried and failed.
+    It doubles the rate while enough requests are good, or halves it until they are, and then halves
+    the interval. Measurements need not be monotone: the result is always a tried rate that met the
+    target, below a tried one that failed.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class RateSearch:
         precision: float = PRECISION,
         max_rate: float = math.inf,
     ) -> None:
-        """``precision``: how much higher than the rate that met the one may be that failed.
+        """``precision`` is the maximum ratio between the failed rate and the one that met, minus 1.
 
         Rates above ``max_rate`` are not tried.
         """
@@ -44,11 +44,11 @@ class RateSearch:
 
     @property
     def best(self) -> float:
-        """The highest rate that met so far, below all that failed; 0 where none has."""
+        """Return the highest rate that met so far, below all that failed; 0 without one."""
         return self._met
 
     def next_rate(self) -> float | None:
-        """Requests a second to be tried now; None: the search is over."""
+        """Return the rate to try next; None: the search is over."""
         if self._failed == math.inf:
             if not self._met:
                 return self._first
@@ -61,7 +61,7 @@ class RateSearch:
         return (self._met + self._failed) / 2
 
     def tell(self, rate: float, attainment: float) -> None:
-        """``attainment`` of the requests at ``rate`` were good."""
+        """Report that ``attainment`` of the requests at ``rate`` were good."""
         if attainment >= self._attainment:
             self._met = max(self._met, rate)
         else:

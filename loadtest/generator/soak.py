@@ -1,6 +1,6 @@
-"""`baton bench soak`: twice the expected peak for hours, and whether anything leaks.
+"""`baton bench soak`: drives twice the expected peak for hours, and checks for leaks.
 
-Owned by one event loop: the load, and beside it a look at the cluster now and then.
+Owned by one event loop, which runs the load and periodic measurements of the cluster.
 """
 
 from __future__ import annotations
@@ -33,34 +33,36 @@ from loadtest.generator.load_settings import LoadSettings, make_traffic, open_tr
 from planning.common.report import write_json
 
 MORE_DESCRIPTORS = 16
-"""Connections come and go: so many more than at first are no leak."""
+"""Additional descriptors that are not a leak, since connections come and go."""
 MORE_KEYS = 16
-"""Some kinds of keys are there from the first request on; what leaks does so with every request."""
+"""Additional keys that are not a leak. Some kinds of keys exist from the first request on; a leak
+adds keys with every request."""
 MORE_BYTES = 64 << 20
-"""Growth of a process's memory that is no leak: an allocator keeps some of what it was given."""
+"""Growth of a process's memory that is not a leak, in bytes: an allocator keeps some freed
+memory."""
 MORE_SHARE = 0.1
-"""The same as a share of what it had."""
+"""The same limit as a share of the memory before."""
 _FEWEST_SAMPLES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """At one moment."""
+    """Resources in use at one moment."""
 
     at_s: float
     """Seconds since the run's beginning."""
     resident_bytes: Mapping[str, int] = field(default_factory=dict)
-    """By the process's name."""
+    """Resident memory, by the process's name."""
     descriptors: Mapping[str, int] = field(default_factory=dict)
-    """By the process's name."""
+    """Descriptors, by the process's name."""
     held: Mapping[str, float] = field(default_factory=dict)
-    """What the metrics say that is held for requests: all 0 when nothing is under way."""
+    """Resources held for requests, by the metrics: all 0 when none is in flight."""
     keys: Mapping[str, int] = field(default_factory=dict)
     """Keys in the store, by kind."""
 
 
 def measure_processes(pids: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
-    """Resident bytes and descriptors by name; without those that have ended."""
+    """Return resident bytes and descriptors by name, of running processes."""
     resident, descriptors = {}, {}
     for name, pid in pids.items():
         with contextlib.suppress(psutil.Error):
@@ -71,7 +73,7 @@ def measure_processes(pids: Mapping[str, int]) -> tuple[dict[str, int], dict[str
 
 
 def still_held(first: Footprint, last: Footprint) -> list[str]:
-    """What a quiet cluster holds, a line each; ``first`` is of before the load."""
+    """Return what an idle cluster holds, a line each; ``first`` was measured before the load."""
     lines = [f"{count:.0f} {what} are held" for what, count in last.held.items() if count]
     lines += [
         f"the store has {count} keys {kind}, at first {first.keys.get(kind, 0)}"
@@ -87,10 +89,10 @@ def still_held(first: Footprint, last: Footprint) -> list[str]:
 
 
 def growing(samples: Sequence[Footprint]) -> list[str]:
-    """Whose memory went on growing in the second half of a load, a line each.
+    """Return processes whose memory kept growing in the second half of a load, a line each.
 
-    In the first half caches and pools fill. Medians of quarters are compared: a single sample says
-    little.
+    In the first half caches and pools fill. Medians of quarters are compared, since a single sample
+    is not significant.
     """
     if len(samples) < _FEWEST_SAMPLES:
         return []
@@ -109,15 +111,15 @@ def growing(samples: Sequence[Footprint]) -> list[str]:
 
 
 def verdict(leaks: Sequence[str], looks: int) -> list[str]:
-    """What is said of ``leaks``, seen in so many ``looks`` under load; a line each."""
+    """Return the lines on ``leaks``, found in ``looks`` measurements under load."""
     lines = [f"leak: {leak}" for leak in leaks]
     if looks < _FEWEST_SAMPLES:
         lines.append(
-            f"{looks} looks under load are too few to tell what grows, {_FEWEST_SAMPLES} are not:"
-            " longer --seconds or a shorter --every tells"
+            f"{looks} looks under load are too few to detect growth; at least {_FEWEST_SAMPLES} "
+            "are needed: use longer --seconds or a shorter --every"
         )
     elif not leaks:
-        lines.append(f"No leak was seen in {looks} looks.")
+        lines.append(f"No leak was found in {looks} looks.")
     return lines
 
 
@@ -129,7 +131,7 @@ def _median(part: Sequence[Footprint], name: str) -> float:
 Say = Callable[[str], None]
 
 QUIET_S = 30.0
-"""What is held for longer than this after the last request, in seconds, is leaked."""
+"""Time after the last request after which held resources count as leaked, in seconds."""
 _LOOK_S = 0.5
 _PAGE_S = 10.0
 _STORE_S = 10.0
@@ -145,34 +147,34 @@ _BLOCKS = ("used", "quarantined")
 
 @dataclass(frozen=True, slots=True)
 class WatchedCluster:
-    """Where to look. Of a cluster elsewhere there are the metrics alone."""
+    """A cluster to watch. For one on another machine, only metrics are available."""
 
     url: str
-    """Of a router's HTTP front."""
+    """URL of a router's HTTP listener."""
     pids: Callable[[], Mapping[str, int]]
-    """The processes on this machine, by name."""
+    """Returns the processes on this machine, by name."""
     redis_url: str = ""
-    """Empty: the store is not looked at. Holds its password: keep it out of logs."""
+    """Address of the store; empty: it is not examined. It has the password: keep it out of logs."""
     key_prefix: str = ""
     tls: TlsFiles | None = None
-    """Whom an https ``url`` must be vouched for by, and what it is shown."""
+    """CA and client certificate for an https ``url``."""
 
 
 @dataclass(frozen=True, slots=True)
 class SoakReport:
-    """What came of it."""
+    """Results of a soak test."""
 
     run: LoadRun
     first: Footprint
-    """Before the load."""
+    """Measurement before the load."""
     samples: tuple[Footprint, ...]
-    """Under load."""
+    """Measurements under load."""
     last: Footprint
-    """After it, when nothing was under way, or ``QUIET_S`` later."""
+    """Measurement after the load, when no request was in flight, or ``QUIET_S`` later."""
 
     @property
     def leaks(self) -> tuple[str, ...]:
-        """A line each; empty: none was seen."""
+        """Return the leaks, a line each; empty: none was found."""
         return (*still_held(self.first, self.last), *growing(self.samples))
 
 
@@ -202,7 +204,10 @@ def bench_soak(
 async def soak(
     settings: LoadSettings, cluster: WatchedCluster, every_s: float, console: Console, say: Say
 ) -> SoakReport:
-    """Raises BatonError; Unavailable where the cluster cannot be looked at, before or after."""
+    """Run the load.
+
+    Raises BatonError; Unavailable if the cluster cannot be observed before or after.
+    """
     traffic = make_traffic(settings, open_trace(settings.traffic))
     began = time.monotonic()
     first = await _settled(cluster, began, None)
@@ -219,7 +224,7 @@ async def soak(
 
 
 async def _settled(cluster: WatchedCluster, began: float, first: Footprint | None) -> Footprint:
-    """As soon as nothing is held that should not be, or ``QUIET_S`` later."""
+    """Wait until no resource is held, at most ``QUIET_S``, and return the measurement."""
     until = time.monotonic() + QUIET_S
     while True:
         found = await look(cluster, began)
@@ -240,7 +245,7 @@ async def _watch(
 
 
 async def look(cluster: WatchedCluster, began: float) -> Footprint:
-    """What it holds now. Raises Unavailable where the router or the store does not answer."""
+    """Measure the cluster now. Raises Unavailable if the router or the store does not answer."""
     try:
         verify = True if cluster.tls is None else client_context(cluster.tls)
         async with httpx.AsyncClient(trust_env=False, timeout=_PAGE_S, verify=verify) as client:
@@ -254,7 +259,7 @@ async def look(cluster: WatchedCluster, began: float) -> Footprint:
 
 
 def held_in(page: str) -> dict[str, float]:
-    """What is held for requests, by a page of a cluster's metrics."""
+    """Return the resources held for requests, from a page of a cluster's metrics."""
     held = dict.fromkeys([*_HELD.values(), *(f"{state} blocks" for state in _BLOCKS)], 0.0)
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
@@ -276,7 +281,7 @@ async def _keys(cluster: WatchedCluster) -> dict[str, int]:
 
 
 def _escaped(prefix: str) -> str:
-    """For a glob."""
+    """Escape a prefix for a glob."""
     return re.sub(r"([\[\]?*\\])", r"\\\1", prefix)
 
 
@@ -291,7 +296,7 @@ def _write(path: Path, shown: LoadReport, report: SoakReport) -> None:
 
 
 def _lines(report: SoakReport) -> list[str]:
-    """Memory and descriptors before and after, and the verdict."""
+    """Return memory and descriptors before and after, and the verdict."""
     lines = [
         f"{name}: {report.first.resident_bytes.get(name, 0) >> 20} MiB, then {size >> 20} MiB;"
         f" {report.first.descriptors.get(name, 0)} descriptors, then"

@@ -1,4 +1,4 @@
-"""The phases of a run, in the order of evidence: is it right, how fast is it, does it serve."""
+"""The phases of a run in order of evidence: correctness, speed, serving."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ PLANS: tuple[Plan, ...] = ("10min", "30min")
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One process with a time limit. What it found by then is kept."""
+    """A process with a time limit. Results until then are kept."""
 
     name: str
     question: str
     limits_s: dict[Plan, float]
-    """Of each call; a plan without one leaves the phase out."""
+    """Time limit of each plan; a plan without one leaves the phase out."""
     items: Callable[[Place, Path], Iterator[Item]]
-    """``Path`` is a folder for files, which the run removes."""
+    """Yields the items. ``Path`` is a folder for files, which the run removes."""
     describes: bool = False
     """Whether its items can start their kernels on tensors without values."""
     serves: bool = False
-    """Whether it needs the packages that ``missing_packages`` looks for."""
+    """Whether it needs the packages that ``missing_packages`` checks."""
 
 
 PHASES: tuple[Phase, ...] = (
@@ -103,17 +103,17 @@ PHASES: tuple[Phase, ...] = (
 
 
 def missing_packages(phase: Phase) -> list[str]:
-    """The distributions that a phase needs and that are not here."""
+    """Return the distributions that a phase needs and that are not installed."""
     return missing() if phase.serves else []
 
 
 def phase_of(name: str) -> Phase:
-    """By its name. Raises KeyError."""
+    """Return a phase by its name. Raises KeyError."""
     return {phase.name: phase for phase in PHASES}[name]
 
 
 def table() -> str:
-    """What ``--list`` prints."""
+    """Return the output of ``--list``."""
     lines = [f"{'phase':14}{'10min':>8}{'30min':>8}  question"]
     for phase in PHASES:
         limits = [f"{phase.limits_s[p]:.0f} s" if p in phase.limits_s else "-" for p in PLANS]

@@ -1,4 +1,4 @@
-"""The report of a run: JSON lines as they come, and a table of them.
+"""The report of a run: JSON lines as results arrive, and a table of them.
 
 `python -m loadtest.gpu.report FILE` prints the table of a report.
 """
@@ -20,9 +20,9 @@ _NO_PREDICTION = Prediction(0.0, 0.0)
 
 
 class Report:
-    """A file to which several processes append, one JSON object a line.
+    """A file to which several processes append, one JSON object per line.
 
-    Lines are of a ``kind``: ``run`` (one, the first), ``begun`` and ``done`` (of an item),
+    Lines have a ``kind``: ``run`` (the first line only), ``begun`` and ``done`` (of an item),
     ``check``, ``timing``, ``fact``, ``broken`` (an item that ended its process or took too long),
     ``skipped`` (a phase).
     """
@@ -31,7 +31,7 @@ class Report:
         self._path = path
 
     def append(self, record: Record) -> None:
-        """Write a line, so that it outlives the process and the machine."""
+        """Write a line so that it survives the process and the machine."""
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
         file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
@@ -41,7 +41,7 @@ class Report:
             os.close(file)
 
     def records(self) -> list[Record]:
-        """All whole lines; a run that was cut off may have left half of one."""
+        """Return all complete lines; an interrupted run may have left half of one."""
         try:
             text = self._path.read_bytes().decode(errors="replace")
         except FileNotFoundError:
@@ -49,7 +49,7 @@ class Report:
         return list(_parsed(text.splitlines(keepends=True)))
 
     def mend(self) -> None:
-        """End a line that was cut off, so that the next one is a line of its own."""
+        """End an incomplete line, so that the next one is a separate line."""
         data = self._path.read_bytes() if self._path.exists() else b""
         if data and not data.endswith(b"\n"):
             with self._path.open("ab") as file:
@@ -67,7 +67,7 @@ def _parsed(lines: Sequence[str]) -> Iterator[Record]:
 
 
 def finished(records: Sequence[Record], phase: str) -> set[str]:
-    """The items of a phase that are not to be run again."""
+    """Return the items of a phase that need not run again."""
     return {
         record["item"]
         for record in records
@@ -76,7 +76,7 @@ def finished(records: Sequence[Record], phase: str) -> set[str]:
 
 
 def wrong(records: Sequence[Record]) -> list[Record]:
-    """Checks that do not hold, bounds that were exceeded, and items that broke."""
+    """Return failed checks, exceeded limits, and broken items."""
     return [
         record
         for record in records
@@ -87,7 +87,7 @@ def wrong(records: Sequence[Record]) -> list[Record]:
 
 
 def table(records: Sequence[Record]) -> str:
-    """Markdown: the machine, the checks by phase, whatever is wrong, times beside predictions."""
+    """Return Markdown: the machine, the checks by phase, all failures, times and predictions."""
     parts = [_title(records), _checks(records)]
     if bad := wrong(records):
         parts.append(_wrong(bad))
@@ -178,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options: Any = parser.parse_args(arguments)
     records = Report(options.file).records()
     if not records:
-        sys.stderr.write(f"{options.file} is no report of a run\n")
+        sys.stderr.write(f"{options.file} is not a report of a run\n")
         return 2
     sys.stdout.write(table(records))
     return 0

@@ -1,11 +1,11 @@
-"""Everything that is to be known of Baton on one GPU, in ten or thirty minutes:
+"""Checks and measures Baton on one GPU, in ten or thirty minutes:
 
     python -m loadtest.gpu.run --plan 10min --output gpu.jsonl
 
 Each phase is a process with a time limit. Each result is written at once, as a line of JSON. A
-second call with the same file resumes: it skips the items that are there. An item that ends its
-process, or takes too long, is noted as broken, and the phase goes on with the next one.
-``--dry-run`` runs every phase on the CPU with interpreted kernels and small sizes.
+second call with the same file resumes: it skips the completed items. An item that ends its process,
+or takes too long, is recorded as broken, and the phase continues with the next one. ``--dry-run``
+runs every phase on the CPU with interpreted kernels and small sizes.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ from loadtest.gpu.report import table as report_table
 from loadtest.gpu.triton_cache import StaleCache, code_hash, unpack
 
 _ITEM_S = 120.0
-"""An item that takes longer is broken; on a GPU the longest should take half a minute."""
+"""Maximum time of an item, in seconds; on a GPU the longest should take half a minute."""
 _DRY = 5.0
-"""How much longer everything may take in a dry run."""
+"""Factor on all times in a dry run."""
 _POLL_S = 0.1
 _GONE_S = 30.0
-"""For a killed process, whose GPU may have to be torn away from a kernel that hangs."""
+"""Time for a killed process to end, in seconds: the GPU may run a kernel that hangs."""
 _BROKEN = 4
 """How a phase's process ends once it has written that an item is broken."""
 _COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "loadtest.gpu.run")
 _WHY_CHARACTERS = 500
 _OWN = ("device", "torch", "triton", "code")
-"""What must be the same where a report is resumed."""
+"""Properties that must be the same when a report is resumed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: all is done and right; 1: something is wrong; 2: it cannot run; 3: something is left."""
+    """Run the phases. 0: all done and right; 1: something is wrong; 2: it cannot run; 3: some is
+    left."""
     options = _parser().parse_args(arguments)
     if options.list:
         sys.stdout.write(table() + "\n")
@@ -119,7 +120,7 @@ def _run(options: argparse.Namespace, scratch: Path) -> int:
 
 
 def _begin(report: Report, about: dict[str, str], options: argparse.Namespace) -> bool:
-    """Write the report's first line, or see that the one that is there fits."""
+    """Write the report's first line, or check that the existing one matches."""
     report.mend()
     records = report.records()
     if not records:
@@ -153,7 +154,7 @@ def _supervise(
     environment: dict[str, str],
     scratch: Path,
 ) -> bool:
-    """Run a phase's items, in a new process whenever one of them has ended the last.
+    """Run a phase's items, in a new process whenever an item has ended the last one.
 
     Returns whether none is left.
     """
@@ -187,13 +188,14 @@ def _supervise(
 
 
 def _end(child: subprocess.Popen[bytes]) -> bool:
-    """Kill it where it still runs; whether it has gone, and with it all that it held on the GPU."""
+    """Kill the process if it runs; returns whether it has gone, with all that it held on the
+    GPU."""
     if child.poll() is None:
         child.kill()
     try:
         child.wait(timeout=_GONE_S)
     except subprocess.TimeoutExpired:
-        # A driver may keep it for as long as a kernel hangs.
+        # A driver may keep the process as long as a kernel hangs.
         return False
     return True
 
@@ -201,7 +203,10 @@ def _end(child: subprocess.Popen[bytes]) -> bool:
 def _wait(
     child: subprocess.Popen[bytes], phase: Phase, report: Report, left_s: float, item_s: float
 ) -> str | None:
-    """None: all items are done; empty: the phase's time is over; else why the process must end."""
+    """Wait.
+
+    None: all items are done; empty: the phase's time is over; else why the process must end.
+    """
     ends_at = time.monotonic() + left_s
     item, begun_at = None, time.monotonic()
     while time.monotonic() < ends_at:
@@ -219,7 +224,7 @@ def _wait(
 
 
 def _under_way(report: Report, phase: Phase) -> str | None:
-    """The item that was begun and has not ended."""
+    """Return the item that was started and has not ended."""
     own = [record for record in report.records() if record.get("phase") == phase.name]
     ended = finished(own, phase.name)
     begun = [record["item"] for record in own if record["kind"] == "begun"]
@@ -227,12 +232,12 @@ def _under_way(report: Report, phase: Phase) -> str | None:
 
 
 def _run_items(options: argparse.Namespace) -> None:
-    """What the process of a phase does."""
+    """Run a phase's items, in its process."""
     end_with_parent()
     if os.getppid() != options.parent:
-        # The parent ended while this process began: another run may use the GPU by now.
+        # The parent ended while this process started: another run may use the GPU by now.
         return
-    # What is imported is not looked at again after each item.
+    # Imported objects are not examined by the garbage collector after each item.
     gc.freeze()
     phase, report = phase_of(options.child), Report(options.output)
     ended = finished(report.records(), phase.name)
@@ -246,11 +251,11 @@ def _run_items(options: argparse.Namespace) -> None:
             with torch.inference_mode():
                 for result in item.work():
                     report.append({**place, **result.record()})
-        except Exception as error:  # whatever it is, the report has it
+        except Exception as error:  # the report has every error
             traceback.print_exc()
             why = " ".join(f"{type(error).__name__}: {error}".split())[:_WHY_CHARACTERS]
             report.append({"kind": "broken", **place, "why": why})
-            # A new process has the next item: an error of CUDA's stays in this one.
+            # The next item runs in a new process: a CUDA error stays in this one.
             end_process(_BROKEN)
         seconds = round(time.perf_counter() - began, 3)
         report.append({"kind": "done", **place, "seconds": seconds})

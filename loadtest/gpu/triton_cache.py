@@ -1,9 +1,9 @@
-"""Kernels that are compiled before a GPU is there, and brought along:
+"""Compiles kernels before a GPU is available, for use on another machine:
 
     python -m loadtest.gpu.triton_cache DIR --capability 90
 
-It goes through the items of a run with tensors that have no values, and compiles what they would
-launch. It takes the Triton version that the GPU's machine has, built for any version of Python.
+It runs the items with tensors that have no values, and compiles what they would launch. It needs
+the Triton version of the GPU's machine, built for any version of Python.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _GROUP = "__grp__"
 
 
 class StaleCache(Exception):
-    """A folder of compiled kernels that this Triton cannot use. Says what to do."""
+    """This Triton cannot use a folder of compiled kernels. The message says what to do."""
 
 
 def code_hash() -> str:
-    """Of the code that a run depends on: 16 hex digits, the same on every machine."""
+    """Return a hash of the code of a run: 16 hex digits, the same on every machine."""
     digest = hashlib.blake2b(digest_size=8)
     for folder in ("baton", "engine", "kvtransfer", "loadtest/gpu", "worker"):
         for path in sorted((_ROOT / folder).rglob("*.py")):
@@ -51,14 +51,14 @@ def code_hash() -> str:
 
 
 def described_items() -> Iterator[Item]:
-    """All items that can start their kernels on tensors without values, at full size."""
+    """Yield all items that can start their kernels on tensors without values, at full size."""
     place = Place(torch.device("meta"), torch.bfloat16, small=False)
     for phase in (phase for phase in PHASES if phase.describes):
         yield from phase.items(place, Path())
 
 
 def fill(folder: Path, capability: int, items: Iterable[Item]) -> int:
-    """Compile what items launch; returns how many kernels the folder has then.
+    """Compile what items launch; returns how many kernels the folder then has.
 
     Raises triton's errors. ``folder`` is absolute.
     """
@@ -80,10 +80,10 @@ def fill(folder: Path, capability: int, items: Iterable[Item]) -> int:
 
 @contextmanager
 def _noted_keys(ends: dict[str, str]) -> Iterator[None]:
-    """Within the block ``ends`` gets the end of each kernel's key, by the folder of the kernel.
+    """Collect the end of each kernel's key in ``ends`` within the block, by the kernel's folder.
 
-    A key begins with a hash of triton's own files. Builds of one version for two versions of Python
-    differ in it, and compile the same.
+    A key begins with a hash of triton's own files. It differs between builds of one version for two
+    versions of Python, which compile the same code.
     """
     original = compiler.get_cache_key
 
@@ -100,15 +100,15 @@ def _noted_keys(ends: dict[str, str]) -> Iterator[None]:
 
 
 def _folder_of(key: str) -> str:
-    """As triton names it."""
+    """Return the folder that triton uses for a key."""
     return base64.b32encode(hashlib.sha256(key.encode()).digest()).decode().rstrip("=")
 
 
 def unpack(folder: Path, target: Path) -> Path:
-    """Copy compiled kernels to where this process may add others; ``target`` itself.
+    """Copy compiled kernels to a writable folder, and return it.
 
-    They get the keys that this build of triton looks for. Triton's files name their folder, which
-    may have moved. Raises StaleCache.
+    They get the keys of this build of triton. Triton's files contain the path of their folder,
+    which may have moved. Raises StaleCache.
     """
     try:
         about = json.loads((folder / _ABOUT).read_text())
@@ -118,8 +118,8 @@ def unpack(folder: Path, target: Path) -> Path:
         ) from error
     if about["triton"] != triton.__version__:
         raise StaleCache(
-            f"{folder} was filled by triton {about['triton']} and this is {triton.__version__}:"
-            " fill it by the same version"
+            f"{folder} was filled by triton {about['triton']} and this is {triton.__version__}: "
+            "fill it with the same version"
         )
     target.mkdir(parents=True)
     own = triton_key()
@@ -134,7 +134,7 @@ def unpack(folder: Path, target: Path) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fill a folder."""
+    """Fill a folder with compiled kernels."""
     parser = argparse.ArgumentParser(
         prog="python -m loadtest.gpu.triton_cache", description="compile a run's kernels ahead"
     )

@@ -1,7 +1,7 @@
-"""What a handoff costs when there is nothing to move: reserve and commit, all blocks held there.
+"""Measures the cost of a handoff without bytes: reserve and commit, with all blocks cached.
 
-A real decode worker runs in a process of its own; this one plays the prefill worker and the router,
-by gRPC. It is measured idle, and while it runs a full batch.
+A real decode worker runs in a separate process; this one acts as prefill worker and router, by
+gRPC. It is measured idle, and while it runs a full batch.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ from loadtest.handoff.transfer_rows import EmptyHandoff
 from worker.exchange.exchange import Exchange
 
 EMPTY_PER_REPETITION = 20
-"""How many empty handoffs stand for one repetition of a large transfer."""
+"""Empty handoffs per repetition of a large transfer."""
 _WRITER, _ROUTER = "writer", "router"
 _READY_S = 300.0
 _CALL_S = 30.0
 _FIRST_TOKEN = 100
 _PAUSES_S = 0.002, 0.03
-"""Between two handoffs: so that they meet a step at any moment of it."""
+"""Pauses between two handoffs, so that they arrive at any moment of a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmptySettings:
-    """What is to be measured."""
+    """Settings of a measurement."""
 
     model: Path
     """A Hugging Face folder."""
     model_name: str
     dtype: str = "bfloat16"
     prompt_blocks: int = 32
-    """Held there."""
+    """Blocks of the prompt that are cached there."""
     answer_tokens: int = 512
-    """Of each sequence of the batch; then another one takes its place."""
+    """Length of each answer in the batch; then another one takes its place."""
     max_sequences: int = 64
     kv_pool_mib: int = 1024
     handoffs: int = 100
-    """Of each kind."""
+    """Handoffs of each kind."""
 
 
 async def measure_empty_handoffs(settings: EmptySettings) -> EmptyHandoff:
-    """Raises BatonError where the worker does not come up, or refuses."""
-    # Short: a socket's path is bounded.
+    """Measure. Raises BatonError if the worker does not start, or refuses."""
+    # The path is short, since a socket's path is limited.
     with tempfile.TemporaryDirectory(prefix="baton-") as name, bench_store(Path(name)) as url:
         start: Fields = {
             "model": str(settings.model),
@@ -97,7 +97,7 @@ async def measure_empty_handoffs(settings: EmptySettings) -> EmptyHandoff:
 async def _writer(hello: Fields, settings: EmptySettings) -> AsyncIterator[_Writer]:
     identity = Identity(_WRITER, hello["fingerprint"], Geometry(**hello["geometry"]))
     with bench_pool(settings.prompt_blocks, hello["block_bytes"]) as pool:
-        # As values these are numbers that a CPU is slow with.
+        # Random bytes as values could be denormal, with which a CPU is slow.
         pool.data[:] = 0
         async with transfer_end(identity, pool.memory, "shm") as exchange:
             writer = _Writer(exchange, hello, settings)
@@ -109,12 +109,12 @@ async def _writer(hello: Fields, settings: EmptySettings) -> AsyncIterator[_Writ
 
 
 class _Writer:
-    """Prefill worker and router in one. Every handoff is of the same prompt."""
+    """Acts as prefill worker and router. Every handoff is of the same prompt."""
 
     def __init__(self, exchange: Exchange, hello: Fields, settings: EmptySettings) -> None:
         identity = exchange.identity
         self.steps = 0
-        """Of the decode worker, so far."""
+        """Steps of the decode worker so far."""
         self.replacing: set[asyncio.Task[None]] = set()
         self._exchange = exchange
         self._peer = Peer(hello["incarnation"], hello["address"])
@@ -142,7 +142,7 @@ class _Writer:
         self._dice = random.Random(0)  # noqa: S311 - pauses, no secret
 
     async def fill(self) -> None:
-        """Bring the prompt's blocks there."""
+        """Send the prompt's blocks."""
         reserved = await self._reserve("first")
         pair = await self._exchange.outbound(self._peer)
         push = pair.push(reserved.ticket_id)
@@ -155,7 +155,7 @@ class _Writer:
         await self._abort("first")
 
     async def measure(self, handoffs: int) -> float:
-        """The median of reserve and commit, in milliseconds."""
+        """Return the median of reserve and commit, in milliseconds."""
         found = []
         for _ in range(handoffs):
             await asyncio.sleep(self._dice.uniform(*_PAUSES_S))
@@ -167,17 +167,17 @@ class _Writer:
         return statistics.median(found) * 1e3
 
     async def run_batch(self, sequences: int) -> None:
-        """Have so many run from now on, and wait until they do."""
+        """Keep ``sequences`` sequences running from now on, and wait until they run."""
         for _ in range(sequences):
             await self._add_to_batch()
         deadline = time.monotonic() + _CALL_S
         while self._running < sequences:
             if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"{self._running} of {sequences} sequences run")
+                raise DeadlineExceeded(f"only {self._running} of {sequences} sequences run")
             await asyncio.sleep(0.01)
 
     async def read_tokens(self) -> None:
-        """As a router; what has ended of the batch is replaced."""
+        """Read tokens as a router does, and replace ended sequences of the batch."""
         call = self._stub.StreamTokens(decode_pb2.StreamTokensRequest(router_id=_ROUTER))
         async for message in call:
             self.steps = message.load.engine_steps
@@ -201,7 +201,7 @@ class _Writer:
     async def _hand_over(self, name: str) -> None:
         reserved = await self._reserve(name)
         if reserved.missing_blocks:
-            raise HandoffError(f"{reserved.missing_blocks} blocks are held no longer")
+            raise HandoffError(f"{reserved.missing_blocks} blocks are no longer cached")
         await self._commit(reserved.ticket_id)
 
     async def _reserve(self, name: str) -> decode_pb2.ReserveResponse:
@@ -217,7 +217,7 @@ class _Writer:
         await self._call(request)
 
     async def _call(self, request: decode_pb2.HandoffsRequest) -> decode_pb2.HandoffsResponse:
-        """As a prefill worker does."""
+        """Call as a prefill worker does."""
         calls = self._exchange.handoff_calls(await self._exchange.outbound(self._peer))
         return await calls.call(request, _CALL_S)
 

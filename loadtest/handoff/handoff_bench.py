@@ -1,8 +1,9 @@
-"""`baton bench handoff`: what handing over costs a request, in a cluster of real processes.
+"""`baton bench handoff`: measures the cost of a handoff to a request, in a cluster of real
+processes.
 
-Two kinds of requests take turns, one at a time, every prompt a new one: answers of one token, which
-end where the prompt was computed, and longer ones, which are handed off. The first token of both
-should come at the same time; the second one a decode step after the first.
+Two kinds of requests alternate, one at a time, each with a new prompt: answers of one token, which
+end where the prompt was computed, and longer ones, which are handed off. Both should have the same
+time to the first token, and the second token should come a decode step after the first.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ from planning.common.report import Machine, print_whole, this_machine, whole_tab
 Say = Callable[[str], None]
 
 CHUNK_TOKENS = 512
-"""Of a prompt, in one step on a CPU, unless it is late in a long prompt."""
+"""Prompt tokens in one step on a CPU, except late in a long prompt."""
 _BLOCK_TOKENS = 16
 _BANDWIDTH_BYTES = 16 << 20
-"""Bandwidth is that of so many."""
+"""Transfer size at which bandwidth is measured, in bytes."""
 _WARM_UPS = 2
 _LOWEST_ID = 100
-"""Plain tokens: control tokens come first in a vocabulary."""
+"""Lowest id of plain tokens: control tokens come first in a vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffSettings:
-    """What is to be measured."""
+    """Settings of a measurement."""
 
     transports: tuple[str, ...] = ("shm", "grpc")
     prompt_tokens: int = 1024
@@ -55,37 +56,37 @@ class HandoffSettings:
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """When the tokens of one request came: seconds after it was sent."""
+    """Arrival times of one request's tokens, in seconds after it was sent."""
 
     times: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffRow:
-    """One transport; milliseconds, medians."""
+    """Results of one transport; medians, in milliseconds."""
 
     transport: str
     prompt_tokens: int
     ttft_ms: float
     ttft_alone_ms: float
-    """Of answers that are not handed off."""
+    """TTFT of answers that are not handed off."""
     ttft_ratio: float
     first_gap_ms: float
-    """Between the first token and the second."""
+    """Gap between the first token and the second."""
     step_ms: float
-    """Between later ones, on the average of an answer."""
+    """Gap between later tokens, averaged over an answer."""
     over_step_ms: float
-    """``first_gap_ms`` less ``step_ms``."""
+    """``first_gap_ms`` minus ``step_ms``."""
     last_chunk_ms: float
-    """The bytes of a prompt's last chunk over the bandwidth measured in the same run."""
+    """Bytes of a prompt's last chunk, divided by the bandwidth measured in the same run."""
 
 
 def bench_handoffs(
     settings: HandoffSettings, programs: Programs, say: Say, console: Console, output: Path | None
 ) -> None:
-    """Measure, print the table, and write all to ``output`` as JSON. Raises BatonError;
+    """Measure, print the table, and write all to ``output`` as JSON. Raises BatonError.
 
-    ConfigError, before anything is measured, where ``output`` cannot be written.
+    Raises ConfigError before the measurement if ``output`` cannot be written.
     """
     if output is not None:
         write_json(output, "{}\n")
@@ -101,10 +102,10 @@ def bench_handoffs(
 def measure_handoffs(
     settings: HandoffSettings, programs: Programs, say: Say
 ) -> tuple[HandoffRow, ...]:
-    """A row for each transport, of a cluster of its own.
+    """Return a row for each transport, from a separate cluster for each.
 
-    Raises ConfigError where Baton is not installed here, Unavailable where a cluster does not come
-    up, and BatonError where a request fails.
+    Raises ConfigError if Baton is not installed, Unavailable if a cluster does not start, and
+    BatonError if a request fails.
     """
     vocabulary = load_model_config(programs.model).vocab_size
     rows = []
@@ -141,11 +142,11 @@ def row_of(
     handed: Sequence[TimedAnswer],
     last_chunk_s: float,
 ) -> HandoffRow:
-    """A row of answers of one token, and of longer ones, of 3 or more, that were handed off."""
+    """Return a row from one-token answers, and from longer handed-off ones of at least 3 tokens."""
     ttft = statistics.median(answer.times[0] for answer in handed)
     ttft_alone = statistics.median(answer.times[0] for answer in alone)
     gap = statistics.median(answer.times[1] - answer.times[0] for answer in handed)
-    # Not the median of the gaps: tokens that come together have none between them.
+    # Not the median of the gaps: tokens that arrive together have no gap between them.
     step = statistics.median(
         (answer.times[-1] - answer.times[1]) / (len(answer.times) - 2) for answer in handed
     )
@@ -163,7 +164,7 @@ def row_of(
 
 
 def draw(rows: Sequence[HandoffRow]) -> Table:
-    """A line for each row."""
+    """Return a table with a line for each row."""
     table = whole_table(
         *("transport", "TTFT, ms", "without handoff", "ratio"),
         *("first gap, ms", "decode step", "over it", "last chunk's bytes, ms"),
@@ -184,24 +185,24 @@ def draw(rows: Sequence[HandoffRow]) -> Table:
 
 
 def as_json(machine: Machine, rows: Sequence[HandoffRow]) -> str:
-    """``rows``, and what they were measured on."""
+    """Return ``rows`` and the machine as JSON."""
     fields = {"machine": asdict(machine), "rows": [asdict(row) for row in rows]}
     return json.dumps(fields, indent=1) + "\n"
 
 
 def _cluster(transport: str, programs: Programs) -> tuple[Server, str]:
-    """How it is started, and the address of its gRPC front."""
+    """Return the command of a cluster, and the address of its gRPC listener."""
     port, grpc = free_port(), f"{LOOPBACK}:{free_port()}"
     command = (
         *(str(programs.baton), "serve", "--model", str(programs.model)),
         *("--served-model-name", SERVED_NAME),
         *("--http", f"{LOOPBACK}:{port}", "--grpc", grpc),
     )
-    # Every request is to be handed off, also where that does not pay.
+    # Every request is handed off, even if that does not pay.
     environment = {
         "BATON_TRANSPORT": transport,
         "BATON_LOCAL_PREFILL": "never",
-        # Steps that bring several tokens would not tell how long a step is.
+        # Steps that bring several tokens would not show the time of a step.
         "BATON_DRAFTER": "none",
     }
     return Server("baton", "bf16", command, port, environment), grpc
@@ -210,11 +211,11 @@ def _cluster(transport: str, programs: Programs) -> tuple[Server, str]:
 def _turns(
     client: Client, settings: HandoffSettings, vocabulary: int
 ) -> Iterator[tuple[TimedAnswer, TimedAnswer]]:
-    """Answers of one token and of more, in turns."""
+    """Yield answers of one token and of more, alternately."""
     dice = random.Random(0)  # noqa: S311 - prompts, no secret
     for number in range(-_WARM_UPS, settings.repetitions):
         lengths = (1, settings.answer_tokens)
-        # Whoever comes second finds the machine otherwise.
+        # The second request finds the machine in another state, so the order alternates.
         order = lengths if number % 2 else lengths[::-1]
         answers = {
             tokens: _ask(client, random_prompt(dice, settings.prompt_tokens, vocabulary), tokens)
@@ -225,7 +226,7 @@ def _turns(
 
 
 def random_prompt(dice: random.Random, tokens: int, vocabulary: int) -> list[int]:
-    """No two begin alike: so nothing of them is found in a cache."""
+    """Return a random prompt. No two begin equally, so that none is cached."""
     return [dice.randrange(min(_LOWEST_ID, vocabulary - 1), vocabulary) for _ in range(tokens)]
 
 
@@ -236,5 +237,5 @@ def _ask(client: Client, prompt: Sequence[int], tokens: int) -> TimedAnswer:
     for piece in client.generate(token_ids=prompt, sampling=sampling):
         times += [time.perf_counter() - began] * len(piece.token_ids)
     if len(times) != tokens:
-        raise Unavailable(f"{len(times)} tokens came of {tokens}")
+        raise Unavailable(f"only {len(times)} of {tokens} tokens arrived")
     return TimedAnswer(tuple(times))

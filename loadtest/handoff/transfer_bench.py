@@ -1,7 +1,8 @@
-"""`baton bench transfer`: how fast each transport moves blocks, against limits of the same run.
+"""`baton bench transfer`: measures how fast each transport moves blocks, and the limit in the same
+run.
 
-A second process receives. Transport and limit take turns, so that what else the machine does meets
-both alike.
+A second process receives. Transport and limit alternate, so that other load of the machine affects
+both equally.
 """
 
 from __future__ import annotations
@@ -44,26 +45,26 @@ Say = Callable[[str], None]
 
 SENDER = "sender"
 _POOLS = 3
-"""The sender's, the receiver's, and the one that memcpy fills."""
+"""Number of pools: the sender's, the receiver's, and the target of memcpy."""
 _SHARE = 0.8
-"""Of the memory that is left."""
+"""Fraction of the free memory."""
 _READY_S = 60.0
 _DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class TransferSettings:
-    """What is to be measured."""
+    """Settings of a measurement."""
 
     transports: tuple[str, ...] = tuple(LIMITS)
     block_bytes: int = 360 << 10
-    """Those of the demo model in bfloat16."""
+    """Size of a block, by default that of the demo model in bfloat16."""
     max_bytes: int = 1 << 30
     repetitions: int = 5
-    """Of the largest sizes; smaller ones are moved oftener."""
+    """Repetitions of the largest sizes; smaller ones are moved more often."""
     certs: str = ""
-    """A folder of `baton certs init`: pairs prove themselves, and gRPC encrypts; empty has no TLS.
-    Limits are measured without."""
+    """Folder of `baton certs init`, for mutual TLS; empty: no TLS. Limits are measured without
+    TLS."""
 
 
 def bench_transfers(
@@ -73,10 +74,10 @@ def bench_transfers(
     console: Console,
     output: Path | None,
 ) -> None:
-    """Measure, print the table, and write all to ``output`` as JSON. ``empty``: None leaves the
+    """Measure, print the table, and write all to ``output`` as JSON. Raises BatonError.
 
-    empty handoff out. Raises BatonError; ConfigError, before anything is measured, where ``output``
-    cannot be written.
+    ``empty``: None leaves the empty handoff out. Raises ConfigError before the measurement if
+    ``output`` cannot be written.
     """
     if output is not None:
         write_json(output, "{}\n")
@@ -94,10 +95,10 @@ def bench_transfers(
 
 
 async def measure_transfers(settings: TransferSettings, say: Say) -> tuple[TransferRow, ...]:
-    """A row for each transport that works here, and each size.
+    """Return a row for each transport that works here, and each size.
 
-    Raises ConfigError for sizes that cannot be, and where no transport works; BatonError where one
-    fails while it is measured.
+    Raises ConfigError for impossible sizes, or if no transport works; BatonError if one fails
+    during the measurement.
     """
     identity = identity_of(SENDER, settings.block_bytes)
     settings = _within_memory(settings, say)
@@ -120,7 +121,7 @@ async def measure_transfers(settings: TransferSettings, say: Say) -> tuple[Trans
             else:
                 rows += found
     if not rows:
-        raise ConfigError("no transport is left to be measured")
+        raise ConfigError("no transport is left to measure")
     return tuple(rows)
 
 
@@ -136,14 +137,14 @@ def _within_memory(settings: TransferSettings, say: Say) -> TransferSettings:
     room = int(available_bytes() * _SHARE) // _POOLS
     if settings.max_bytes <= room:
         return settings
-    say(f"sizes end at {room >> 20} MiB: there is no memory for three pools of more")
+    say(f"sizes end at {room >> 20} MiB: there is not enough memory for three larger pools")
     return replace(settings, max_bytes=room)
 
 
 class _Bench:
-    """One transport. Every transfer begins where the last one ended, as far as there is room: so
+    """The bench of one transport. Every transfer begins where the last one ended, if there is room.
 
-    that a small one finds its blocks in no cache that a large one would not find them in.
+    So small transfers find their blocks in no cache in which large ones would not find them.
     """
 
     def __init__(
@@ -165,7 +166,10 @@ class _Bench:
         self._first = 0
 
     async def measure(self, sizes: tuple[int, ...], say: Say) -> list[TransferRow]:
-        """Its rows. Raises ConfigError where the transport does not work here, BatonError."""
+        """Return its rows.
+
+        Raises ConfigError if the transport does not work here, and BatonError.
+        """
         blocks, block_bytes = self._source.data.shape
         start = {"transport": self._transport, "blocks": blocks, "block_bytes": block_bytes}
         start["certs"] = self._certs
@@ -178,7 +182,7 @@ class _Bench:
         ):
             pair = await exchange.outbound(Peer(RECEIVER, receiver.hello["address"]))
             with self._limit(receiver) as limit:
-                # The first touch of a page, and of a connection, is another matter.
+                # The first use of a page, or of a connection, has additional cost.
                 await self._pair_of(pair, receiver, limit, blocks)
                 rows = []
                 for size in sizes:
@@ -210,7 +214,7 @@ class _Bench:
     async def _pair_of(
         self, pair: Outbound, receiver: Helper, limit: Limit, blocks: int
     ) -> tuple[float, float]:
-        """Seconds of the transport, and of its limit, for as many blocks of the same place."""
+        """Return the seconds of the transport, and of its limit, for the same number of blocks."""
         if self._first + blocks > self._source.memory.blocks:
             self._first = 0
         first, self._first = self._first, self._first + blocks
@@ -223,7 +227,7 @@ class _Bench:
 
 
 async def _push(pair: Outbound, receiver: Helper, blocks: range, block_bytes: int) -> float:
-    """Seconds from the first block handed to the pair until the last is known to be in place."""
+    """Return the seconds from the first block handed to the pair until the last is confirmed."""
     promised = await receiver.ask({"promise": len(blocks), "writer": SENDER}, _DEADLINE_S)
     began = time.perf_counter()
     push = pair.push(promised["ticket"])
@@ -234,7 +238,7 @@ async def _push(pair: Outbound, receiver: Helper, blocks: range, block_bytes: in
         landed = await push.done
     took = time.perf_counter() - began
     if landed != len(blocks) * block_bytes:
-        raise BatonError(f"{landed} bytes landed of {len(blocks) * block_bytes}")
+        raise BatonError(f"only {landed} of {len(blocks) * block_bytes} bytes arrived")
     await receiver.ask({"commit": promised["ticket"], "writer": SENDER}, _DEADLINE_S)
     return took
 

@@ -1,4 +1,4 @@
-"""One end of a measured transfer: blocks, and what a worker has for handoffs, without an engine."""
+"""One end of a measured transfer: blocks and a worker's parts for handoffs, without an engine."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class BenchPool:
     """Blocks that other processes of the host may map."""
 
     data: npt.NDArray[np.uint8]
-    """[blocks, block_bytes], contiguous."""
+    """The blocks, uint8 [blocks, block_bytes], contiguous."""
     memory: HostMemory
 
 
 @contextlib.contextmanager
 def bench_pool(blocks: int, block_bytes: int) -> Iterator[BenchPool]:
-    """Memory for that many blocks. Raises ConfigError where there is less."""
+    """Allocate memory for ``blocks`` blocks. Raises ConfigError if there is too little."""
     shared = allocate(blocks * block_bytes)
     try:
         data = shared.data.reshape(blocks, block_bytes)
-        # No two blocks alike: one in another's place must be noticed.
+        # All blocks differ, so that a block in the wrong place is detected.
         data.view(np.uint64)[:] = np.arange(blocks, dtype=np.uint64)[:, None]
         yield BenchPool(data, HostMemory(data, shared.file))
     finally:
@@ -60,7 +60,10 @@ def bench_pool(blocks: int, block_bytes: int) -> Iterator[BenchPool]:
 
 
 def identity_of(name: str, block_bytes: int) -> Identity:
-    """Of an end of a pair whose blocks have that size. Raises ConfigError where none can."""
+    """Return the identity of an end with blocks of that size.
+
+    Raises ConfigError for a wrong size.
+    """
     dim, rest = divmod(block_bytes, _SLOTS * _SIDES * _VALUE_BYTES)
     if rest or not dim:
         raise ConfigError(f"a block of {block_bytes} bytes: a multiple of 64 is needed")
@@ -68,7 +71,7 @@ def identity_of(name: str, block_bytes: int) -> Identity:
 
 
 TRANSFER_THREADS = 2
-"""As a worker has."""
+"""Number of threads, as in a worker."""
 
 
 @contextlib.asynccontextmanager
@@ -81,12 +84,12 @@ async def transfer_end(
     address: str = "",
     certs: str = "",
 ) -> AsyncIterator[Exchange]:
-    """An end that can use ``transport`` alone; its limits are the defaults.
+    """Make an end that only uses ``transport``; its limits are the defaults.
 
     ``address``: host:port of its gRPC server; empty for an end that receives nothing. ``certs``: a
     folder of `baton certs init`, for mutual TLS. ``rank_addresses`` are those of its other ranks,
-    where it has any. Raises ConfigError where the transport does not work here, WorkerFailed where
-    a rank does not answer.
+    if any. Raises ConfigError if the transport does not work here, WorkerFailed if a rank does not
+    answer.
     """
     tls = TlsConfig(folder=certs)
     config = Config.model_construct(transport=transport, tls=tls)

@@ -1,4 +1,4 @@
-"""What a transport cannot be faster than: the same bytes by the plainest means.
+"""Speed limits of transports: the same bytes by the simplest means.
 
 - ``memcpy``: one thread of one process copies from one block pool to another.
 - ``grpcio``: a client stream of messages as large as the transport's, made beforehand; the receiver
@@ -28,21 +28,21 @@ from kvtransfer.transports.grpc_transport import CHUNK_BYTES
 from loadtest.common.child_processes import LOOPBACK
 
 LIMITS = {"shm": "memcpy", "grpc": "grpcio", "gloo": "socket", "nixl": "socket"}
-"""By transport."""
+"""The limit of each transport."""
 _METHOD = "/baton.bench.Limit/Send"
 _PIECE_BYTES = 1 << 20
 _DISTINCT_BYTES = 64 << 20
-"""Messages are taken in turns from as many bytes: more than most caches hold."""
+"""Total size of distinct messages, which are sent in turn: more than most caches hold."""
 _DEADLINE_S = 120.0
 _SIZE_BYTES = 8
 
 Pool = npt.NDArray[np.uint8]
 Limit = Callable[[int, int], float]
-"""Moves some blocks, counted from a first one; returns the seconds it took."""
+"""Moves some blocks, counted from a first one; returns the time in seconds."""
 
 
 def memcpy_limit(source: Pool, target: Pool) -> Limit:
-    """Pools are uint8 [blocks, block_bytes]."""
+    """Return a limit that copies between pools, uint8 [blocks, block_bytes]."""
     start, end, block_bytes = source.ctypes.data, target.ctypes.data, source.shape[1]
 
     def move(first: int, blocks: int) -> float:
@@ -55,14 +55,14 @@ def memcpy_limit(source: Pool, target: Pool) -> Limit:
 
 
 def message_bytes(block_bytes: int) -> int:
-    """How large the messages of the gRPC transport are."""
+    """Return the size of the gRPC transport's messages."""
     part = min(block_bytes, CHUNK_BYTES)
     return CHUNK_BYTES // part * part
 
 
 @contextlib.contextmanager
 def grpc_limit(address: str, source: Pool) -> Iterator[Limit]:
-    """Sends to a ``grpc_sink``. Raises WorkerFailed where it does not take what it is sent."""
+    """Return a limit that sends to a ``grpc_sink``. Raises WorkerFailed if that fails."""
     block_bytes = source.shape[1]
     size = message_bytes(block_bytes)
     flat = source.reshape(-1)[:_DISTINCT_BYTES]
@@ -77,7 +77,7 @@ def grpc_limit(address: str, source: Pool) -> Iterator[Limit]:
         taken = send(iter(messages), timeout=_DEADLINE_S)
         took = time.perf_counter() - began
         if int.from_bytes(taken, "little") != blocks * block_bytes:
-            raise WorkerFailed("the plain gRPC server has lost bytes")
+            raise WorkerFailed("the plain gRPC server lost bytes")
         return took
 
     channel = open_blocking_channel(address)
@@ -90,7 +90,7 @@ def grpc_limit(address: str, source: Pool) -> Iterator[Limit]:
 
 @contextlib.contextmanager
 def grpc_sink() -> Iterator[str]:
-    """A server that drops what it gets, and says how much it was; yields its address."""
+    """Run a server that drops what it gets, and reports its size; yields its address."""
 
     def take(messages: Iterator[bytes], _context: grpc.ServicerContext) -> bytes:
         return sum(map(len, messages)).to_bytes(_SIZE_BYTES, "little")
@@ -116,7 +116,7 @@ def grpc_sink() -> Iterator[str]:
 
 @contextlib.contextmanager
 def socket_limit(address: str, source: Pool) -> Iterator[Limit]:
-    """Sends to a ``socket_sink``."""
+    """Return a limit that sends to a ``socket_sink``."""
     host, _, port = address.rpartition(":")
     flat, block_bytes = source.reshape(-1).data, source.shape[1]
     with socket.create_connection((host, int(port)), timeout=_DEADLINE_S) as connection:
@@ -137,14 +137,15 @@ def socket_limit(address: str, source: Pool) -> Iterator[Limit]:
 
 @contextlib.contextmanager
 def socket_sink() -> Iterator[str]:
-    """Takes one connection after another and drops what comes; yields its address."""
+    """Run a server that accepts one connection after another and drops the data; yields its
+    address."""
     with socket.create_server((LOOPBACK, 0)) as listener:
         thread = threading.Thread(target=_accept, args=(listener,), name="sink", daemon=True)
         thread.start()
         try:
             yield f"{LOOPBACK}:{listener.getsockname()[1]}"
         finally:
-            # Closing it would not wake the thread.
+            # Closing the listener would not wake the thread.
             listener.shutdown(socket.SHUT_RDWR)
             thread.join(_DEADLINE_S)
 
@@ -161,7 +162,7 @@ def _accept(listener: socket.socket) -> None:
 
 
 def _drop_one(connection: socket.socket, buffer: memoryview) -> bool:
-    """False once the sender has closed."""
+    """Drop the data of one connection. Returns False after the sender has closed."""
     head = connection.recv(_SIZE_BYTES, socket.MSG_WAITALL)
     left = int.from_bytes(head, "little")
     while left:

@@ -1,7 +1,7 @@
 """The receiving process of `baton bench transfer`. Run as a module; see ``json_worker``.
 
-It promises blocks and takes them by one transport, as a worker does; beside that it takes what the
-transport's limit sends.
+It reserves blocks and receives them by one transport, as a worker does. It also receives the data
+of the transport's limit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from worker.exchange.exchange import Exchange
 from worker.services import TransferServicer
 
 RECEIVER = "receiver"
-"""Its incarnation."""
+"""Incarnation of this end."""
 
 
 async def _work(asker: Asker, start: Fields) -> None:
@@ -33,7 +33,7 @@ async def _work(asker: Asker, start: Fields) -> None:
         pool = held.enter_context(bench_pool(start["blocks"], start["block_bytes"]))
         certs = start.get("certs", "")
         async with transfer_end(identity, pool.memory, start["transport"], certs=certs) as exchange:
-            # Without a secret, as the sending end and the worker of `decode_host`.
+            # There is no secret, as at the sending end and in the worker of `decode_host`.
             plane = WorkerPlane.of(TlsConfig(folder=certs).of("worker"), "")
             server = plane.server()
             transfer_pb2_grpc.add_TransferServiceServicer_to_server(
@@ -55,14 +55,14 @@ async def _work(asker: Asker, start: Fields) -> None:
 
 
 class _Tickets:
-    """What the sender asks for."""
+    """Answers the sender's questions."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._receiver = exchange.receiver
         self._count = 0
 
     async def answer(self, question: Fields) -> Fields:
-        """``{"promise": blocks, "writer": …}``, then ``{"commit": ticket, "writer": …}``."""
+        """Answer ``{"promise": blocks, "writer": …}``, then ``{"commit": ticket, "writer": …}``."""
         now = time.monotonic()
         if "promise" in question:
             self._count += 1

@@ -1,4 +1,4 @@
-"""What `baton bench transfer` found: rows of a table, and the same as JSON."""
+"""Results of `baton bench transfer`: rows of a table, and JSON."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from planning.common.report import Machine, whole_table
 
 MIB = 1 << 20
 _STEPS = (1, 4, 16, 64, 256, 1024)
-"""In MiB."""
+"""Sizes in MiB."""
 _ENOUGH_BYTES = 256 * MIB
 _MAX_PAIRS = 60
 
 
 @dataclass(frozen=True, slots=True)
 class TransferRow:
-    """One transport at one size, against what it cannot be faster than."""
+    """Results of one transport at one size, compared with its limit."""
 
     transport: str
     bytes: int
     gb_per_s: float
-    """10^9 bytes a second, of the median time."""
+    """Bandwidth in 10^9 bytes per second, from the median time."""
     limit: str
-    """What was measured in turns with it."""
+    """The limit that was measured in turn."""
     limit_gb_per_s: float
     ratio: float
-    """The transport's speed over the limit's."""
+    """The transport's speed divided by the limit's."""
     ms_p50: float
-    """From the first block handed over to the last one known to be in place."""
+    """Median time from the first block handed over until the last one is confirmed."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmptyHandoff:
-    """Reserve and commit of a handoff whose blocks are all held there; milliseconds, medians."""
+    """Reserve and commit of a handoff with all blocks cached; medians, in milliseconds."""
 
     model: str
     idle_ms: float
     busy_ms: float
-    """While the decode worker runs ``batch`` sequences."""
+    """The time while the decode worker runs ``batch`` sequences."""
     batch: int
     step_ms: float
-    """What a step of that batch takes."""
+    """Time of a step of that batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """All of one run."""
+    """All results of one run."""
 
     machine: Machine
     block_bytes: int
@@ -60,27 +60,27 @@ class TransferReport:
 
 
 def sizes_of(block_bytes: int, max_bytes: int) -> tuple[int, ...]:
-    """The bytes to be moved: a block, then 1 MiB … 1 GiB in whole blocks, up to ``max_bytes``.
+    """Return the transfer sizes: a block, then 1 MiB … 1 GiB in whole blocks, up to ``max_bytes``.
 
-    A size that is no multiple of a block is rounded up. Raises ConfigError where a block is larger
-    than ``max_bytes``.
+    Sizes are rounded up to whole blocks. Raises ConfigError if a block is larger than
+    ``max_bytes``.
     """
     if block_bytes > max_bytes:
-        raise ConfigError(f"a block has {block_bytes} bytes: more than {max_bytes}, the most")
+        raise ConfigError(f"a block has {block_bytes} bytes, but the maximum is {max_bytes}")
     wanted = [step * MIB for step in _STEPS if step * MIB <= max_bytes]
     whole = {-(-size // block_bytes) * block_bytes for size in wanted}
     return tuple(sorted({block_bytes, *whole}))
 
 
 def pairs_of(size: int, least: int) -> int:
-    """How often a size is moved: small ones oftener, because they scatter more."""
+    """Return how often a size is moved. Small ones are moved more often, because they vary more."""
     return max(least, min(_MAX_PAIRS, _ENOUGH_BYTES // size))
 
 
 def row_of(
     transport: str, size: int, limit: str, seconds: Sequence[float], limit_seconds: Sequence[float]
 ) -> TransferRow:
-    """A row of the times of single transfers, and of as many of the limit's."""
+    """Return a row from the times of single transfers, and of equally many of the limit's."""
     took, least = statistics.median(seconds), statistics.median(limit_seconds)
     return TransferRow(
         transport=transport,
@@ -94,7 +94,7 @@ def row_of(
 
 
 def draw(rows: Sequence[TransferRow]) -> Table:
-    """A line for each row."""
+    """Return a table with a line for each row."""
     table = whole_table(
         *("transport", "bytes", "p50, ms", "GB/s", "limit", "its GB/s", "ratio"),
         title="Blocks into a block pool of another process, with checksums",
@@ -113,21 +113,21 @@ def draw(rows: Sequence[TransferRow]) -> Table:
 
 
 def lines_of(report: TransferReport) -> list[str]:
-    """What stands below the table."""
+    """Return the lines below the table."""
     said = [f"Medians. Blocks of {report.block_bytes:,} bytes. {report.machine.line()}."]
     if report.empty is not None:
         empty = report.empty
         said.append(
             f"Empty handoff ({empty.model}): {empty.idle_ms:.2f} ms idle, {empty.busy_ms:.2f} ms"
-            f" beside a batch of {empty.batch}, whose step takes {empty.step_ms:.1f} ms."
+            f" during a batch of {empty.batch}, whose step takes {empty.step_ms:.1f} ms."
         )
     return said
 
 
 def as_json(report: TransferReport) -> str:
-    """``rows``, ``empty_handoff_ms_p50`` and ``empty_handoff_busy_ms_p50`` (null where they were
+    """Return ``rows``, the empty handoff and the machine as JSON.
 
-    not measured), and what they were measured on.
+    ``empty_handoff_ms_p50`` and ``empty_handoff_busy_ms_p50`` are null if they were not measured.
     """
     empty = report.empty
     fields = {

@@ -1,4 +1,4 @@
-"""The one client that drives every server: `vllm bench serve`."""
+"""The client that drives every server: `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RESULT = "result.json"
 
 
 class ClientResult(BaseModel):
-    """What the client wrote of one run; times in milliseconds."""
+    """The client's results of one run; times in milliseconds."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -46,13 +46,13 @@ class BenchClient:
 
     vllm: Path
     tokenizer: Path
-    """A Hugging Face folder, by which prompts get their lengths."""
+    """A Hugging Face folder, whose tokenizer determines the lengths of prompts."""
     warmups: int = 2
 
     def run(
         self, server: Server, workload: Workload, seed: int, *, deadline_s: float = _RUN_S
     ) -> ClientResult:
-        """Raises Unavailable with the client's last lines where it fails or takes too long."""
+        """Run a workload. Raises Unavailable with the client's last lines on failure or timeout."""
         with tempfile.TemporaryDirectory(prefix="baton-bench-") as name:
             folder = Path(name)
             log = folder / "client.log"
@@ -61,7 +61,7 @@ class BenchClient:
                 with process_group(command, _environment(), log, grace_s=_GRACE_S) as process:
                     code = process.wait(deadline_s)
             except subprocess.TimeoutExpired:
-                reason = f"did not end in {deadline_s:.0f} s"
+                reason = f"did not finish within {deadline_s:.0f} s"
                 raise Unavailable(_failure(server, workload, reason, log)) from None
             return self._result(server, workload, folder, log, code)
 
@@ -86,7 +86,7 @@ class BenchClient:
         try:
             result = ClientResult.model_validate_json((folder / _RESULT).read_text())
         except (OSError, ValidationError) as error:
-            reason = f"left no result that can be read ({type(error).__name__})"
+            reason = f"left no readable result ({type(error).__name__})"
             raise Unavailable(_failure(server, workload, reason, log)) from error
         if not result.completed:
             raise Unavailable(_failure(server, workload, "completed no request", log))
@@ -99,6 +99,6 @@ def _failure(server: Server, workload: Workload, reason: str, log: Path) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """One thread: the client shares the machine with the server that it measures."""
+    """Return an environment with one thread: client and server share the machine."""
     ones = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "VLLM_NO_USAGE_STATS", "OMP_NUM_THREADS")
     return dict(os.environ) | dict.fromkeys(ones, "1") | {"NO_PROXY": "*", "no_proxy": "*"}

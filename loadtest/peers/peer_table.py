@@ -1,4 +1,4 @@
-"""Runs of a comparison, their medians and ratios, and the table that shows them."""
+"""Runs of a comparison, with medians and ratios in a table."""
 
 from __future__ import annotations
 
@@ -34,36 +34,36 @@ class Figures:
     """Medians over the repetitions of one workload against one server."""
 
     tokens_per_s: float
-    """Output tokens, all requests together."""
+    """Output tokens per second, all requests together."""
     ttft_ms: float
-    """p50"""
+    """p50 of TTFT."""
     tpot_ms: float
-    """p99"""
+    """p99 of TPOT."""
     completed: int
     sent: int
     """Requests of all repetitions."""
 
     def text(self) -> str:
-        """``69.7 · 52 · 16.0``, and how many requests completed if some did not."""
+        """Return ``69.7 · 52 · 16.0``, and how many requests completed if some did not."""
         text = f"{self.tokens_per_s:.1f} · {self.ttft_ms:.0f} · {self.tpot_ms:.1f}"
         return text if self.completed == self.sent else f"{text} ({self.completed}/{self.sent})"
 
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """Ours over the best peer of each column."""
+    """Our figures divided by the best peer's, in each column."""
 
     tokens_per_s: float
     ttft_ms: float
     tpot_ms: float
 
     def text(self) -> str:
-        """``1.02× · 0.90× · 0.48×``"""
+        """Return ``1.02× · 0.90× · 0.48×``."""
         return f"{self.tokens_per_s:.2f}× · {self.ttft_ms:.2f}× · {self.tpot_ms:.2f}×"
 
 
 def summarise(results: Sequence[ClientResult]) -> Figures:
-    """Medians over the repetitions of one workload."""
+    """Return medians over the repetitions of one workload."""
     return Figures(
         statistics.median(result.output_throughput for result in results),
         statistics.median(result.p50_ttft_ms for result in results),
@@ -74,7 +74,7 @@ def summarise(results: Sequence[ClientResult]) -> Figures:
 
 
 def tabulate(runs: Sequence[Run]) -> dict[str, dict[str, Figures]]:
-    """Figures by peer, then by workload, both in the order of their first run."""
+    """Return figures by peer, then by workload, both in the order of their first run."""
     results: dict[str, dict[str, list[ClientResult]]] = {}
     for run in runs:
         results.setdefault(run.peer, {}).setdefault(run.workload, []).append(run.result)
@@ -85,7 +85,7 @@ def tabulate(runs: Sequence[Run]) -> dict[str, dict[str, Figures]]:
 
 
 def ratios(ours: Figures, others: Sequence[Figures]) -> Ratios | None:
-    """Ours over the best of ``others``, each column by itself; None where there is no other."""
+    """Divide our figures by the best of ``others`` in each column; None without others."""
     if not others:
         return None
     return Ratios(
@@ -100,9 +100,10 @@ def _ratio(ours: float, best: float) -> float:
 
 
 def draw(runs: Sequence[Run], workloads: Sequence[Workload]) -> Table:
-    """A row for each server, and one for each of ours over the best peer of its precision.
+    """Return a table with a row for each server, and our ratios to the best peer of the same
+    precision.
 
-    The lines are those of a Markdown table, to be pasted into a document.
+    It is a Markdown table, to be pasted into a document.
     """
     table = whole_table(
         "server",
@@ -145,9 +146,9 @@ def _ratio_cells(
 def write_runs(
     path: Path, machine: Machine, versions: Mapping[str, str], runs: Sequence[Run]
 ) -> None:
-    """All runs as JSON. A reader sees the file before or after, never half of it.
+    """Write all runs as JSON. Readers see the old file or the new one, never a part.
 
-    Raises ConfigError where it cannot be written.
+    Raises ConfigError if that fails.
     """
     rows = [
         {

@@ -1,6 +1,6 @@
-"""`baton bench peers`: Baton and other servers, driven by the same client on the same machine.
+"""`baton bench peers`: compares Baton with other servers, by the same client on the same machine.
 
-Figures of different machines or days say little; what counts are the ratios of one run of this.
+Figures of different machines or days are not comparable; only the ratios within one run are.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _SEED_STEP = 1000
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What is to be measured."""
+    """Settings of a comparison."""
 
     peers: tuple[str, ...]
     workloads: tuple[Workload, ...]
     repetitions: int
     alternate: bool = False
-    """Start every server afresh for each repetition, one peer after the other."""
+    """Whether every server is restarted for each repetition, one peer after the other."""
     seed: int = 1
 
 
 def default_peers(programs: Programs) -> tuple[str, ...]:
-    """All but a variant; those in 8 bits where there is a peer to compare ours with."""
+    """Return all peers except variants; those in 8 bits only with a peer to compare."""
     left_out = {"vllm-small-steps"}
     if programs.gguf_q8 is None:
         left_out |= {"baton-int8", "llamacpp-q8"}
@@ -53,15 +53,15 @@ def default_peers(programs: Programs) -> tuple[str, ...]:
 def run_comparison(
     comparison: Comparison, programs: Programs, say: Say, console: Console, output: Path | None
 ) -> None:
-    """Measure, print the table, and write the runs to ``output`` as they come, as JSON.
+    """Measure, print the table, and write the runs to ``output`` as JSON as they finish.
 
-    A failure or a Ctrl-C leaves the table and the file of what was measured until then. Raises
-    ConfigError for what is unknown or missing, Unavailable where a server or the client fails.
+    After a failure or a Ctrl-C, the table and the file have the measurements so far. Raises
+    ConfigError for unknown or missing parts, Unavailable if a server or the client fails.
     """
     if programs.vllm is None:
         raise ConfigError(
-            "`vllm bench serve` drives all servers: install vLLM in a virtual environment of its"
-            " own and name its command with --vllm-bin"
+            "`vllm bench serve` drives all servers: install vLLM in a separate virtual "
+            "environment and name its command with --vllm-bin"
         )
     comparison = replace(comparison, peers=choose_peers(comparison.peers, programs, say))
     machine, versions = this_machine(), _versions(programs, comparison.peers)
@@ -74,7 +74,7 @@ def run_comparison(
 
     client = BenchClient(programs.vllm, programs.model)
     if output is not None:
-        # Whether it can be written is better known before than after the first run.
+        # This checks before the first run that the file can be written.
         write_runs(output, machine, versions, ())
     try:
         compare(comparison, programs, client, say, keep)
@@ -94,9 +94,9 @@ def _versions(programs: Programs, peers: Sequence[str]) -> dict[str, str]:
 
 
 def choose_peers(names: Sequence[str], programs: Programs, say: Say) -> tuple[str, ...]:
-    """Those of ``names`` that can be started here; ``say`` is told why another one cannot.
+    """Return those of ``names`` that can be started here; ``say`` gets the reasons for others.
 
-    Raises ConfigError for an unknown name, and where none is left.
+    Raises ConfigError for an unknown name, or if none is left.
     """
     chosen = []
     for name in dict.fromkeys(names):
@@ -109,7 +109,7 @@ def choose_peers(names: Sequence[str], programs: Programs, say: Say) -> tuple[st
         else:
             chosen.append(name)
     if not chosen:
-        raise ConfigError("no server is left to be measured")
+        raise ConfigError("no server is left to measure")
     return tuple(chosen)
 
 
@@ -120,10 +120,10 @@ def compare(
     say: Say,
     keep: Callable[[Run], None],
 ) -> None:
-    """Start one server at a time and drive it; ``keep`` gets each run as it ends.
+    """Start one server at a time and drive it; ``keep`` gets each run when it has ended.
 
-    Raises Unavailable where a server does not come up or the client fails. All that it started has
-    ended when it returns or raises, on SIGINT, SIGTERM and SIGHUP too (as KeyboardInterrupt).
+    Raises Unavailable if a server does not start or the client fails. All processes have ended when
+    it returns or raises, even on SIGINT, SIGTERM and SIGHUP (as KeyboardInterrupt).
     """
     everything = range(comparison.repetitions)
     rounds = [(number,) for number in everything] if comparison.alternate else [tuple(everything)]
@@ -145,7 +145,7 @@ def _drive(
 ) -> Iterator[Run]:
     for repetition in repetitions:
         for number, workload in enumerate(comparison.workloads):
-            # Another seed each time: a prefix cache shall not remember the last run.
+            # The seed differs each time, so that no prefix cache has the last run's prompts.
             seed = comparison.seed + _SEED_STEP * repetition + number
             result = client.run(server, workload, seed)
             yield Run(server.name, server.precision, workload.name, repetition, seed, result)

@@ -1,4 +1,4 @@
-"""The echo worker's counterpart for routers that pass HTTP on: OpenAI's streamed chat completions.
+"""The echo worker's counterpart for routers that forward HTTP: OpenAI's streamed chat completions.
 
 It answers a request's first token at once and then one token a step, all answers in the same step.
 Run as a module; see ``json_worker``. Owned by the process's event loop.
@@ -16,7 +16,7 @@ from loadtest.common.json_worker import Asker, Fields, run_helper
 
 _MODEL = {"id": "m", "object": "model", "created": 0, "owned_by": "echo"}
 _OK = json.dumps({"status": "ok", "object": "list", "data": [_MODEL], "model_path": "m"}).encode()
-"""To whatever routers ask before they send requests."""
+"""The answer to questions of routers before they send requests."""
 _STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 )
@@ -44,16 +44,19 @@ def _end(tokens: int) -> bytes:
 
 
 class EchoHttp:
-    """All answers. A step takes ``step_s`` seconds; while it is None they wait at their first."""
+    """Sends all answers.
+
+    A step takes ``step_s`` seconds; while it is None, answers wait after the first token.
+    """
 
     def __init__(self) -> None:
         self.step_s: float | None = None
         self._answers: dict[_Connection, list[int]] = {}
-        """By connection: tokens told, and tokens in all."""
+        """Sent tokens and total tokens, by connection."""
         self._begun = asyncio.Event()
 
     def begin(self, connection: _Connection, tokens: int) -> None:
-        """Answer with the first token."""
+        """Start an answer with the first token."""
         if tokens == 1:
             connection.write(_STREAM_HEAD + _LAST_TOKEN + _end(tokens))
             return
@@ -62,16 +65,16 @@ class EchoHttp:
         self._begun.set()
 
     def drop(self, connection: _Connection) -> None:
-        """Nobody reads it any more."""
+        """Drop an answer whose client is gone."""
         self._answers.pop(connection, None)
 
     def pace(self, step_s: float | None) -> None:
-        """From now on."""
+        """Set the step time from now on."""
         self.step_s = step_s
         self._begun.set()
 
     async def run_steps(self) -> None:
-        """Step for ever, at even times while there is anything to tell."""
+        """Step forever, at regular times while there is anything to send."""
         loop = asyncio.get_running_loop()
         while True:
             self._begun.clear()
@@ -94,18 +97,18 @@ class EchoHttp:
 
 
 class _Connection(asyncio.Protocol):
-    """Requests one after another; their bodies are taken as far as they say how long they are."""
+    """Reads requests one after another; their length must be given."""
 
     def __init__(self, echo: EchoHttp) -> None:
         self._echo = echo
         self._came = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's is none of asyncio's classes, and does what they do.
+        # uvloop's transport is not a subclass of asyncio's, but has the same methods.
         self._transport = cast(asyncio.WriteTransport, transport)
 
     def write(self, data: bytes) -> None:
-        """Send it, however slowly it is read."""
+        """Send data, even to a slow reader."""
         self._transport.write(data)
 
     def data_received(self, data: bytes) -> None:
@@ -121,10 +124,10 @@ class _Connection(asyncio.Protocol):
         self._came = rest[size:]
         if lines[0].startswith(b"post /v1/chat/completions"):
             body = json.loads(rest[:size])
-            # The newer name of the same thing, which some routers put in its place.
+            # Some routers use the newer name of this field.
             self._echo.begin(self, body.get("max_tokens") or body["max_completion_tokens"])
         elif lines[0].startswith(b"pri "):
-            # HTTP/2 is not spoken here.
+            # HTTP/2 is not supported here.
             self._transport.close()
         else:
             answer = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d"

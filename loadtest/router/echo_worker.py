@@ -1,8 +1,8 @@
 """An echo worker: both roles over real gRPC, in the real registry, without a model.
 
 It answers a prompt at once and then one token a step, for all sequences in one message per router,
-as a decode worker does. So whatever time a request takes beyond the steps is the router's. Run as a
-module; see ``json_worker``. Everything is owned by the process's event loop.
+as a decode worker does. So the time of a request beyond the steps is the router's. Run as a module;
+see ``json_worker``. Everything is owned by the process's event loop.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _GEOMETRY = Geometry(block_size=16, layers=1, kv_heads=1, head_dim=64, kv_dtype=
 _BLOCKS = 1 << 20
 _MAX_SEQUENCES = 4096
 _TOKEN_IDS = 64
-"""Answers run through this many ids, so that their texts differ."""
+"""Number of ids that answers cycle through, so that their texts differ."""
 
 Context = grpc.aio.ServicerContext[object, object]
 
 
 @dataclass(slots=True)
 class _Answer:
-    """A sequence that decodes."""
+    """A decoding sequence."""
 
     router_id: str
     request_id: str
     attempt: int
     told: int
-    """How many of its tokens have been told."""
+    """Number of sent tokens."""
     tokens: int
     first_token_id: int
 
@@ -73,7 +73,7 @@ class _Answer:
 
 
 class _Mail:
-    """What one router is to be told."""
+    """Messages for one router."""
 
     def __init__(self) -> None:
         self.outputs: list[worker_pb2.TokenOutput] = []
@@ -84,16 +84,17 @@ class EchoWorker(
     prefill_pb2_grpc.PrefillServiceServicer,
     decode_pb2_grpc.DecodeServiceServicer,
 ):
-    """Both services. A step takes ``step_s`` seconds; 0 tells an answer's tokens at once, and
+    """Implements both services. A step takes ``step_s`` seconds; 0 sends an answer's tokens at
+    once.
 
-    while it is None answers wait at their first token.
+    While it is None, answers wait after their first token.
     """
 
     def __init__(self, first_token_id: int) -> None:
         self.step_s: float | None = 0.0
         self._first_token_id = first_token_id
         self.steps_missed = 0
-        """Steps that began a whole step or more too late: then this worker is too slow."""
+        """Steps that began at least one step late: then this worker is too slow."""
         self._answers: dict[tuple[str, int], _Answer] = {}
         self._mail: defaultdict[str, _Mail] = defaultdict(_Mail)
         self._begun = asyncio.Event()
@@ -101,7 +102,7 @@ class EchoWorker(
     async def Prefills(  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[prefill_pb2.PrefillsRequest], context: Context
     ) -> AsyncIterator[prefill_pb2.PrefillsResponse]:
-        """See prefill.proto. A cancelled prefill has ended here already."""
+        """Implement prefill.proto. A cancelled prefill has already ended here."""
         async for message in request_iterator:
             response = prefill_pb2.PrefillsResponse()
             for command in message.commands:
@@ -119,7 +120,7 @@ class EchoWorker(
         message.events.add(request_id=name, attempt=spec.attempt, end=end)
 
     def _begin(self, spec: worker_pb2.SequenceSpec) -> list[prefill_pb2.PrefillResponse]:
-        """The answers of a prefill; its sequence decodes from now on."""
+        """Return the answers of a prefill; its sequence decodes from now on."""
         answer = _Answer(
             router_id=spec.router_id,
             request_id=spec.request_id,
@@ -133,7 +134,7 @@ class EchoWorker(
         if answer.told < answer.tokens:
             handoff = prefill_pb2.HandoffCommitted()
             responses.append(prefill_pb2.PrefillResponse(handoff=handoff))
-            # Told again, as a decode worker does.
+            # The token is sent again, as a decode worker does.
             self._tell(answer.router_id, first)
             self._answers[(answer.request_id, answer.attempt)] = answer
             if self.step_s == 0:
@@ -142,21 +143,21 @@ class EchoWorker(
         return responses
 
     def pace(self, step_s: float | None) -> None:
-        """From now on."""
+        """Set the step time from now on."""
         self.step_s = step_s
         self._begun.set()
 
     async def Abort(  # noqa: N802
         self, request: decode_pb2.AbortRequest, context: Context
     ) -> decode_pb2.AbortResponse:
-        """See decode.proto."""
+        """Implement decode.proto."""
         self._answers.pop((request.request_id, request.attempt), None)
         return decode_pb2.AbortResponse()
 
     async def StreamTokens(  # noqa: N802
         self, request: decode_pb2.StreamTokensRequest, context: Context
     ) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
-        """See decode.proto."""
+        """Implement decode.proto."""
         mail = self._mail[request.router_id]
         yield self._message([])
         while True:
@@ -182,7 +183,7 @@ class EchoWorker(
         del self._answers[(answer.request_id, answer.attempt)]
 
     async def run_steps(self) -> None:
-        """Step for ever, at even times while there is anything to tell."""
+        """Step forever, at regular times while there is anything to send."""
         while True:
             self._begun.clear()
             await self._begun.wait()
@@ -204,7 +205,7 @@ class EchoWorker(
 
 
 def _records(address: str, context_length: int) -> list[WorkerRecord]:
-    """One for each role, at one address."""
+    """Return a record for each role, at one address."""
     return [
         WorkerRecord(
             incarnation=f"echo-{role}-{secrets.token_hex(4)}",
@@ -225,7 +226,7 @@ def _records(address: str, context_length: int) -> list[WorkerRecord]:
 
 
 async def _renew(registry: Registry, records: list[WorkerRecord]) -> None:
-    """As workers do, also after a Redis that was away: a new router would find no worker."""
+    """Renew the records as workers do, so that a router finds them after an outage of Redis."""
     while True:
         with contextlib.suppress(redis.RedisError, OSError):
             for record in records:
@@ -234,7 +235,7 @@ async def _renew(registry: Registry, records: list[WorkerRecord]) -> None:
 
 
 async def _work(asker: Asker, start: Fields) -> None:
-    # Handoffs are none of its work: nobody reserves or commits.
+    # Handoffs are not implemented: no router reserves or commits.
     worker = EchoWorker(start["first_token_id"])  # type: ignore[abstract]
     server = make_server()
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(worker, server)

@@ -1,11 +1,11 @@
-"""How long one request holds a router's event loop, and what memory it takes: a table of bodies.
+"""Measures how long a request holds a router's event loop, and its memory: a table of bodies.
 
     python -m loadtest.router.hostile_bodies --model FOLDER
 
-Each body is the worst of its kind that the default limits let in, or lies beyond a limit. It is
-given to the router's HTTP app in this process; the tokenizer and chat template are the model's, and
-the workers answer at once. A *hold* is the time between two turns of the event loop, in seconds of
-the wall clock: in it no token of any other request is passed on. Run it on a quiet machine.
+Each body is the worst of its kind within the default limits, or exceeds a limit. The router's HTTP
+app handles it in this process; the tokenizer and chat template are the model's, and the workers
+answer at once. A *hold* is the time between two turns of the event loop, in seconds of the wall
+clock: during it no token of any other request is forwarded. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MODEL_NAME = "m"
 CONTEXT = 8192
 EMBEDDING_SIZE = 576
 PART_BYTES = 64 << 10
-"""A body arrives in such parts."""
+"""Size of the parts in which a body arrives, in bytes."""
 TICK_S = 0.0005
 SETTLE_S = 0.02
 
@@ -55,12 +55,12 @@ _HELLO = {"role": "user", "content": "hi"}
 
 
 class InstantDispatcher:
-    """Answers every request with ``max_tokens`` tokens, scored where that is asked for."""
+    """Answers every request with ``max_tokens`` tokens, with log probabilities if requested."""
 
     context_length = CONTEXT
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[OutputDelta]:
-        # Workers take time, if only that of a turn of the loop.
+        # Workers take at least one turn of the loop.
         await asyncio.sleep(0)
         sampling = request.sampling
         if request.embeds:
@@ -101,7 +101,7 @@ class InstantDispatcher:
 
 @functools.cache
 def prompt_message(tokens: int, top: int) -> bytes:
-    """A worker's message with the log probabilities of a prompt."""
+    """Return a worker's message with the log probabilities of a prompt."""
     output = TokenOutput("r", 0, 0, (), prompt_logprobs=(_scores(top),) * tokens)
     return output_to_proto(output).SerializeToString()
 
@@ -118,11 +118,11 @@ class Body:
     path: str
     status: int
     make: Callable[[int], bytes]
-    """Takes the size limit of bodies, in bytes."""
+    """Makes the body; takes the size limit of bodies, in bytes."""
 
 
 def _filled(head: str, item: str, tail: str) -> Callable[[int], bytes]:
-    """A body with as many items, joined by commas, as there is room for."""
+    """Return a body with the maximum number of items, joined by commas."""
 
     def make(size: int) -> bytes:
         count = (size - len(head.encode()) - len(tail.encode())) // (len(item.encode()) + 1)
@@ -132,7 +132,7 @@ def _filled(head: str, item: str, tail: str) -> Callable[[int], bytes]:
 
 
 def _text(head: str, text: str, tail: str) -> Callable[[int], bytes]:
-    """A body with a text that is as long as possible."""
+    """Return a body with a text of the maximum length."""
 
     def make(size: int) -> bytes:
         count = (size - len(head.encode()) - len(tail.encode())) // len(text.encode())
@@ -241,18 +241,18 @@ BODIES = (
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one body did."""
+    """Measurements of one body."""
 
     status: int
     answer_bytes: int
     hold_s: float
-    """The longest hold of the loop, by the wall clock."""
+    """Longest hold of the loop, by the wall clock."""
     hold_cpu_s: float
-    """The same in CPU seconds of the loop's thread: other load of the machine does not count."""
+    """The same in CPU seconds of the loop's thread, without other load of the machine."""
     cpu_s: float
     """CPU seconds of the process."""
     memory_bytes: int
-    """Peak of the resident memory above that before."""
+    """Peak growth of the resident memory."""
 
 
 class _Holds:
@@ -267,7 +267,7 @@ class _Holds:
 
 
 def make_app(tokenizer: Tokenizer, config: Config) -> ASGIApp:
-    """The HTTP app of a router whose workers answer at once."""
+    """Return the HTTP app of a router whose workers answer at once."""
     dispatcher = InstantDispatcher()
     prompt_message(_SCORED_TOKENS - 1, MAX_TOP_LOGPROBS)
     stats = RequestStats(RouterMetrics(CollectorRegistry()))
@@ -278,7 +278,7 @@ def make_app(tokenizer: Tokenizer, config: Config) -> ASGIApp:
 
 
 async def held_by(app: ASGIApp, body: Body, max_bytes: int) -> Held:
-    """Have the app answer a body."""
+    """Let the app answer a body, and measure it."""
     raw = body.make(max_bytes)
     parts = [raw[begin : begin + PART_BYTES] for begin in range(0, len(raw), PART_BYTES)]
     sent: list[int] = []
@@ -322,7 +322,8 @@ async def held_by(app: ASGIApp, body: Body, max_bytes: int) -> Held:
 
 @contextmanager
 def _peak_memory() -> Iterator[Callable[[], int]]:
-    """Tells, after the block, how far the resident memory rose above that before it, in bytes."""
+    """Yield a function that returns, after the block, the peak growth of resident memory in
+    bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     before = _status_bytes("VmRSS")
     yield lambda: max(0, _status_bytes("VmHWM") - before)
@@ -334,7 +335,7 @@ def _status_bytes(name: str) -> int:
 
 
 def main(model: ModelFolder, only: str = "") -> None:
-    """Print the table; ``only`` picks bodies whose name has this text."""
+    """Print the table; ``only`` selects bodies whose name has this text."""
     table = Table("body", "status", "hold ms", "loop CPU ms", "CPU s", "answer MiB", "memory MiB")
     asyncio.run(_fill(table, model, only))
     Console(width=120).print(table)

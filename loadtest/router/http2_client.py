@@ -1,7 +1,7 @@
-"""A client of HTTP/2 that sends what it is told to: whole frames, right or wrong.
+"""An HTTP/2 client that sends arbitrary frames, valid or invalid.
 
-It knows as much as strangers need: frames, uncompressed headers, the flow control of what it sends.
-Owned by one event loop.
+It supports what unauthenticated clients need: frames, uncompressed headers, flow control of sent
+data. Owned by one event loop.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _SEVEN_BITS = 127
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """One frame."""
+    """Return one frame."""
     head = len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big")
     return head + payload
 
 
 def header_block(fields: Iterable[tuple[str, str]]) -> bytes:
-    """Headers that are neither compressed nor kept (RFC 7541, 6.2.2)."""
+    """Return headers that are neither compressed nor indexed (RFC 7541, 6.2.2)."""
     return b"".join(
         b"\x00" + _text(name.encode()) + _text(value.encode(errors="surrogateescape"))
         for name, value in fields
@@ -45,7 +45,7 @@ def _text(value: bytes) -> bytes:
 
 
 def call_headers(path: str, metadata: Iterable[tuple[str, str]] = ()) -> bytes:
-    """The headers of a gRPC call."""
+    """Return the headers of a gRPC call."""
     fields = (
         *((":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "router")),
         *(("te", "trailers"), ("content-type", "application/grpc")),
@@ -61,9 +61,9 @@ class Http2Connection(asyncio.Protocol):
         self.ended: set[int] = set()
         """Streams that the server has ended."""
         self.answered: Counter[int] = Counter()
-        """Frames of data, by stream."""
+        """Number of data frames, by stream."""
         self.max_streams = 0
-        """What the server allows at a time; 0 until it has said so."""
+        """Maximum concurrent streams that the server allows; 0 until it has announced them."""
         self.closed = asyncio.Event()
         self.changed = asyncio.Event()
         self._transport: asyncio.Transport | None = None
@@ -73,10 +73,10 @@ class Http2Connection(asyncio.Protocol):
         self._sent: Counter[int] = Counter()
         self._granted: Counter[int] = Counter()
         self._unsent: dict[int, int] = {}
-        """Bytes that are still to be sent, by stream."""
+        """Bytes that remain to be sent, by stream."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        # uvloop's transports are no subclasses of asyncio's.
+        # uvloop's transports are not subclasses of asyncio's.
         self._transport = transport
         transport.write(PREFACE + frame(SETTINGS, 0, 0))
 
@@ -99,12 +99,12 @@ class Http2Connection(asyncio.Protocol):
         self.changed.set()
 
     def send(self, data: bytes) -> None:
-        """Send these bytes, whatever they are."""
+        """Send these bytes, valid or not."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
     def call(self, stream: int, headers: bytes, message: bytes, unsent: int = 0) -> None:
-        """Begin a call with a message, of which ``unsent`` zeros follow as the windows allow."""
+        """Begin a call with a message, followed by ``unsent`` zeros as the windows allow."""
         end = 0 if unsent else END_STREAM
         size = (len(message) + unsent).to_bytes(4, "big")
         self.send(
@@ -118,7 +118,7 @@ class Http2Connection(asyncio.Protocol):
             self._send_more()
 
     def close(self) -> None:
-        """Leave."""
+        """Close the connection."""
         if self._transport is not None:
             self._transport.abort()
 

@@ -1,23 +1,23 @@
-"""What a router costs a request, and how many tokens a second it passes on.
+"""Measures a router's latency per request, and its maximum token rate.
 
     python -m loadtest.router.router_bench --model FOLDER
 
-The router is a real one: its own process, pinned to one core, its HTTP front, a real Valkey for its
+The router is a real one: a process pinned to one core, its HTTP listener, and a real Valkey for its
 registry and prefix index. Behind it is an echo worker (``loadtest.router.echo_worker``), which
-answers at
-once and then tells a token a step. The echo worker, Valkey and the client run on another core.
+answers at once and then sends a token per step. The echo worker, Valkey and the client run on
+another core.
 
-*Added* milliseconds are a difference of two runs with the same requests at the same moments: the
-quantile of the time from sending a request to its first event over HTTP through the router (chat
-completions, streamed), less the same quantile of the time from sending a tokenised prompt to its
-first token over gRPC straight to the echo worker. So they contain HTTP, JSON, the chat template,
-tokenising, hashing, the lookup in Valkey, routing, and the router's two gRPC hops. The time to
-open a connection is not counted: clients keep theirs. ``end_added_ms`` is the same for the last
-event.
+*Added* milliseconds are the difference between two runs with the same requests at the same moments.
+One goes over HTTP through the router (chat completions, streamed): its time is from sending a
+request to the first event. The other sends tokenized prompts over gRPC directly to the echo worker:
+its time is from sending a prompt to the first token. The difference is between the same quantiles
+of both. So it contains HTTP, JSON, the chat template, tokenizing, hashing, the lookup in Valkey,
+routing, and the router's two gRPC hops. The time to open a connection is not counted: clients keep
+theirs. ``end_added_ms`` is the same for the last event.
 
-*Tokens a second* is the highest rate that the router keeps up with, of those tried: many answers
-are open, the echo worker tells each of them one token a step, and the client must have had all of
-them within ``KEPT_UP`` of the steps' own time.
+*Tokens per second* is the highest tried rate with which the router keeps up: many answers are open,
+the echo worker sends each of them one token per step, and the client must have received all of them
+within ``KEPT_UP`` of the steps' own time.
 
 With ``peer`` another router is measured in the same way: see ``loadtest.router.router_process``.
 """
@@ -49,7 +49,7 @@ from loadtest.router.router_process import check_command, peer_router, router_ch
 from planning.common.report import Machine, print_whole, this_machine, write_json
 
 KEPT_UP = 1.03
-"""A rate counts if the answers took at most this many times as long as their steps."""
+"""A rate counts if the answers took at most this multiple of their steps' time."""
 _CLUSTER_ID = "bench"
 _READY_S = 60.0
 _RUN_S = 120.0
@@ -60,34 +60,34 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class RouterBenchSettings:
-    """What is to be measured."""
+    """Settings of a measurement."""
 
     model: Path
-    """A Hugging Face folder: of it, only the tokenizer is used."""
+    """A Hugging Face folder, whose tokenizer is used."""
     rate: float = 200.0
-    """Requests a second, of the latencies."""
+    """Requests per second during the latency test."""
     requests: int = 2000
     warm_up_requests: int = 200
     prompt_words: int = 100
-    """Of each prompt; a word is about a token."""
+    """Words per prompt; a word is about a token."""
     answer_tokens: int = 16
     step_s: float = 0.01
-    """The echo worker's, of the latencies."""
+    """Step time of the echo worker during the latency test."""
     streams: int = 128
-    """Answers that are open at a time, of the rates."""
+    """Concurrent answers during the throughput test."""
     tokens_per_s: tuple[int, ...] = (10_000, 15_000, 20_000, 25_000, 30_000, 40_000, 50_000)
-    """Rates that are tried, rising, until the router falls behind."""
+    """Rates to try, rising, until the router falls behind."""
     rate_s: float = 3.0
-    """Seconds that each of them takes."""
+    """Duration of each rate, in seconds."""
     first_token_id: int = 1000
-    """Answers are made of this id and those behind it."""
+    """First of the token ids in answers."""
     peer: str = ""
     """Another router's command; see ``loadtest.router.router_process``. Empty: none is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Milliseconds of one way, and the router's share of its core meanwhile."""
+    """Latencies of one path in milliseconds, and the router's share of its core."""
 
     first_ms_p50: float
     first_ms_p99: float
@@ -98,21 +98,21 @@ class Latencies:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """One rate of tokens."""
+    """Results of one token rate."""
 
     offered: float
-    """Tokens a second that the echo worker was to tell."""
+    """Tokens per second that the echo worker should send."""
     passed: float
-    """Tokens a second that the client had."""
+    """Tokens per second that the client received."""
     events_per_token: float
-    """Less than 1: tokens that came together share an event."""
+    """Events per token. Below 1, tokens that arrived together share an event."""
     core_used: float
     kept_up: bool
 
 
 @dataclass(frozen=True, slots=True)
 class RouterFigures:
-    """All that was measured."""
+    """All results of a router."""
 
     through: Latencies
     direct: Latencies
@@ -120,7 +120,7 @@ class RouterFigures:
 
     @property
     def added_ms(self) -> tuple[float, float]:
-        """p50 and p99 of the first event."""
+        """Return p50 and p99 of the first event's added time."""
         through, direct = self.through, self.direct
         return (
             through.first_ms_p50 - direct.first_ms_p50,
@@ -129,22 +129,22 @@ class RouterFigures:
 
     @property
     def end_added_ms(self) -> tuple[float, float]:
-        """p50 and p99 of the last event."""
+        """Return p50 and p99 of the last event's added time."""
         through, direct = self.through, self.direct
         return through.end_ms_p50 - direct.end_ms_p50, through.end_ms_p99 - direct.end_ms_p99
 
     @property
     def tokens_per_s(self) -> float:
-        """0 where the router kept up with none of the rates."""
+        """Return the highest rate; 0 if the router kept up with none."""
         return max((rate.passed for rate in self.rates if rate.kept_up), default=0.0)
 
 
 def bench_router(
     settings: RouterBenchSettings, say: Say, console: Console, output: Path | None
 ) -> None:
-    """Measure, print, and write all to ``output`` as JSON. Raises BatonError;
+    """Measure, print, and write all to ``output`` as JSON. Raises BatonError.
 
-    ConfigError, before anything is measured, where ``output`` cannot be written.
+    Raises ConfigError before the measurement if ``output`` cannot be written.
     """
     if output is not None:
         write_json(output, "{}\n")
@@ -168,7 +168,7 @@ def as_json(
     figures: RouterFigures,
     peer: RouterFigures | None = None,
 ) -> str:
-    """The figures, and what they were measured on."""
+    """Return the figures and the machine as JSON."""
     fields = _fields(figures)
     if peer is not None:
         fields["peer"] = _fields(peer)
@@ -192,7 +192,7 @@ def _fields(figures: RouterFigures) -> dict[str, object]:
 
 
 def draw(figures: RouterFigures, title: str = "") -> Table:
-    """The latencies."""
+    """Return a table of the latencies."""
     columns = ("", "first event p50, ms", "p99", "end p50, ms", "p99", "router's core")
     table = Table(*columns, title=title)
     for column in table.columns[1:]:
@@ -213,7 +213,7 @@ def draw(figures: RouterFigures, title: str = "") -> Table:
 
 
 def draw_rates(rates: Sequence[Rate], title: str = "") -> Table:
-    """A line for each rate."""
+    """Return a table with a row for each rate."""
     columns = ("tokens/s offered", "passed on", "events per token", "router's core", "kept up")
     table = Table(*columns, title=title)
     for column in table.columns:
@@ -230,9 +230,12 @@ def draw_rates(rates: Sequence[Rate], title: str = "") -> Table:
 
 
 async def measure_router(settings: RouterBenchSettings, say: Say) -> RouterFigures:
-    """Raises ConfigError on a machine of one core, and BatonError where a part fails."""
+    """Measure Baton's router.
+
+    Raises ConfigError on a machine with one core, and BatonError on failure.
+    """
     router_core, load_core = _two_cores()
-    # Short: a socket's path is bounded.
+    # The path is short, since a socket's path is limited.
     with tempfile.TemporaryDirectory(prefix="baton-") as name, pinned(load_core):
         folder = Path(name)
         with bench_store(folder) as url:
@@ -260,7 +263,7 @@ async def measure_router(settings: RouterBenchSettings, say: Say) -> RouterFigur
 
 
 async def measure_peer(settings: RouterBenchSettings, say: Say) -> RouterFigures:
-    """The same of ``settings.peer``. Raises as ``measure_router``."""
+    """Measure ``settings.peer``. Raises as ``measure_router`` does."""
     router_core, load_core = _two_cores()
     with tempfile.TemporaryDirectory(prefix="baton-") as name, pinned(load_core):
         folder = Path(name)
@@ -304,7 +307,7 @@ async def _measure(
         rates = []
         for offered in settings.tokens_per_s:
             rates.append(await _rate(settings, offered, echo, client, process))
-            say(f"{offered} tokens/s offered: {rates[-1].passed:.0f} passed on")
+            say(f"{offered} tokens/s offered: {rates[-1].passed:.0f} forwarded")
             if not rates[-1].kept_up:
                 break
     return RouterFigures(through, direct, tuple(rates))
@@ -350,7 +353,7 @@ async def _rate(
 
 
 class _CoreUse:
-    """How much of a core a process uses, from its making on."""
+    """Share of a core that a process uses, since the object was made."""
 
     def __init__(self, process: psutil.Process) -> None:
         self._process = process
@@ -362,7 +365,7 @@ class _CoreUse:
         return float(times.user + times.system)
 
     def share(self) -> float:
-        """1 is a whole core."""
+        """Return the share; 1 is a whole core."""
         return (self._seconds() - self._before) / (time.perf_counter() - self._began)
 
 

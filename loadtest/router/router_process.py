@@ -1,6 +1,6 @@
 """Router processes of a benchmark, on ports of the loopback interface: Baton's, and others.
 
-States: starting → ready (/health is 200) → told to end → gone, by force after ``_END_S``.
+States: starting → ready (/health is 200) → ending → gone, by force after ``_END_S``.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _END_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class RouterChild:
-    """One that is ready."""
+    """A ready router."""
 
     http: str
-    """host:port of its HTTP front."""
+    """Address of its HTTP listener, host:port."""
     grpc: str
-    """The same of its gRPC front."""
+    """Address of its gRPC listener, host:port."""
     process: psutil.Process
 
 
@@ -51,11 +51,11 @@ async def router_child(
     core: int | None = None,
     program: Sequence[str] = ("-m", "router.main"),
 ) -> AsyncIterator[RouterChild]:
-    """Start one; it has ended afterwards. ``config`` counts but for its ports; of ``model``, a
+    """Start a router, which ends with the block. Its ports replace those of ``config``.
 
-    Hugging Face folder, only the tokenizer is used. With a ``core`` it runs on that one alone.
-    ``program``: what Python runs, which reads the settings as ``router.main`` does. Raises
-    Unavailable where it does not come up.
+    Only the tokenizer of ``model``, a Hugging Face folder, is used. With a ``core`` it only runs on
+    that one. ``program``: what Python runs, which reads the settings as ``router.main`` does.
+    Raises Unavailable if it does not start.
     """
     http, grpc = (f"{LOOPBACK}:{free_port()}" for _ in range(2))
     told = config.model_copy(update={"http": http, "grpc": grpc})
@@ -85,13 +85,13 @@ async def router_child(
 
 
 def forget_peak(process: psutil.Process) -> int:
-    """Begin to look for the highest resident memory; what there is now, in bytes."""
+    """Reset the peak of resident memory, and return its present value in bytes."""
     Path(f"/proc/{process.pid}/clear_refs").write_text("5", encoding="ascii")
     return int(process.memory_info().rss)
 
 
 def peak_memory(process: psutil.Process) -> int:
-    """The highest resident memory since ``forget_peak``, in bytes."""
+    """Return the peak of resident memory since ``forget_peak``, in bytes."""
     status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
     (line,) = (line for line in status.splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) << 10
@@ -105,7 +105,7 @@ async def _healthy(http: str, process: asyncio.subprocess.Process, log: Path) ->
                 if (await client.get(f"http://{http}/health")).is_success:
                     return
             await asyncio.sleep(_POLL_S)
-    raise Unavailable(f"the router does not come up:\n{last_lines(log)}")
+    raise Unavailable(f"the router does not start:\n{last_lines(log)}")
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
@@ -124,7 +124,7 @@ _PEER_POLL_S = 0.1
 
 
 def check_command(command: str) -> None:
-    """Raises ConfigError where a command has no place for the backend or the port."""
+    """Raise ConfigError if a command has no placeholder for the backend or the port."""
     for place in ("{backend}", "{port}"):
         if place not in command:
             raise ConfigError(f"--peer: the command must have {place} in it")
@@ -134,10 +134,10 @@ def check_command(command: str) -> None:
 async def peer_router(
     command: str, backend: str, core: int, folder: Path
 ) -> AsyncIterator[tuple[str, psutil.Process]]:
-    """Start it on its core: its host:port, and its process.
+    """Start a peer on its core; yields its host:port, and its process.
 
-    ``command`` is as in a shell, with ``{backend}`` and ``{port}`` in it. Raises ConfigError where
-    it cannot be started, Unavailable where it does not come up.
+    ``command`` has shell syntax, with ``{backend}`` and ``{port}`` in it. Raises ConfigError if it
+    cannot be started, Unavailable if it does not become ready.
     """
     check_command(command)
     port, log = free_port(), folder / "peer.log"
@@ -153,13 +153,13 @@ async def peer_router(
         async with httpx.AsyncClient(trust_env=False) as client:
             while not await _answers(client, address):
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise Unavailable(f"the peer does not come up:\n{last_lines(log)}")
+                    raise Unavailable(f"the peer does not start:\n{last_lines(log)}")
                 await asyncio.sleep(_PEER_POLL_S)
         yield address, psutil.Process(process.pid)
 
 
 async def _answers(client: httpx.AsyncClient, address: str) -> bool:
-    """A router may be healthy before it has found its backend."""
+    """Whether it answers requests. A router may be healthy before it has found its backend."""
     url, messages = f"http://{address}/v1/chat/completions", [{"role": "user", "content": "Hello."}]
     body = {"model": SERVED_NAME, "messages": messages, "max_tokens": 1, "stream": True}
     try:

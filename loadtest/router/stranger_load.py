@@ -1,8 +1,8 @@
-"""What strangers send to a router, who have no key. Run as a module; see ``json_worker``.
+"""Load of clients without a key on a router. Run as a module; see ``json_worker``.
 
 Connections of four kinds are kept open: some send nothing, some a head byte by byte, some a body
-that was refused, and some ask for ``/live`` now and then. Calls are gRPC's: some claim a message of
-many MiB and send as much of it as they may, some watch the health. Owned by the process's event
+that was rejected, and some query ``/live`` periodically. Calls are gRPC's: some announce a message
+of many MiB and send as much of it as they may, some watch the health. Owned by the process's event
 loop.
 """
 
@@ -22,17 +22,17 @@ from loadtest.router.http2_client import Http2Connection, call_headers
 
 GENERATE, WATCH = "/baton.v1.InferenceService/Generate", "/grpc.health.v1.Health/Watch"
 _PIECE_S = 2.0
-"""How often a slow connection sends something."""
+"""Interval between two sends of a slow connection, in seconds."""
 _AGAIN_S = 5.0
-"""When a connection that was closed is opened again."""
+"""Time after which a closed connection is opened again, in seconds."""
 _OPENINGS = 100
-"""Connections that are being opened at a time."""
+"""Maximum connections that are being opened at a time."""
 _HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\n"
 _SLOW_HEAD = _HEAD + b"x-slow: " + b"x" * 10_000
 _BODY = _HEAD + b"content-length: 1000000000\r\n\r\n" + b"x" * 10_000
 _LIVE = b"GET /live HTTP/1.1\r\nhost: router\r\n\r\n"
 _KINDS = ((b"", 0), (_SLOW_HEAD, 1), (_BODY, 200), (_LIVE * 100, len(_LIVE)))
-"""What each kind sends, and in pieces of how many bytes."""
+"""Data of each kind, and the size of its pieces in bytes."""
 
 
 class Strangers:
@@ -47,7 +47,7 @@ class Strangers:
         self._dice = random.Random(1)  # noqa: S311 - pauses, no secret
 
     async def connect(self, question: Fields) -> Fields:
-        """Keep ``count`` connections open; answers how many there are once all were tried."""
+        """Keep ``count`` connections open; returns the number of open ones after all were tried."""
         count = question["count"]
         self._tasks = [
             asyncio.create_task(self._keep(*_KINDS[number % len(_KINDS)]))
@@ -87,7 +87,7 @@ class Strangers:
             await asyncio.sleep(_PIECE_S)
 
     async def call(self, question: Fields) -> Fields:
-        """``calls`` that claim ``bytes``, and ``watches``, on one connection."""
+        """Make ``calls`` that announce ``bytes``, and ``watches``, on one connection."""
         host, port = self._grpc.rsplit(":", 1)
         loop = asyncio.get_running_loop()
         _, there = await loop.create_connection(Http2Connection, host, int(port))
@@ -109,7 +109,7 @@ class Strangers:
         return {"open": len(plan) - len(there.ended), "closed": there.closed.is_set()}
 
     async def counts(self, question: Fields) -> Fields:
-        """What there is now."""
+        """Return the present counts."""
         calls = self._calls
         return {
             "open": self._open,
@@ -119,7 +119,7 @@ class Strangers:
         }
 
     async def leave(self, question: Fields) -> Fields:
-        """Close everything."""
+        """Close all connections."""
         counted = await self.counts(question)
         for task in self._tasks:
             task.cancel()

@@ -1,12 +1,12 @@
-"""What strangers without a key do to a router's memory, and to the latency of its clients.
+"""Measures the effect of clients without a key on a router's memory, and on other clients' latency.
 
     python -m loadtest.router.strangers --model FOLDER
 
 The router, its store and the echo worker are those of ``loadtest.router.router_bench``; the router
-requires keys. A client with a key asks at a steady rate, over connections that it keeps. It is
-measured in turns: twice without strangers (the ratio of the two is the noise), then beside them
-(``loadtest.router.stranger_load``). *p99* is of the time to the first event. *Memory* is what the
-router's resident memory rose by at its highest, from the moment before the strangers came.
+requires keys. A client with a key sends requests at a constant rate, over persistent connections.
+It is measured in turns: twice without strangers (the ratio of the two is the noise), then with them
+(``loadtest.router.stranger_load``). *p99* is of the time to the first event. *Memory* is the peak
+growth of the router's resident memory since the moment before the strangers came.
 
 The strangers share a core with the client, the worker and the store, at the lowest priority.
 """
@@ -44,7 +44,7 @@ from planning.common.report import this_machine, write_json
 
 KEY = "sk-strangers"
 MAX_RATIO = 1.25
-"""The aim: p99 beside strangers over p99 without."""
+"""Maximum ratio of p99 with strangers to p99 without."""
 MAX_GROWTH_MIB = 64.0
 CALL_BYTES = 60 << 20
 _CLUSTER_ID = "strangers"
@@ -63,20 +63,20 @@ ATTACKS: Mapping[str, Fields] = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is measured."""
+    """Settings of a measurement."""
 
     model: Path
     rate: float = 100.0
     """Requests per second."""
     requests: int = 1000
-    """In each turn."""
+    """Requests in each turn."""
     turns: int = 3
     answer_tokens: int = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One attack. Times in milliseconds, of the medians of all turns."""
+    """Results of one attack. Times are in milliseconds, from the medians of all turns."""
 
     attack: str
     p99_without: float
@@ -84,21 +84,21 @@ class Row:
     p99_beside: float
     growth_mib: float
     strangers: Fields
-    """What the strangers had at the end."""
+    """State of the strangers at the end."""
 
     @property
     def ratio(self) -> float:
-        """p99 beside strangers over p99 without."""
+        """Return p99 with strangers divided by p99 without."""
         return self.p99_beside / max(self.p99_without, self.p99_again)
 
     @property
     def meets_aims(self) -> bool:
-        """Whether neither latency nor memory suffers."""
+        """Whether latency and memory stay within the limits."""
         return self.ratio <= MAX_RATIO and self.growth_mib <= MAX_GROWTH_MIB
 
 
 async def measure(settings: Settings) -> list[Row]:
-    """Raises ConfigError on a machine of one core, and BatonError where a part fails."""
+    """Measure. Raises ConfigError on a machine with one core, and BatonError if a part fails."""
     usable = cores()
     if len(usable) < 2:
         raise ConfigError("two cores are needed: one for the router, one for the load")
@@ -107,7 +107,7 @@ async def measure(settings: Settings) -> list[Row]:
         require_key=True,
         keys=(KeyConfig(name="client", sha256=hashed, tenant="default"),),
     )
-    # Short: a socket's path is bounded.
+    # The path is short, since a socket's path is limited.
     with (
         tempfile.TemporaryDirectory(prefix="baton-") as name,
         pinned(usable[1]),
@@ -149,7 +149,7 @@ async def _row(
     router: RouterChild,
     folder: Path,
 ) -> Row:
-    without, again, beside, growth = [], [], [], []
+    without, again, attacked, growth = [], [], [], []
     counts: Fields = {}
     start = {"http": router.http, "grpc": router.grpc}
     for turn in range(settings.turns):
@@ -159,12 +159,12 @@ async def _row(
         async with helper(module, start, log, ready_s=_READY_S) as strangers:
             before = forget_peak(router.process)
             begun = asyncio.create_task(strangers.ask(attack, _RUN_S))
-            beside.append(await _p99(settings, client))
+            attacked.append(await _p99(settings, client))
             await begun
             growth.append((peak_memory(router.process) - before) / (1 << 20))
             counts = await strangers.ask({"do": "leave"}, _RUN_S)
-        say(f"{name}, turn {turn + 1}: p99 {beside[-1]:.2f} ms, without {without[-1]:.2f} ms")
-    medians = [float(np.median(one)) for one in (without, again, beside)]
+        say(f"{name}, turn {turn + 1}: p99 {attacked[-1]:.2f} ms, without {without[-1]:.2f} ms")
+    medians = [float(np.median(one)) for one in (without, again, attacked)]
     return Row(name, medians[0], medians[1], medians[2], max(growth), counts)
 
 
@@ -180,12 +180,12 @@ async def _p99(settings: Settings, client: Helper) -> float:
 
 
 def draw(rows: list[Row]) -> Table:
-    """A line for each attack."""
+    """Return a table with a row for each attack."""
     columns = (
         "strangers",
         "p99 without, ms",
         "again",
-        "beside them",
+        "with them",
         "ratio",
         "memory, MiB",
         "aims",
@@ -213,7 +213,7 @@ def main(
     turns: Annotated[int, typer.Option(min=1, help="Turns of each attack.")] = 3,
     output: Figures = None,
 ) -> None:
-    """Measure what strangers without a key do to a router. Exit code 1 if an aim is missed."""
+    """Measure the effect of clients without a key on a router. Exit code 1: a limit is exceeded."""
     settings = Settings(model, rate=rate, requests=requests, turns=turns)
     rows = asyncio.run(measure(settings))
     machine = this_machine()

@@ -1,7 +1,7 @@
-"""The load of `loadtest.router.router_bench`: streamed requests, over HTTP or straight to a worker.
+"""The load of `loadtest.router.router_bench`: streamed requests, over HTTP or directly to a worker.
 
-Run as a module, in a process of its own; see ``json_worker``. It keeps its own cost small, since
-it shares its core with the echo worker: it reads events as bytes and counts them. Owned by the
+Run as a module, in a separate process; see ``json_worker``. It keeps its own cost small, since it
+shares its core with the echo worker: it reads events as bytes and counts them. Owned by the
 process's event loop.
 """
 
@@ -47,13 +47,13 @@ _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":(\d+)')
 
 @dataclass(slots=True)
 class StreamResult:
-    """What came of one request; times in seconds of one clock."""
+    """The result of one request; times in seconds of one clock."""
 
     began: float
     first: float = 0.0
-    """When the first event came."""
+    """Time of the first event."""
     last: float = 0.0
-    """When the answer ended."""
+    """Time at which the answer ended."""
     events: int = 0
     tokens: int = 0
     error: str = ""
@@ -61,14 +61,14 @@ class StreamResult:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def came(self, events: int) -> None:
-        """Events came."""
+        """Record events."""
         if not self.events:
             self.first = time.perf_counter()
             self.begun.set()
         self.events += events
 
     def end(self, tokens: int, error: str = "") -> None:
-        """It is over."""
+        """Record the end."""
         self.last = time.perf_counter()
         self.tokens, self.error = tokens, error
         self.begun.set()
@@ -76,19 +76,19 @@ class StreamResult:
 
 
 class Target(ABC):
-    """Where requests go."""
+    """A destination of requests."""
 
     @abstractmethod
     async def begin(self, prompt: str, tokens: int) -> StreamResult:
-        """Send a request now; its answer fills itself."""
+        """Send a request now; the result is filled in as its answer arrives."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Nothing is under way any more."""
+        """Close the target; no request is in flight any more."""
 
 
 class HttpTarget(Target):
-    """A server of the OpenAI API, over connections that are used again."""
+    """A server of the OpenAI API, over reused connections."""
 
     def __init__(self, address: str, model: str, key: str = "") -> None:
         self._pool = HttpPool(Origin.parse(f"http://{address}"))
@@ -96,7 +96,7 @@ class HttpTarget(Target):
         self._credential = f"authorization: Bearer {key}\r\n" if key else ""
 
     async def begin(self, prompt: str, tokens: int) -> StreamResult:
-        """See ``Target``. What it takes to open a connection is not counted."""
+        """Implement ``Target``. Opening a connection is not counted."""
         body = json.dumps(
             {
                 "model": self._model,
@@ -118,18 +118,18 @@ class HttpTarget(Target):
         return answer
 
     async def close(self) -> None:
-        """See ``Target``."""
+        """Implement ``Target``."""
         self._pool.close()
 
 
 class _CountedEvents:
-    """The events of an answer, counted as they come; an ``http_connection.HttpExchange``."""
+    """Counts the events of an answer as they arrive; an ``http_connection.HttpExchange``."""
 
     def __init__(self, answer: StreamResult) -> None:
         self._answer = answer
         self._status = 0
         self._kept = b""
-        """The end of what came."""
+        """The last bytes that arrived."""
 
     def head(self, status: int, headers: dict[bytes, bytes]) -> None:
         self._status = status
@@ -148,7 +148,7 @@ class _CountedEvents:
 
 
 class DirectTarget(Target):
-    """A worker of both roles, spoken to as a router does: one stream each way of its two services.
+    """A worker of both roles, called as by a router: one stream each way of its two services.
 
     The prompt's token ids are made before the clock starts.
     """
@@ -172,7 +172,7 @@ class DirectTarget(Target):
         self._tasks.add(asyncio.create_task(self._read_tokens(messages), name="tokens"))
 
     async def begin(self, prompt: str, tokens: int) -> StreamResult:
-        """See ``Target``."""
+        """Implement ``Target``."""
         ids = self._tokenizer.encode(prompt)
         request_id = secrets.token_hex(16)
         spec = SequenceSpec(
@@ -215,14 +215,14 @@ class DirectTarget(Target):
             answer.end(answer.tokens)
 
     async def close(self) -> None:
-        """See ``Target``."""
+        """Implement ``Target``."""
         await self._prefills.close()
         await end_tasks(self._tasks)
         await self._channel.close()
 
 
 class StreamClient:
-    """Asks one target, and measures."""
+    """Sends requests to one target, and measures."""
 
     def __init__(self, target: Target, start: Fields) -> None:
         self._target = target
@@ -231,14 +231,14 @@ class StreamClient:
         self._open: list[StreamResult] = []
 
     def _prompt(self) -> str:
-        # A number of its own in front: nothing of it is found in a cache.
+        # A unique number in front keeps the prompt out of caches.
         words = self._dice.choices(_WORDS, k=self._words)
         return f"{self._dice.getrandbits(64)} {' '.join(words)}"
 
     async def at_rate(self, question: Fields) -> Fields:
-        """Requests that arrive at random (a Poisson process), whatever becomes of those before.
+        """Send requests at random times (a Poisson process), independent of earlier ones.
 
-        Answers milliseconds from the sending to the first event, and to the end.
+        Returns milliseconds from the sending to the first event, and to the end.
         """
         answers: list[StreamResult] = []
         due = time.perf_counter()
@@ -266,7 +266,7 @@ class StreamClient:
         return {}
 
     async def finish(self, question: Fields) -> Fields:
-        """Wait for the ends of those that are open: tokens, events and seconds from this on."""
+        """Wait for the ends of the open answers; returns tokens, events and seconds from now on."""
         began = time.perf_counter()
         events = sum(answer.events for answer in self._open)
         await _ended(self._open, question["tokens"])
@@ -279,16 +279,16 @@ class StreamClient:
 
 
 async def _ended(answers: list[StreamResult], tokens: int) -> None:
-    """Raises WorkerFailed where one did not end with all its tokens, and DeadlineExceeded."""
+    """Raise WorkerFailed if one did not end with all its tokens, and DeadlineExceeded."""
     try:
         async with asyncio.timeout(_ANSWER_S):
             for answer in answers:
                 await answer.ended.wait()
     except TimeoutError:
-        raise DeadlineExceeded(f"answers did not end in {_ANSWER_S:.0f} s") from None
+        raise DeadlineExceeded(f"answers did not finish within {_ANSWER_S:.0f} s") from None
     for answer in answers:
         if answer.tokens != tokens:
-            raise WorkerFailed(f"{answer.tokens} tokens came of {tokens}: {answer.error}")
+            raise WorkerFailed(f"{answer.tokens} of {tokens} tokens arrived: {answer.error}")
 
 
 async def _work(asker: Asker, start: Fields) -> None:

@@ -1,6 +1,6 @@
-"""Plots as SVG, to be put into a page: text stays text, and nothing is loaded from elsewhere.
+"""Plots as SVG for HTML pages: text stays text, and nothing is loaded from elsewhere.
 
-Drawn by matplotlib without its state machine: no display, no window, and no font in the file.
+matplotlib draws them without its state machine: no display, no window, and no font in the file.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _PIXELS_PER_INCH = 72
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Points of one series, in the order in which they are joined."""
+    """The points of one series, in the order in which they are joined."""
 
     x: Sequence[float]
     y: Sequence[float]
     marked: bool = False
-    """Each point is drawn, since there are few."""
+    """Whether each point is drawn, since there are few."""
     joined: bool = True
-    """A line runs through the points."""
+    """Whether a line runs through the points."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A value of an axis that a line shows, such as a bound."""
+    """A value of an axis that is shown as a line, such as a bound."""
 
     at: float
     text: str
@@ -41,14 +41,15 @@ class Mark:
 
 
 def cdf(values: Sequence[float]) -> Line:
-    """The share of ``values`` that are not above x."""
+    """Return the cumulative distribution of ``values``: the share of them that is at most x."""
     ranked = np.sort(np.asarray(values, np.float64))
     shares = np.arange(1, len(ranked) + 1) / max(1, len(ranked))
     return Line(ranked.tolist(), shares.tolist())
 
 
 def _shown(line: Line) -> Line:
-    """With so many points as a reader can tell apart: the first, the last, and some between."""
+    """Reduce the points to a number that a reader can distinguish: the first, the last, and some
+    between."""
     if len(line.x) <= _MAX_POINTS:
         return line
     keep = np.linspace(0, len(line.x) - 1, _MAX_POINTS).astype(int)
@@ -101,5 +102,5 @@ def draw_lines(
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     text = file.getvalue()
-    # Without the XML declaration, which has no place inside a page.
+    # The XML declaration is not allowed inside a page.
     return text[text.index("<svg") :]

@@ -1,4 +1,4 @@
-"""What commands write: tables that can be pasted, files, and the machine of a measurement."""
+"""Output of commands: tables that can be pasted, files, and the machine of a measurement."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _GIT_S = 10.0
 
 
 def whole_table(*columns: str, title: str) -> Table:
-    """A table drawn as Markdown; the first column is to the left, figures to the right."""
+    """Return a table drawn as Markdown.
+
+    The first column is left-aligned, figures are right-aligned.
+    """
     table = Table(*columns, title=title, title_justify="left", box=box.MARKDOWN)
     for number, column in enumerate(table.columns):
         column.no_wrap = True
@@ -30,14 +33,14 @@ def whole_table(*columns: str, title: str) -> Table:
 
 
 def print_whole(console: Console, table: Table) -> None:
-    """As wide as the table is."""
+    """Print a table at its full width."""
     unbounded = console.options.update(max_width=_WIDEST)
     console.width = max(console.width, console.measure(table, options=unbounded).maximum)
     console.print(table)
 
 
 def write_json(path: Path, text: str) -> None:
-    """Raises ConfigError where it cannot be written."""
+    """Write a file. Raises ConfigError if that fails."""
     try:
         path.write_text(text)
     except OSError as error:
@@ -46,20 +49,20 @@ def write_json(path: Path, text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine, the commit and the day."""
+    """The machine, the commit and the date of a measurement."""
 
     cpu: str
     cores: int
-    """Those that this process may run on."""
+    """Cores that this process may use."""
     memory_bytes: int
     kernel: str
     commit: str
-    """Baton's, with ``+`` where files differ from it; its version where there is no repository."""
+    """Baton's commit, with ``+`` if files differ from it; its version without a repository."""
     date: str
-    """ISO 8601, UTC."""
+    """Date in ISO 8601, UTC."""
 
     def line(self) -> str:
-        """One line for people."""
+        """Describe the machine in one line."""
         memory = f"{self.memory_bytes / (1 << 30):.0f} GiB"
         return (
             f"{self.cpu}, {self.cores} cores, {memory}, {self.kernel};"
@@ -68,7 +71,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """The one that this runs on, now."""
+    """Return the machine of this process, and the date."""
     return Machine(
         cpu=_cpu(Path("/proc/cpuinfo")),
         cores=len(psutil.Process().cpu_affinity() or ()),
@@ -80,7 +83,7 @@ def this_machine() -> Machine:
 
 
 def _cpu(path: Path) -> str:
-    """Its name, and its family and model, which tell more where a hypervisor hides the name."""
+    """Return the CPU's name, family and model. The latter help if a hypervisor hides the name."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

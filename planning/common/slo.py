@@ -1,4 +1,4 @@
-"""What a request must meet to be good. Pure."""
+"""SLOs that a request must meet to be good. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PART = re.compile(r"(?P<name>[a-z0-9]+)=(?P<value>[0-9.]+(?:e-?[0-9]+)?)(?P<uni
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Bounds in seconds, each of which may be unbounded."""
+    """Bounds in seconds. Each may be infinite."""
 
     ttft_s: float = math.inf
     tpot_s: float = math.inf
@@ -22,7 +22,7 @@ class Slo:
 
     @classmethod
     def parse(cls, text: str) -> Slo:
-        """``ttft=2,tpot=0.1``: in seconds, or with a unit, as in ``ttft=2s,tpot=100ms``.
+        """Parse ``ttft=2,tpot=0.1``, in seconds, or with units as in ``ttft=2s,tpot=100ms``.
 
         Raises ConfigError.
         """
@@ -31,19 +31,19 @@ class Slo:
             found = _PART.fullmatch(part.strip())
             if found is None or found["name"] not in _NAMES:
                 raise ConfigError(
-                    f"{part!r} is no SLO: name some of {', '.join(_NAMES)} with seconds, or with a"
-                    " unit, as in ttft=2s,tpot=100ms"
+                    f"{part!r} is not an SLO: give some of {', '.join(_NAMES)} in seconds, or "
+                    "with a unit, as in ttft=2s,tpot=100ms"
                 )
             seconds = _number(found["value"], text) / (1e3 if found["unit"] == "ms" else 1)
             bounds[f"{found['name']}_s"] = seconds
         return cls(**bounds)
 
     def bounds(self) -> dict[str, float]:
-        """Those that there are, in seconds."""
+        """Return the finite bounds, in seconds."""
         return {name: bound for name, bound in asdict(self).items() if bound < math.inf}
 
     def text(self) -> str:
-        """For people: ``TTFT <= 2 s, TPOT <= 100 ms``."""
+        """Return a text such as ``TTFT <= 2 s, TPOT <= 100 ms``."""
         parts = [
             f"{name.removesuffix('_s').upper()} <= "
             + (f"{bound:g} s" if bound >= 1 else f"{bound * 1e3:g} ms")
@@ -58,5 +58,5 @@ def _number(value: str, text: str) -> float:
     except ValueError:
         seconds = 0.0
     if seconds <= 0:
-        raise ConfigError(f"{text!r} has a bound that is no number above 0")
+        raise ConfigError(f"{text!r} has a bound that is not a number above 0")
     return seconds

@@ -1,12 +1,11 @@
-"""Recorded traffic: when requests came, how long they were, and which prompts begin alike.
+"""Recorded traffic: arrival times, lengths, and common prefixes of prompts.
 
-Two formats, told apart by their first character; each plain or gzipped:
+There are two formats, distinguished by their first character, each plain or gzipped:
 
-- Mooncake's, a JSON object a line: ``timestamp`` in milliseconds, ``input_length`` and
-  ``output_length`` in tokens, and, where it is known, ``hash_ids``: a number for each block of
+- Mooncake's, a JSON object per line: ``timestamp`` in milliseconds, ``input_length`` and
+  ``output_length`` in tokens, and, if known, ``hash_ids``: a number for each block of
   ``MOONCAKE_BLOCK_TOKENS`` of the prompt; equal leading numbers are equal prefixes. ``session_id``
-  is read where it is given. Mooncake: Trading More Storage for Less Computation, Qin et al., FAST
-  2025.
+  is optional. Mooncake: Trading More Storage for Less Computation, Qin et al., FAST 2025.
 - Azure's, CSV with the columns TIMESTAMP, ContextTokens and GeneratedTokens. Splitwise: Efficient
   generative LLM inference using phase splitting, Patel et al., ISCA 2024.
 """
@@ -29,58 +28,59 @@ from baton.errors import ConfigError
 from baton.hashing import block_hashes, hash_key
 
 MOONCAKE_BLOCK_TOKENS = 512
-"""Tokens of the prompt that one number of ``hash_ids`` stands for."""
+"""Tokens of the prompt per number of ``hash_ids``."""
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _GZIP_MAGIC = b"\x1f\x8b"
 _MIN_SPAN_S = 1e-9
 _ID_TOKENS = 2
-"""A number of 64 bits is hashed as so many token ids of 32."""
+"""Token ids of 32 bits by which a number of 64 bits is hashed."""
 _KEY = hash_key("trace")
 
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """A request of a trace."""
+    """One row of a trace: when a request arrived, and its lengths."""
 
     arrival_s: float
-    """Seconds after the trace's first request."""
+    """Arrival time after the trace's first request, in seconds."""
     input_tokens: int
-    """Of the prompt; at least 1."""
+    """Tokens of the prompt; at least 1."""
     output_tokens: int
-    """Of the answer; at least 1."""
+    """Tokens of the answer; at least 1."""
     block_hashes: tuple[int, ...] = ()
-    """A number of at most 64 bits for each block of the prompt, the last one perhaps not full;
-    equal leading numbers are equal prefixes. Empty where the trace says nothing of prefixes."""
+    """A number of at most 64 bits for each block of the prompt, including a partial last one. Equal
+    leading numbers are equal prefixes. Empty if the trace has no prefixes."""
     session: str = ""
-    """The conversation that it belongs to; empty where the trace says nothing of it."""
+    """The request's conversation; empty if the trace does not give it."""
 
     def chained_hashes(self) -> list[bytes]:
-        """The hashes of its blocks, 16 bytes each, as the prefix index knows them."""
+        """Return the hashes of its blocks, 16 bytes each, as the prefix index has them."""
         packed = [part for one in self.block_hashes for part in (one & 0xFFFFFFFF, one >> 32)]
         return block_hashes(packed, _ID_TOKENS, _KEY)
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """All requests, in the order of their times; at least one."""
+    """All requests in the order of their times; at least one."""
 
     requests: tuple[TracedRequest, ...]
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
-    """Tokens that one number of ``block_hashes`` stands for, after scaling."""
+    """Tokens per number of ``block_hashes``, after scaling."""
 
     @property
     def span_s(self) -> float:
-        """From the first request to the last."""
+        """Return the time from the first request to the last, in seconds."""
         return self.requests[-1].arrival_s
 
     def scaled(self, scale_time: float, scale_length: float) -> Trace:
-        """Times divided by the one, lengths (rounded up) and blocks (rounded) by the other.
+        """Divide times by ``scale_time``, and lengths and blocks by ``scale_length``.
 
-        So twice ``scale_time`` is twice the rate. Raises ConfigError unless both are above 0.
+        Lengths are rounded up, blocks are rounded. Twice ``scale_time`` gives twice the rate.
+        Raises ConfigError unless both are above 0.
         """
         for name, scale in (("time", scale_time), ("length", scale_length)):
             if not 0 < scale < math.inf:
-                raise ConfigError(f"the scale of {name} is a number above 0, not {scale:g}")
+                raise ConfigError(f"the scale of {name} must be a number above 0, not {scale:g}")
         requests = (
             replace(
                 request,
@@ -93,7 +93,7 @@ class Trace:
         return Trace(tuple(requests), max(1, round(self.block_tokens / scale_length)))
 
     def within(self, max_tokens: int) -> Trace:
-        """Cut so that prompt and answer fit in a context of so many tokens, at least 2.
+        """Cut requests so that prompt and answer fit in a context of ``max_tokens``, at least 2.
 
         An answer keeps at most half of them.
         """
@@ -105,15 +105,17 @@ class Trace:
         return replace(self, requests=tuple(requests))
 
     def at_rate(self, rate: float, seconds: float) -> Iterator[TracedRequest]:
-        """As many rows as make ``rate`` requests a second, with gaps scaled to fill ``seconds``.
+        """Yield rows for ``rate`` requests per second, with gaps scaled to fill ``seconds``.
 
-        From its first row on; at its end the trace begins anew. Raises ConfigError where all came
-        at once.
+        The trace starts again after its last row. Raises ConfigError if all requests arrive at the
+        same time.
         """
         size = len(self.requests)
         if self.span_s <= 0:
-            raise ConfigError("a trace whose requests came at once has no rate that can be changed")
-        # Behind the last row comes a gap as long as the others.
+            raise ConfigError(
+                "a trace whose requests all arrive at the same time cannot be scaled to a rate"
+            )
+        # The gap after the last row is the mean of the others.
         turn_s = self.span_s * size / (size - 1)
         places = [divmod(number, size) for number in range(max(1, round(rate * seconds)) + 1)]
         times = [turn * turn_s + self.requests[place].arrival_s for turn, place in places]
@@ -123,7 +125,7 @@ class Trace:
 
 
 def read_trace(path: Path, scale_time: float = 1.0, scale_length: float = 1.0) -> Trace:
-    """A trace of either format; both scales divide, see ``Trace.scaled``.
+    """Read a trace of either format; both scales divide, see ``Trace.scaled``.
 
     Raises ConfigError that names the file, and the line at fault.
     """
@@ -144,7 +146,7 @@ def _text(path: Path) -> str:
         content = path.read_bytes()
         return (gzip.decompress(content) if content.startswith(_GZIP_MAGIC) else content).decode()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ConfigError(f"the trace {path} cannot be read: {error}") from error
+        raise ConfigError(f"cannot read the trace {path}: {error}") from error
 
 
 def _mooncake(path: Path, text: str) -> Iterator[TracedRequest]:
@@ -158,7 +160,7 @@ def _mooncake(path: Path, text: str) -> Iterator[TracedRequest]:
 
 def _mooncake_row(fields: Any) -> TracedRequest:
     if not isinstance(fields, dict):
-        raise ValueError("a row is a JSON object")
+        raise ValueError("a row must be a JSON object")
     at: Any = fields.get("timestamp")
     if not _is_number(at) or not 0 <= at < math.inf:
         raise ValueError(f"timestamp must be a number of milliseconds from 0 on, not {at!r}")
@@ -190,7 +192,8 @@ def _azure(path: Path, text: str) -> Iterator[TracedRequest]:
     rows = csv.DictReader(io.StringIO(text))
     if not set(_AZURE_COLUMNS) <= set(rows.fieldnames or ()):
         raise ConfigError(
-            f"{path} is no trace: neither rows of JSON nor the columns {', '.join(_AZURE_COLUMNS)}"
+            f"{path} is not a trace: it has neither rows of JSON nor the columns "
+            f"{', '.join(_AZURE_COLUMNS)}"
         )
     first: datetime | None = None
     for row in rows:

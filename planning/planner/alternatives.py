@@ -1,4 +1,5 @@
-"""What a plan is compared with: its neighbors, other kinds at its price, and rules of thumb."""
+"""Alternatives to a plan for comparison: its neighbors, other kinds at its price, and rules of
+thumb."""
 
 from __future__ import annotations
 
@@ -12,41 +13,41 @@ from planning.planner.cluster_kind import ClusterKind, Counts
 from planning.planner.traffic import PlannedTraffic
 
 LONG_INPUT = 4096
-"""Tokens of the median prompt above which inputs are called long: Baton's class of that name."""
+"""Median prompt length above which inputs are long, in tokens, as in Baton's class of that name."""
 
 _ROUNDING = 1e-9
-"""Dollars."""
+"""Tolerance for rounding, in dollars."""
 
 
 class Ratio(NamedTuple):
-    """GPUs that compute prompts, to GPUs that decode."""
+    """Ratio of GPUs that compute prompts to GPUs that decode."""
 
     prefill: int
     decode: int
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Describe the ratio."""
         return f"{self.prefill}:{self.decode}"
 
 
 LONG_INPUTS = (Ratio(2, 1), Ratio(4, 1))
 SHORT_INPUTS = (Ratio(1, 1), Ratio(1, 2))
-"""Common wisdom's ranges, by their ends."""
+"""Ends of the ranges in rules of thumb."""
 
 
 def median_input(traffic: Sequence[PlannedTraffic]) -> float:
-    """Tokens of the median prompt."""
+    """Return the tokens of the median prompt."""
     return statistics.median(request.input_tokens for one in traffic for request in one.counted)
 
 
 def advised(traffic: Sequence[PlannedTraffic]) -> tuple[Ratio, ...]:
-    """Where one would begin with such prompts."""
+    """Return the ratios that rules of thumb recommend for such prompts."""
     return LONG_INPUTS if median_input(traffic) > LONG_INPUT else SHORT_INPUTS
 
 
 def split(kind: ClusterKind, gpus: int, ratio: Ratio) -> Counts | None:
-    """The counts of at most ``gpus`` that are nearest to a ratio; None: there are too few."""
+    """Return the counts of at most ``gpus`` closest to a ratio; None: there are too few GPUs."""
     prefill, decode = kind.prefill.gpus, kind.decode.gpus
     found = [
         Counts(count, (gpus - count * prefill) // decode)
@@ -61,7 +62,7 @@ def split(kind: ClusterKind, gpus: int, ratio: Ratio) -> Counts | None:
 
 
 class Candidate(NamedTuple):
-    """A line of the table that is still to be simulated."""
+    """A row of the table that is not simulated yet."""
 
     name: str
     kind: ClusterKind
@@ -69,7 +70,7 @@ class Candidate(NamedTuple):
 
 
 def neighbours(kind: ClusterKind, counts: Counts) -> list[Candidate]:
-    """One worker fewer and one more, in each pool."""
+    """Return the neighbors with one worker fewer and one more, in each pool."""
     prefill, decode = counts
     found = [
         Candidate("one prefill worker fewer", kind, Counts(prefill - 1, decode)),
@@ -81,7 +82,7 @@ def neighbours(kind: ClusterKind, counts: Counts) -> list[Candidate]:
 
 
 def same_money(kinds: Mapping[ClusterKind, Counts], dollars_per_hour: float) -> list[Candidate]:
-    """Other kinds, with what the price buys in the ratio of their floors."""
+    """Return other kinds with the counts that the price buys, in the ratio of their floors."""
     found = []
     for kind, floor in kinds.items():
         affordable = _affordable(kind, dollars_per_hour + _ROUNDING)
@@ -93,20 +94,21 @@ def same_money(kinds: Mapping[ClusterKind, Counts], dollars_per_hour: float) -> 
 
 
 def at_ratio(kind: ClusterKind, counts: Counts, ratio: Ratio) -> list[Candidate]:
-    """As many GPUs in a ratio of common wisdom, where there are enough for it."""
+    """Return the same number of GPUs in a rule of thumb's ratio, if there are enough."""
     found = split(kind, kind.gpus(counts), ratio)
     return [] if found is None else [Candidate(f"wisdom, {ratio.name}", kind, found)]
 
 
 def colocated(kind: ClusterKind, counts: Counts) -> Candidate:
-    """As many GPUs in decode workers, each of which computes the prompts that it decodes."""
+    """Return the same number of GPUs in decode workers that compute their own prompts."""
     count = max(1, kind.gpus(counts) // kind.decode.gpus)
     alike = ClusterKind(kind.decode, kind.decode, kind.transport)
     return Candidate("colocated", alike, Counts(0, count))
 
 
 def _affordable(kind: ClusterKind, dollars: float) -> list[Counts]:
-    """With each number of prefill workers as many decode workers as are left money for."""
+    """Return, for each number of prefill workers, the decode workers that the rest of the money
+    buys."""
     prefill, decode = kind.prefill.price_per_hour, kind.decode.price_per_hour
     return [
         Counts(count, int((dollars - count * prefill) / decode))

@@ -1,10 +1,10 @@
-"""The batch with which a cluster serves most within the p99 of its SLOs.
+"""Finds the batch size with the highest rate within the p99 of the SLOs.
 
-Larger batches bring more tokens per second and slower ones. Each pair of ``max_sequences`` of the
-decode workers and ``chunk_tokens`` serves the busiest part of the traffic at a multiple of its
-rate; the pair is best that keeps the SLOs of 99 % of the requests at the highest multiple. A
-request that a worker with nothing else to do would serve late does not count: no batch helps it. A
-pair that does not serve more than the best one before it is simulated once.
+Larger batches give more tokens per second and slower ones. Each pair of ``max_sequences`` of the
+decode workers and ``chunk_tokens`` serves the busiest part of the traffic at multiples of its rate.
+The best pair meets the SLOs of 99 % of the requests at the highest multiple. Requests that even an
+idle worker would serve late do not count: no batch size helps them. A pair that cannot beat the
+best one so far is simulated once.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from planning.planner.lower_bound import timely_answers, timely_prompts
 from planning.planner.plan import BatchSize, Figures, SizeSearch, SizeTrial
 
 MAX_MISSES = 0.01
-"""Share of the timely requests that may miss an SLO, and of all that may be shed or fail."""
+"""Maximum share of timely requests that may miss an SLO, and of all that may be shed or fail."""
 STEP = 1.15
 """Ratio of neighboring multiples of the rate."""
 _ROUNDING = 1e-9
 _LOWEST, _HIGHEST = -12, 20
-"""Steps: a fifth of the rate, and 16 times."""
+"""Range of steps: a fifth of the rate to 16 times the rate."""
 _SEQUENCES = (16, 64, 256, 1024)
 _CHUNKS = (512, 2048, 8192)
 
 
 def with_size(kind: ClusterKind, size: BatchSize) -> ClusterKind:
-    """The same workers with these bounds."""
+    """Return the same workers with these limits."""
     chunk = size.chunk_tokens
     own = min(kind.prefill.profile.max_sequences, chunk)
     return replace(
@@ -40,7 +40,7 @@ def with_size(kind: ClusterKind, size: BatchSize) -> ClusterKind:
 
 
 def best_size(evaluation: Evaluation, kind: ClusterKind, counts: Counts) -> SizeSearch:
-    """Search for the workers of a plan."""
+    """Search the batch size of a plan's workers."""
     profile = kind.decode.profile
     own_size = BatchSize(profile.max_sequences, kind.prefill.profile.chunk_tokens)
     config, peaks = evaluation.config, evaluation.traffic["peak"]
@@ -48,7 +48,7 @@ def best_size(evaluation: Evaluation, kind: ClusterKind, counts: Counts) -> Size
     answers = min(timely_answers(profile, one, config) for one in peaks)
 
     def figures(size: BatchSize, step: int) -> Figures:
-        # The workers' own pair is what the plan was found with.
+        # The plan was found with the workers' own pair.
         sized = kind if size == own_size else with_size(kind, size)
         return evaluation.figures_at(sized, counts, STEP**step)
 
@@ -82,7 +82,10 @@ def _bounded(worker: WorkerKind, max_sequences: int, chunk_tokens: int) -> Worke
 
 
 def _keeps(figures: Figures, prompts: float, answers: float) -> bool:
-    """``prompts`` and ``answers``: shares of the requests that can be in time at all."""
+    """Whether the p99 is met.
+
+    ``prompts`` and ``answers``: shares of requests that can be in time.
+    """
     lost = (figures.shed + figures.failed) / figures.requests
     prompts_kept = figures.missed_ttft <= 1 - (1 - MAX_MISSES) * prompts + _ROUNDING
     answers_kept = figures.missed_tpot <= 1 - (1 - MAX_MISSES) * answers + _ROUNDING
@@ -90,7 +93,8 @@ def _keeps(figures: Figures, prompts: float, answers: float) -> bool:
 
 
 def _highest(keeps: Callable[[int], bool]) -> int | None:
-    """The highest step that keeps it, found from the peak's own rate on; None: there is none."""
+    """Return the highest step that meets the condition, starting at the peak's rate; None: there is
+    none."""
     step = 0
     if keeps(step):
         while step < _HIGHEST and keeps(step + 1):

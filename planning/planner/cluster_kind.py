@@ -1,4 +1,4 @@
-"""What a cluster is made of, before its workers are counted: kinds of workers, and a transport."""
+"""Kinds of clusters: the kinds of their workers, and a transport, without counts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from planning.simulator.costs.hardware import ACCELERATORS, Accelerator
 from planning.simulator.costs.worker_profile import WorkerProfile
 
 MACHINE_GPUS = 8
-"""GPUs of a machine with links between them: a DGX's, and what clouds rent."""
+"""GPUs of a machine with links between them, as in a DGX and in cloud machines."""
 _GRPC_BYTES_PER_S = 1.6e9
-"""Of one worker: what docs/lab-notes/transfers.md measured between two processes that shared two
-cores."""
+"""Bandwidth of one worker. docs/lab-notes/transfers.md has the measurement between two processes
+that shared two cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +24,17 @@ class Transport:
 
     name: str
     needs: str
-    """What it takes, for people."""
+    """What the transport requires, in words."""
     gpu_bytes_per_s: Callable[[Accelerator], float] | None
-    """One way, of one GPU's share; None: a profile knows itself what it measured."""
+    """Bandwidth of one GPU, one way; None: a measured profile has its own."""
     worker_most: float = float("inf")
-    """Bytes per second of a worker, however many GPUs it has."""
+    """Maximum bandwidth of a worker in bytes per second, for any number of GPUs."""
     one_machine: bool = False
     """Whether all workers must be in one machine."""
 
     def bytes_per_s(self, gpu: Accelerator, gpus: int) -> float:
-        """Of a worker with so many GPUs, one way."""
-        assert self.gpu_bytes_per_s is not None, "a profile's own wire has no table"
+        """Return the bandwidth of a worker with ``gpus`` GPUs, one way."""
+        assert self.gpu_bytes_per_s is not None, "a measured profile has its own bandwidth"
         share = self.gpu_bytes_per_s(gpu) * DEFAULT_EFFICIENCY.wire
         return min(share * gpus, self.worker_most)
 
@@ -47,27 +47,28 @@ def _link(gpu: Accelerator) -> float:
     return gpu.link_bytes_per_s
 
 
-AS_MEASURED = Transport("auto", "what the profile was measured with", None)
+AS_MEASURED = Transport("auto", "the transport of the profile's measurement", None)
 TRANSPORTS: Mapping[str, Transport] = {
     one.name: one
     for one in (
-        # Those that ask for less come first: of plans at one price the first is taken.
+        # Transports with lower requirements come first: the first of several plans at one price is
+        # chosen.
         Transport("grpc", "any network", _network, _GRPC_BYTES_PER_S),
         Transport("nixl", "a network with RDMA", _network),
         Transport("nccl", "a network with RDMA", _network),
         Transport("cuda_ipc", "one machine with links", _link, one_machine=True),
     )
 }
-"""Of GPUs. Shared memory (``shm``) and gloo carry blocks of CPUs."""
+"""Transports between GPUs. Shared memory (``shm``) and gloo transfer blocks of CPUs."""
 DEFAULT_TRANSPORTS = ("grpc", "nixl", "cuda_ipc")
 
 
 _MAX_WORKERS = 1024
-"""Of a pool, by the configuration."""
+"""Maximum workers of a pool, by the configuration."""
 
 
 class Counts(NamedTuple):
-    """Workers of each pool; without prefill workers every worker does both."""
+    """Number of workers of each pool. Without prefill workers, every worker does both."""
 
     prefill: int
     decode: int
@@ -81,25 +82,25 @@ class WorkerKind:
     """An accelerator's name, or a profile's file."""
     profile: WorkerProfile
     gpu_price: float
-    """Dollars per GPU and hour."""
+    """Price of a GPU per hour, in dollars."""
 
     @property
     def name(self) -> str:
-        """``h200``, or ``h200 x 2``."""
+        """Return ``h200``, or ``h200 x 2``."""
         return self.profile.name
 
     @property
     def gpus(self) -> int:
-        """Of a worker: its degree of tensor parallelism."""
+        """Return the GPUs of a worker: its degree of tensor parallelism."""
         return self.profile.gpus
 
     @property
     def price_per_hour(self) -> float:
-        """Of a worker, in dollars."""
+        """Return the price of a worker per hour, in dollars."""
         return self.gpus * self.gpu_price
 
     def with_wire(self, transport: Transport) -> WorkerProfile:
-        """Its profile, with the bandwidth of a transport."""
+        """Return its profile with the bandwidth of a transport."""
         if transport.gpu_bytes_per_s is None:
             return self.profile
         wire = transport.bytes_per_s(ACCELERATORS[self.gpu], self.gpus)
@@ -108,7 +109,7 @@ class WorkerKind:
 
 @dataclass(frozen=True, slots=True)
 class ClusterKind:
-    """The workers of both pools, and the way between them."""
+    """The workers of both pools, and the transport between them."""
 
     prefill: WorkerKind
     decode: WorkerKind
@@ -116,11 +117,11 @@ class ClusterKind:
 
     @property
     def name(self) -> str:
-        """For people: ``h200 x 2 + h200, nixl``."""
+        """Return a text such as ``h200 x 2 + h200, nixl``."""
         return f"{self.prefill.name} + {self.decode.name}, {self.transport.name}"
 
     def shape(self, counts: Counts) -> ClusterShape:
-        """As the simulator takes it."""
+        """Return the shape for the simulator."""
         return ClusterShape(
             counts.prefill,
             counts.decode,
@@ -129,32 +130,32 @@ class ClusterKind:
         )
 
     def gpus(self, counts: Counts) -> int:
-        """Of all workers."""
+        """Return the GPUs of all workers."""
         return counts.prefill * self.prefill.gpus + counts.decode * self.decode.gpus
 
     def price_per_hour(self, counts: Counts) -> float:
-        """Of all workers, in dollars."""
+        """Return the price of all workers per hour, in dollars."""
         prefill, decode = self.prefill.price_per_hour, self.decode.price_per_hour
         return counts.prefill * prefill + counts.decode * decode
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceBudget:
-    """What there is at most; either may be unbounded."""
+    """Maximum resources; either may be infinite."""
 
     gpus: float = float("inf")
     per_hour: float = float("inf")
-    """Dollars."""
+    """Dollars per hour."""
 
     def allows(self, kind: ClusterKind, counts: Counts) -> bool:
-        """Whether there is enough for so many workers."""
+        """Whether the budget suffices for these workers."""
         gpus = kind.gpus(counts)
         if max(counts) > _MAX_WORKERS or (kind.transport.one_machine and gpus > MACHINE_GPUS):
             return False
         return gpus <= self.gpus and kind.price_per_hour(counts) <= self.per_hour
 
     def text(self) -> str:
-        """For people."""
+        """Describe the budget."""
         parts = [f"{self.gpus:g} GPUs"] if self.gpus < float("inf") else []
         parts += [f"${self.per_hour:g}/h"] if self.per_hour < float("inf") else []
         return " and ".join(parts)

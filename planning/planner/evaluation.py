@@ -1,4 +1,4 @@
-"""Candidates, tried by simulation: each once."""
+"""Simulates candidates, each of them once."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _TWICE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One candidate that was tried."""
+    """One simulated candidate."""
 
     number: int
-    """Counted from 1."""
+    """Number of the trial, from 1."""
     kind: ClusterKind
     counts: Counts
     extent: Extent
     figures: Figures | None
-    """None: it has just begun."""
+    """The figures; None: the simulation has just begun."""
 
     def text(self) -> str:
-        """For people: ``7: 3 + 2 of h200 + h200, nixl, peak: 91.2 %``."""
+        """Return a text such as ``7: 3 + 2 of h200 + h200, nixl, peak: 91.2 %``."""
         counts = f"{self.counts.prefill} + {self.counts.decode}"
         said = f"{self.number}: {counts} of {self.kind.name}, {self.extent}"
         return said if self.figures is None else f"{said}: {self.figures.attainment:.1%}"
@@ -40,7 +40,7 @@ Listen = Callable[[Trial], None]
 
 
 class Evaluation:
-    """Simulates, and remembers. Owned by whoever plans."""
+    """Simulates, and caches the results. Owned by the planner."""
 
     def __init__(
         self,
@@ -52,10 +52,10 @@ class Evaluation:
         seed: int = 0,
         listen: Listen = lambda _: None,
     ) -> None:
-        """``peak_s``: of each trace the part that is its peak, see ``traffic.busiest``.
+        """``peak_s`` is the length of each trace's peak, see ``traffic.busiest``.
 
-        ``block_tokens`` and ``seed`` are those of ``simulator.simulation.simulate``. ``listen``
-        hears of each simulation, when it begins and when it has ended.
+        ``block_tokens`` and ``seed`` are those of ``simulator.simulation.simulate``. ``listen`` is
+        called when a simulation begins and when it has ended.
         """
         self.config = config
         peaks = tuple(busiest(trace, peak_s) for trace in traces)
@@ -65,19 +65,19 @@ class Evaluation:
             "twice the peak": tuple(one.faster(_TWICE) for one in peaks),
         }
         self.is_one = self.traffic["peak"] == self.traffic["whole"]
-        """Whether the peak is all of it."""
+        """Whether the peak is all of the traffic."""
         self.simulations = 0
         self.requests = 0
-        """Simulated in all."""
+        """Simulated requests in total."""
         self.trials: list[Trial] = []
-        """That have ended, in their order."""
+        """Completed trials, in order."""
         self._block_tokens = block_tokens
         self._seed = seed
         self._listen = listen
         self._known: dict[tuple[ClusterKind, Counts, Extent], Figures] = {}
 
     def figures(self, kind: ClusterKind, counts: Counts, extent: Extent) -> Figures:
-        """Of so many workers; of all traces together."""
+        """Return the figures of these workers, over all traces together."""
         if extent == "peak" and self.is_one:
             extent = "whole"
         key = (kind, counts, extent)
@@ -86,7 +86,7 @@ class Evaluation:
         return self._known[key]
 
     def figures_at(self, kind: ClusterKind, counts: Counts, times: float) -> Figures:
-        """The same, of the peak at so many times its rate."""
+        """Return the figures for the peak at a multiple of its rate."""
         extent = "peak" if times == 1.0 else f"{times:.2f} times the peak"
         if extent not in self.traffic:
             self.traffic[extent] = tuple(one.faster(times) for one in self.traffic["peak"])

@@ -1,8 +1,8 @@
-"""How few workers could do it at best, by arithmetic alone: where a search begins.
+"""Computes a lower bound on the number of workers by arithmetic, at which a search begins.
 
-Counted is the work of those requests that cost least, as many as are asked to be good, with a cache
-that forgets nothing and steps that are always full. So a cluster that is smaller does not meet the
-target by the same cost model, and one that has as many workers usually does not either.
+It counts the work of the cheapest requests, as many as must be good, with a cache that forgets
+nothing and steps that are always full. So a smaller cluster misses the target by the same cost
+model, and one of this size usually does too.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from planning.simulator.costs.worker_profile import WorkerProfile
 def lower_bound(
     kind: ClusterKind, traffic: PlannedTraffic, config: Config, target: float
 ) -> Counts:
-    """The fewest workers of each pool, at least one, so that ``target`` of the requests are good.
+    """Return the minimum workers of each pool, at least one, for ``target`` of the requests.
 
-    Where decode workers may compute prompts, prefill workers need not: then their floor is 1.
+    If decode workers may compute prompts, prefill workers are optional, and their floor is 1.
     """
     decode = _decode_floor(kind.decode.profile, traffic, config, target)
     if config.local_prefill != "never":
@@ -32,9 +32,9 @@ def lower_bound(
 
 
 def prompts(traffic: PlannedTraffic) -> list[tuple[int, int]]:
-    """Of each request that counts the tokens that are computed at least, and those before them.
+    """Return, for each counted request, the minimum computed tokens and those before them.
 
-    What was ever seen as a prefix is held: by numbers, wherever they stood.
+    Every earlier prefix counts as cached, wherever it was computed.
     """
     seen: set[int] = set()
     found = []
@@ -54,7 +54,7 @@ def prompts(traffic: PlannedTraffic) -> list[tuple[int, int]]:
 
 
 def timely_prompts(profile: WorkerProfile, traffic: PlannedTraffic, config: Config) -> float:
-    """The share of requests whose TTFT an idle worker could keep."""
+    """Return the share of requests whose TTFT an idle worker can meet."""
     met = [
         _lone_s(profile, *prompt) <= config.slo_ttft_of(config.class_of(request.input_tokens))
         for prompt, request in zip(prompts(traffic), traffic.counted, strict=True)
@@ -63,7 +63,7 @@ def timely_prompts(profile: WorkerProfile, traffic: PlannedTraffic, config: Conf
 
 
 def timely_answers(profile: WorkerProfile, traffic: PlannedTraffic, config: Config) -> float:
-    """The share of requests whose TPOT an idle worker could keep."""
+    """Return the share of requests whose TPOT an idle worker can meet."""
     line = profile.costs.decode_line(1)
     met = [line.seconds(_context(one)) <= config.slo_tpot_s for one in traffic.counted]
     return sum(met) / len(met)
@@ -97,14 +97,14 @@ def _decode_floor(
 
 
 def _workers(each_s: Sequence[float], span_s: float, target: float) -> int:
-    """For the cheapest ``target`` of all within ``span_s``."""
+    """Return the workers for the cheapest ``target`` of all requests within ``span_s``."""
     count = math.ceil(target * len(each_s))
     work_s = sum(sorted(each_s)[:count])
     return max(1, math.ceil(work_s / max(span_s, 1e-9)))
 
 
 def _largest_batch(profile: WorkerProfile, context: float, slo_tpot_s: float) -> int:
-    """That keeps the SLO and fits the memory, with so many tokens of each; at least 1."""
+    """Return the largest batch within the SLO and the memory, for this context; at least 1."""
     held = min(profile.max_sequences, int(profile.kv_tokens / context))
     least, above = 1, max(1, held) + 1
     while above - least > 1:
@@ -117,18 +117,18 @@ def _largest_batch(profile: WorkerProfile, context: float, slo_tpot_s: float) ->
 
 
 def _context(request: TracedRequest) -> float:
-    """Tokens that a step of its attends to, on average."""
+    """Return the tokens that a step of the request attends to, on average."""
     return request.input_tokens + request.output_tokens / 2
 
 
 def _full_step_s(profile: WorkerProfile, count: int, held: int) -> float:
-    """A prompt's share of a step that is full of its likes."""
+    """Return a prompt's share of a step that is full of similar prompts."""
     alike = max(1, profile.chunk_tokens // count)
     return profile.costs.seconds(StepLoad(0, 0, ((count, held),) * alike)) / alike
 
 
 def _lone_s(profile: WorkerProfile, count: int, held: int) -> float:
-    """A prompt's time on a worker that does nothing else, chunk by chunk."""
+    """Return a prompt's time on an otherwise idle worker, chunk by chunk."""
     seconds = 0.0
     while count > 0:
         chunk = min(count, profile.chunk_tokens)

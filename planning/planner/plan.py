@@ -1,4 +1,4 @@
-"""What a plan is, and the figures by which plans are compared."""
+"""A plan, and the figures by which plans are compared."""
 
 from __future__ import annotations
 
@@ -19,45 +19,50 @@ _MILLION = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of the requests that count. Seconds; shares between 0 and 1; None where nobody knows."""
+    """Figures of the counted requests.
+
+    Times are in seconds, shares are between 0 and 1; None is unknown.
+    """
 
     requests: int
     good: int
-    """Those that met every SLO."""
+    """Requests that met every SLO."""
     shed: int
     failed: int
     input_tokens: int
-    """Of prompts that have all their answer, cached tokens included."""
+    """Prompt tokens of completed requests, cached tokens included."""
     output_tokens: int
-    """Of these answers."""
+    """Output tokens of these requests."""
     seconds: float
-    """In which they came."""
+    """Time in which they arrived, in seconds."""
     attainment: float
-    """Good of all; of several traces the lowest."""
+    """Share of good requests; the lowest over several traces."""
     ttft_p95_s: float | None
-    """Of those that have all their answer; of several traces the longest."""
+    """p95 over completed requests; the highest over several traces."""
     tpot_p95_s: float | None
     missed_ttft: float
-    """Share of the requests that were neither shed nor failed and missed this SLO."""
+    """Share of the requests that missed this SLO, and were neither shed nor failed."""
     missed_tpot: float
     prefill_busy: float | None
     decode_busy: float | None
     prefill_mfu: float | None
-    """Over the time in which a step ran, as ``decode_mbu``; see docs/explanation/simulator.md."""
+    """MFU over the time in which steps ran, as with ``decode_mbu``; see
+    docs/explanation/simulator.md."""
     decode_mbu: float | None
 
     @property
     def offered_per_s(self) -> float:
-        """Requests that came."""
+        """Return the rate of arriving requests."""
         return self.requests / max(self.seconds, 1e-9)
 
     @property
     def goodput_per_s(self) -> float:
-        """Requests that met every SLO."""
+        """Return the rate of requests that met every SLO."""
         return self.good / max(self.seconds, 1e-9)
 
     def dollars_per_million(self, dollars_per_hour: float, tokens: int) -> float | None:
-        """What a million of ``tokens`` costs, of machines at such a price over the whole time."""
+        """Return the price of a million ``tokens`` for machines at this price over the whole
+        time."""
         if not tokens:
             return None
         return dollars_per_hour * self.seconds / _HOUR_S / tokens * _MILLION
@@ -66,7 +71,7 @@ class Figures:
 def figures_of(
     result: SimulationResult, traffic: PlannedTraffic, shape: ClusterShape, config: Config
 ) -> Figures:
-    """Of one simulation."""
+    """Return the figures of one simulation."""
     pools = summary(result, shape, config)["pools"]
     counted = tuple(one for one in result.requests if one.arrival_s >= traffic.counted_from_s)
     latency = summary(replace(result, requests=counted), shape, config)["latency"]
@@ -99,7 +104,7 @@ def figures_of(
 
 
 def together(each: Sequence[Figures]) -> Figures:
-    """Of one cluster over several traces, each served by itself; at least one."""
+    """Combine the figures of one cluster over several traces, each served alone; at least one."""
     if len(each) == 1:
         return each[0]
     total = sum(one.requests for one in each)
@@ -128,7 +133,7 @@ def _longest(each: Sequence[float | None]) -> float | None:
 
 
 def _mean(each: Sequence[Figures], of: Callable[[Figures], float | None]) -> float | None:
-    """By time."""
+    """Return the mean, weighted by time."""
     known = [(value, one.seconds) for one in each if (value := of(one)) is not None]
     if not known:
         return None
@@ -138,40 +143,42 @@ def _mean(each: Sequence[Figures], of: Callable[[Figures], float | None]) -> flo
 
 @dataclass(frozen=True, slots=True)
 class PlannedCluster:
-    """One line of the table: so many workers, and what they make of the traffic."""
+    """One row of the table: a cluster, and its figures on the traffic."""
 
     name: str
     kind: ClusterKind
     counts: Counts
     peak: Figures
-    """Of the traffic's busiest part."""
+    """Figures of the traffic's busiest part."""
     whole: Figures | None = None
-    """Of all of it; None: it was not served."""
+    """Figures of all the traffic; None: not simulated."""
 
     @property
     def gpus(self) -> int:
-        """Of all workers."""
+        """Return the GPUs of all workers."""
         return self.kind.gpus(self.counts)
 
     @property
     def price_per_hour(self) -> float:
-        """Dollars."""
+        """Return the price per hour, in dollars."""
         return self.kind.price_per_hour(self.counts)
 
     @property
     def goodput_per_gpu(self) -> float:
-        """Good requests per second and GPU."""
+        """Return the good requests per second and GPU."""
         return self.peak.goodput_per_s / self.gpus
 
     @property
     def input_price(self) -> float | None:
-        """Dollars for a million tokens of prompts, of the prefill pool; None: both in one."""
+        """Return dollars per million prompt tokens, of the prefill pool; None: both roles in one
+        pool."""
         pool = self.counts.prefill * self.kind.prefill.price_per_hour
         return self.peak.dollars_per_million(pool, self.peak.input_tokens) if pool else None
 
     @property
     def output_price(self) -> float | None:
-        """Dollars for a million tokens of answers, of the decode pool; None: both in one."""
+        """Return dollars per million output tokens, of the decode pool; None: both roles in one
+        pool."""
         pool = self.counts.decode * self.kind.decode.price_per_hour
         if not self.counts.prefill:
             return None
@@ -179,73 +186,73 @@ class PlannedCluster:
 
     @property
     def token_price(self) -> float | None:
-        """Dollars for a million tokens of both, of all workers."""
+        """Return dollars per million tokens of both kinds, of all workers."""
         return self.price_of_all(self.peak)
 
     def price_of_all(self, figures: Figures) -> float | None:
-        """The same, of what ``figures`` count."""
+        """Return the same price for the tokens of ``figures``."""
         tokens = figures.input_tokens + figures.output_tokens
         return figures.dollars_per_million(self.price_per_hour, tokens)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class BatchSize:
-    """What bounds the steps of workers."""
+    """Limits of the workers' steps."""
 
     max_sequences: int
-    """Of a decode worker."""
+    """Limit of a decode worker."""
     chunk_tokens: int
-    """Of all workers."""
+    """Limit of all workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class SizeTrial:
-    """A pair that was tried."""
+    """A simulated pair of limits."""
 
     size: BatchSize
     rate: float
-    """The highest multiple of the peak's rate that keeps the p99; 0: none that was tried."""
+    """Highest multiple of the peak's rate that meets the p99; 0: none of the tried ones."""
     figures: Figures | None
-    """At that rate."""
+    """Figures at that rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class SizeSearch:
-    """What was found."""
+    """Result of the search for the batch size."""
 
     best: SizeTrial
     own: SizeTrial
     """The pair of the workers' profile."""
     tried: int
-    """Pairs."""
+    """Number of pairs that were tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What was found."""
+    """Result of the search for a cluster."""
 
     target: float
-    """Share of requests that are to be good."""
+    """Required share of good requests."""
     is_met: bool
     chosen: PlannedCluster
-    """The cheapest that meets the target; where none does, the best that the budget allows."""
+    """The cheapest cluster that meets the target; without one, the best within the budget."""
     others: tuple[PlannedCluster, ...]
     twice: Figures
-    """Of the chosen one at twice the peak's rate."""
+    """Figures of the chosen cluster at twice the peak's rate."""
     sizes: SizeSearch | None
-    """The batch that serves most within the p99 SLOs; None where the target is not met."""
+    """The batch size with the highest rate within the p99; None if the target is not met."""
     limits: str
-    """What keeps the target from being met; empty where it is."""
+    """Why the target is not met; empty if it is met."""
     remarks: tuple[str, ...]
-    """Why other kinds were not taken."""
+    """Why other kinds were not chosen."""
 
     @property
     def clusters(self) -> tuple[PlannedCluster, ...]:
-        """All of them, the chosen one first."""
+        """Return all clusters, the chosen one first."""
         return (self.chosen, *self.others)
 
     def frontier(self) -> list[PlannedCluster]:
-        """Those that nobody else beats in price and attainment, by their price."""
+        """Return the clusters that no other beats in price and attainment, by price."""
         found: list[PlannedCluster] = []
         ranked = sorted(self.clusters, key=lambda one: (one.price_per_hour, -one.peak.attainment))
         for one in ranked:

@@ -1,9 +1,9 @@
-"""Finds a plan: the cheapest cluster that meets its target, and what stands beside it.
+"""Finds a plan: the cheapest cluster that meets its target, and alternatives for comparison.
 
-Of each kind of cluster the cheapest counts are looked for in the traffic's peak (``search``), from
-the analytic floor on; a kind whose floor costs more than what was found is left out. What is found
-serves all of the traffic too, and grows where that misses the target. Then the other transports are
-tried with the same workers, and the one is taken that asks for least.
+For each kind of cluster it searches the cheapest counts for the traffic's peak (``search``),
+starting at the analytic floor. A kind whose floor costs more than the best cluster so far is
+skipped. The result then serves all of the traffic, and grows if that misses the target. Last, other
+transports are tried with the same workers, and the one with the lowest requirements is chosen.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from planning.planner.search import best_split, cheapest, least
 from planning.planner.worker_kinds import Roles, cluster_kinds, transport_of
 
 _MIN_GAIN = 0.01
-"""Of attainment: below it twice the workers do not help."""
+"""Minimum gain of attainment: below it, twice the workers do not help."""
 
 
 class CapacityPlanner:
@@ -45,7 +45,7 @@ class CapacityPlanner:
         budget: ResourceBudget,
         target: float,
     ) -> None:
-        """``transports``: those first that ask for less; at least one."""
+        """``transports`` are in order of their requirements, lowest first; at least one."""
         self._evaluation = evaluation
         self._transports = transports
         self._budget = budget
@@ -57,7 +57,7 @@ class CapacityPlanner:
         self._kinds = sorted(kinds, key=lambda kind: kind.price_per_hour(self._floors[kind]))
 
     def plan(self) -> Plan:
-        """Search, and set others beside what was found."""
+        """Search, and compare the result with alternatives."""
         found = self._cheapest() if self._reachable else None
         kind, counts = found or self._best_attainable()
         sizes = None
@@ -80,10 +80,10 @@ class CapacityPlanner:
             remarks=tuple(self._remarks),
         )
 
-    # What is known of a candidate
+    # Known facts about a candidate
 
     def _floor(self, kind: ClusterKind) -> Counts:
-        """Of the trace that asks for most."""
+        """Return the floor for the most demanding trace."""
         each = [
             lower_bound(kind, one, self._evaluation.config, self._target)
             for one in self._evaluation.traffic["peak"]
@@ -101,7 +101,7 @@ class CapacityPlanner:
             return False
         return self._evaluation.figures(kind, counts, "whole").attainment >= self._target
 
-    # The search
+    # Search
 
     def _cheapest(self) -> tuple[ClusterKind, Counts] | None:
         best: tuple[ClusterKind, Counts] | None = None
@@ -110,14 +110,14 @@ class CapacityPlanner:
             lowest = kind.price_per_hour(self._floors[kind])
             if lowest >= limit:
                 self._remarks.append(
-                    f"{kind.name}: at least {_counted(self._floors[kind])} workers would be"
-                    f" needed, for ${lowest:.2f}/h"
+                    f"{kind.name}: it needs at least {_counted(self._floors[kind])} workers, for "
+                    f"${lowest:.2f}/h"
                 )
                 continue
             found = self._cheapest_of(kind, limit)
             if found is None:
                 bound = "in the budget" if best is None else f"below ${limit:.2f}/h"
-                self._remarks.append(f"{kind.name}: nothing {bound} meets the target")
+                self._remarks.append(f"{kind.name}: no cluster {bound} meets the target")
             else:
                 best = (kind, found)
         return best
@@ -133,7 +133,7 @@ class CapacityPlanner:
             self._floors[kind],
         )
         while counts is not None and not self._meets(kind, counts):
-            # The peak was served well, all of the traffic was not.
+            # The peak was served well, but not all of the traffic.
             prefill, decode = counts
             larger = [Counts(prefill + 1, decode), Counts(prefill, decode + 1)]
             counts = max(
@@ -144,28 +144,28 @@ class CapacityPlanner:
         return counts
 
     def _simplest(self, kind: ClusterKind, counts: Counts) -> ClusterKind:
-        """The same workers with the first transport that will do."""
+        """Return the same workers with the first transport that meets the target."""
         for other in self._over(kind):
             if self._budget.allows(other, counts) and self._meets(other, counts):
                 return other
         return kind
 
     def _sized(self, kind: ClusterKind, counts: Counts, sizes: SizeSearch) -> ClusterKind:
-        """The same workers with the best batch, where the plan still meets its target."""
+        """Return the same workers with the best batch size, if the plan still meets its target."""
         sized = with_size(kind, sizes.best.size)
         if sizes.best is sizes.own or not self._meets(sized, counts):
             return kind
         return sized
 
     def _over(self, kind: ClusterKind) -> list[ClusterKind]:
-        """The same workers with each transport."""
+        """Return the same workers with each transport."""
         found = [
             replace(kind, transport=transport_of(kind.prefill, kind.decode, one))
             for one in self._transports
         ]
         return list(dict.fromkeys(found))
 
-    # What is shown where the target is out of reach
+    # Result when the target is out of reach
 
     def _best_attainable(self) -> tuple[ClusterKind, Counts]:
         found: list[tuple[float, ClusterKind, Counts]] = []
@@ -179,8 +179,8 @@ class CapacityPlanner:
                 found.append((self._attained(kind, counts), kind, counts))
         if not found:
             raise ConfigError(
-                f"{self._budget.text()} are too little for one worker of each role; the smallest"
-                f" would be {self._kinds[0].name}"
+                f"{self._budget.text()} cannot buy one worker of each role; the smallest would be "
+                f"{self._kinds[0].name}"
             )
         _, kind, counts = max(found, key=lambda one: one[0])
         return kind, counts
@@ -189,7 +189,7 @@ class CapacityPlanner:
         return self._evaluation.figures(kind, counts, "peak").attainment
 
     def _limits(self, kind: ClusterKind, counts: Counts) -> str:
-        """Which pool does, by what twice as many of it would bring."""
+        """Name the bottleneck pool, from the gain of twice its workers."""
         prefill, decode = counts
         now = self._attained(kind, counts)
         more = {
@@ -201,10 +201,13 @@ class CapacityPlanner:
         what = ", ".join(f"{share:.1%} with twice {pool}" for pool, share in more.items())
         pool = max(more, key=lambda one: more[one])
         if not self._reachable or more[pool] < now + _MIN_GAIN:
-            return f"no number of workers: one alone is too slow for the SLOs ({now:.1%}; {what})"
+            return (
+                "no number of workers suffices: a single one is too slow for the SLOs "
+                f"({now:.1%}; {what})"
+            )
         return f"{pool} ({now:.1%}; {what})"
 
-    # What stands beside the plan
+    # Alternatives
 
     def _beside(self, kind: ClusterKind, counts: Counts) -> list[Candidate]:
         others = {one: self._floors[one] for one in self._kinds if _workers(one) != _workers(kind)}
@@ -227,7 +230,8 @@ class CapacityPlanner:
         ]
 
     def _colocated(self, kind: ClusterKind, counts: Counts) -> list[Candidate]:
-        """As many GPUs as the plan has, and the fewest that meet the target too."""
+        """Return colocated clusters: with the plan's number of GPUs, and the smallest that meets
+        the target."""
         alike = colocated(kind, counts)
 
         def meets(workers: int) -> bool:
@@ -241,7 +245,7 @@ class CapacityPlanner:
 
 
 def _fastest(transports: Sequence[Transport]) -> Transport:
-    """Of those that work between machines, if there are such: none needs more workers."""
+    """Return the fastest transport, of those between machines if any: none needs more workers."""
     wide = [one for one in transports if not one.one_machine]
     return (wide or transports)[-1]
 

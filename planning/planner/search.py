@@ -1,11 +1,12 @@
-"""The cheapest counts that meet a condition, with few looks at it.
+"""Finds the cheapest counts that meet a condition, with few evaluations.
 
-The condition is taken to be monotone: more workers of either pool never spoil it. So whoever is
-larger in both pools than one that meets it need not be tried, nor whoever is smaller in both than
-one that does not. The floor, enlarged until it meets the condition, bounds the price. The least
-prefill workers beside as many decode workers as that price has, and the other way round, bound what
-is left; between these bounds the fewest decode workers are looked for, one number of prefill
-workers after the other, for as long as that can still be cheaper. All by bisection.
+The condition is assumed to be monotone: more workers of either pool never break it. So counts that
+are larger in both pools than counts that meet it need no evaluation, and neither do counts that are
+smaller in both than counts that miss it. The floor, enlarged until it meets the condition, bounds
+the price. The minimum number of prefill workers, with as many decode workers as that price allows,
+and the reverse, bound the rest. Between these bounds, the minimum number of decode workers is
+searched for one number of prefill workers after the other, while that can still be cheaper. All
+searches are bisections.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ Meets = Callable[[Counts], bool]
 Price = Callable[[Counts], float]
 Allows = Callable[[Counts], bool]
 _GROWTHS = (1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
-"""How much more than the floor is tried at first, until something meets the condition."""
+"""Multiples of the floor that are tried first, until one meets the condition."""
 
 
 class Monotone:
-    """A condition that is asked only where the answer does not follow from earlier ones."""
+    """A condition that is evaluated only if the result does not follow from earlier ones."""
 
     def __init__(self, meets: Meets) -> None:
         self._meets = meets
@@ -31,7 +32,7 @@ class Monotone:
         self._missed: list[Counts] = []
 
     def __call__(self, counts: Counts) -> bool:
-        """Whether ``counts`` meet it."""
+        """Whether ``counts`` meet the condition."""
         if any(_within(known, counts) for known in self._met):
             return True
         if any(_within(counts, known) for known in self._missed):
@@ -42,10 +43,10 @@ class Monotone:
 
 
 def cheapest(meets: Meets, price: Price, allows: Allows, floor: Counts) -> Counts | None:
-    """The cheapest counts from ``floor`` on that are allowed and meet it; None: there are none.
+    """Return the cheapest allowed counts from ``floor`` on that meet it; None: there are none.
 
-    ``price`` grows with both counts. ``allows`` holds for all that are smaller than some that it
-    holds for.
+    ``price`` grows with both counts. If ``allows`` holds for some counts, it holds for all smaller
+    ones.
     """
     if not allows(floor):
         return None
@@ -61,7 +62,7 @@ def cheapest(meets: Meets, price: Price, allows: Allows, floor: Counts) -> Count
         _most(floor.prefill, lambda n: is_cheaper(Counts(n, floor.decode))),
         _most(floor.decode, lambda n: is_cheaper(Counts(floor.prefill, n))),
     )
-    # So many of both may be more than is allowed: where even they miss it there is no hope.
+    # This may exceed what is allowed: if even these counts miss the condition, none meets it.
     if not is_met(most):
         return best
     min_prefill = least(floor.prefill, most.prefill, lambda n: is_met(Counts(n, most.decode)))
@@ -76,11 +77,11 @@ def cheapest(meets: Meets, price: Price, allows: Allows, floor: Counts) -> Count
 
 
 def best_split(value: Callable[[Counts], float], allows: Allows, start: Counts) -> Counts | None:
-    """Of the counts that leave no room for another decode worker those of the greatest value.
+    """Return the counts of the greatest value among those without room for another decode worker.
 
-    It is taken to rise to one summit, as one pool's loss is the other one's gain: climbed from
-    ``start``'s number of prefill workers by halving steps. None where not even one worker of each
-    is allowed.
+    The value is assumed to rise to a single maximum, since one pool's loss is the other one's gain.
+    The search climbs from ``start``'s number of prefill workers by halving steps. None if not even
+    one worker of each is allowed.
     """
     if not allows(Counts(1, 1)):
         return None
@@ -102,9 +103,9 @@ def best_split(value: Callable[[Counts], float], allows: Allows, start: Counts) 
 
 
 def least(low: int, high: int, meets: Callable[[int], bool]) -> int:
-    """The least number that meets it, where ``high`` does: by steps that double, then by halving.
+    """Return the smallest number that meets it, if ``high`` does, by doubling steps and bisection.
 
-    What is looked for lies mostly near ``low``.
+    The result is mostly close to ``low``.
     """
     step = 1
     while low < high:
@@ -121,7 +122,7 @@ def _within(counts: Counts, other: Counts) -> bool:
 
 
 def _first_met(is_met: Monotone, allows: Allows, floor: Counts) -> Counts | None:
-    """Some counts that meet it, in the floor's ratio: a bound for the price of all others."""
+    """Return some counts that meet it, in the floor's ratio. They bound the price of all others."""
     for growth in _GROWTHS:
         counts = Counts(math.ceil(floor.prefill * growth), math.ceil(floor.decode * growth))
         if not allows(counts):
@@ -132,7 +133,8 @@ def _first_met(is_met: Monotone, allows: Allows, floor: Counts) -> Counts | None
 
 
 def _fewest(is_met: Monotone, is_cheaper: Allows, prefill: int, low: int) -> int | None:
-    """Decode workers beside so many prefill workers, if there is a cheaper number than the best."""
+    """Return the minimum decode workers for this number of prefill workers, if cheaper than the
+    best."""
     high = _most(low, lambda n: is_cheaper(Counts(prefill, n)))
     if not is_met(Counts(prefill, high)):
         return None
@@ -150,7 +152,7 @@ def _halved(low: int, high: int, meets: Callable[[int], bool]) -> int:
 
 
 def _most(low: int, allows: Callable[[int], bool]) -> int:
-    """The greatest number that is allowed, where ``low`` is."""
+    """Return the greatest number that is allowed, if ``low`` is."""
     step = 1
     while allows(low + step):
         step *= 2

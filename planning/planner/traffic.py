@@ -1,4 +1,4 @@
-"""What a plan must serve: a trace, its busiest part, and the same at twice the rate."""
+"""The traffic of a plan: a trace, its busiest part, and the same at multiples of the rate."""
 
 from __future__ import annotations
 
@@ -8,46 +8,46 @@ from dataclasses import dataclass, replace
 from planning.common.traces import Trace, TracedRequest
 
 _LEAD_SHARE = 0.5
-"""Of a part: how much of the trace before it is served too, and does not count. It fills caches,
-and routers learn."""
+"""Length of the warm-up before a part, as a fraction of the part. Its requests do not count; they
+fill caches and train routers."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTraffic:
-    """Requests that are served, and which of them count."""
+    """Requests to serve, and which of them count."""
 
     requests: tuple[TracedRequest, ...]
-    """Their times begin at 0."""
+    """The requests; their times begin at 0."""
     block_tokens: int
-    """See ``planning.common.traces.Trace``."""
+    """Tokens of a block, see ``planning.common.traces.Trace``."""
     counted_from_s: float = 0.0
-    """Earlier ones are served, and do not count."""
+    """Time from which requests count; earlier ones are only served."""
 
     @property
     def counted(self) -> list[TracedRequest]:
-        """Those that count; at least one."""
+        """Return the counted requests; at least one."""
         return [one for one in self.requests if one.arrival_s >= self.counted_from_s]
 
     @property
     def span_s(self) -> float:
-        """In which those come that count."""
+        """Return the time in which counted requests arrive, in seconds."""
         return self.requests[-1].arrival_s - self.counted_from_s
 
     def faster(self, times: float) -> PlannedTraffic:
-        """So many times the rate."""
+        """Return the traffic at ``times`` times the rate."""
         hurried = tuple(replace(one, arrival_s=one.arrival_s / times) for one in self.requests)
         return replace(self, requests=hurried, counted_from_s=self.counted_from_s / times)
 
 
 def whole(trace: Trace) -> PlannedTraffic:
-    """All of it."""
+    """Return all of a trace."""
     return PlannedTraffic(trace.requests, trace.block_tokens)
 
 
 def busiest(trace: Trace, seconds: float) -> PlannedTraffic:
-    """The ``seconds`` in which most is asked for, behind what comes just before them.
+    """Return the ``seconds`` with the most tokens, after the part just before them.
 
-    All of the trace where it is no longer, or where ``seconds`` is 0.
+    It is all of the trace if that is no longer, or if ``seconds`` is 0.
     """
     if not 0 < seconds < trace.span_s:
         return whole(trace)
@@ -60,7 +60,7 @@ def busiest(trace: Trace, seconds: float) -> PlannedTraffic:
 
 
 def _busiest_begin(requests: Sequence[TracedRequest], seconds: float) -> float:
-    """When the part begins; prompts weigh as much as answers, over the trace."""
+    """Return when the part begins. Prompts and answers have equal weight over the trace."""
     inputs = sum(one.input_tokens for one in requests)
     outputs = sum(one.output_tokens for one in requests)
     weights = [one.input_tokens / inputs + one.output_tokens / outputs for one in requests]

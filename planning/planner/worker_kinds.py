@@ -1,4 +1,4 @@
-"""The kinds of workers and of clusters that a search tries, and the price of their GPUs."""
+"""Kinds of workers and of clusters that a search tries, and the price of their GPUs."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ ASSUMED_PRICES: Mapping[str, float] = {
     "b200": 5.00,
     "l40s": 0.90,
 }
-"""US dollars per GPU and hour, its share of machine, network and power included. Assumed by us, of
-the size of what providers asked on demand at the end of 2025, which differs by two or three times.
-"""
+"""US dollars per GPU and hour, including its share of machine, network and power. These are
+assumptions of the size of on-demand prices at the end of 2025, which differ by a factor of two or
+three."""
 
 
 def parse_prices(texts: Iterable[str]) -> dict[str, float]:
-    """``h200=3.2`` each, several with commas; lays them over those that are assumed.
+    """Parse prices such as ``h200=3.2``, several with commas; they override the assumed ones.
 
-    A number alone, with the name ``""``, is the price of whatever has none. Raises ConfigError.
+    A number alone, with the name ``""``, is the price of all others. Raises ConfigError.
     """
     prices = dict(ASSUMED_PRICES)
     for part in (part.strip() for text in texts for part in text.split(",")):
@@ -46,10 +46,10 @@ def parse_prices(texts: Iterable[str]) -> dict[str, float]:
 
 
 def price_of(prices: Mapping[str, float], name: str) -> float:
-    """Dollars per GPU and hour. Raises ConfigError where nobody said what it costs."""
+    """Return dollars per GPU and hour. Raises ConfigError if the price is unknown."""
     price = prices.get(name, prices.get(""))
     if price is None:
-        raise ConfigError(f"nobody knows what {name} costs: say --price {name}=DOLLARS")
+        raise ConfigError(f"the price of {name} is unknown: give --price {name}=DOLLARS")
     return price
 
 
@@ -59,35 +59,37 @@ def _number(value: str, text: str) -> float:
     except ValueError:
         price = math.nan
     if not 0 < price < math.inf:
-        raise ConfigError(f"{text!r} is no price: say h200=3.2, in dollars per GPU and hour")
+        raise ConfigError(
+            f"{text!r} is not a price: give one such as h200=3.2, in dollars per GPU and hour"
+        )
     return price
 
 
 _DEGREES = (1, 2, 4, 8)
 _OF_EACH = 2
-"""Degrees of tensor parallelism that are tried of a GPU in a role, where none are given."""
+"""Number of degrees of tensor parallelism to try for a GPU in a role, by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Workers that can keep the SLOs where they have nothing else to do, and others."""
+    """Workers that can meet the SLOs when they are otherwise idle, and reasons for other ones."""
 
     prefill: tuple[WorkerKind, ...]
     decode: tuple[WorkerKind, ...]
     dropped: tuple[str, ...]
-    """Why others are not tried."""
+    """Why other workers are not tried."""
     reachable: bool
-    """False: there are none that could meet the target in one of the roles, with however many
-    workers; then those that come nearest stand for them."""
+    """False: no number of workers can meet the target in one of the roles. Then the closest workers
+    are used."""
 
 
 def worker_kinds(
     gpus: Sequence[str], model: str, degrees: Sequence[int], prices: Mapping[str, float]
 ) -> tuple[list[WorkerKind], list[str]]:
-    """All that hold the model, and why others do not. Raises ConfigError: there are none.
+    """Return all kinds that hold the model, and why others do not. Raises ConfigError if none does.
 
-    ``gpus``: accelerators' names, or files of `baton calibrate`, which are what they are.
-    ``degrees`` of tensor parallelism; none: 1 to 8.
+    ``gpus`` are accelerators' names, or files of `baton calibrate`, which have a fixed degree.
+    ``degrees`` are those of tensor parallelism; empty: 1 to 8.
     """
     found, dropped = [], []
     for gpu in gpus:
@@ -104,7 +106,7 @@ def worker_kinds(
             else:
                 found.append(WorkerKind(gpu, profile, price))
     if not found:
-        raise ConfigError("; ".join(dropped) or "no GPU is named")
+        raise ConfigError("; ".join(dropped) or "no GPU is given")
     return found, dropped
 
 
@@ -116,7 +118,7 @@ def roles(
     *,
     every: bool,
 ) -> Roles:
-    """Of ``kinds`` those that fit each role: all of them, or the smallest two of each GPU."""
+    """Return the ``kinds`` that fit each role: all of them, or the smallest two of each GPU."""
 
     def prompts(kind: WorkerKind) -> float:
         return min(timely_prompts(kind.profile, one, config) for one in traffic)
@@ -130,8 +132,8 @@ def roles(
         shares = {kind: of(kind) for kind in kinds}
         able = [kind for kind in kinds if shares[kind] >= target]
         dropped += [
-            f"one {kind.name} with nothing else to do keeps the {bound} of {shares[kind]:.1%}"
-            f" of the {role}"
+            f"one {kind.name} that is otherwise idle meets the {bound} of {shares[kind]:.1%} of "
+            f"the {role}"
             for kind in kinds
             if kind not in able
         ]
@@ -142,7 +144,7 @@ def roles(
 
 
 def cluster_kinds(found: Roles, transport: Transport) -> list[ClusterKind]:
-    """Each with each; profiles that were measured have their own wire, and keep it."""
+    """Return all combinations. Measured profiles keep their own bandwidth."""
     return [
         ClusterKind(prefill, decode, transport_of(prefill, decode, transport))
         for prefill in found.prefill
@@ -151,25 +153,28 @@ def cluster_kinds(found: Roles, transport: Transport) -> list[ClusterKind]:
 
 
 def transport_of(prefill: WorkerKind, decode: WorkerKind, transport: Transport) -> Transport:
-    """``transport`` between GPUs of the table, and as measured otherwise."""
+    """Return ``transport`` between GPUs of the table, and the measured one otherwise."""
     is_known = prefill.gpu in ACCELERATORS and decode.gpu in ACCELERATORS
     return transport if is_known else AS_MEASURED
 
 
 def transports(names: Iterable[str]) -> list[Transport]:
-    """By name, those first that ask for less. Raises ConfigError."""
+    """Return transports by name, in order of their requirements, lowest first.
+
+    Raises ConfigError.
+    """
     wanted = set(names)
     unknown = wanted - set(TRANSPORTS)
     if unknown or not wanted:
         raise ConfigError(
-            f"no transport between GPUs is called {', '.join(sorted(unknown)) or repr('')};"
-            f" known: {', '.join(TRANSPORTS)}"
+            f"unknown transport between GPUs: {', '.join(sorted(unknown)) or repr('')}; known: "
+            f"{', '.join(TRANSPORTS)}"
         )
     return [one for name, one in TRANSPORTS.items() if name in wanted]
 
 
 def _smallest(kinds: Sequence[WorkerKind]) -> list[WorkerKind]:
-    """The first ones of each GPU, in whose order degrees rise."""
+    """Return the first ones of each GPU, whose degrees rise in this order."""
     found: dict[str, list[WorkerKind]] = {}
     for kind in kinds:
         found.setdefault(kind.gpu, []).append(kind)

@@ -1,4 +1,4 @@
-"""The cluster that is simulated: how many workers of what kind."""
+"""The simulated cluster: kinds and numbers of its workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from planning.simulator.costs.worker_profile import WorkerProfile
 
 @dataclass(frozen=True, slots=True)
 class ClusterShape:
-    """With ``prefill`` 0 every worker computes prompts beside what it decodes (colocated)."""
+    """Kinds and numbers of workers.
+
+    With ``prefill`` 0, every worker also computes prompts (colocated).
+    """
 
     prefill: int
     """Prefill workers."""
@@ -19,19 +22,20 @@ class ClusterShape:
     prefill_profile: WorkerProfile
     decode_profile: WorkerProfile
     paces_chunks: bool = True
-    """Whether a step with prompts and sequences that decode is kept within the SLO for TPOT, as
-    Baton's workers do; without, prompts take what a step's ``chunk_tokens`` leave."""
+    """Whether a step with prompts and decoding sequences is kept within the TPOT SLO, as in Baton's
+    workers. Otherwise prompts use all of a step's ``chunk_tokens``."""
     hosts: int = 0
-    """Machines that they share, each role dealt out in turn; 0: each has a machine of its own."""
+    """Machines that the workers share, each role distributed in turn; 0: each has its own
+    machine."""
 
     def __post_init__(self) -> None:
         if self.prefill < 0 or self.decode < 1:
             raise ConfigError(
-                f"a cluster has at least one decode worker, not {self.prefill} prefill and "
+                f"a cluster needs at least one decode worker, not {self.prefill} prefill and "
                 f"{self.decode} decode workers"
             )
         if self.hosts < 0:
-            raise ConfigError(f"workers share no {self.hosts} hosts")
+            raise ConfigError(f"workers cannot share {self.hosts} hosts")
 
     @property
     def is_colocated(self) -> bool:
@@ -39,11 +43,11 @@ class ClusterShape:
         return self.prefill == 0
 
     def profile_of(self, role: str) -> WorkerProfile:
-        """Of the workers of ``role``, prefill or decode."""
+        """Return the profile of the workers of ``role``, prefill or decode."""
         return self.prefill_profile if role == "prefill" else self.decode_profile
 
     @property
     def gpus(self) -> int:
-        """All of them."""
+        """Return the GPUs of all workers."""
         prefill, decode = self.prefill_profile, self.decode_profile
         return self.prefill * prefill.gpus + self.decode * decode.gpus

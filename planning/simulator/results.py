@@ -1,4 +1,4 @@
-"""What became of each request and of each worker."""
+"""Results of a simulation, by request and by worker."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from planning.simulator.cluster.step_log import Floats
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
-    """One request. Times are seconds of virtual time from the trace's start."""
+    """The result of one request. Times are in virtual seconds from the trace's start."""
 
     number: int
-    """Its place in the trace."""
+    """Index in the trace."""
     input_tokens: int
     output_tokens: int
-    """That it has got."""
+    """Number of generated tokens."""
     arrival_s: float
     sent_s: float | None
-    """When its turn had come; None: it never had."""
+    """Time at which it was admitted; None: never."""
     first_token_s: float | None
-    """When the router had its first token."""
+    """Time at which the router had its first token."""
     ended_s: float
     code: str
-    """Of the error that ended it; empty: it has all its tokens."""
+    """Code of the error that ended it; empty: it has all its tokens."""
     prefill: str
-    """Names of the workers of its last attempt; empty where it was not placed."""
+    """Names of the workers of its last attempt; empty without a placement."""
     decode: str
     cached_tokens: int
-    """Of its prompt, found in a cache."""
+    """Prompt tokens that were cached."""
     preemptions: int
     token_times_s: Floats
-    """When each of its tokens had come to the router. fp64 [output_tokens]."""
+    """Times at which its tokens reached the router. fp64 [output_tokens]."""
 
     @property
     def ok(self) -> bool:
@@ -46,35 +46,35 @@ class RequestResult:
 
     @property
     def was_shed(self) -> bool:
-        """Whether it was refused, or given up in line."""
+        """Whether it was rejected, on arrival or in the queue."""
         return self.code in ("overloaded", "deadline_unreachable")
 
     @property
     def ttft_s(self) -> float:
-        """Send → first token; not a number where there is none."""
+        """Return send → first token; NaN without one."""
         return float("nan") if self.first_token_s is None else self.first_token_s - self.arrival_s
 
     @property
     def e2el_s(self) -> float:
-        """Send → end."""
+        """Return send → end."""
         return self.ended_s - self.arrival_s
 
     @property
     def tpot_s(self) -> float:
-        """(E2EL - TTFT)/(output tokens - 1); not a number with fewer than two tokens."""
+        """Return (E2EL - TTFT)/(output tokens - 1); NaN with fewer than two tokens."""
         if self.output_tokens < 2 or self.first_token_s is None:
             return float("nan")
         return (self.ended_s - self.first_token_s) / (self.output_tokens - 1)
 
     @property
     def itl_s(self) -> Floats:
-        """Each gap between tokens. fp64 [output_tokens - 1]."""
+        """Return the gaps between tokens. fp64 [output_tokens - 1]."""
         return np.diff(self.token_times_s)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerResult:
-    """One worker."""
+    """Figures of one worker over the simulation."""
 
     name: str
     role: str
@@ -82,33 +82,33 @@ class WorkerResult:
     preemptions: int
     sent_bytes: float
     wire_s: float
-    """Time in which something left on its wire."""
+    """Time in which it was sending, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """All of a simulation."""
+    """All results of a simulation."""
 
     requests: tuple[RequestResult, ...]
     workers: tuple[WorkerResult, ...]
     span_s: float
-    """Until the last request and the last step had ended."""
+    """Time until the last request and the last step had ended."""
     role_changes: tuple[RoleChange, ...] = ()
-    """Of the autoscaler."""
+    """Role changes by the autoscaler."""
 
     @property
     def arrivals_s(self) -> float:
-        """From the first arrival until the last."""
+        """Return the time from the first arrival to the last."""
         return max((request.arrival_s for request in self.requests), default=0.0)
 
     @property
     def output_tokens(self) -> int:
-        """Of all requests."""
+        """Return the output tokens of all requests."""
         return sum(request.output_tokens for request in self.requests)
 
 
 def result_of(request: SimulatedRequest, workers: Sequence[SimulatedWorker]) -> RequestResult:
-    """``workers`` by their numbers."""
+    """Return the result of a request. ``workers`` are in the order of their numbers."""
     runs = [workers[worker].step_ends_s(first, last) for worker, first, last in request.runs]
     placed = request.decode >= 0
     call_s = workers[request.decode].profile.call_s if placed else 0.0

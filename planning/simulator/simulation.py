@@ -1,10 +1,9 @@
-"""A cluster serves a trace in virtual time.
+"""Simulates a cluster that serves a trace, in virtual time.
 
-A discrete-event simulation around the objects that a live cluster runs: the router's admission,
-planner and policy, the workers' schedulers, block pools, step planners and rule for room. Only the
-engine's time and the wire's are a model, and Redis a directory in memory.
-docs/explanation/simulator.md says
-what is assumed.
+This is a discrete-event simulation of the objects that a live cluster runs: the router's admission,
+planner and policy, and the workers' schedulers, block pools, step planners and reservation rules.
+Only the times of engine and network are modeled, and Redis is a directory in memory.
+docs/explanation/simulator.md has the assumptions.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from router.routing.policies import make_policy
 from router.routing.policy import RouteSettings, route_settings
 
 FINE_BLOCK_TOKENS = 64
-"""Of a KV block where the trace says nothing of prefixes."""
+"""Tokens of a KV block if the trace has no prefixes."""
 
 
 def simulate(
@@ -44,19 +43,19 @@ def simulate(
     seed: int = 0,
     leaps: bool = True,
 ) -> SimulationResult:
-    """Serve ``requests``, which come in the order of their times.
+    """Serve ``requests``, which are in the order of their times.
 
     ``config`` is that of `baton serve`: policy, classes, SLOs, admission, local prefill, and the
-    autoscaler, which changes roles alone; its pools are not asked. ``trace_block``: tokens of a
-    block of the trace's hashes. ``block_tokens``: tokens of a KV block and of the index, which
-    divide that; 0 takes the trace's own where it has hashes, and 64 where it has none. ``seed`` is
-    for policies that draw. ``leaps`` False sees every step for itself: slower by far, the same
-    result. Raises ConfigError.
+    autoscaler, which only changes roles; its pools are ignored. ``trace_block`` is the number of
+    tokens per hash of the trace. ``block_tokens`` is the number of tokens of a KV block and of an
+    index block, a divisor of ``trace_block``; 0 takes the trace's own if it has hashes, and 64
+    otherwise. ``seed`` is for policies that choose at random. Without ``leaps`` every step is
+    processed alone: much slower, with the same result. Raises ConfigError.
     """
     block = block_tokens or _usual_block(requests, trace_block)
     hashed = any(request.block_hashes for request in requests)
     if hashed and trace_block % block:
-        raise ConfigError(f"{block} tokens of a KV block do not divide the trace's {trace_block}")
+        raise ConfigError(f"KV blocks of {block} tokens do not divide the trace's {trace_block}")
     events, directory = EventQueue(), PrefixDirectory()
     side = WorkersSide(events)
     slo_s = config.slo_tpot_s if shape.paces_chunks else None
@@ -74,7 +73,7 @@ def simulate(
     each: list[SimulatedRequest] = []
 
     def arrive(number: int, traced: TracedRequest) -> None:
-        # Made now: a trace's prompts are large.
+        # Created here, since a trace's prompts are large.
         each.append(SimulatedRequest(number, traced, trace_block if hashed else block, block))
         router.arrive(each[-1])
 
@@ -100,7 +99,7 @@ def _usual_block(requests: Sequence[TracedRequest], trace_block: int) -> int:
 
 
 def _places(shape: ClusterShape) -> Iterator[tuple[str, WorkerProfile, int]]:
-    """Role, kind and place in its role of each worker."""
+    """Yield role, kind and index in its role of each worker."""
     yield from (("prefill", shape.prefill_profile, place) for place in range(shape.prefill))
     yield from (("decode", shape.decode_profile, place) for place in range(shape.decode))
 
@@ -110,7 +109,10 @@ def _host_of(hosts: Sequence[Host], place: int) -> Host | None:
 
 
 def _routes(config: Config, shape: ClusterShape, block: int) -> RouteSettings:
-    """Nothing is fetched from other workers; colocated workers compute what they decode."""
+    """Return route settings.
+
+    Workers fetch no blocks from others; colocated ones compute what they decode.
+    """
     settings = replace(route_settings(config), hash_block=block, pulls=False)
     if not shape.is_colocated:
         return settings
@@ -123,7 +125,7 @@ def _routes(config: Config, shape: ClusterShape, block: int) -> RouteSettings:
 def _result(
     requests: Sequence[SimulatedRequest], workers: Sequence[SimulatedWorker], roles: Sequence[str]
 ) -> SimulationResult:
-    """``roles`` in which the workers began: those of their pools."""
+    """Collect the results. ``roles`` are the workers' initial ones, those of their pools."""
     found = tuple(result_of(request, workers) for request in requests)
     return SimulationResult(
         requests=found,

@@ -1,4 +1,4 @@
-"""A simulation in figures, as `baton simulate` prints and writes them."""
+"""Figures of a simulation, as `baton simulate` prints and writes them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PERCENTILES = (50, 95, 99)
 
 
 def is_good(request: RequestResult, config: Config) -> bool:
-    """Whether a request met every SLO: shed and failed ones did not, and one token has no TPOT."""
+    """Whether a request met every SLO. Shed and failed ones did not; a single token has no TPOT."""
     if not request.ok:
         return False
     slo_ttft_s = config.slo_ttft_of(config.class_of(request.input_tokens))
@@ -27,7 +27,7 @@ def is_good(request: RequestResult, config: Config) -> bool:
 
 
 def summary(result: SimulationResult, shape: ClusterShape, config: Config) -> dict[str, Any]:
-    """Seconds, requests per second and shares; percentiles are null where there is nothing."""
+    """Return seconds, requests per second and shares; percentiles are null without values."""
     every = result.requests
     good = sum(is_good(request, config) for request in every)
     arrivals_s = max(result.arrivals_s, 1e-9)
@@ -72,7 +72,7 @@ def summary(result: SimulationResult, shape: ClusterShape, config: Config) -> di
 
 
 def latencies(requests: Sequence[RequestResult]) -> dict[str, dict[str, float | None]]:
-    """Of those that have all their tokens."""
+    """Return the latencies of completed requests."""
     done = [request for request in requests if request.ok]
     gaps = [request.itl_s for request in done]
     return {
@@ -84,7 +84,7 @@ def latencies(requests: Sequence[RequestResult]) -> dict[str, dict[str, float | 
 
 
 def percentiles(values: Floats) -> dict[str, float | None]:
-    """p50, p95, p99 and the mean, of numbers alone; interpolated between neighbours."""
+    """Return p50, p95, p99 and the mean of finite values; interpolated between neighbors."""
     known = values[~np.isnan(values)]
     if not len(known):
         return dict.fromkeys([*(f"p{one}" for one in PERCENTILES), "mean"])
@@ -121,13 +121,15 @@ def _pool(
 def utilization(
     workers: Sequence[WorkerResult], busy_s: float, span_s: float, peak: Peak | None
 ) -> dict[str, float | None]:
-    """MFU and MBU of workers with the same ``peak``, over the seconds in which their engines ran
+    """Return MFU and MBU of workers with the same ``peak``; null if no peak is known.
 
-    and over all of theirs (``span_s``, of all workers together); null where no peak is known.
+    They are relative to the seconds in which the engines ran (``busy_s``), and to all seconds
+    (``span_s``), of all workers together.
 
-    MFU: FLOPs that the model needs for what was computed, over those of the peak (Chowdhery et al.,
-    PaLM, 2022, appendix B, forward alone). MBU: the weights once a step and the KV that is read or
-    written, over the bytes of the peak (Databricks, LLM Inference Performance Engineering, 2023).
+    MFU: FLOPs that the model needs for the computed tokens, over those of the peak (Chowdhery et
+    al., PaLM, 2022, appendix B, forward only). MBU: the weights once per step and the KV that is
+    read or written, over the bytes of the peak (Databricks, LLM Inference Performance Engineering,
+    2023).
     """
     flops = sum(worker.work.flops for worker in workers)
     moved = sum(worker.work.memory_bytes for worker in workers)

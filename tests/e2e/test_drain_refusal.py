@@ -56,7 +56,7 @@ def test_the_only_decode_worker_is_drained_by_force_alone(rough_cluster: UpProce
     }
     done = baton(*words, "--yes", "--force")
     assert done.returncode == 0, done.stderr
-    assert f"decode-0 of {named} is drained" in done.stdout
+    assert f"decode-0 of {named} was drained" in done.stdout
     up.wait_for("decode-0 is back")
     assert up.state.processes["decode-0"] != pid
     up.wait_healthy()

@@ -98,7 +98,7 @@ def test_pools_grow_and_shrink_and_workers_leave_on_sigterm_unnoticed() -> None:
             goes_on(load)
             # The added worker does not depend on the process that added it.
             os.kill(supervisor, signal.SIGKILL)
-            up.wait_for("the supervisor was started again")
+            up.wait_for("the supervisor was restarted")
             goes_on(load)
             until(
                 lambda: set(slot_states(up)) == {"prefill-0", "decode-0", "decode-1", "decode-2"},

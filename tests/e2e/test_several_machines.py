@@ -363,7 +363,7 @@ def test_prefill_and_decode_on_nodes_of_their_own_and_the_loss_of_one() -> None:
         second.terminate(joined)
         assert {one.result(START_S) for one in running} == texts
         assert joined.wait(END_S) == 0, net.text("decode-a")
-        assert "is told to leave" in net.text("decode-a")
+        assert "is draining" in net.text("decode-a")
         assert net.answer() == whole
         # And the launcher leaves no process behind on any machine.
         net.head.terminate(up)

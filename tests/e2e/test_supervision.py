@@ -32,7 +32,7 @@ def test_a_killed_supervisor_costs_nothing_and_takes_over_when_it_is_back(
         load.goes_on()
         os.kill(supervisor, signal.SIGKILL)
         load.goes_on()
-        up.wait_for("the supervisor was started again")
+        up.wait_for("the supervisor was restarted")
         load.goes_on()
     load.check()
     assert pid_of(up, "supervisor", supervisor) != supervisor
@@ -88,7 +88,7 @@ def test_a_worker_that_hangs_for_good_is_replaced_and_ends() -> None:
         time.sleep(TTL_S)
         frozen.suspend()
         died = up.wait_for("prefill-0 died", SILENCE_S + START_S)
-        assert "nothing was heard of it" in died
+        assert "was silent" in died
         up.wait_for("prefill-0 is back")
         frozen.wait(START_S)
         up.wait_healthy()

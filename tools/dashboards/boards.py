@@ -1,4 +1,4 @@
-"""Baton's Grafana dashboards. This module writes them:
+"""Writes Baton's Grafana dashboards:
 
 python -m tools.dashboards.boards
 """
@@ -25,11 +25,11 @@ BOARDS = {
     "costs": COSTS,
     "slo": SLO,
 }
-"""By their files' names."""
+"""The dashboards, by their files' names."""
 
 
 def text_of(board: Dashboard) -> str:
-    """The file's text."""
+    """Return the file's text."""
     return json.dumps(board.to_json(), indent=2, ensure_ascii=False) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""What prompts find of their KV."""
+"""Dashboard of the KV caches."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from tools.dashboards.dashboard import Dashboard, Panel, Query, Row, rated, summ
 CACHE = Dashboard(
     "baton-cache",
     "Baton: cache",
-    "What prompts find of their KV, where it is kept, and what is fetched.",
+    "Cached prompt tokens, KV tiers, and fetches between workers.",
     (
         Row(
             "Hits",
             (
                 Panel(
-                    "Prompt tokens that were found",
+                    "Prompt tokens found in a cache",
                     (Query("baton:cached_prompt_tokens:ratio_rate5m", "{{class}}"),),
                     "percentunit",
                     "At the worker that computed the prompt.",
                 ),
                 Panel(
-                    "Prompt blocks that the index knows",
+                    "Prompt blocks in the prefix index",
                     (Query("baton:prefix_blocks_found:ratio_rate5m", "at any worker"),),
                     "percentunit",
-                    "Far more than were found at the chosen worker: routing leaves something.",
+                    "Far more than at the chosen worker: routing leaves cached blocks unused.",
                 ),
                 Panel(
-                    "Questions to the index",
+                    "Lookups in the prefix index",
                     (rated("baton_prefix_lookups_total", "outcome"),),
                     "ops",
                     stacked=True,
@@ -51,7 +51,7 @@ CACHE = Dashboard(
                     stacked=True,
                 ),
                 Panel(
-                    "Blocks behind the pool",
+                    "Blocks in tiers",
                     (summed("baton_kv_tier_blocks", "tier"),),
                     stacked=True,
                     meaning="Empty without kv_host_mib and kv_disk_mib.",
@@ -71,7 +71,7 @@ CACHE = Dashboard(
                 ),
                 Panel("Come back", (rated("baton_kv_tier_loaded_bytes_total", "tier"),), "Bps"),
                 Panel(
-                    "Loads by how they ended",
+                    "Loads by outcome",
                     (rated("baton_kv_tier_loads_total", "tier", "outcome"),),
                     "ops",
                     stacked=True,
@@ -87,7 +87,7 @@ CACHE = Dashboard(
             "Index",
             (
                 Panel(
-                    "Changes that it was not told yet",
+                    "Changes not yet sent to the index",
                     (summed("baton_index_pending_blocks", "worker"),),
                     stacked=True,
                 ),
@@ -99,7 +99,7 @@ CACHE = Dashboard(
                     stacked=True,
                 ),
                 Panel(
-                    "Blocks that came back from tiers",
+                    "Blocks loaded from tiers",
                     (rated("baton_kv_tier_loaded_blocks_total", "tier"),),
                     "ops",
                 ),

@@ -1,4 +1,4 @@
-"""What requests cost, who spends it, and how fast each user is served."""
+"""Dashboard of the cost of requests, by tenant and class, and of the speed that users see."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tools.dashboards.dashboard import RATE, Dashboard, Panel, Query, Row, quant
 COSTS = Dashboard(
     "baton-costs",
     "Baton: costs",
-    "What requests cost by the prices of the configuration, who spends it, and on what devices.",
+    "Cost of requests at the configured prices, by tenant and class, and the devices in use.",
     (
         Row(
             "Now",
@@ -16,7 +16,7 @@ COSTS = Dashboard(
                     "Dollars per hour",
                     (Query(f"sum(rate(baton_cost_dollars_total{RATE})) * 3600"),),
                     "currencyUSD",
-                    "Empty where tokens have no price.",
+                    "Empty if tokens have no price.",
                     "stat",
                 ),
                 Panel(
@@ -29,7 +29,7 @@ COSTS = Dashboard(
                     "Dollars per million prompt tokens",
                     (Query("baton:cost_per_million_input_tokens:rate5m"),),
                     "currencyUSD",
-                    "Less than the price where caches help.",
+                    "Less than the price if caches help.",
                     "stat",
                 ),
                 Panel(
@@ -42,7 +42,7 @@ COSTS = Dashboard(
             4,
         ),
         Row(
-            "Who spends it",
+            "Cost by tenant and class",
             (
                 Panel(
                     "Dollars per hour by tenant",
@@ -70,22 +70,22 @@ COSTS = Dashboard(
                     "Budgets used",
                     (Query("max by (tenant) (baton_budget_used_ratio)", "{{tenant}}"),),
                     "percentunit",
-                    "Of tenants, for the present period, as of their last requests.",
+                    "By tenant, for the current period, as of the last requests.",
                     limit=1.0,
                 ),
                 Panel(
                     "Bills lost",
                     (Query("sum(increase(baton_lost_bills_total[5m]))"),),
                     "short",
-                    "They could not be written to the disk.",
+                    "They could not be written to disk.",
                 ),
             ),
         ),
         Row(
-            "What it buys",
+            "Speed and devices",
             (
                 Panel(
-                    "Tokens per second of a user",
+                    "Tokens per second per user",
                     quantiles("baton_output_tokens_per_second", "class", 0.05, 0.5),
                     "short",
                     "After the first token, per request.",
@@ -94,7 +94,7 @@ COSTS = Dashboard(
                     "Device hours per hour",
                     (rated("baton_device_seconds_total", "role"),),
                     "short",
-                    "GPUs, or worker processes on CPUs, that are there.",
+                    "GPUs, or worker processes on CPUs, that the cluster has.",
                     stacked=True,
                 ),
                 Panel(

@@ -1,4 +1,4 @@
-"""Grafana dashboards as data: panels are named and laid out here, once for all of them.
+"""Grafana dashboards as data, with one layout and numbering of panels for all of them.
 
 The JSON is what Grafana 10 and newer import: https://grafana.com/docs/grafana/latest/dashboards/
 build-dashboards/view-dashboard-json-model/.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 _WIDTH = 24
-"""Columns of Grafana's grid."""
+"""Number of columns of Grafana's grid."""
 _SCHEMA_VERSION = 39
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _TAG = "baton"
@@ -21,7 +21,7 @@ Kind = Literal["timeseries", "stat", "heatmap"]
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A PromQL expression; ``legend`` names its series by their labels, as ``{{class}}``."""
+    """A PromQL expression; ``legend`` names its series by their labels, such as ``{{class}}``."""
 
     expression: str
     legend: str = ""
@@ -29,23 +29,23 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One picture."""
+    """One graph of a dashboard."""
 
     title: str
     queries: tuple[Query, ...]
     unit: str = "short"
-    """Grafana's name of it: ``s``, ``bytes``, ``percentunit``, ``reqps`` …"""
+    """Grafana's name of the unit: ``s``, ``bytes``, ``percentunit``, ``reqps`` …"""
     meaning: str = ""
-    """What a person should know who looks at it."""
+    """Description of the panel for its reader."""
     kind: Kind = "timeseries"
     stacked: bool = False
     limit: float | None = None
-    """A line that it should stay below, or above."""
+    """A threshold below or above which the value should stay."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Panels side by side, of equal width."""
+    """Panels next to each other, of equal width."""
 
     title: str
     panels: tuple[Panel, ...]
@@ -54,7 +54,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """One page."""
+    """One dashboard page."""
 
     uid: str
     title: str
@@ -62,7 +62,7 @@ class Dashboard:
     rows: tuple[Row, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As Grafana imports it."""
+        """Return the JSON that Grafana imports."""
         return {
             "uid": self.uid,
             "title": self.title,
@@ -81,7 +81,7 @@ class Dashboard:
 
     @property
     def panels(self) -> list[Panel]:
-        """All of them."""
+        """Return all panels."""
         return [panel for row in self.rows for panel in row.panels]
 
 
@@ -176,11 +176,12 @@ def _source_variable() -> dict[str, Any]:
 
 
 RATE = "[$__rate_interval]"
-"""Grafana takes what suits the picture and the scraping."""
+"""Grafana chooses an interval that suits the graph and the scrape interval."""
 
 
 def quantiles(series: str, by: str, *shares: float) -> tuple[Query, ...]:
-    """Of a histogram, one line for each share and each value of the label ``by``."""
+    """Return quantiles of a histogram, one line for each share and each value of the label
+    ``by``."""
     return tuple(
         Query(
             f"histogram_quantile({share}, sum by ({by}, le) (rate({series}_bucket{RATE})))",
@@ -191,7 +192,7 @@ def quantiles(series: str, by: str, *shares: float) -> tuple[Query, ...]:
 
 
 def rated(series: str, *by: str, where: str = "") -> Query:
-    """Of a counter, summed to the labels ``by``."""
+    """Return the rate of a counter, summed to the labels ``by``."""
     found = f"rate({series}{{{where}}}{RATE})" if where else f"rate({series}{RATE})"
     if not by:
         return Query(f"sum({found})", series.removeprefix("baton_").removesuffix("_total"))
@@ -200,7 +201,7 @@ def rated(series: str, *by: str, where: str = "") -> Query:
 
 
 def summed(series: str, *by: str, where: str = "") -> Query:
-    """Of a gauge, summed to the labels ``by``."""
+    """Return a gauge, summed to the labels ``by``."""
     labels = ", ".join(by)
     shown = f"{series}{{{where}}}" if where else series
     return Query(f"sum by ({labels}) ({shown})", " ".join(f"{{{{{label}}}}}" for label in by))

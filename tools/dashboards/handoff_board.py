@@ -1,4 +1,4 @@
-"""How KV travels."""
+"""Dashboard of KV transfers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from tools.dashboards.dashboard import RATE, Dashboard, Panel, Query, Row, quant
 HANDOFF = Dashboard(
     "baton-handoff",
     "Baton: handoff",
-    "How KV travels from prefill to decode workers, and what that costs.",
+    "KV transfers from prefill to decode workers, and their cost.",
     (
         Row(
             "Handoffs",
             (
                 Panel(
-                    "By how they ended",
+                    "By outcome",
                     (rated("baton_handoffs_total", "transport", "outcome"),),
                     "ops",
                     stacked=True,
@@ -22,16 +22,16 @@ HANDOFF = Dashboard(
                     "From reserve to commit",
                     quantiles("baton_handoff_seconds", "transport", 0.5, 0.95),
                     "s",
-                    "Most of it is the prompt's own computing.",
+                    "Most of this time is the computation of the prompt.",
                 ),
                 Panel(
-                    "What computing did not hide",
+                    "Time that computing did not hide",
                     quantiles("baton_handoff_exposed_seconds", "transport", 0.5, 0.95),
                     "s",
                     "From the prompt's last step to the commit: it delays the second token.",
                 ),
                 Panel(
-                    "Part that was hidden",
+                    "Hidden fraction",
                     (Query("baton:handoff_hidden:ratio_rate5m", "{{transport}}"),),
                     "percentunit",
                 ),
@@ -51,16 +51,16 @@ HANDOFF = Dashboard(
                         ),
                     ),
                     "bytes",
-                    "Pulls of cached blocks are in the bytes, and not in the count.",
+                    "The bytes include pulls of cached blocks; the count does not.",
                 ),
                 Panel(
-                    "On its way",
+                    "In flight",
                     (summed("baton_transfer_in_flight_bytes", "worker"),),
                     "bytes",
                     stacked=True,
                 ),
                 Panel(
-                    "Memory between blocks and wire",
+                    "Memory between blocks and network",
                     (summed("baton_transfer_staging_bytes", "transport"),),
                     "bytes",
                     stacked=True,
@@ -84,11 +84,13 @@ HANDOFF = Dashboard(
                 Panel(
                     "Blocks in quarantine",
                     (summed("baton_kv_blocks", "worker", where='state="quarantined"'),),
-                    meaning="Until copies into them that are under way have ended: milliseconds.",
+                    meaning=(
+                        "Blocks stay there until copies into them end, which takes milliseconds."
+                    ),
                     stacked=True,
                 ),
                 Panel(
-                    "Damaged on the wire",
+                    "Damaged in transfer",
                     (
                         Query(
                             'sum by (transport) (increase(baton_handoffs_total{outcome="checksum"}'

@@ -1,4 +1,4 @@
-"""Is it well, what does it do, and who waits."""
+"""Dashboard of the cluster's health, its load, and its queues."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tools.dashboards.slo_board import LATENCIES
 OVERVIEW = Dashboard(
     "baton-overview",
     "Baton: overview",
-    "Is it well, what does it do, and who waits.",
+    "The cluster's health, its load, and its queues.",
     (
         Row(
             "Now",
@@ -22,7 +22,7 @@ OVERVIEW = Dashboard(
                     limit=0.01,
                 ),
                 Panel(
-                    "Requests under way",
+                    "Requests in flight",
                     (Query("sum(baton_active_requests)"),),
                     kind="stat",
                 ),
@@ -52,7 +52,7 @@ OVERVIEW = Dashboard(
             "Traffic",
             (
                 Panel(
-                    "Requests by how they ended",
+                    "Requests by outcome",
                     (rated("baton_requests_total", "outcome"),),
                     "reqps",
                     stacked=True,
@@ -73,7 +73,7 @@ OVERVIEW = Dashboard(
                     "Per second.",
                 ),
                 Panel(
-                    "Requests that moved to other workers",
+                    "Migrated requests",
                     (rated("baton_moved_requests_total", "reason"),),
                     "reqps",
                 ),
@@ -81,7 +81,7 @@ OVERVIEW = Dashboard(
         ),
         LATENCIES,
         Row(
-            "What it rests on",
+            "Dependencies",
             (
                 Panel(
                     "Calls to Redis",
@@ -94,7 +94,7 @@ OVERVIEW = Dashboard(
                     "ops",
                 ),
                 Panel(
-                    "Age of the routers' view of the registry",
+                    "Age of the routers' copy of the registry",
                     (Query("max(baton_registry_age_seconds)", "oldest"),),
                     "s",
                     limit=5.0,
@@ -103,7 +103,7 @@ OVERVIEW = Dashboard(
                     "Lag of event loops",
                     quantiles("baton_event_loop_lag_seconds", "role", 0.5, 0.99),
                     "s",
-                    "What every callback waits for others.",
+                    "How late timers fire because other callbacks hold the loop.",
                 ),
             ),
         ),
@@ -129,7 +129,7 @@ OVERVIEW = Dashboard(
                     ),
                 ),
                 Panel(
-                    "Workers left out by routers",
+                    "Circuit breakers opened by routers",
                     (
                         Query(
                             "sum by (worker) (increase(baton_left_out_workers_total[5m]))",

@@ -1,4 +1,4 @@
-"""Which pool is short, and how well devices are used."""
+"""Dashboard of the pools' load and of device utilization."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from tools.dashboards.dashboard import Dashboard, Panel, Query, Row, quantiles, 
 POOLS = Dashboard(
     "baton-pools",
     "Baton: pools and their ratio",
-    "Whether prefill or decode is the one that is short, and how well devices are used.",
+    "Load of the prefill and decode pools, and utilization of devices.",
     (
         Row(
-            "Which pool is short",
+            "Bottleneck",
             (
                 Panel(
                     "Workers by role",
@@ -20,22 +20,23 @@ POOLS = Dashboard(
                     "Wait for the first step",
                     quantiles("baton_queue_seconds", "role", 0.5, 0.95),
                     "s",
-                    "Where a role's wait grows, that pool is short; a router's is that for a turn.",
+                    "The pool whose wait grows is the bottleneck. A router's wait is its "
+                    "admission queue.",
                 ),
                 Panel(
-                    "Sequences that wait",
+                    "Waiting sequences",
                     (summed("baton_sequences", "role", where='state="waiting"'),),
                     stacked=True,
                 ),
                 Panel(
-                    "Requests that wait in routers",
+                    "Requests waiting in routers",
                     (summed("baton_waiting_requests", "tenant"),),
                     stacked=True,
                 ),
             ),
         ),
         Row(
-            "How full they are",
+            "Load of the workers",
             (
                 Panel(
                     "Batch fill",
@@ -44,11 +45,11 @@ POOLS = Dashboard(
                     "Sequences of the last step over max_sequences.",
                 ),
                 Panel(
-                    "Sequences that run",
+                    "Running sequences",
                     (summed("baton_sequences", "worker", where='state="running"'),),
                 ),
                 Panel(
-                    "KV blocks taken",
+                    "KV blocks in use",
                     (Query("baton:kv_blocks_taken:ratio", "{{worker}}"),),
                     "percentunit",
                 ),
@@ -56,7 +57,7 @@ POOLS = Dashboard(
             ),
         ),
         Row(
-            "What they do",
+            "Work",
             (
                 Panel("Steps", quantiles("baton_step_seconds", "role", 0.5, 0.95), "s"),
                 Panel(
@@ -72,25 +73,25 @@ POOLS = Dashboard(
                     stacked=True,
                 ),
                 Panel(
-                    "What prefill workers do while requests wait",
+                    "Prefill work while requests wait",
                     (Query("sum(baton_prefill_speed_workers)", "in workers of the cost model"),),
                 ),
             ),
         ),
         Row(
-            "How well devices are used",
+            "Device utilization",
             (
                 Panel(
                     "MFU while steps run",
                     (Query("avg by (role) (baton_model_flops_utilization)", "{{role}}"),),
                     "percentunit",
-                    "Empty where the pools have no peak_gflops.",
+                    "Empty if the pools have no peak_gflops.",
                 ),
                 Panel(
                     "MBU while steps run",
                     (Query("avg by (role) (baton_model_bandwidth_utilization)", "{{role}}"),),
                     "percentunit",
-                    "Empty where the pools have no peak_gb_per_s.",
+                    "Empty if the pools have no peak_gb_per_s.",
                 ),
                 Panel(
                     "Operations",
@@ -105,7 +106,7 @@ POOLS = Dashboard(
             "Speculation",
             (
                 Panel(
-                    "Drafts that were right",
+                    "Accepted draft tokens",
                     (Query("baton:speculation_acceptance:ratio_rate5m", "{{drafter}}"),),
                     "percentunit",
                 ),
@@ -119,9 +120,9 @@ POOLS = Dashboard(
                     "Per second.",
                 ),
                 Panel(
-                    "Lines of batches under way",
+                    "Batch lines in flight",
                     (Query("sum(baton_batch_lines_in_flight)", "lines"),),
-                    meaning="Work that takes what slack others leave.",
+                    meaning="They use the capacity that other requests leave.",
                 ),
             ),
         ),

@@ -1,4 +1,4 @@
-"""Goodput, what spoils it, and the error budget."""
+"""Dashboard of goodput, missed SLOs, and the error budget."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LATENCIES = Row(
 SLO = Dashboard(
     "baton-slo",
     "Baton: service levels",
-    "Goodput, what spoils it, and how fast the error budget burns.",
+    "Goodput, missed SLOs, and how fast the error budget burns.",
     (
         Row(
             "Goodput",
@@ -44,7 +44,7 @@ SLO = Dashboard(
                     "Due requests that were good",
                     (Query("1 - baton:slo_misses:ratio_rate5m", "5 min"),),
                     "percentunit",
-                    "Of requests that were owed an answer, those that met every SLO.",
+                    "Fraction of the due requests that met every SLO.",
                     limit=0.99,
                 ),
                 Panel(
@@ -62,7 +62,7 @@ SLO = Dashboard(
             ),
         ),
         Row(
-            "What spoils it",
+            "Missed SLOs and errors",
             (
                 Panel(
                     "SLOs missed",
@@ -71,7 +71,7 @@ SLO = Dashboard(
                     stacked=True,
                 ),
                 Panel(
-                    "Turned away",
+                    "Rejected requests",
                     (rated("baton_requests_total", "class", "code", where='outcome="shed"'),),
                     "reqps",
                     stacked=True,
@@ -83,7 +83,7 @@ SLO = Dashboard(
                     stacked=True,
                 ),
                 Panel(
-                    "Clients that left",
+                    "Clients that disconnected",
                     (rated("baton_requests_total", "class", where='outcome="aborted"'),),
                     "reqps",
                     stacked=True,
@@ -94,12 +94,12 @@ SLO = Dashboard(
             "Error budget of 1 %",
             (
                 Panel(
-                    "How many times faster it burns",
+                    "Burn rate",
                     (
                         Query("baton:slo_misses:ratio_rate1h / 0.01", "1 h"),
                         Query("baton:slo_misses:ratio_rate6h / 0.01", "6 h"),
                     ),
-                    meaning="At 1 a month's budget lasts a month; alerts come at 14.4 and at 6.",
+                    meaning="At 1, a month's budget lasts a month; alerts fire at 14.4 and at 6.",
                     limit=6.0,
                 ),
                 Panel(

@@ -1,8 +1,8 @@
 """Records what a process runs, for ``tools.count_path``: Python imports this module at its start.
 
-``BATON_COUNT_PATH`` names a folder. Its file ``phase`` says what to record now; an empty phase
-records nothing, and ``end`` writes ``PID.json``. A profile function from the first line on is the
-only one that also sees threads which are made later.
+``BATON_COUNT_PATH`` names a folder. Its file ``phase`` names the present phase; an empty phase
+records nothing, and ``end`` writes ``PID.json``. The profile function is set at the first line,
+since only then it also sees threads that are made later.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Recorder:
         self._seen_classes: set[str] = set()
 
     def profile(self, frame: FrameType, event: str, _argument: Any) -> None:
-        """Called by Python for every call and return."""
+        """Record a function; Python calls this for every call and return."""
         functions = self._seen_functions
         if functions is None or event != "call":
             return
@@ -51,7 +51,7 @@ class _Recorder:
             return
         code = frame.f_code
         if not code.co_flags & inspect.CO_OPTIMIZED:
-            # The body of a module or a class: an import.
+            # The body of a module or a class runs at import.
             return
         functions.add((module, code.co_qualname))
         if code.co_name == "__init__" and code.co_varnames:
@@ -60,7 +60,7 @@ class _Recorder:
                 self._seen_classes.add(f"{made.__module__}.{made.__qualname__}")
 
     def follow(self) -> None:
-        """Switch phases as the file says, until the end."""
+        """Switch phases as the file requires, until the end."""
         file, known = self._folder / "phase", ""
         while known != "end":
             time.sleep(_POLL_S)
@@ -92,7 +92,7 @@ class _Recorder:
 
 if _FOLDER:
     _recorder = _Recorder(Path(_FOLDER))
-    # Without a profile function of its own, which would record itself.
+    # This thread has no profile function, which would record the thread itself.
     threading.Thread(target=_recorder.follow, name="count-path", daemon=True).start()
     threading.setprofile(_recorder.profile)
     sys.setprofile(_recorder.profile)

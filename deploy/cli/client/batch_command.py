@@ -1,4 +1,4 @@
-"""`baton batch`: a file of requests from the terminal, over HTTP."""
+"""`baton batch`: runs a file of requests over HTTP and saves the answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from router.batches.protocol import BatchFault, BatchObject, FileObject
 
 POLL_S = 0.5
 AWAY_S = 120.0
-"""A cluster that does not answer for so long is given up; its batch waits for it."""
+"""The command gives up after this many seconds without an answer. The batch keeps running."""
 _MAX_LINE_BYTES = 1 << 30
 _COPY_BYTES = 1 << 20
 T = TypeVar("T", bound=BaseModel)
@@ -32,13 +32,13 @@ T = TypeVar("T", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class BatchFiles:
-    """Where results go."""
+    """Paths of the results."""
 
     output: Path
 
     @property
     def errors(self) -> Path:
-        """Beside the other: lines that have no answer."""
+        """Path for lines without an answer, next to the answers."""
         return self.output.with_name(f"{self.output.stem}.errors{self.output.suffix}")
 
 
@@ -78,11 +78,13 @@ class BatchCommand:
             "completion_window": window,
         }
         batch = self._ask(BatchObject, "POST", "/v1/batches", json=body)
-        self._say(f"batch {batch.id}: if this is interrupted, baton batch --id {batch.id} goes on")
+        self._say(
+            f"batch {batch.id}: if this is interrupted, baton batch --id {batch.id} continues"
+        )
         return batch
 
     def follow(self, batch_id: str) -> BatchObject:
-        """Show how far it has come until it ends. The cluster may go away and come back."""
+        """Show the progress until the batch ends. The cluster may be unreachable for a while."""
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -119,10 +121,13 @@ class BatchCommand:
                 time.sleep(self._poll_s)
 
     def finish(self, batch: BatchObject, files: BatchFiles) -> ExitCode:
-        """Write the results; the exit code. Raises InvalidRequest where the file was at fault."""
+        """Write the results, and return the exit code.
+
+        Raises InvalidRequest if the file was invalid.
+        """
         if batch.status == "failed":
             faults = batch.errors.data if batch.errors else []
-            raise InvalidRequest("; ".join(map(_shown, faults)) or "the batch has failed")
+            raise InvalidRequest("; ".join(map(_shown, faults)) or "the batch failed")
         for file_id, path in (
             (batch.output_file_id, files.output),
             (batch.error_file_id, files.errors),
@@ -143,7 +148,7 @@ class BatchCommand:
             return kind.model_validate_json(response.content)
         except ValidationError:
             raise BatonError(
-                f"{response.url} did not answer as a Baton router of this version does"
+                f"{response.url} did not answer like a Baton router of this version"
             ) from None
 
     def _download(self, file_id: str, path: Path) -> None:
@@ -169,7 +174,7 @@ def _shown(fault: BatchFault) -> str:
 
 
 def endpoint_of(file: Path) -> str:
-    """What the first line of a file asks. Raises InvalidRequest."""
+    """Return the endpoint of a file's first line. Raises InvalidRequest."""
     with file.open("rb") as raws:
         try:
             line = next(read_lines(raws, _MAX_LINE_BYTES), None)
@@ -183,7 +188,7 @@ def endpoint_of(file: Path) -> str:
 def run_batch(
     command: BatchCommand, file: Path | None, batch_id: str, window: str, output: Path | None
 ) -> ExitCode:
-    """Begin a batch with ``file``, or go on with ``batch_id``; the exit code."""
+    """Start a batch with ``file``, or continue with ``batch_id``; returns the exit code."""
     batch = command.begin(file, window) if file is not None else None
     name = batch.id if batch is not None else batch_id
     if output is None:

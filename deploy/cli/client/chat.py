@@ -1,4 +1,4 @@
-"""A conversation with the model over gRPC: what was said, and the figures of each answer."""
+"""A conversation with the model over gRPC: its messages, and the figures of each answer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from baton.v1.inference_pb2 import FINISH_REASON_LENGTH, ChatMessage
 from baton.v1.sampling_pb2 import SamplingParameters
 
 _BURST_S = 0.02
-"""Tokens that arrive within so many seconds say nothing about a rate: they were read together."""
+"""Tokens that arrive within this time give no rate: they were read together. Seconds."""
 
 Write = Callable[[str], None]
-"""Shows a piece of text at once."""
+"""Shows a piece of text immediately."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,26 +24,26 @@ class ChatReply:
 
     text: str
     tokens: int = 0
-    """Of the answer."""
+    """Number of tokens of the answer."""
     first_s: float | None = None
-    """Seconds until the first token came; None where none did."""
+    """Seconds until the first token; None without one."""
     tokens_per_s: float | None = None
-    """After the first message; None where that cannot be told."""
+    """Rate after the first message; None if it is unknown."""
     is_cut: bool = False
-    """It ended at its maximum of tokens."""
+    """Whether the answer ended at its maximum of tokens."""
     interrupted: bool = False
-    """Ctrl-C ended it."""
+    """Whether Ctrl-C ended the answer."""
     prefill_worker: str = ""
     decode_worker: str = ""
-    """Empty where the cluster does not name its workers to this client."""
+    """Name of the decode worker; empty if the cluster does not show it to this client."""
     reasoning_tokens: int = 0
-    """Those of ``tokens`` that are reasoning, which is not shown."""
+    """The part of ``tokens`` that is reasoning, which is not shown."""
     forgotten: int = 0
-    """How many of the oldest questions the conversation has lost, so that this one had room."""
+    """Number of old questions that were removed from the conversation to make room."""
 
     @property
     def figures(self) -> str:
-        """One line about it, for people."""
+        """Return one line of figures for the user."""
         parts = [f"{self.tokens} token{'' if self.tokens == 1 else 's'}"]
         if self.reasoning_tokens:
             parts.append(f"{self.reasoning_tokens} of reasoning")
@@ -68,7 +68,7 @@ class _Turn:
 
 
 class Chat:
-    """Keeps the conversation, so that the model knows what was said before."""
+    """Keeps the conversation's earlier messages, which each request contains."""
 
     def __init__(
         self,
@@ -83,14 +83,14 @@ class Chat:
         self._clock = clock
         self._turns: list[_Turn] = []
         self._failed = ""
-        """The last question, where it has no answer."""
+        """The last question, if it has no answer."""
 
     def ask(self, question: str, write: Write) -> ChatReply:
         """Stream the answer to a question through ``write``. Raises BatonError.
 
-        What there is of an interrupted answer stays in the conversation. A question that failed
-        does not, and ``take_back`` gives it. Where the context is full the oldest questions are
-        left out, with their answers.
+        The received part of an interrupted answer stays in the conversation. A failed question does
+        not, and ``take_back`` returns it. When the context is full, the oldest questions and their
+        answers are removed.
         """
         self._failed = question
         kept = self._turns
@@ -109,7 +109,7 @@ class Chat:
         return replace(answer, forgotten=forgotten)
 
     def take_back(self) -> str:
-        """The last question, whose answer is forgotten if it has one; empty: there is none."""
+        """Remove and return the last question with its answer; empty: there is none."""
         if not self._failed and self._turns:
             self._failed = self._turns.pop().question
         return self._failed

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from deploy.cli.client.chat import Chat
 
 MAX_TOKENS = 512
-"""Of an answer, by default; half of a context that is smaller than twice that."""
+"""Default maximum tokens of an answer. If the context is smaller than twice this, half of it."""
 _SIGNALED = 128
-"""A shell's exit code of a process that a signal has ended is this and the signal's number."""
+"""A shell reports a process that a signal ended with this number plus the signal's."""
 
 
 @takes(TlsOptions)
@@ -78,7 +78,7 @@ def chat(
 
     In a pipe the output is plain text: the answers alone.
     """
-    # gRPC would log lost connections into the conversation; the command says what is wrong itself.
+    # gRPC would log lost connections into the conversation. The command reports them itself.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from rich.console import Console  # noqa: PLC0415
 
@@ -117,7 +117,7 @@ def chat(
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM raises SystemExit, so that the terminal gets its echo and cursor back."""
+    """Raise SystemExit on SIGTERM, so that the terminal's echo and cursor are restored."""
 
     def end(number: int, _: FrameType | None) -> NoReturn:
         raise SystemExit(_SIGNALED + number)
@@ -148,7 +148,7 @@ def _converse(chat: Chat, console: Console, where: str) -> None:
 
 
 def _converse_plainly(chat: Chat) -> None:
-    """Ask for questions until the input ends, or Ctrl-C while it waits for one."""
+    """Read and answer questions until the input ends, or until Ctrl-C at the prompt."""
     from baton.errors import BatonError  # noqa: PLC0415
 
     prompt = "> " if sys.stdin.isatty() else ""
@@ -166,7 +166,7 @@ def _converse_plainly(chat: Chat) -> None:
 
 
 def _answer(chat: Chat, question: str, console: Console | None) -> bool:
-    """Ask, and show the answer, as plain text without a console; False when Ctrl-C ended it.
+    """Ask, and show the answer, as plain text without a console; False if Ctrl-C ended it.
 
     Raises BatonError.
     """

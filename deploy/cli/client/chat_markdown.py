@@ -1,8 +1,8 @@
-"""An answer in a terminal: rendered as Markdown, while it comes.
+"""Renders an answer in a terminal as Markdown, while it arrives.
 
-A block of Markdown (a paragraph, a list, a piece of code) that is complete is printed once and
-stays. Only the open block is drawn anew, and never more of it than the screen can hold: a terminal
-cannot redraw what it has scrolled away.
+A complete block of Markdown (a paragraph, a list, a piece of code) is printed once and stays. Only
+the open block is drawn again, and only as much of it as the screen can hold: a terminal cannot
+redraw what it has scrolled away.
 """
 
 from __future__ import annotations
@@ -24,23 +24,27 @@ _REFRESH_S = 0.1
 """Seconds between two drawings of the open block."""
 _CODE_THEME = "ansi_dark"
 """Colors of the terminal's own palette, on its own background."""
-# HTML is shown as the text that it is.
+# HTML is shown as plain text.
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 _CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")})
-"""Characters that would control the terminal: they are not shown."""
+"""Characters that would control the terminal. They are not shown."""
 
 
 class MarkdownAnswer:
-    """A context in which ``write`` shows the pieces of one answer; in the end it is all there."""
+    """A context in which ``write`` shows the pieces of one answer.
+
+    All of it is shown at the end.
+    """
 
     def __init__(self, console: Console) -> None:
-        """``console`` is a terminal's."""
+        """``console`` must be a terminal's."""
         self._console = console
         self._open = _OpenBlock()
         self._live = Live(
             self._open,
             console=console,
-            # Its own thread and a print from another one can both draw from the same old position.
+            # The refresh thread and a print from another thread could both draw from the same old
+            # position.
             auto_refresh=False,
             transient=True,
             redirect_stdout=False,
@@ -65,7 +69,7 @@ class MarkdownAnswer:
         try:
             self._refresher.join()
         finally:
-            # A second Ctrl-C lands here. A Live that is not stopped would stay on the console.
+            # A second Ctrl-C arrives here. A Live that is not stopped would stay on the console.
             self._live.stop()
             self._print(self._open.text)
 
@@ -79,7 +83,7 @@ class MarkdownAnswer:
                 self._print(complete)
 
     def refresh(self) -> None:
-        """Draw at once what was written, which is drawn before long in any case."""
+        """Draw the written text now instead of at the next refresh."""
         with self._drawing:
             self._live.refresh()
 
@@ -115,7 +119,7 @@ class RenderedText:
 
 
 class _OpenBlock:
-    """The end of an answer, as much as the screen can hold; a sign of life before it begins."""
+    """The end of an answer, as much as the screen can hold; a spinner before the first text."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -137,9 +141,10 @@ class _OpenBlock:
 
 
 def settled(text: str) -> tuple[str, str]:
-    """Split an unfinished text before its last block: no further text can change those before it.
+    """Split an unfinished text before its last block: no further text can change the blocks before
+    it.
 
-    A line that is not complete begins no block, since its next character may make it another one.
+    An incomplete line starts no block, since its next character may change the kind of block.
     """
     complete = text[: text.rfind("\n") + 1]
     starts = [token.map[0] for token in _PARSER.parse(complete) if token.level == 0 and token.map]
@@ -150,7 +155,7 @@ def settled(text: str) -> tuple[str, str]:
 
 
 def _blocks(tokens: Sequence[Token]) -> Iterator[list[Token]]:
-    """The tokens of each block."""
+    """Yield the tokens of each block."""
     block = []
     for token in tokens:
         block.append(token)

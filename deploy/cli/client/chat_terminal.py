@@ -28,14 +28,14 @@ HELP = """\
 Enter sends. Alt+Enter or Ctrl-J starts a new line. Ctrl-C ends an answer.
 The arrow keys bring back earlier questions."""
 _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
-"""A path such as /etc/hosts is none."""
+"""Matches a command. A path such as /etc/hosts does not match."""
 MAX_ENTRIES = 500
 MAX_BYTES = 256 * 1024
-"""What is kept of the history when a conversation begins."""
+"""Maximum size of the history when a conversation starts, in bytes."""
 
 
 class ChatTerminal:
-    """Standard input and output are a terminal."""
+    """Runs a conversation. Standard input and output must be a terminal."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ChatTerminal:
             except EOFError:
                 return
             except KeyboardInterrupt:
-                # At the prompt, or in the moment between an answer and the next prompt.
+                # Ctrl-C at the prompt, or between an answer and the next prompt.
                 self._say("Ctrl-D or /quit ends the conversation.")
 
     def _take(self, text: str) -> None:
@@ -114,7 +114,7 @@ class ChatTerminal:
 
 
 def show_answer(chat: Chat, question: str, console: Console) -> bool:
-    """Ask, and show the answer and its figures; False when Ctrl-C ended it. Raises BatonError."""
+    """Ask, and show the answer and its figures; False if Ctrl-C ended it. Raises BatonError."""
     with MarkdownAnswer(console) as shown:
         answer = chat.ask(question, shown.write)
     _note(console, answer.figures)
@@ -132,7 +132,7 @@ def _note(console: Console, text: str) -> None:
 
 
 class QuestionInput:
-    """Reads questions from the terminal that standard input is."""
+    """Reads questions from standard input, which must be a terminal."""
 
     def __init__(self, history: History) -> None:
         self._session: PromptSession[str] = PromptSession(
@@ -144,20 +144,23 @@ class QuestionInput:
         )
 
     def read(self) -> str:
-        """The next question. Raises EOFError after Ctrl-D, and KeyboardInterrupt after Ctrl-C."""
+        """Read the next question.
+
+        Raises EOFError after Ctrl-D, and KeyboardInterrupt after Ctrl-C.
+        """
         return self._session.prompt()
 
 
 def history_file() -> Path:
-    """$XDG_STATE_HOME/baton/chat_history, by default below ~/.local/state."""
+    """Return $XDG_STATE_HOME/baton/chat_history, by default in ~/.local/state."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "baton" / "chat_history"
 
 
 def open_history(path: Path) -> History:
-    """The questions that a file keeps, and those that will be added; the oldest ones go.
+    """Open the history of questions in a file, and drop its oldest entries.
 
-    Its owner alone can read the file. Where it cannot be written, the history lasts as long as
+    Only its owner can read the file. If the file cannot be written, the history lasts as long as
     the conversation.
     """
     try:
@@ -170,7 +173,7 @@ def open_history(path: Path) -> History:
 
 class _Kept(FileHistory):
     def store_string(self, string: str) -> None:
-        # A full disk ends no conversation.
+        # A full disk must not end the conversation.
         with contextlib.suppress(OSError):
             super().store_string(string)
 
@@ -194,16 +197,14 @@ def _shorten(path: Path) -> None:
 
 @contextlib.contextmanager
 def keys_held_back() -> Iterator[None]:
-    """Inside, keys that are typed during an answer are not echoed into it; they wait for the next
+    """Keep keys that are typed during an answer from being echoed into it.
 
-    question.
-
-    Ctrl-C still raises KeyboardInterrupt.
+    They wait for the next question. Ctrl-C still raises KeyboardInterrupt.
     """
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
     held = termios.tcgetattr(terminal)
-    # Without ICRNL Enter stays what it is to the next question, which it sends.
+    # Without ICRNL, Enter reaches the next question unchanged, and sends it.
     held[0] &= ~termios.ICRNL
     held[3] &= ~(termios.ECHO | termios.ICANON)
     termios.tcsetattr(terminal, termios.TCSADRAIN, held)

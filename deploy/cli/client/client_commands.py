@@ -1,4 +1,4 @@
-"""`baton batch`: a file of requests for a running cluster."""
+"""`baton batch`: runs a file of requests on a running cluster."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def batch(
 
     if (file is None) == (not batch_id):
         fail("give either a file or --id", code=ExitCode.USAGE)
-    # Prompts and a key go to no listener that the user has not named.
+    # Prompts and a key go only to a listener that the user has named, or to the user's own cluster.
     state = target(http, cluster).cluster
     url, files = tls.url_of(http, state), tls.files(state)
     with clear_errors(), open_api(url, api_key, files) as client:

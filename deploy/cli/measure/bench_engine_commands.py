@@ -37,7 +37,7 @@ Quantization = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The model and how it is computed, for `baton profile` and `baton bench quality`."""
+    """The model and its settings, for `baton profile` and `baton bench quality`."""
 
     model: Model = DEFAULT_MODEL
     dtype: Annotated[Dtype, typer.Option(help="Data type of activations.")] = "bfloat16"
@@ -60,7 +60,7 @@ class EngineOptions:
         )
 
     def folder(self, quantization: str) -> Path:
-        """The model's folder, with files for such weights. Raises BatonError."""
+        """Return the model's folder, with files for such weights. Raises BatonError."""
         from deploy.models import model_store  # noqa: PLC0415
 
         return model_store.resolve(self.model, say, quantization).path

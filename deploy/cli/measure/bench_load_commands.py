@@ -1,4 +1,4 @@
-"""Of `baton bench` what drives a server that runs: `serve`, `goodput` and `soak`."""
+"""The commands of `baton bench` that drive a running server: `serve`, `goodput` and `soak`."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def soak(
     """Overload a cluster for hours, and check for leaks.
 
     --seconds is the duration. The command watches the processes' memory and descriptors, KV blocks,
-    sequences, and keys in Redis. Of a cluster on another machine it watches the metrics alone. Exit
-    code 5: something leaks.
+    sequences, and keys in Redis. For a cluster on another machine it watches only the metrics. Exit
+    code 5: the cluster leaks.
 
         baton bench soak --peak 4 --seconds 14400
     """
@@ -130,7 +130,7 @@ def soak(
 
 
 def _watched(url: str, tls: TlsFiles | None) -> WatchedCluster:
-    """What is known here of the cluster at ``url``."""
+    """Return what this machine knows of the cluster at ``url``."""
     from loadtest.generator.soak import WatchedCluster  # noqa: PLC0415
 
     http = urlsplit(url).netloc

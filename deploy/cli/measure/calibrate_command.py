@@ -60,9 +60,9 @@ def calibrate(
     )
     sharing = fields["sharing"]
     typer.echo(
-        f"beside prompts a step takes {sharing['decode_beside_prefill']:.2f} times as long, beside"
-        f" long ones {sharing['decode_beside_long_prefill']:.2f}; prompts beside steps"
-        f" {sharing['prefill_beside_decode']:.2f}"
+        f"next to prompts a step takes {sharing['decode_beside_prefill']:.2f} times as long, next "
+        f"to long ones {sharing['decode_beside_long_prefill']:.2f}; prompts next to steps "
+        f"{sharing['prefill_beside_decode']:.2f}"
     )
 
 
@@ -74,7 +74,7 @@ def _formula(values: list[float], first: str, second: str) -> str:
 async def _measured(
     cluster: ClusterState, *, chunk_tokens: int, is_cpu: bool, seed: int
 ) -> dict[str, Any]:
-    """The profile's fields. Raises BatonError."""
+    """Measure the profile's fields. Raises BatonError."""
     from baton.client.http_api import open_async_api  # noqa: PLC0415
     from baton.errors import ConfigError  # noqa: PLC0415
     from engine.scheduling.sequence import SchedulerLimits  # noqa: PLC0415
@@ -93,14 +93,14 @@ async def _measured(
     token_bytes *= _VALUE_BYTES.get(shape.kv_dtype, 2.0)
     kv_tokens = record.total_blocks * shape.block_size
     limits = Limits(
-        # Every tokenizer that is served has more.
+        # Every served tokenizer has a larger vocabulary.
         vocabulary=1000,
         context_tokens=record.context_length,
         sequences=record.max_sequences,
         kv_tokens=kv_tokens,
         kv_token_bytes=token_bytes,
     )
-    # As ``engine.engine`` bounds a CPU's chunks.
+    # ``engine.engine`` limits chunks on a CPU in the same way.
     chunk_keys = 1 << 19 if is_cpu else 0
     scheme = "https" if cluster.tls else "http"
     page = f"{scheme}://{cluster.operators}/metrics"
@@ -110,8 +110,8 @@ async def _measured(
         await probe.warm_up()
         if await local_prompts(client, page) > local:
             raise ConfigError(
-                "decode workers compute prompts here, and handoffs are to be timed: start the"
-                " cluster with --local-prefill never to calibrate it"
+                "decode workers compute prompts here, but calibration must time handoffs: start "
+                "the cluster with --local-prefill never"
             )
         timings = await probe.run()
     bounds = SchedulerLimits(
@@ -139,7 +139,7 @@ async def _measured(
 
 
 async def local_prompts(client: httpx.AsyncClient, url: str) -> float:
-    """Prompts that a router has left to decode workers so far; ``url`` is that of its metrics.
+    """Return how many prompts a router has left to decode workers; ``url`` is that of its metrics.
 
     Raises BatonError.
     """
@@ -158,7 +158,7 @@ async def local_prompts(client: httpx.AsyncClient, url: str) -> float:
 
 
 async def the_decode_worker(cluster: ClusterState) -> WorkerRecord:
-    """Raises Unavailable; ConfigError where answers would be spread over several."""
+    """Return the only decode worker. Raises Unavailable, or ConfigError if there are several."""
     import redis  # noqa: PLC0415
 
     from baton.errors import ConfigError, Unavailable  # noqa: PLC0415
@@ -179,7 +179,7 @@ async def the_decode_worker(cluster: ClusterState) -> WorkerRecord:
             raise Unavailable(f"the cluster has no {role} worker")
         if len(found) > 1:
             raise ConfigError(
-                f"the cluster has {len(found)} {role} workers, which share what one is to be timed"
-                " with: start it with --prefill 1 --decode 1 to calibrate it"
+                f"the cluster has {len(found)} {role} workers, and calibration must time a single "
+                "one: start the cluster with --prefill 1 --decode 1"
             )
     return by_role["decode"][0]

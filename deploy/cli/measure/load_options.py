@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 LOAD = "Load"
 _REQUESTS = "Requests"
 _RESULTS = "Results"
-"""Panels of help."""
+"""Name of a panel of help."""
 _LENGTHS = "128, uniform:64-256, normal:MEAN,DEVIATION[,MAX] or lognormal:MEDIAN,SIGMA[,MAX]."
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions(TlsOptions):
-    """Which server gets the load, what load, and what counts."""
+    """The server under load, the load, and the requests that count."""
 
     url: Annotated[
         str,
@@ -253,7 +253,7 @@ class LoadOptions(TlsOptions):
         concurrency: int | None = None,
         requests: int | None = None,
     ) -> LoadSettings:
-        """Raises ConfigError."""
+        """Make the settings of a load. Raises ConfigError."""
         from loadtest.generator.load_settings import LoadSettings, PaceSettings  # noqa: PLC0415
         from loadtest.generator.results.summary import parse_bounds  # noqa: PLC0415
         from planning.common.slo import Slo  # noqa: PLC0415
@@ -274,7 +274,7 @@ class LoadOptions(TlsOptions):
         )
 
     def outputs(self) -> Outputs:
-        """Where the report goes."""
+        """Return where the report goes."""
         from loadtest.generator.load_bench import Outputs  # noqa: PLC0415
 
         return Outputs(self.json, self.html, self.records)
@@ -285,7 +285,7 @@ class LoadOptions(TlsOptions):
         cluster = None if self.url else cluster_of_client(self.cluster)
         url = self.url or self.url_of(None, cluster)
         return ServerSettings(
-            # As other clients take it too.
+            # Other clients accept a URL with /v1 too.
             url=url.rstrip("/").removesuffix("/v1"),
             grpc=self.grpc,
             endpoint=self.endpoint,

@@ -1,11 +1,10 @@
-"""Which cluster a command acts on, what a shell completes, and confirmation before a change.
+"""Selection of the cluster that a command acts on, shell completion, and confirmation of changes.
 
 1. ``--cluster ID`` or ``--http HOST:PORT`` names the cluster.
-2. Otherwise it is the only cluster that this user runs on this machine, from whatever terminal it
-   was started.
-3. Of several, none is taken: the error lists them.
-4. If there is none, a command that only reads queries the default address, and says so, as `chat`
-   and `bench` do. A command that changes something fails, and so does `batch`.
+2. Otherwise it is the only cluster that this user runs on this machine, from any terminal.
+3. With several, none is chosen: the error lists them.
+4. If there is none, a command that only reads queries the default address and prints a note, as do
+   `chat` and `bench`. A command that changes something fails, and so does `batch`.
 
 Completion reads the clusters' state files and uses no network. So it does not know the workers of
 other machines, and it never fails.
@@ -40,7 +39,7 @@ DryRun = Annotated[
 
 
 def cluster_ids(incomplete: str) -> list[tuple[str, str]]:
-    """Ids, each with its model and address."""
+    """List ids, each with its model and address."""
     return [
         (one.cluster_id, f"{one.model} at {one.http}")
         for one in _clusters()
@@ -49,7 +48,7 @@ def cluster_ids(incomplete: str) -> list[tuple[str, str]]:
 
 
 def worker_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """The workers of the selected cluster."""
+    """List the workers of the selected cluster."""
     return [
         name
         for name in _names(ctx)
@@ -58,19 +57,19 @@ def worker_names(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def worker_and_router_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """The workers and the routers of the selected cluster."""
+    """List the workers and the routers of the selected cluster."""
     names = [name for name in _names(ctx) if _pool_of(name) or name == _ROUTER]
     return [name for name in names if name.startswith(incomplete)]
 
 
 def pool_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """The pools that have a worker on this machine."""
+    """List the pools that have a worker on this machine."""
     pools = {_pool_of(name) for name in _names(ctx)} - {"", _ROUTER}
     return sorted(name for name in pools if name.startswith(incomplete))
 
 
 def _names(ctx: typer.Context) -> list[str]:
-    """Of processes."""
+    """List the names of the selected cluster's processes."""
     cluster_id, http = ctx.params.get("cluster"), ctx.params.get("http")
     return sorted(
         {
@@ -84,7 +83,7 @@ def _names(ctx: typer.Context) -> list[str]:
 
 
 def _pool_of(name: str) -> str:
-    """Of a worker's slot, such as decode-0: the pool; empty for a process without a number."""
+    """Return the pool of a slot such as decode-0; empty for a process without a number."""
     pool, _, number = name.rpartition("-")
     return pool if number.isdecimal() else ""
 
@@ -111,7 +110,7 @@ ClusterId = Annotated[
 
 
 class NoChoice(Exception):
-    """No cluster was selected; ``lines`` say why and what to do."""
+    """No cluster was selected; ``lines`` give the reason and what to do."""
 
     def __init__(self, *lines: str, code: ExitCode) -> None:
         super().__init__(*lines)
@@ -132,20 +131,21 @@ class Target:
     """The cluster that a command acts on."""
 
     http: str | None
-    """The address that the user gave, with or without a scheme; None: the cluster's own. Where the
-    user gave the API's address of a cluster here, it is that of its operators' endpoints."""
+    """The address that the user gave, with or without a scheme; None: the cluster's own. If the
+    user gave the API's address of a cluster on this machine, it is that of its operators'
+    endpoints."""
     cluster: ClusterState | None
-    """What is known of it on this machine; None if it runs elsewhere, or as another user."""
+    """Its state file's contents; None if it runs elsewhere, or as another user."""
 
     @property
     def address(self) -> str:
-        """host:port of the router's operators' endpoints."""
+        """Return host:port of the router's operators' endpoints."""
         if self.http is not None:
             return address_of(self.http)
         return DEFAULT_HTTP if self.cluster is None else self.cluster.operators
 
     def __str__(self) -> str:
-        """For people: the cluster and the router that the command asks."""
+        """Describe the cluster and the queried router for the user."""
         if self.cluster is None:
             return f"the cluster at {self.address}"
         return f"cluster {self.cluster.cluster_id} at {self.address} (model {self.cluster.model})"
@@ -159,7 +159,10 @@ def select(
     cluster_id: str | None = None,
     only_reads: bool = False,
 ) -> Target:
-    """Choose by the rules above. ``clusters``: those that this user runs here. Raises NoChoice."""
+    """Choose by the rules above.
+
+    ``clusters`` are those that this user runs here. Raises NoChoice.
+    """
     if http is not None and cluster_id is not None:
         raise NoChoice("give --cluster or --http, not both", code=ExitCode.USAGE)
     if http is not None:
@@ -184,23 +187,23 @@ def select(
 
 
 def target(http: str | None, cluster_id: str | None, *, only_reads: bool = False) -> Target:
-    """Choose among what runs here now; ends the command if there is no choice."""
+    """Choose among the clusters that run here now; ends the command if there is no choice."""
     return _selected(http, cluster_id, only_reads=only_reads, default=DEFAULT_HTTP)
 
 
 def cluster_of_client(
     cluster_id: str | None, http: str | None = None, *, default: str = DEFAULT_HTTP
 ) -> ClusterState | None:
-    """The cluster here that a client asks; None: there is none, or ``http`` is elsewhere.
+    """Return the cluster on this machine that a client uses; None: none, or ``http`` is elsewhere.
 
-    Ends the command where several run and neither argument names one. Where none runs and there is
-    no ``http``, a message says that the client asks ``default``.
+    Ends the command if several run and neither argument names one. If none runs and there is no
+    ``http``, a message says that the client uses ``default``.
     """
     return _selected(http, cluster_id, only_reads=True, default=default).cluster
 
 
 def cluster_of_grpc(address: str, cluster_id: str | None) -> ClusterState | None:
-    """The cluster that runs here with this gRPC address, for which there must be no id."""
+    """Return the cluster on this machine with this gRPC address. It excludes a ``cluster_id``."""
     from deploy.processes.cluster_state import running_clusters  # noqa: PLC0415
 
     if cluster_id is not None:
@@ -209,7 +212,7 @@ def cluster_of_grpc(address: str, cluster_id: str | None) -> ClusterState | None
 
 
 def strangers(own: int | None = None) -> list[Stranger]:
-    """The run directories on this machine of users other than ``own`` (default: this user)."""
+    """List the run directories on this machine of users other than ``own`` (default: this user)."""
     from deploy.processes.run_directory import PREFIX, parent_directory  # noqa: PLC0415
 
     mine = os.getuid() if own is None else own
@@ -225,7 +228,7 @@ def strangers(own: int | None = None) -> list[Stranger]:
 
 
 def address_of(http: str) -> str:
-    """host:port of what a user gave, which may be a URL."""
+    """Return host:port of the user's input, which may be a URL."""
     return http.rpartition("//")[2].rstrip("/")
 
 
@@ -238,7 +241,7 @@ def is_same_address(given: str, known: str) -> bool:
 
 
 def _host_and_port(address: str) -> tuple[frozenset[str], int | None] | None:
-    """The names of the host, and the port; None where ``address`` has no host or a bad port."""
+    """Return the host's names, and the port; None if ``address`` has no host or a bad port."""
     try:
         parts = urlsplit(f"//{address_of(address)}")
         host, port = parts.hostname, parts.port
@@ -248,7 +251,7 @@ def _host_and_port(address: str) -> tuple[frozenset[str], int | None] | None:
 
 
 def _at(http: str, clusters: Sequence[ClusterState]) -> Target:
-    """The cluster at an address that the user gave."""
+    """Return the cluster at the user's address."""
     for one in clusters:
         if is_same_address(http, one.operators):
             return Target(http, one)
@@ -274,7 +277,7 @@ def _selected(
     except NoChoice as error:
         fail(*error.lines, code=error.code)
     if found.cluster is None and found.http is None:
-        say(f"none of your clusters runs on this machine: asking {default}")
+        say(f"none of your clusters runs on this machine: using {default}")
     return found
 
 
@@ -300,7 +303,7 @@ def _line(cluster: ClusterState) -> str:
 
 
 def _started_at(ticks: int) -> datetime:
-    """``ticks``: clock ticks from the boot, see ``deploy.processes.process_identity``."""
+    """Convert clock ticks since the boot to a time; see ``deploy.processes.process_identity``."""
     uptime_s = float(Path("/proc/uptime").read_text().split()[0])
     running_s = uptime_s - ticks / os.sysconf("SC_CLK_TCK")
     return datetime.now().astimezone() - timedelta(seconds=running_s)
@@ -310,7 +313,7 @@ def _about(strangers: Sequence[Stranger]) -> list[str]:
     if not strangers:
         return []
     users = ", ".join(sorted({one.user for one in strangers}))
-    # Another user chose the name: repr escapes what would control the terminal.
+    # Another user chose the name: repr escapes terminal control characters.
     folder = repr(str(strangers[0].directory))
     return [
         f"another user ({users}) runs Baton here, or did ({folder}): to act on that cluster, give"

@@ -1,4 +1,4 @@
-"""`baton doctor`: what can run on this machine."""
+"""`baton doctor`: checks this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`baton join`, `baton leave` and `baton router`: the parts of a cluster on several machines."""
+"""`baton join`, `baton leave` and `baton router`: for clusters on several machines."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from deploy.cli.options.exit_codes import ExitCode
 from deploy.cli.options.tls_options import TlsOptions
 
 _ANSWER_S = 20.0
-"""Time after the deadline of a drain within which the router answers."""
+"""Time after the deadline of a drain within which the router answers, in seconds."""
 _CONFLICT = 409
 
 
@@ -31,7 +31,7 @@ class WorkerFacts:
 
     @property
     def fate(self) -> str:
-        """What happens to its requests when it leaves its role."""
+        """Return what happens to its requests when it leaves its role."""
         state = "" if self.state == "ready" else f"it is {self.state}; "
         requests = f"{self.running} running and {self.waiting} waiting requests"
         return f"{state}{requests} end there or move to other workers"
@@ -44,16 +44,16 @@ class ClusterFacts:
     id: str
     model: str
     address: str
-    """host:port of the router."""
+    """Address of the router, host:port."""
     workers: tuple[WorkerFacts, ...]
     pools: dict[str, int]
-    """How many workers each should have."""
+    """Number of workers that each pool should have."""
 
     def __str__(self) -> str:
         return f"cluster {self.id} at {self.address} (model {self.model})"
 
     def worker(self, slot: str) -> WorkerFacts:
-        """Ends the command if there is no such worker."""
+        """Return a worker. Ends the command if there is no such worker."""
         found = {one.slot: one for one in self.workers}
         if slot not in found:
             fail(f"{self} has no worker {slot!r}; its workers: {', '.join(found) or 'none'}")
@@ -70,7 +70,8 @@ class OperatorClient:
         self._tls = tls
         self._target = target
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        # What a user gave for a cluster here has become the address of its operators' endpoints.
+        # The address that the user gave for a cluster here was replaced by that of its operators'
+        # endpoints.
         http = target.http if operators or target.cluster is None else None
         self._url = tls.url_of(http, target.cluster, operators=operators)
 
@@ -84,13 +85,13 @@ class OperatorClient:
         known = self._target.cluster
         if known is not None and facts.id != known.cluster_id:
             fail(
-                f"the router at {address} is of cluster {facts.id}, not of {known.cluster_id}:"
-                " nothing was changed"
+                f"the router at {address} belongs to cluster {facts.id}, not to "
+                f"{known.cluster_id}: nothing was changed"
             )
         return facts
 
     def get(self, path: str, query: Mapping[str, str]) -> dict[str, Any]:
-        """Ask an endpoint. ``path`` is below /v1."""
+        """Query an endpoint. ``path`` is below /v1."""
         return self._ask("GET", path, query=query)
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -140,7 +141,7 @@ class OperatorClient:
 
 
 def _facts(answered: dict[str, Any], address: str) -> ClusterFacts:
-    """Raises KeyError and TypeError where ``answered`` is not what a router says of its cluster."""
+    """Parse a router's report. Raises KeyError and TypeError for anything else."""
     fields = WorkerFacts.__dataclass_fields__
     return ClusterFacts(
         answered["id"],
@@ -155,7 +156,9 @@ def _message(answer: Any) -> str:
     try:
         error = answer.json()["error"]
         if error["code"] == "unknown_url":
-            return "it is of another version, or not one of Baton's: it has no operators' endpoints"
+            return (
+                "it has another version, or is not a Baton router: it has no operators' endpoints"
+            )
         return str(error["message"])
     except (ValueError, KeyError, TypeError):
         return f"it answered {answer.status_code}: {answer.text[:300]}"

@@ -1,4 +1,4 @@
-"""`baton status`: is the cluster well, and what does each worker do?"""
+"""`baton status`: the health of a cluster, and the state of each worker."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from deploy.supervisor.status_store import StatusStore, SupervisionStatus
 _DEADLINE_S = 5.0
 _UNKNOWN = "-"
 _COUNTS = {"baton_sequences": "state", "baton_kv_blocks": "state", "baton_kv_tier_blocks": "tier"}
-"""The metrics that are shown, and the label by which each is counted."""
+"""The metrics that are shown, and the label that divides each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +43,15 @@ class WorkerRow:
     used_blocks: int
     cached_blocks: int
     host_blocks: int = 0
-    """In the tiers behind the pool."""
+    """Blocks in the tiers behind the pool."""
     disk_blocks: int = 0
     ranks: int = 1
-    """Tensor parallelism."""
+    """Number of ranks (tensor parallelism)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairRow:
-    """How KV blocks go from one worker to another."""
+    """The transport of KV blocks from one worker to another."""
 
     writer: str
     receiver: str
@@ -60,14 +60,14 @@ class PairRow:
 
 @dataclass(frozen=True, slots=True)
 class SlotRow:
-    """What the supervisor says of a worker's slot."""
+    """The supervisor's view of a worker's slot."""
 
     slot: str
     state: str
     """``running``, ``starting``, ``backing off for 4 s``, ``crash loop``, ``draining``,
     ``leaving``."""
     deaths: int
-    """Since it was last healthy for a while."""
+    """Failures since the worker was last healthy for a while."""
     last_error: str
 
 
@@ -128,8 +128,8 @@ def read_status(
         raise Unavailable(not_a_router(http))
     if answer.status_code == httpx.codes.NOT_FOUND:
         raise Unavailable(
-            f"{http} has no metrics: it is not a Baton router, or it shows them at its admin_http,"
-            " which --http must give"
+            f"{http} has no metrics: it is not a Baton router, or it serves them at its "
+            "admin_http; give that address with --http"
         )
     known = None if cluster is None else _known(cluster)
     supervisor: str = ""
@@ -145,7 +145,7 @@ def read_status(
 
 
 def rows_from_registry(records: Iterable[WorkerRecord]) -> tuple[WorkerRow, ...]:
-    """The workers as the registry knows them, by slot."""
+    """Return the workers in the registry, by slot."""
     rows = [
         WorkerRow(
             slot=record.slot,
@@ -167,7 +167,7 @@ def rows_from_registry(records: Iterable[WorkerRecord]) -> tuple[WorkerRow, ...]
 
 
 def rows_from_metrics(page: str) -> tuple[WorkerRow, ...]:
-    """The workers as a /metrics/cluster page shows them; it knows no addresses."""
+    """Return the workers on a /metrics/cluster page, which has no addresses."""
     counts: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for family in text_string_to_metric_families(page):
         kind = _COUNTS.get(family.name)
@@ -195,7 +195,7 @@ def rows_from_metrics(page: str) -> tuple[WorkerRow, ...]:
 
 
 def pairs_from_metrics(page: str) -> tuple[PairRow, ...]:
-    """The pairs of workers between which blocks go, as a /metrics/cluster page shows them."""
+    """Return the pairs of workers that exchange blocks, from a /metrics/cluster page."""
     rows = [
         PairRow(sample.labels["worker"], sample.labels["peer"], sample.labels["transport"])
         for family in text_string_to_metric_families(page)
@@ -206,8 +206,10 @@ def pairs_from_metrics(page: str) -> tuple[PairRow, ...]:
 
 
 def document(status: Status, cluster: ClusterState | None) -> dict[str, Any]:
-    """For programs; docs/reference/command-line.md lists the fields. ``cluster``: what this
-    machine knows."""
+    """Return the JSON document; docs/reference/command-line.md lists the fields.
+
+    ``cluster`` is what this machine knows of the cluster.
+    """
     return {
         "cluster": None if cluster is None else cluster.cluster_id,
         "model": None if cluster is None else cluster.model,
@@ -224,7 +226,7 @@ def document(status: Status, cluster: ClusterState | None) -> dict[str, Any]:
 
 
 def pairs_table(status: Status) -> Table:
-    """How KV blocks travel, a line for each pair that has been formed."""
+    """Return a table with the transport of each pair of workers."""
     drawn = Table(box=None, pad_edge=False)
     for name in ("from", "to", "transport"):
         drawn.add_column(name, no_wrap=True, overflow="fold")
@@ -234,9 +236,9 @@ def pairs_table(status: Status) -> Table:
 
 
 def supervisor_line(supervision: SupervisionStatus | None) -> str:
-    """Whether a supervisor replaces dead workers."""
+    """Return a line that shows whether a supervisor replaces dead workers."""
     if supervision is None:
-        return "away: workers serve on, and none that dies is replaced until it is back"
+        return "not running: workers keep serving, and dead ones are not replaced until it is back"
     return f"process {supervision.pid}, metrics at {supervision.metrics_address}"
 
 
@@ -256,7 +258,7 @@ def _state_text(state: SlotState) -> str:
 
 
 def slots_table(status: Status) -> Table:
-    """How the supervisor sees each slot."""
+    """Return a table with the supervisor's view of each slot."""
     drawn = Table(box=None, pad_edge=False)
     for name in ("slot", "state", "deaths", "last error"):
         drawn.add_column(name, no_wrap=name != "last error", overflow="fold")
@@ -266,9 +268,9 @@ def slots_table(status: Status) -> Table:
 
 
 def table(status: Status) -> Table:
-    """The workers as a table; from ``free`` on the columns count KV blocks.
+    """Return the workers as a table; from ``free`` on, the columns count KV blocks.
 
-    Tiers are shown where a worker has blocks in one, ranks where one has several.
+    Tiers are shown if a worker has blocks in one, ranks if a worker has several.
     """
     drawn = Table(box=None, pad_edge=False)
     for name in ("slot", "role", "state", "address"):
@@ -290,7 +292,7 @@ def table(status: Status) -> Table:
 
 
 def _health_text(answer: httpx.Response) -> str:
-    """Empty where it is no router's."""
+    """Return the health text; empty if the answer is not a router's."""
     try:
         body = answer.json()
     except ValueError:
@@ -298,7 +300,7 @@ def _health_text(answer: httpx.Response) -> str:
     if isinstance(body, dict) and isinstance(body.get("status"), str):
         reason = body.get("reason")
         return f"{body['status']}: {reason}" if isinstance(reason, str) else str(body["status"])
-    # A proxy in front of a router that is away has words of its own.
+    # A proxy in front of an unreachable router sends its own text.
     return "" if answer.is_success else _error_text(answer)
 
 
@@ -310,7 +312,7 @@ def _error_text(answer: httpx.Response) -> str:
 
 
 def _known(cluster: ClusterState) -> tuple[list[WorkerRecord], SupervisionStatus | None] | None:
-    """None when Redis does not answer: the router's page will do."""
+    """Read the registry; None if Redis does not answer, and the router's page must do."""
     try:
         return asyncio.run(_read(cluster))
     except (redis.RedisError, OSError, TimeoutError):

@@ -1,4 +1,4 @@
-"""`baton status`: options, and how it is shown."""
+"""`baton status`: its options and its output."""
 
 from __future__ import annotations
 

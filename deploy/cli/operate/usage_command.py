@@ -50,7 +50,7 @@ def usage(
 ) -> None:
     """Show requests, tokens, cost and successful tasks, and budgets.
 
-    A key of the scope admin sees all tenants, another one its own.
+    A key with the admin scope sees all tenants; other keys see their own.
 
         baton usage --by agent
         baton usage --by tenant,day --start 2026-11-01 --output json

@@ -1,4 +1,4 @@
-"""`baton status --watch`: what a router's console shows, in a terminal.
+"""`baton status --watch`: a router's console in a terminal.
 
     connecting ─the first snapshot→ live ─the stream ends→ waiting ─the next one→ live
 
@@ -30,13 +30,13 @@ from router.console.rates import Percentiles
 from router.console.snapshot import ClassView, Snapshot, WorkerView
 
 SILENCE_S = 5.0
-"""A stream has an event a second."""
+"""Maximum time without an event, in seconds. A stream has one event per second."""
 AGAIN_S = 1.0
 _JITTER_S = 0.5
-"""How much earlier than a second after the last event the next one may come."""
+"""Maximum time by which an event may come early, in seconds."""
 _SNAPSHOT = TypeAdapter(Snapshot)
 WIDE, MIDDLE, NARROW = 110, 72, 56
-"""Min columns of a terminal for all columns of the tables, for most of them, and for some."""
+"""Minimum columns of a terminal for all columns of the tables, for most of them, and for some."""
 _DASH = "-"
 _HEALTH = {"ok": "green", "degraded": "yellow", "down": "red"}
 _STATES = {"ready": "green", "draining": "yellow"}
@@ -89,7 +89,7 @@ def _followed(
     sleep: Callable[[float], None],
     tls: TlsFiles | None,
 ) -> Iterator[tuple[Snapshot, str]]:
-    """Snapshots without end. When the stream ends: the last snapshot and the fault."""
+    """Yield snapshots without end. When the stream ends: the last snapshot and the error."""
     snapshot: Snapshot | None = None
     shown_at = float("-inf")
     while True:
@@ -98,7 +98,7 @@ def _followed(
                 if time.monotonic() - shown_at >= interval_s - _JITTER_S:
                     shown_at = time.monotonic()
                     yield snapshot, ""
-            complaint = f"{http} has ended the stream"
+            complaint = f"{http} ended the stream"
         except Unavailable as error:
             if snapshot is None:
                 raise
@@ -109,7 +109,7 @@ def _followed(
 
 
 def snapshots(http: str, api_key: str, tls: TlsFiles | None = None) -> Iterator[Snapshot]:
-    """One a second, until the stream ends. Raises Unavailable, Forbidden."""
+    """Yield one snapshot per second, until the stream ends. Raises Unavailable, Forbidden."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     url = http if "://" in http else f"http://{http}"
     verify = True if tls is None else client_context(tls)
@@ -134,11 +134,13 @@ def snapshots(http: str, api_key: str, tls: TlsFiles | None = None) -> Iterator[
 def _check(http: str, answer: httpx.Response) -> None:
     if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
         raise Forbidden(
-            f"the router at {http} shows this to a key that allows metrics: give it with --api-key"
-            " or in BATON_API_KEY"
+            f"the router at {http} requires a key with the metrics scope: give it with --api-key "
+            "or in BATON_API_KEY"
         )
     if answer.status_code != httpx.codes.OK:
-        raise Unavailable(f"the router at {http} answers {answer.status_code}: has it a console?")
+        raise Unavailable(
+            f"the router at {http} answers {answer.status_code}: does it have a console?"
+        )
     if not answer.headers.get("content-type", "").startswith("text/event-stream"):
         raise Unavailable(not_a_router(http))
 
@@ -155,7 +157,7 @@ def _parsed(http: str, data: str) -> Snapshot:
 
 
 def _fault(data: str) -> dict[str, Any] | None:
-    """The error that an event of a router tells of; None where it is another thing."""
+    """Return the error of a router's event; None for another event."""
     try:
         fault = json.loads(data)["error"]
     except (ValueError, KeyError, TypeError):
@@ -170,26 +172,26 @@ def _screen(console: Console) -> Screen:
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """What there is to draw on."""
+    """The size and abilities of the terminal."""
 
     width: int
     height: int | None = None
-    """None: lines do not matter."""
+    """Number of lines; None: unlimited."""
     has_blocks: bool = True
     """Whether it can show block elements; otherwise bars are made of ASCII."""
 
 
 def draw(snapshot: Snapshot, screen: Screen, complaint: str = "") -> RenderableType:
-    """``complaint``: why there is nothing newer."""
+    """Draw a snapshot. ``complaint``: why there is no newer one."""
     texts = [_head(snapshot)]
     if complaint:
         texts.append(Text(complaint, style="red"))
     texts += [*_traffic(snapshot), Text()]
     room = None
     if screen.height is not None:
-        # Lines of text may be folded in a narrow terminal.
+        # A narrow terminal may fold lines of text.
         folded = sum(max(1, -(-text.cell_len // screen.width)) for text in texts)
-        # Behind them: the latencies and their head, an empty line, the workers' head.
+        # After them come the latencies and their head, an empty line, and the workers' head.
         room = max(1, screen.height - folded - len(snapshot.classes) - 3)
     latencies, workers = _latencies(snapshot, screen), _workers(snapshot.workers, screen, room)
     return Group(*texts, latencies, Text(), workers)
@@ -320,7 +322,7 @@ def _table(first: str, *others: str) -> Table:
 
 
 def _bar(parts: Sequence[tuple[float, str]], width: int, screen: Screen) -> Text:
-    """Shares of a whole, each in its style; what is there at all has a character."""
+    """Draw shares of a whole, each in its style. A share above 0 has at least one character."""
     marks = "█▓▒" if screen.has_blocks else "#+x"
     found = Text()
     for (share, style), mark in zip(parts, marks, strict=False):

@@ -1,6 +1,6 @@
-"""`baton drain`, `baton role` and `baton scale`: what operators change in a running cluster.
+"""`baton drain`, `baton role` and `baton scale`: changes to a running cluster.
 
-Each one names the cluster and the router that it acts on, and asks before it changes anything.
+Each command names the cluster and the router that it acts on, and asks for confirmation.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def drain(
     body = {"deadline_s": deadline, "force": force}
     answer = client.post(f"workers/{worker}/drain", body)
     left = "" if answer["empty"] else "; its remaining requests moved to other workers"
-    typer.echo(f"{worker} of {facts} is drained{left}")
+    typer.echo(f"{worker} of {facts} was drained{left}")
 
 
 @takes(TlsOptions)
@@ -132,7 +132,7 @@ def role(
     facts = client.look()
     found = facts.worker(worker)
     if found.role == to:
-        typer.echo(f"{worker} of {facts} is a {to} worker already")
+        typer.echo(f"{worker} of {facts} already is a {to} worker")
         return
     _check_last(facts, found, "changing its role", force=force, dry_run=dry_run)
     _show(f"{facts}: make {worker} a {to} worker", found.fate, dry_run=dry_run)
@@ -141,7 +141,7 @@ def role(
     confirm(f"Make {worker} of cluster {facts.id} a {to} worker", yes=yes)
     body = {"role": to, "deadline_s": deadline, "force": force}
     answer = client.post(f"workers/{worker}/role", body)
-    typer.echo(f"{worker} of {facts} is a {to} worker now; it took {answer['took_s']:.2f} s")
+    typer.echo(f"{worker} of {facts} now is a {to} worker; it took {answer['took_s']:.2f} s")
 
 
 @takes(TlsOptions)
@@ -185,7 +185,7 @@ def scale(
         known = ", ".join(sorted(facts.pools))
         fail(f"{facts} has no pool {pool!r}; its pools: {known}")
     if previous == count:
-        typer.echo(f"pool {pool} of {facts} has {count} workers already")
+        typer.echo(f"pool {pool} of {facts} already has {count} workers")
         return
     action = f"scale pool {pool} from {previous} to {count} workers"
     _show(f"{facts}: {action}", _change(facts, pool, previous, count), dry_run=dry_run)
@@ -197,7 +197,7 @@ def scale(
 
 
 def _drain_router(name: str, chosen: Target, *, force: bool, dry_run: bool, yes: bool) -> None:
-    """By a signal to its process, which must run here."""
+    """Drain a router by a signal to its process, which must run on this machine."""
     found = chosen.cluster
     if found is None or name not in found.processes:
         known = "" if found is None else f"; there are: {_listed(_routers(found.processes))}"
@@ -215,7 +215,7 @@ def _drain_router(name: str, chosen: Target, *, force: bool, dry_run: bool, yes:
     if dry_run:
         return
     confirm(f"Drain {name} of cluster {found.cluster_id}", yes=yes)
-    # The question may have been open for long: another process may have the name, or its pid.
+    # The confirmation may have taken long: another process may have the name, or the pid.
     if process is None or _process_now(found.cluster_id, name) != process:
         fail(f"{name} of {chosen} has ended or was restarted: nothing was changed")
     try:
@@ -233,7 +233,7 @@ def _process_now(cluster_id: str, name: str) -> ProcessIdentity | None:
 
 
 def _process(cluster: ClusterState, name: str) -> ProcessIdentity | None:
-    """None where the cluster has none of that name, or it has ended."""
+    """Return the process; None if the cluster has none of that name, or it has ended."""
     from deploy.processes.process_identity import ProcessIdentity  # noqa: PLC0415
 
     try:
@@ -255,14 +255,14 @@ def _check_last(
 
 
 def _refuse(why: str, *, force: bool, dry_run: bool) -> None:
-    """End the command unless the user forces it, or only asks what would happen."""
+    """End the command, except with ``force`` or for a dry run."""
     if not force and not dry_run:
-        fail(why, "nothing was changed: give --force to do it all the same", code=ExitCode.REFUSED)
+        fail(why, "nothing was changed: give --force to override this", code=ExitCode.REFUSED)
     typer.echo(f"warning: {why}{'' if force else ' (needs --force)'}", err=True)
 
 
 def _show(action: str, consequence: str, *, dry_run: bool) -> None:
-    """Of a dry run this is the result; otherwise it comes before the question."""
+    """Show the change. For a dry run this is the result; otherwise it precedes the confirmation."""
     for line in (action, f"  {consequence}", *(["  dry run: nothing was changed"] * dry_run)):
         typer.echo(line, err=not dry_run)
 

@@ -1,4 +1,4 @@
-"""API keys in clear, as vLLM's users have them: a file with a key on each line, and a variable.
+"""Plain-text API keys, as vLLM's users have them: a file with a key on each line, or a variable.
 
 Only their hashes are kept.
 """
@@ -25,13 +25,14 @@ _SCOPES: tuple[Scope, ...] = ("inference", "metrics")
 
 
 def taken_from_environment() -> tuple[KeyConfig, ...]:
-    """The key in ``VLLM_API_KEY``, which is removed there: no child process inherits it."""
+    """Return the key in ``VLLM_API_KEY`` and remove the variable, so that no child process inherits
+    it."""
     key = os.environ.pop(API_KEY_VARIABLE, "").strip()
     return (_entry("vllm-api-key", key),) if key else ()
 
 
 def keys_in(path: Path) -> tuple[KeyConfig, ...]:
-    """The keys in a file, one on each line. Raises ConfigError."""
+    """Return the keys in a file, one on each line. Raises ConfigError."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_BYTES:
@@ -53,7 +54,7 @@ def keys_in(path: Path) -> tuple[KeyConfig, ...]:
 
 
 def requiring(config: Config, keys: Sequence[KeyConfig]) -> Config:
-    """``config`` with more keys, of which clients must show one. Raises ConfigError."""
+    """Return ``config`` with more keys; clients must show a key. Raises ConfigError."""
     if not keys:
         return config
     known = {key.sha256 for key in config.keys}

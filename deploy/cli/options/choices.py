@@ -1,4 +1,4 @@
-"""The values of options that are no fields of the configuration, for help and completion.
+"""Values of options that are not fields of the configuration, for help and completion.
 
 `baton.config.choices` has those of the fields.
 """
@@ -14,7 +14,7 @@ OutputFormat = Literal["table", "json"]
 
 
 class Scope(StrEnum):
-    """What an API key allows. An option that may be repeated takes an enumeration."""
+    """Permissions of an API key. A repeatable option needs an enumeration."""
 
     INFERENCE = "inference"
     METRICS = "metrics"

@@ -1,4 +1,4 @@
-"""How `baton` shows its commands' help and reports wrong command lines."""
+"""Help and error messages of `baton`'s commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deploy.cli.options.exit_codes import ExitCode
 
 
 class BatonCommand(TyperCommand):
-    """A command whose help has a line for each option, and the meaning below."""
+    """A command whose help has a line for each option, and its description below."""
 
     def __init__(self, *arguments: Any, **fields: Any) -> None:
         super().__init__(*arguments, **fields)
@@ -39,7 +39,7 @@ class BatonGroup(TyperGroup):
         self.help = _reflowed(self.help)
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Flags are shown without a value."""
+        """Return the parameters. Flags are shown without a value."""
         parameters = list(super().get_params(ctx))
         for one in parameters:
             if isinstance(one, TyperOption) and one.is_flag and one.metavar is None:
@@ -55,7 +55,7 @@ class BatonGroup(TyperGroup):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
-        """Run the command line, and report what is wrong with it as all errors are reported."""
+        """Run the command line, and report usage errors in the same form as all errors."""
         given = (args, prog_name, complete_var, False, windows_expand_args)
         if not standalone_mode:
             return super().main(*given, **extra)
@@ -69,12 +69,15 @@ class BatonGroup(TyperGroup):
 
 
 def _report(error: typer.TyperException) -> int:
-    """The exit code. Without arguments a group shows its help, and has no message."""
+    """Report an error and return the exit code.
+
+    Without arguments a group shows its help instead.
+    """
     unknown: Any = error
     if getattr(error, "possibilities", None):
         from deploy.cli.options.config_options import old_options  # noqa: PLC0415
 
-        # A flag that is refused in its turn is no suggestion.
+        # A flag that is itself refused must not be suggested.
         refused = {flag for old in old_options() for flag in old.flags}
         unknown.possibilities = [one for one in unknown.possibilities if one not in refused]
     message = error.format_message()
@@ -87,7 +90,7 @@ def _report(error: typer.TyperException) -> int:
 
 
 def _reflowed(text: str | None) -> str | None:
-    """With paragraphs of one line each: they are wrapped to the width of the terminal.
+    """Join the lines of each paragraph, which is wrapped to the width of the terminal later.
 
     Indented paragraphs are examples, and keep their lines.
     """

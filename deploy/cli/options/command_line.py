@@ -1,4 +1,4 @@
-"""What the commands of `baton` share: options, and the one reporter of errors."""
+"""Common parts of `baton`'s commands: options, and error messages."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ Figures = Annotated[
 
 
 def names_in(text: str) -> tuple[str, ...]:
-    """The names of a list with commas."""
+    """Return the names of a comma-separated list."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def counts_in(text: str) -> tuple[int, ...]:
-    """The whole numbers of a list with commas; ends the command where it is none."""
+    """Return the integers of a comma-separated list; ends the command for anything else."""
     try:
         return tuple(int(name) for name in names_in(text))
     except ValueError:
@@ -55,12 +55,12 @@ def counts_in(text: str) -> tuple[int, ...]:
 
 
 def say(text: str) -> None:
-    """Print one line of progress to standard error: standard output has results alone."""
+    """Print one line of progress to standard error: standard output has only results."""
     typer.echo(text, err=True)
 
 
 def complain(*lines: str) -> None:
-    """Report an error and go on."""
+    """Report an error and continue."""
     for line in lines:
         typer.secho(f"error: {line}", fg=typer.colors.RED, err=True)
 
@@ -72,8 +72,8 @@ def fail(*lines: str, code: ExitCode = ExitCode.FAILED) -> NoReturn:
 
 
 def not_a_router(address: str) -> str:
-    """What to say of a server at ``address`` that answers as no router does."""
-    return f"{address} is not a Baton router, or is one of another version"
+    """Return the message for a server at ``address`` that does not answer like a router."""
+    return f"{address} is not a Baton router, or has another version"
 
 
 @contextmanager
@@ -89,7 +89,7 @@ def clear_errors() -> Iterator[None]:
 
 @contextmanager
 def clear_ends() -> Iterator[None]:
-    """As ``clear_errors``; Ctrl-C ends the command quietly, with exit code 130."""
+    """Handle errors like ``clear_errors``; Ctrl-C ends the command quietly, with exit code 130."""
     try:
         with clear_errors():
             yield

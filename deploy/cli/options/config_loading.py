@@ -1,4 +1,4 @@
-"""The configuration of a command: what is wrong with it ends the command."""
+"""Loads the configuration of a command. An invalid configuration ends the command."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def load(file: Path | None, flags: Iterable[Flag] = (), **values: Any) -> Config:
-    """As ``baton.config.cluster.load_config``; ends the command with exit code 1 and every fault.
+    """Load the configuration; ends the command with exit code 1 and a list of all errors.
 
-    It warns about variables of the environment that look like fields misspelled.
+    It warns about environment variables that look like misspelled fields.
     """
     from baton.config.cluster import Config, load_config  # noqa: PLC0415
     from baton.config.sources import unknown_variables  # noqa: PLC0415

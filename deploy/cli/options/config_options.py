@@ -44,7 +44,7 @@ PANELS = (
     "Observability",
     "Advanced",
 )
-"""In the order in which help shows them."""
+"""Panels, in the order of the help."""
 _PANEL_FROM: Mapping[str, str] = MappingProxyType(
     {
         "model": "Model",
@@ -72,7 +72,7 @@ _PANEL_FROM: Mapping[str, str] = MappingProxyType(
         "advanced": "Advanced",
     }
 )
-"""The panel of a field, and of those behind it up to the next one that is named here."""
+"""The panel of a field. It also holds for the fields after it, up to the next one named here."""
 _COMMON = frozenset(
     (
         *("revision", "served_model_name", "max_model_len", "dtype", "quantization"),
@@ -96,7 +96,7 @@ _LISTS: Mapping[str, str] = MappingProxyType(
         "class_prices": "class_price",
     }
 )
-"""By list of tables: the option for one entry."""
+"""The option for one entry, by list of tables."""
 _MANY_CHOICES = 10
 _NO_OPTION = frozenset({"keys", "cluster_secret"})
 _SHORT: Mapping[Path, str] = MappingProxyType(
@@ -108,7 +108,7 @@ _SHORT: Mapping[Path, str] = MappingProxyType(
         ("autoscaler", "enabled"): "autoscaler",
     }
 )
-"""Options of tables that do without the table's name."""
+"""Options of tables that omit the table's name."""
 _POOL_OPTIONS: tuple[tuple[str, str, PoolsOf], ...] = (
     ("prefill", "count", "prefill"),
     ("decode", "count", "decode"),
@@ -122,7 +122,7 @@ _POOL_OPTIONS: tuple[tuple[str, str, PoolsOf], ...] = (
     ("kv_pool_mib", "kv_pool_mib", "all"),
     ("gpu_memory_fraction", "gpu_memory_fraction", "all"),
 )
-"""Name, field, and the pools that it is set in. `--pool` sets the other fields of pools."""
+"""Name, field, and pools of an option. `--pool` sets the other fields of pools."""
 _HELP: Mapping[str, str] = MappingProxyType(
     {
         "prefill": "Number of prefill workers.",
@@ -141,7 +141,7 @@ _HELP: Mapping[str, str] = MappingProxyType(
         " name=batch,input=0.07,output=0.3. It replaces the class prices of the file.",
     }
 )
-"""Where the description of the field does not fit."""
+"""Help texts of options that the field's description does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,18 +149,18 @@ class ConfigOption:
     """An option, and the field that it sets."""
 
     flags: tuple[str, ...]
-    """As they are typed, the usual one first."""
+    """Flags as the user types them, the usual one first."""
     path: Path
-    """The field, within a pool where there are ``pools``."""
+    """The field, within a pool if there are ``pools``."""
     panel: str
-    """The panel of help in which it stands; empty: no help shows it."""
+    """The panel of the option in the help; empty: no help shows it."""
     pools: PoolsOf = ""
     constant: Any = None
-    """What the flag stands for; None where it takes a value."""
+    """The value that the flag stands for; None if it takes a value."""
 
     @property
     def name(self) -> str:
-        """As an identifier."""
+        """Return the name as an identifier."""
         return self.flags[0].lstrip("-").replace("-", "_")
 
     @property
@@ -175,7 +175,7 @@ class ConfigOption:
 
     @property
     def field(self) -> FieldInfo:
-        """The configuration's."""
+        """Return the configuration's field."""
         table: Any = PoolConfig if self.pools else Config
         for part in self.path[:-1]:
             table = table.model_fields[part].annotation
@@ -183,14 +183,17 @@ class ConfigOption:
         return found
 
     def given(self, value: Any) -> Flag:
-        """The flag with a value from the command line. Raises typer.BadParameter."""
+        """Return the flag with a value from the command line. Raises typer.BadParameter."""
         if self.is_entry:
             value = [_entry_in(text, self.flags[0]) for text in value]
         set_to = value if self.constant is None else self.constant
         return Flag(self.flags[0], self.path, set_to, self.pools)
 
     def parameter(self) -> inspect.Parameter:
-        """As typer reads parameters of commands. It is None where the user has not given it."""
+        """Return the option as typer reads parameters.
+
+        Its value is None if the user has not given it.
+        """
         kind: Any = list[str] if self.is_entry else option_type(self.field)
         kind = bool if self.constant is not None else kind
         flags = self.flags
@@ -202,7 +205,7 @@ class ConfigOption:
             choices = get_args(kind)
             kind = str
             settings = {
-                # Many are wrapped between two, and not within one.
+                # A long list can be wrapped between choices, but not within one.
                 "metavar": ("|" if len(choices) < _MANY_CHOICES else " | ").join(choices),
                 "autocompletion": lambda: list(choices),
                 "callback": lambda value: self._chosen(value, choices),
@@ -233,7 +236,7 @@ class ConfigOption:
         return f"{text} Repeatable." if repeatable else text
 
     def _flag_of(self, name: str) -> str:
-        """The flag of a field of the same table or the cluster; a command in quotes.
+        """Return the flag of a field of the same table or the cluster; a command in quotes.
 
         Anything else stays as it is.
         """
@@ -245,19 +248,19 @@ class ConfigOption:
         return flag_name(name) if pool_flags(name) == [flag_name(name)] else name
 
     def _chosen(self, value: str | None, choices: Sequence[str]) -> str | None:
-        """Baton's word for ``value``, which may be vLLM's."""
+        """Return Baton's word for ``value``, which may be vLLM's."""
         if value is None or value in choices:
             return value
         word = WORDS.get(self.path[-1], {}).get(value)
         if word is None:
             *others, last = choices
             raise typer.BadParameter(f"must be {', '.join(others)} or {last}, not `{value}`")
-        say(f"note: {self.flags[0]} {value}: Baton takes {word}")
+        say(f"note: {self.flags[0]} {value}: Baton uses {word}")
         return word
 
 
 def config_options() -> tuple[ConfigOption, ...]:
-    """All of them: those that help shows in its order, and behind these vLLM's names."""
+    """Return all options: those that the help shows, in its order, then vLLM's names."""
     own = [*_field_options(), *_pool_options()]
     own.sort(key=lambda option: PANELS.index(option.panel or PANELS[0]))
     renamed = (
@@ -268,17 +271,19 @@ def config_options() -> tuple[ConfigOption, ...]:
 
 
 def old_options() -> Iterator[Refused]:
-    """Flags that `baton serve` had, of fields that have another name now or are gone."""
+    """Yield former flags of `baton serve`, for fields that were renamed or removed."""
     for old in (*RENAMED, *REMOVED):
         new = RENAMED.get(old)
-        reason = f"it is gone: {REMOVED[old]}" if new is None else f"it is now {option_flag(new)}"
+        reason = (
+            (f"it was removed: {REMOVED[old]}") if new is None else f"it is now {option_flag(new)}"
+        )
         flag = flag_name(old[-1] if old[0] == "tls" else "_".join(old))
         yield Refused((flag,), reason, takes_value=old != ("standby",))
     yield Refused(("--no-standby",), "it is now --no-advanced-standby", takes_value=False)
 
 
 def option_type(field: FieldInfo) -> Any:
-    """The type of an option for a field; None where it is a table, or a list of tables."""
+    """Return the type of an option for a field; None for a table, or a list of tables."""
     kind = field.annotation
     if kind in (str, int, float, bool) or get_origin(kind) is Literal:
         return kind
@@ -289,7 +294,7 @@ def option_type(field: FieldInfo) -> Any:
 
 
 def option_flag(path: Path) -> str:
-    """The flag of a field, or of one entry of a list of tables; empty for secrets."""
+    """Return the flag of a field, or of one entry of a list of tables; empty for secrets."""
     if path[0] in _NO_OPTION:
         return ""
     if path[0] in _LISTS:
@@ -298,7 +303,7 @@ def option_flag(path: Path) -> str:
 
 
 def pool_flags(name: str) -> list[str]:
-    """The flags that set a field of pools without ``--pool``."""
+    """Return the flags that set the field of pools without ``--pool``."""
     return [flag_name(option) for option, field, _ in _POOL_OPTIONS if field == name]
 
 
@@ -308,10 +313,10 @@ def flag_name(name: str) -> str:
 
 
 def _entry_in(text: str, flag: str) -> dict[str, Any]:
-    """The table in ``FIELD=VALUE,…`` or in a JSON object, for values that are lists or tables.
+    """Parse ``FIELD=VALUE,…`` or a JSON object, which also allows lists and tables as values.
 
-    Raises typer.BadParameter. Values of the first form are strings, which the configuration reads
-    as it reads environment variables.
+    Raises typer.BadParameter. Values of the first form are strings, which the configuration parses
+    like environment variables.
     """
     if text.lstrip().startswith("{"):
         try:
@@ -343,7 +348,7 @@ def _field_options() -> Iterator[ConfigOption]:
             for inner in table.model_fields:
                 yield ConfigOption((option_flag((name, inner)),), (name, inner), panel)
         else:
-            # The model is the command's argument, too, and shown as that.
+            # The model is also the command's argument, and is shown there.
             shown = "" if name == "model" else panel
             yield ConfigOption((option_flag((name,)),), (name,), shown)
 

@@ -1,4 +1,4 @@
-"""What help and the reference page say of a field: its type, unit, default and first sentences."""
+"""Texts on a field for help and the reference page: type, unit, default and first sentences."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ _PLACEHOLDERS: tuple[tuple[str, str], ...] = (
 )
 _UNIT_PLACEHOLDERS = {"seconds": "SECONDS", "MiB": "MIB", "bytes": "BYTES"}
 _MAX_SUMMARY = 110
-"""Characters up to which a summary has more than one sentence of a field's description."""
+"""Maximum characters of a summary with more than one sentence of a field's description."""
 
 
 def unit_of(name: str) -> str:
-    """The unit of a numeric field, by its name; empty for fields without one."""
+    """Return the unit of a numeric field, by its name; empty for fields without one."""
     return next((unit for pattern, unit in _UNITS if re.search(pattern, name)), "")
 
 
 def placeholder(name: str, kind: Any) -> str | None:
-    """What stands for the value of an option; None for a flag."""
+    """Return the placeholder of an option's value; None for a flag."""
     if kind is bool:
         return None
     if kind in (int, float):
@@ -87,7 +87,7 @@ _TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: 
 
 
 def default_text(field: FieldInfo) -> str:
-    """A field's default as help shows it; empty for none."""
+    """Return a field's default as the help shows it; empty for none."""
     value = field.default
     if value in (PydanticUndefined, None, "", ()):
         return ""
@@ -100,7 +100,7 @@ def default_text(field: FieldInfo) -> str:
 
 
 def summary(field: FieldInfo, flag_of: Callable[[str], str]) -> str:
-    """The first sentences of a field's description; ``flag_of`` replaces names of fields."""
+    """Return the first sentences of a field's description; ``flag_of`` replaces names of fields."""
     first, *others = re.split(r"(?<=\.) (?=[A-Z`])", " ".join((field.description or "").split()))
     shown = first
     for sentence in others:

@@ -1,4 +1,4 @@
-"""Help of one command: each option has a line of its own, and its meaning below."""
+"""Help of one command: each option has its own line, and its description below."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typer.core import TyperCommand
 
 _MAX_WIDTH = 100
-"""Characters of a line. Longer ones are hard to read."""
+"""Maximum characters of a line. Longer ones are hard to read."""
 _TYPES = {"int": "N", "float": "NUMBER", "str": "TEXT", "path": "FILE", "file": "FILE"}
 """Placeholders of values, by typer's name of their type. Choices are shown as they are."""
 
@@ -29,13 +29,13 @@ def show_help(
     leave_out: Set[str] = frozenset(),
     note: str = "",
 ) -> None:
-    """Print it to standard output, in the panels that the options name.
+    """Print the help to standard output, in the panels that the options name.
 
-    ``leave_out``: names of options that it does not show. ``note`` comes last.
+    ``leave_out``: names of options that are not shown. ``note`` comes last.
     """
     console = Console(highlight=False)
     width = min(console.width, _MAX_WIDTH)
-    # Typer puts required arguments in braces, which elsewhere mean a choice.
+    # Typer puts required arguments in braces, which mean a choice elsewhere.
     usage = command.get_usage(ctx).replace("{", "").replace("}", "")
     console.print(Padding(Text(usage, style="bold yellow"), 1), width=width)
     for paragraph in (command.help or "").split("\n\n"):
@@ -73,7 +73,7 @@ def _heading(parameter: Any, ctx: typer.Context) -> Text:
     else:
         names = list(parameter.opts)
         if parameter.secondary_opts and (parameter.default or parameter.help.endswith(" on.")):
-            # What one wants to type is how to turn it off.
+            # Users type the option that turns it off.
             names += parameter.secondary_opts
         heading = Text(", ".join(names), style="bold cyan")
         if not parameter.is_flag:
@@ -94,7 +94,7 @@ def value_of(parameter: Any, ctx: typer.Context) -> str:
 
 
 def _notes(parameter: Any) -> Iterable[str]:
-    """Bounds, and where else a value may come from."""
+    """Yield the bounds, and the other sources of a value."""
     lower, upper = parameter.min, parameter.max
     if upper is not None:
         yield f"{lower or 0} to {upper}"
@@ -107,7 +107,7 @@ def _notes(parameter: Any) -> Iterable[str]:
 
 
 def _default(parameter: Any) -> str:
-    """Empty where nothing is set, or where the help says it itself."""
+    """Return the default; empty if nothing is set, or if the help already gives it."""
     value = parameter.default
     if not parameter.show_default or value is None or value is False or value in ("", [], ()):
         return ""

@@ -1,4 +1,4 @@
-"""Options that several commands have: the fields of a dataclass, as typer reads parameters."""
+"""Options that several commands share: the fields of a dataclass, as typer reads parameters."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ GroupT = TypeVar("GroupT")
 def takes(group: type[GroupT]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command whose first argument is a ``group``: its fields become options.
 
-    They come behind the command's own. ``group`` is a dataclass whose fields are annotated like
-    parameters of commands, and have defaults.
+    They come after the command's own options. ``group`` is a dataclass whose fields are annotated
+    like parameters of commands, and have defaults.
     """
     hints = get_type_hints(group, include_extras=True)
     options = [
@@ -37,7 +37,7 @@ def takes(group: type[GroupT]) -> Callable[[Callable[..., None]], Callable[..., 
             taken = {option.name: given.pop(option.name) for option in options}
             command(group(**taken), **given)
 
-        # Both are read; what it wraps must not be.
+        # Typer must read the new signature, not that of the wrapped function.
         del run.__wrapped__
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {one.name: one.annotation for one in parameters}

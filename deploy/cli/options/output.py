@@ -28,7 +28,7 @@ def print_json(document: Any) -> None:
 
 
 def print_table(table: Table) -> None:
-    """Print a table: as wide as a terminal is, and with unbroken lines elsewhere."""
+    """Print a table: as wide as the terminal, or with unbroken lines elsewhere."""
     console = Console()
     if not console.is_terminal:
         unbounded = console.options.update(max_width=_WIDEST)

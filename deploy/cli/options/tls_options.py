@@ -20,7 +20,10 @@ _MAX_PORT = 65535
 
 @dataclass(frozen=True, slots=True)
 class TlsOptions:
-    """A cluster of this user on this machine needs none of them: its state file has them."""
+    """Options for TLS.
+
+    A cluster of this user on this machine needs none: its state file has them.
+    """
 
     ca: Annotated[
         Path | None,
@@ -52,7 +55,7 @@ class TlsOptions:
     ] = None
 
     def files(self, cluster: ClusterState | None, address: str = "") -> TlsFiles | None:
-        """None where there is no TLS. ``address``: what the user gave, with or without https."""
+        """Return the files; None without TLS. ``address``: the user's, with or without https."""
         from baton.security.tls import TlsFiles  # noqa: PLC0415
 
         if bool(self.certificate) != bool(self.certificate_key):
@@ -66,10 +69,9 @@ class TlsOptions:
     def url_of(
         self, http: str | None, cluster: ClusterState | None, *, operators: bool = False
     ) -> str:
-        """URL of the router without a path.
+        """Return the URL of the router without a path.
 
-        ``http``: what the user gave; without it, ``operators`` takes the address of the operators'
-        endpoints.
+        ``http``: the user's address. Without it, ``operators`` selects the operators' endpoints.
         """
         known = DEFAULT_HTTP
         if cluster is not None:
@@ -81,7 +83,7 @@ class TlsOptions:
 
 
 def _checked(url: str) -> str:
-    """``url``; ends the command where no client could connect to it."""
+    """Return ``url``; ends the command if no client could connect to it."""
     import httpx  # noqa: PLC0415
 
     try:
@@ -91,5 +93,5 @@ def _checked(url: str) -> str:
     except httpx.InvalidURL:
         is_good = False
     if not is_good:
-        fail(f"{url!r} is no address of a router: give HOST:PORT", code=ExitCode.USAGE)
+        fail(f"{url!r} is not an address of a router: give HOST:PORT", code=ExitCode.USAGE)
     return url

@@ -1,4 +1,4 @@
-"""What users of vLLM type, and what it means to `baton serve`. Help does not show these options.
+"""vLLM's options, and their meaning for `baton serve`. The help does not show them.
 
 docs/how-to/migrate-from-vllm.md has the same as a table; a test keeps the two equal.
 """
@@ -16,7 +16,7 @@ _THINK = (
     *("deepseek_r1", "deepseek_v3", "deepseek-r1", "deepseek-v3", "glm45", "kimi_k2", "minimax_m2"),
     *("qwen3", "qwen3-thinking"),
 )
-"""Reasoning parsers of vLLM and SGLang; all read what stands between ``<think>`` markers."""
+"""Reasoning parsers of vLLM and SGLang that read the text between ``<think>`` markers."""
 WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "dtype": {"auto": "bfloat16", "half": "float16", "float": "float32"},
@@ -49,24 +49,24 @@ WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
     }
 )
-"""By field: the word of vLLM or SGLang, and Baton's."""
+"""Baton's word for each word of vLLM or SGLang, by field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """An option that sets a field of Baton's."""
+    """An option that sets a field of Baton's configuration."""
 
     flags: tuple[str, ...]
     field: tuple[str, ...]
-    """Of a pool where there are ``pools``."""
+    """The field, of a pool if there are ``pools``."""
     pools: Literal["", "all"] = ""
     constant: Any = None
-    """What the flag stands for; None where it takes a value."""
+    """The value that the flag stands for; None if it takes a value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A flag that changes nothing, as Baton always does what it asks for."""
+    """A flag without effect, since Baton always does what it requests."""
 
     flags: tuple[str, ...]
     note: str
@@ -74,13 +74,13 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """An option of which Baton has no like. ``reason`` says so, and what to do."""
+    """An option without a counterpart in Baton. ``reason`` explains that, and what to do."""
 
     flags: tuple[str, ...]
     reason: str
     takes_value: bool = True
     harmless: str = ""
-    """A value that changes nothing, and is accepted."""
+    """A value without effect, which is accepted."""
 
 
 RENAMED = (
@@ -101,7 +101,7 @@ RENAMED = (
 ACCEPTED = (
     Accepted(("--enable-prefix-caching",), "Baton always reuses cached prefixes"),
     Accepted(("--enable-chunked-prefill",), "Baton always computes prompts in chunks"),
-    Accepted(("--enable-reasoning",), "Baton always gives reasoning apart from the content"),
+    Accepted(("--enable-reasoning",), "Baton always separates reasoning from the content"),
     Accepted(("--enable-auto-tool-choice",), "Baton always lets the model choose a tool"),
     Accepted(("--trust-remote-code",), "Baton never runs code that comes with a model"),
 )
@@ -155,5 +155,5 @@ REFUSED = (
     ),
     Refused(("--enable-lora",), "Baton does not serve LoRA adapters", takes_value=False),
     Refused(("--lora-modules",), "Baton does not serve LoRA adapters"),
-    Refused(("--chat-template",), "Baton takes the model's own: leave the option out"),
+    Refused(("--chat-template",), "Baton uses the model's own: leave the option out"),
 )

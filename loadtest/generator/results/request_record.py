@@ -1,11 +1,10 @@
-"""What came of one request, by the client's clock.
+"""The result of one request, by the client's clock.
 
-The words are the field's (docs/reference/glossary.md's list is the same): TTFT is from the
-send to the first
-token, ITL each gap between tokens, E2EL from the send to the last token, and
-TPOT = (E2EL - TTFT) / (output tokens - 1). The send is the INTENDED one: where the client was late,
-or the server let it wait to be sent, that time counts, so that a server which stalls cannot hide
-those requests that would have come meanwhile (coordinated omission). Pure.
+The terms are the field's, as in docs/reference/glossary.md. TTFT is from the send to the first
+token, ITL is each gap between tokens, E2EL is from the send to the last token, and TPOT = (E2EL -
+TTFT) / (output tokens - 1). The send is the INTENDED one. If the client is late, or the server
+delays the send, that time counts. So a server that stalls cannot hide the requests that would have
+arrived in the meantime (coordinated omission). Pure.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from typing import Literal
 from planning.common.slo import Slo
 
 Outcome = Literal["ok", "error", "shed", "aborted"]
-"""As in ``baton_requests_total``. shed: the server refused it for its load (429, 503). aborted: the
-client gave it up at its time-out. error: everything else that is no whole answer."""
+"""Outcomes, as in ``baton_requests_total``. shed: the server rejected it because of load (429,
+503). aborted: the client's timeout ended it. error: every other incomplete answer."""
 
 
 def _no_times() -> array[float]:
@@ -28,56 +27,56 @@ def _no_times() -> array[float]:
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """Times are seconds since the run's beginning."""
+    """One request's times, in seconds since the run's beginning, and its tokens."""
 
     number: int
     due_s: float
-    """When it was to be sent."""
+    """Scheduled time of sending."""
     sent_s: float
-    """When it was sent."""
+    """Time of sending."""
     ended_s: float
-    """When its answer, or its failure, was complete."""
+    """Time at which its answer, or its failure, was complete."""
     outcome: Outcome
     code: str = ""
-    """Why it is not ok: an HTTP status, an error's code, or what the client saw."""
+    """Reason of a failure: an HTTP status, an error's code, or the client's observation."""
     input_tokens: int = 0
-    """As the server counted them; as planned, where it does not say."""
+    """Number by the server's count; as planned, without one."""
     output_tokens: int = 0
-    """As the server counted them; otherwise, messages with tokens."""
+    """Number by the server's count; otherwise, messages with tokens."""
     cached_tokens: int = 0
-    """Of the prompt, found in a cache."""
+    """Prompt tokens that were cached."""
     token_times_s: array[float] = field(default_factory=_no_times)
-    """When each message with tokens came: several tokens may share one."""
+    """Arrival time of each message with tokens. Several tokens may share one."""
 
     @property
     def lag_s(self) -> float:
-        """How late the client was."""
+        """Return the client's delay."""
         return self.sent_s - self.due_s
 
     @property
     def ttft_s(self) -> float:
-        """Of a request that has tokens."""
+        """Return TTFT of a request that has tokens."""
         return self.token_times_s[0] - self.due_s
 
     @property
     def e2el_s(self) -> float:
-        """Of a request that has tokens."""
+        """Return E2EL of a request that has tokens."""
         return self.token_times_s[-1] - self.due_s
 
     @property
     def tpot_s(self) -> float:
-        """Of a request that has tokens; 0 of a single one."""
+        """Return TPOT of a request that has tokens; 0 for a single one."""
         if self.output_tokens < 2:
             return 0.0
         return (self.e2el_s - self.ttft_s) / (self.output_tokens - 1)
 
     @property
     def itl_s(self) -> list[float]:
-        """Each gap between messages with tokens."""
+        """Return each gap between messages with tokens."""
         return [after - before for before, after in itertools.pairwise(self.token_times_s)]
 
     def met(self, slo: Slo) -> bool:
-        """Whether it ended well, and within every bound."""
+        """Whether it succeeded, within every bound."""
         return (
             self.outcome == "ok"
             and self.ttft_s <= slo.ttft_s

@@ -1,4 +1,4 @@
-"""Figures of a run: percentiles by input length, rates, and both kinds of goodput's basis.
+"""Figures of a run: percentiles by input length, rates, and the basis of both kinds of goodput.
 
 Percentiles interpolate linearly between the closest ranks, as `vllm bench serve` and aiperf do.
 Pure.
@@ -19,7 +19,7 @@ from planning.common.slo import Slo
 
 PERCENTILES = (50, 95, 99)
 DEFAULT_BOUNDS = (512, 4096)
-"""Input tokens up to which a bucket reaches: those of Baton's default context-length classes."""
+"""Upper bounds of the buckets in input tokens, those of Baton's default context-length classes."""
 _ALL = "all"
 
 
@@ -32,17 +32,17 @@ class Window:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """Return its length."""
         return self.end_s - self.start_s
 
     def holds(self, record: RequestRecord) -> bool:
-        """Whether a request counts: by when it was to be sent, whenever it ended."""
+        """Whether a request counts, by its scheduled time of sending."""
         return self.start_s <= record.due_s < self.end_s
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Milliseconds; all 0 of nothing."""
+    """Percentiles in milliseconds; all 0 without values."""
 
     count: int
     mean_ms: float
@@ -62,7 +62,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class BucketSummary:
-    """The requests of one bucket of input lengths."""
+    """Figures of the requests in one bucket of input lengths."""
 
     name: str
     requests: int
@@ -71,55 +71,58 @@ class BucketSummary:
     shed: int
     aborted: int
     good: int
-    """Ended well, and within every SLO."""
+    """Requests that met every SLO."""
     attainment: float
-    """good / (ok + error + shed + aborted)."""
+    """Attainment: good / (ok + error + shed + aborted)."""
     input_tokens: int
-    """Of the requests that ended well, as are those below."""
+    """Prompt tokens of successful requests, as with the fields below."""
     output_tokens: int
     cached_tokens: int
     ttft: Distribution
     tpot: Distribution
-    """Of answers with at least two tokens."""
+    """TPOT of answers with at least two tokens."""
     itl: Distribution
     e2el: Distribution
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A run."""
+    """Figures of a run."""
 
     window_s: float
-    """Seconds that count; rates are over these."""
+    """Counted seconds; rates are over these."""
     offered_per_s: float
-    """Requests that were to be sent."""
+    """Scheduled requests per second."""
     completed_per_s: float
     goodput_per_s: float
-    """Requests that met every SLO."""
+    """Requests that met every SLO, per second."""
     input_tokens_per_s: float
     output_tokens_per_s: float
     all: BucketSummary
     buckets: tuple[BucketSummary, ...]
-    """By rising input length; those that had requests."""
+    """Buckets with requests, by rising input length."""
     lag: Distribution
-    """How late the client was with its sends."""
+    """Delay of the client's sends."""
     codes: dict[str, int]
-    """Of requests that did not end well: why, and how many."""
+    """Number of failed requests, by code."""
 
 
 def parse_bounds(text: str) -> tuple[int, ...]:
-    """``512,4096``: where buckets end. Raises ConfigError unless these are whole and rise."""
+    """Parse ``512,4096``, the bounds of buckets.
+
+    Raises ConfigError unless these are rising integers.
+    """
     try:
         bounds = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
         bounds = (0,)
     if list(bounds) != sorted({bound for bound in bounds if bound > 0}):
-        raise ConfigError(f"{text!r} is no rising list of token counts, as in 512,4096")
+        raise ConfigError(f"{text!r} is not a rising list of token counts, as in 512,4096")
     return bounds
 
 
 def bucket_names(bounds: Sequence[int]) -> tuple[str, ...]:
-    """``<= 512``, ``513 - 4096``, ``> 4096``"""
+    """Return ``<= 512``, ``513 - 4096``, ``> 4096``."""
     if not bounds:
         return (_ALL,)
     between = [f"{low + 1} - {high}" for low, high in itertools.pairwise(bounds)]
@@ -127,7 +130,7 @@ def bucket_names(bounds: Sequence[int]) -> tuple[str, ...]:
 
 
 def bucket_of(input_tokens: int, bounds: Sequence[int]) -> int:
-    """The number of the bucket that a prompt belongs to."""
+    """Return the number of a prompt's bucket."""
     return int(np.searchsorted(bounds, input_tokens, side="left"))
 
 
@@ -137,7 +140,7 @@ def summarise(
     slo: Slo,
     bounds: Sequence[int] = DEFAULT_BOUNDS,
 ) -> Summary:
-    """The figures of those requests that the window holds."""
+    """Return the figures of the requests in the window."""
     counted = [record for record in records if window.holds(record)]
     parts: list[list[RequestRecord]] = [[] for _ in range(len(bounds) + 1)]
     for record in counted:

@@ -1,4 +1,4 @@
-"""A Baton cluster over gRPC."""
+"""A Baton cluster as a target, over gRPC."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from loadtest.generator.workload.prompts import PlannedRequest
 
 
 class GrpcTarget(Target[pb.GenerateRequest]):
-    """Connects on first use; made on the loop that owns it."""
+    """Sends requests by gRPC. Connects on first use; made on the loop that owns it."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class GrpcTarget(Target[pb.GenerateRequest]):
         api_key: str = "",
         tls: TlsFiles | None = None,
     ) -> None:
-        """``address`` is the host:port of a router's gRPC front. Raises ConfigError."""
+        """``address`` is the host:port of a router's gRPC listener. Raises ConfigError."""
         self._options = options
         self._channel = open_channel(address, tls)
         self._stub = InferenceServiceStub(self._channel)
@@ -39,7 +39,7 @@ class GrpcTarget(Target[pb.GenerateRequest]):
         self._address = address
 
     def prepare(self, request: PlannedRequest) -> pb.GenerateRequest:
-        """See ``Target``."""
+        """Implement ``Target``."""
         sampling = SamplingParameters(
             max_tokens=request.output_tokens,
             temperature=self._options.temperature,
@@ -59,7 +59,7 @@ class GrpcTarget(Target[pb.GenerateRequest]):
         due_s: float,
         clock: RunClock,
     ) -> RequestRecord:
-        """See ``Target``."""
+        """Implement ``Target``."""
         sent_s = clock.now()
         times: array[float] = array("d")
         usage = pb.Usage()
@@ -93,12 +93,15 @@ class GrpcTarget(Target[pb.GenerateRequest]):
         )
 
     async def close(self) -> None:
-        """See ``Target``."""
+        """Implement ``Target``."""
         await self._channel.close()
 
 
 def _failure(failure: grpc.aio.AioRpcError, address: str) -> tuple[Outcome, str]:
-    """A server that cannot be reached, or breaks down, has not refused."""
+    """Return outcome and code.
+
+    A server that cannot be reached, or fails, has not shed the request.
+    """
     error = error_from_rpc(failure, address)
     if isinstance(error, DeadlineExceeded):
         return "aborted", "timeout"

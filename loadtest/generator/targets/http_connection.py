@@ -1,7 +1,7 @@
-"""HTTP/1.1 for many streamed answers at once, at little cost: a protocol, a C parser, callbacks.
+"""HTTP/1.1 for many concurrent streamed answers at low cost: a protocol, a C parser, callbacks.
 
-A client library that wakes a task for each piece of each answer costs more than a fast server does,
-and what is measured then is the client.
+A client library that wakes a task for each piece of each answer costs more than a fast server, so
+that the measurement would show the client.
 """
 
 from __future__ import annotations
@@ -19,63 +19,63 @@ from baton.errors import ConfigError
 from baton.security.tls import TlsFiles, client_context
 
 _IDLE_S = 1.0
-"""A connection that has been idle for longer may be closed by its server at any moment."""
+"""Idle time after which a server may close a connection, in seconds."""
 
 
 class HttpExchange(Protocol):
-    """A request's answer, as it comes."""
+    """Receives a request's answer."""
 
     def head(self, status: int, headers: dict[bytes, bytes]) -> None:
-        """Its status and headers, with names in lower case."""
+        """Handle status and headers, with names in lower case."""
 
     def body(self, data: bytes, now: float) -> None:
-        """A piece of its body, which came at ``now`` by ``time.perf_counter``."""
+        """Handle a piece of the body, which arrived at ``now`` by ``time.perf_counter``."""
 
     def end(self, fault: str) -> None:
-        """It is complete, or will never be: then ``fault`` says why."""
+        """Handle the end of the answer; ``fault`` is the reason if it is incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where requests go."""
+    """The server of requests."""
 
     host: str
     port: int
     tls: bool
     path: str
-    """In front of each request's own; empty, or without a slash at its end."""
+    """Path in front of each request's own; empty, or without a slash at its end."""
 
     @classmethod
     def parse(cls, url: str) -> Origin:
-        """``http://host:port``, with a path or none. Raises ConfigError."""
+        """Parse ``http://host:port``, with or without a path. Raises ConfigError."""
         try:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as error:
-            raise ConfigError(f"{url!r} is no URL: {error}") from None
+            raise ConfigError(f"{url!r} is not a URL: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
-            raise ConfigError(f"{url!r} is no URL as in http://127.0.0.1:8000")
+            raise ConfigError(f"{url!r} is not a URL as in http://127.0.0.1:8000")
         tls = parts.scheme == "https"
         return cls(parts.hostname, port or (443 if tls else 80), tls, parts.path.rstrip("/"))
 
     @property
     def authority(self) -> str:
-        """For the Host header."""
+        """Return the value of the Host header."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class HttpPool:
-    """Connections to one origin; those that are idle are used again. Owned by one event loop."""
+    """Connections to one origin; idle ones are reused. Owned by one event loop."""
 
     def __init__(self, origin: Origin, tls: TlsFiles | None = None) -> None:
-        """``tls``: whom an https origin must be vouched for by. Raises ConfigError."""
+        """``tls`` has the CA and client certificate of an https origin. Raises ConfigError."""
         self._origin = origin
         self._tls = client_context(tls or TlsFiles()) if origin.tls else None
         self._idle: list[HttpConnection] = []
         self._all: set[HttpConnection] = set()
 
     async def take(self) -> HttpConnection:
-        """One that has nothing under way. Raises OSError."""
+        """Return an idle connection, or open one. Raises OSError."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_fresh:
@@ -91,13 +91,13 @@ class HttpPool:
         return connection
 
     def close(self) -> None:
-        """Close all."""
+        """Close all connections."""
         for connection in list(self._all):
             connection.close()
 
 
 class HttpConnection(asyncio.Protocol):
-    """One connection: idle, or with one exchange under way."""
+    """One connection: idle, or with one exchange in flight."""
 
     def __init__(self, idle: list[HttpConnection], all_: set[HttpConnection]) -> None:
         self._idle, self._all = idle, all_
@@ -110,30 +110,31 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the server is not likely to have closed it."""
+        """Whether the server has probably not closed it."""
         return self._transport is not None and time.perf_counter() - self._came_at < _IDLE_S
 
     def send(self, request: bytes, exchange: HttpExchange) -> None:
-        """Send a request, whose answer comes next."""
+        """Send a request; its answer comes next."""
         assert self._transport is not None, "connected"
         self._exchange = exchange
         self._headers = {}
         self._parser = httptools.HttpResponseParser(self)
         self._transport.write(request)
-        # A server that writes an answer's head and first event apart, with Nagle's algorithm on,
-        # would wait 40 ms for this end's acknowledgement. The flag is the next packets' alone.
+        # If a server writes an answer's head and first event separately, with Nagle's algorithm on,
+        # it would wait 40 ms for this end's acknowledgement. The flag only holds for the next
+        # packets.
         if self._socket is not None:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
     def close(self) -> None:
-        """Close it; what is under way ends."""
+        """Close it; an exchange in flight ends."""
         if self._transport is not None:
             self._transport.abort()
 
     # asyncio's callbacks
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's is none of asyncio's classes, and does what they do.
+        # uvloop's transport is not a subclass of asyncio's, but has the same methods.
         self._transport = cast(asyncio.Transport, transport)
         if hasattr(socket, "TCP_QUICKACK"):
             self._socket = transport.get_extra_info("socket")

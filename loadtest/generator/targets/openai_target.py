@@ -1,4 +1,4 @@
-"""Any server of OpenAI's API, over HTTP: streamed chats or completions."""
+"""A server of OpenAI's API as a target, over HTTP: streamed chats or completions."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class EventSplitter:
     """Splits server-sent events from the pieces of a byte stream.
 
     The format: HTML standard, section 9.2. Names and ids of events are dropped, since no OpenAI
-    server gives a meaning to them.
+    server uses them.
     """
 
     def __init__(self) -> None:
         self._kept = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The data of those events that are complete by now, in order."""
+        """Return the data of the events that are complete, in order."""
         *lines, self._kept = (self._kept + data).split(b"\n")
-        # A line for an event is all that these servers send; the empty line behind it says nothing.
+        # These servers send one line for an event; the empty line after it has no meaning.
         return [line[len(_DATA) :].strip() for line in lines if line.startswith(_DATA)]
 
 
@@ -40,11 +40,11 @@ _TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
 _OK = 200
 _REFUSALS = (429, 503)
 _KEPT_BYTES = 4096
-"""Of a body that is no stream of events, which may say what is wrong."""
+"""Maximum size of a body that is not a stream of events and may hold an error, in bytes."""
 
 
 class OpenAiTarget(Target[bytes]):
-    """Requests are made ahead as bytes; answers are read event by event."""
+    """Prepares requests as bytes ahead of time; reads answers event by event."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class OpenAiTarget(Target[bytes]):
         api_key: str = "",
         tls: TlsFiles | None = None,
     ) -> None:
-        """Raises ConfigError for what is no URL, and for files that cannot be used."""
+        """Raises ConfigError for an invalid URL, and for unusable files."""
         origin = Origin.parse(url)
         self._pool = HttpPool(origin, tls)
         self._endpoint: Endpoint = endpoint
@@ -66,7 +66,7 @@ class OpenAiTarget(Target[bytes]):
         ).encode()
 
     def prepare(self, request: PlannedRequest) -> bytes:
-        """See ``Target``."""
+        """Implement ``Target``."""
         fields: dict[str, Any] = {
             "model": self._options.model,
             "max_tokens": request.output_tokens,
@@ -86,7 +86,10 @@ class OpenAiTarget(Target[bytes]):
     async def ask(
         self, request: PlannedRequest, prepared: bytes, due_s: float, clock: RunClock
     ) -> RequestRecord:
-        """See ``Target``. Opening a connection, where none is idle, is part of the request."""
+        """Implement ``Target``.
+
+        Opening a connection, if none is idle, counts in the request's time.
+        """
         sent_s = clock.now()
         answer = StreamedAnswer()
         connection: HttpConnection | None = None
@@ -105,12 +108,12 @@ class OpenAiTarget(Target[bytes]):
         return answer.record(request, due_s, sent_s, clock)
 
     async def close(self) -> None:
-        """See ``Target``."""
+        """Implement ``Target``."""
         self._pool.close()
 
 
 class StreamedAnswer:
-    """What comes of one request, put together; an ``http_connection.HttpExchange``."""
+    """Assembles one request's answer; an ``http_connection.HttpExchange``."""
 
     def __init__(self) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -125,12 +128,12 @@ class StreamedAnswer:
         self._usage: dict[str, Any] = {}
 
     def head(self, status: int, headers: dict[bytes, bytes]) -> None:
-        """See ``HttpExchange``."""
+        """Implement ``HttpExchange``."""
         self._status = status
         self._is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
 
     def body(self, data: bytes, now: float) -> None:
-        """See ``HttpExchange``."""
+        """Implement ``HttpExchange``."""
         if not self._is_stream:
             self._kept = (self._kept + data)[:_KEPT_BYTES]
             return
@@ -154,7 +157,7 @@ class StreamedAnswer:
             self._is_whole = self._is_whole or choice.get("finish_reason") is not None
 
     def end(self, fault: str) -> None:
-        """See ``HttpExchange``."""
+        """Implement ``HttpExchange``."""
         if self._status and self._status != _OK:
             outcome: Outcome = "shed" if self._status in _REFUSALS else "error"
             self.fail(outcome, _error_code(self._body_fields()) or str(self._status))
@@ -170,7 +173,7 @@ class StreamedAnswer:
             self.ended.set_result(None)
 
     def fail(self, outcome: Outcome, code: str) -> None:
-        """The first reason counts."""
+        """Record a failure; the first reason counts."""
         if self._outcome == "ok":
             self._outcome, self._code = outcome, code
 
@@ -184,7 +187,7 @@ class StreamedAnswer:
     def record(
         self, request: PlannedRequest, due_s: float, sent_s: float, clock: RunClock
     ) -> RequestRecord:
-        """What is known now, when it has ended."""
+        """Return the record of the completed request."""
         details = self._usage.get("prompt_tokens_details") or {}
         return RequestRecord(
             number=request.number,
@@ -201,7 +204,7 @@ class StreamedAnswer:
 
 
 def _error_code(fields: dict[str, Any]) -> str:
-    """The code of OpenAI's error object; empty where there is none."""
+    """Return the code of OpenAI's error object; empty without one."""
     error = fields.get("error")
     code = error.get("code") or error.get("type") if isinstance(error, dict) else error
     return str(code)[:80] if code else ""

@@ -1,4 +1,4 @@
-"""What is driven: a server, as a client sees it."""
+"""Targets of a load: servers, from a client's view."""
 
 from __future__ import annotations
 
@@ -20,43 +20,44 @@ class RunClock:
         self._origin = time.perf_counter()
 
     def start(self) -> None:
-        """It is 0 now."""
+        """Set the clock to 0."""
         self._origin = time.perf_counter()
 
     def now(self) -> float:
-        """Seconds since then."""
+        """Return the seconds since the start."""
         return self.since_start(time.perf_counter())
 
     def since_start(self, moment: float) -> float:
-        """A moment of ``time.perf_counter`` as seconds since then."""
+        """Convert a moment of ``time.perf_counter`` to seconds since the start."""
         return moment - self._origin
 
 
 @dataclass(frozen=True, slots=True)
 class AskOptions:
-    """The same for all requests of a run."""
+    """Options of all requests of a run."""
 
     model: str
     temperature: float = 0.0
     ignore_eos: bool = True
-    """Answers have just as many tokens as were planned."""
+    """Whether answers have exactly the planned number of tokens."""
     timeout_s: float = 300.0
-    """A request that has not ended after so many seconds is given up."""
+    """Time after which an incomplete request is aborted, in seconds."""
 
 
 class Target(ABC, Generic[P]):
-    """Owned by one event loop; ``P`` is a request in the form in which it is sent."""
+    """A server under load. Owned by one event loop; ``P`` is a request in its wire form."""
 
     @abstractmethod
     def prepare(self, request: PlannedRequest) -> P:
-        """Done ahead of the time when it is sent."""
+        """Prepare a request ahead of its sending."""
 
     @abstractmethod
     async def ask(
         self, request: PlannedRequest, prepared: P, due_s: float, clock: RunClock
     ) -> RequestRecord:
-        """Send it now, and wait for the end of its answer, at most for the options' time-out."""
+        """Send a request now, and wait for the end of its answer, at most for the options'
+        timeout."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Nothing is under way any more."""
+        """Close the target; no request is in flight any more."""

@@ -1,7 +1,7 @@
-"""How long prompts and answers are: distributions of token counts, written in one word.
+"""Lengths of prompts and answers: distributions of token counts, written as one word.
 
-``128`` or ``fixed:128``; ``uniform:LEAST-MOST``; ``normal:MEAN,DEVIATION``;
-``lognormal:MEDIAN,SIGMA``. The last two may have a third number: the most that is drawn. Pure.
+``128`` or ``fixed:128``; ``uniform:MIN-MAX``; ``normal:MEAN,DEVIATION``;
+``lognormal:MEDIAN,SIGMA``. The last two may have a third number, the maximum. Pure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from baton.errors import ConfigError
 
 _MAX_TOKENS = 1 << 24
-_FORMS = "128, uniform:64-256, normal:MEAN,DEVIATION[,MOST] or lognormal:MEDIAN,SIGMA[,MOST]"
+_FORMS = "128, uniform:64-256, normal:MEAN,DEVIATION[,MAX] or lognormal:MEDIAN,SIGMA[,MAX]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,14 @@ class Lengths:
 
     kind: Literal["fixed", "uniform", "normal", "lognormal"]
     first: float
-    """The length itself, the least one, the mean, or the median."""
+    """The fixed length, the minimum, the mean, or the median."""
     second: float = 0.0
-    """The greatest one of a uniform distribution, the deviation, or the sigma of the logarithm."""
+    """The maximum of a uniform distribution, the deviation, or the sigma of the logarithm."""
     most: int = _MAX_TOKENS
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """Raises ConfigError, which shows the forms."""
+        """Parse a distribution. Raises ConfigError, which shows the forms."""
         kind, _, rest = text.strip().partition(":")
         if not rest:
             kind, rest = "fixed", kind
@@ -39,13 +39,13 @@ class Lengths:
             numbers = [float(part) for part in rest.replace("-", ",").split(",")]
             made = _FORM[kind](numbers)
         except (KeyError, ValueError, TypeError):
-            raise ConfigError(f"{text!r} is no distribution of lengths: {_FORMS}") from None
+            raise ConfigError(f"{text!r} is not a distribution of lengths: {_FORMS}") from None
         if not 1 <= made.first <= made.most <= _MAX_TOKENS or not 0 <= made.second <= made.most:
             raise ConfigError(f"{text!r}: lengths are tokens from 1 to {_MAX_TOKENS}, in order")
         return made
 
     def text(self) -> str:
-        """As ``parse`` reads it."""
+        """Return the text in ``parse``'s syntax."""
         if self.kind == "fixed":
             return f"{self.first:g}"
         if self.kind == "uniform":
@@ -74,7 +74,7 @@ def _fixed(numbers: list[float]) -> Lengths:
 def _uniform(numbers: list[float]) -> Lengths:
     least, most = numbers
     if least > most:
-        raise ValueError("the least is above the most")
+        raise ValueError("the minimum is above the maximum")
     return Lengths("uniform", least, most)
 
 

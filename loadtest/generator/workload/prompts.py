@@ -1,4 +1,4 @@
-"""Requests to send, and what their prompts are made of. Pure, and the same for the same seed."""
+"""Requests and the content of their prompts. Pure, and reproducible by the seed."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from baton.errors import ConfigError
 from loadtest.common.workload import VOCABULARY
 
 Prompt = str | tuple[int, ...]
-"""Text, or token ids."""
+"""A prompt as text, or as token ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """What is sent, and when."""
+    """A request, and when it is due."""
 
     number: int
     due_s: float
-    """Seconds after the run's beginning. In a closed loop requests go as others end, and this is
-    0."""
+    """Time after the run's beginning, in seconds. In a closed loop requests follow the end of
+    others, and this is 0."""
     prompt: Prompt
     input_tokens: int
-    """Of the prompt: exact where it is token ids, otherwise about."""
+    """Tokens of the prompt: exact for token ids, otherwise approximate."""
     output_tokens: int
-    """Most tokens of the answer; the very number where the end of sequence is ignored."""
+    """Maximum tokens of the answer; the exact number if the end of sequence is ignored."""
 
 
 Form = Literal["text", "tokens"]
@@ -39,26 +39,26 @@ _WORDS = VOCABULARY.split()
 _LOWEST_ID, _HIGHEST_ID = 300, 2000
 _KEPT_BLOCKS = 4096
 CHARACTERS_PER_TOKEN = 4
-"""Of English text, about; the server tells the number itself."""
+"""Approximate ratio for English text; the server reports the exact number."""
 
 
 class PromptMaker:
     """Makes prompts of given lengths out of blocks."""
 
     def __init__(self, form: Form, *seed: int) -> None:
-        """Another seed, other blocks: none of the prompts begins as one of another seed does."""
+        """Different seeds give different blocks, so that no prompts of two seeds begin equally."""
         self._form = form
         self._seed = seed
         self._block = lru_cache(_KEPT_BLOCKS)(self._make_block)
 
     def fresh(self, number: int, tokens: int) -> Prompt:
-        """The prompt of request ``number``, which begins as no other one."""
+        """Return the prompt of request ``number``, which begins like no other one."""
         return self._join([self._drawn(tokens, 0, number)])
 
     def of_blocks(
         self, number: int, tokens: int, hashes: Sequence[int], block_tokens: int
     ) -> Prompt:
-        """A prompt whose blocks are those numbers; what is behind them is its own."""
+        """Return a prompt of these blocks; its rest is unique."""
         parts = [self._block(one, block_tokens) for one in hashes]
         held = len(parts) * block_tokens
         if held < tokens:
@@ -81,20 +81,20 @@ class PromptMaker:
 
 @dataclass(frozen=True, slots=True)
 class FilePrompt:
-    """A prompt of a file."""
+    """A prompt from a file."""
 
     text: str
     output_tokens: int | None = None
-    """Most tokens of its answer, where the file says so."""
+    """Maximum tokens of its answer, if the file gives it."""
 
     @property
     def input_tokens(self) -> int:
-        """About."""
+        """Return the approximate number."""
         return max(1, len(self.text) // CHARACTERS_PER_TOKEN)
 
 
 def read_prompts(path: Path) -> tuple[FilePrompt, ...]:
-    """Those of a file, or of all ``.jsonl`` files of a folder: a JSON object a line.
+    """Read the prompts of a file, or of all ``.jsonl`` files of a folder: a JSON object per line.
 
     Its text is its ``prompt``, the first of its ``turns``, or the first of its ``messages`` that is
     a user's; ``output_tokens`` bounds its answer. Raises ConfigError with the line at fault.
@@ -110,7 +110,7 @@ def _read_file(path: Path) -> list[FilePrompt]:
     try:
         lines = path.read_text("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the prompts {path} cannot be read: {error}") from error
+        raise ConfigError(f"cannot read the prompts {path}: {error}") from error
     found = []
     for number, line in enumerate(lines, 1):
         if line.strip():

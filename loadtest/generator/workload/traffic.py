@@ -1,9 +1,9 @@
-"""All requests of a run, in the order in which they are to be sent. Pure.
+"""All requests of a run, in order. Pure.
 
-What requests are, and when they are due, are two questions: any source can be sent by any process
-of arrivals, or in a closed loop. Runs of one seed have the same lengths in the same order and the
-same pattern of arrivals, so that two rates differ by their rate alone; another run's prompts are of
-other text, so that no cache knows them.
+Content and schedule are independent: any source works with any arrival process, or in a closed
+loop. Runs of one seed have the same lengths in the same order and the same pattern of arrivals, so
+that two rates differ only by their rate. Another run's prompts have other text, so that no cache
+has them.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from loadtest.generator.workload.prompts import FilePrompt, Form, PlannedRequest
 from planning.common.traces import Trace
 
 _LENGTHS, _ORDER, _ANSWERS = 2, 3, 4
-"""What is drawn from a seed, so that no two things are drawn alike."""
+"""Streams of random numbers, so that no two quantities share one."""
 
 
 class Source(ABC):
-    """Makes the request that has a number: the same for the same seed and run."""
+    """Makes a request by its number, reproducibly for a seed and run."""
 
     @abstractmethod
     def request(self, number: int, due_s: float) -> PlannedRequest:
-        """The request ``number``, counted from 0."""
+        """Return request ``number``, counted from 0."""
 
 
 class DrawnLengths(Source):
     """Prompts of random content; lengths from distributions."""
 
     _DRAWN = 1024
-    """Lengths are drawn so many at a time."""
+    """Number of lengths that are drawn at a time."""
 
     def __init__(
         self, inputs: Lengths, outputs: Lengths, form: Form, *, seed: int, run: int = 0
@@ -44,7 +44,7 @@ class DrawnLengths(Source):
         self._lengths: list[tuple[int, int]] = []
 
     def request(self, number: int, due_s: float) -> PlannedRequest:
-        """See ``Source``."""
+        """Implement ``Source``."""
         while number >= len(self._lengths):
             inputs, outputs = (part.draw(self._DRAWN, self._generator) for part in self._parts)
             self._lengths.extend(zip(inputs.tolist(), outputs.tolist(), strict=True))
@@ -53,7 +53,7 @@ class DrawnLengths(Source):
 
 
 class PromptList(Source):
-    """The prompts of a file, over and over, in an order that is drawn anew each time."""
+    """The prompts of a file, repeatedly, in a new random order each time."""
 
     def __init__(self, prompts: Sequence[FilePrompt], outputs: Lengths, *, seed: int) -> None:
         self._prompts = prompts
@@ -61,7 +61,7 @@ class PromptList(Source):
         self._seed = seed
 
     def request(self, number: int, due_s: float) -> PlannedRequest:
-        """See ``Source``."""
+        """Implement ``Source``."""
         turn, place = divmod(number, len(self._prompts))
         order = np.random.default_rng((self._seed, _ORDER, turn)).permutation(len(self._prompts))
         prompt = self._prompts[order[place]]
@@ -73,9 +73,9 @@ class PromptList(Source):
 
 
 class TraceRows(Source):
-    """A trace's lengths and prefixes, from its first row on; at its end it begins anew.
+    """A trace's lengths and prefixes, from its first row on, repeatedly.
 
-    What comes in another turn shares no prefix with those before.
+    Different turns share no prefixes.
     """
 
     def __init__(self, trace: Trace, form: Form, *, seed: int, run: int = 0) -> None:
@@ -86,7 +86,7 @@ class TraceRows(Source):
         self._maker = PromptMaker(form, *self._seed, 0)
 
     def request(self, number: int, due_s: float) -> PlannedRequest:
-        """See ``Source``."""
+        """Implement ``Source``."""
         turn, place = divmod(number, len(self._trace.requests))
         if turn != self._turn:
             self._turn, self._maker = turn, PromptMaker(self._form, *self._seed, turn)
@@ -98,6 +98,6 @@ class TraceRows(Source):
 
 
 def planned(source: Source, times_s: Sequence[float]) -> Iterator[PlannedRequest]:
-    """A request for each of those times."""
+    """Yield a request for each of those times."""
     for number, due_s in enumerate(times_s):
         yield source.request(number, due_s)

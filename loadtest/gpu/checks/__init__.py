@@ -1,1 +1,1 @@
-"""Is it right: everything that a GPU computes, beside references in fp32."""
+"""Correctness checks: everything that a GPU computes, compared with references in fp32."""

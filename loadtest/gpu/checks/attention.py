@@ -1,4 +1,5 @@
-"""Attention over paged KV: real head counts, long contexts, and a pool beyond 2^31 elements."""
+"""Checks attention over paged KV: real head counts, long contexts, and a pool beyond 2^31
+elements."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _FAR_ELEMENTS = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class _Heads:
-    """The attention of a model."""
+    """The attention heads of a model."""
 
     name: str
     heads: int
@@ -45,9 +46,10 @@ _SMALL = (
 
 
 def attention_items(place: Place) -> Iterator[Item]:
-    """Decode and chunk attention of each geometry and KV type, then with blocks that lie far."""
-    # The contexts of one call differ as those of a batch do. The longest has more than 16 splits,
-    # so that the second kernel's loop takes more than one round.
+    """Check decode and chunk attention of each geometry and KV type, then blocks at large
+    offsets."""
+    # The contexts of one call differ like those of a batch. The longest has more than 16 splits, so
+    # that the second kernel's loop takes more than one round.
     lengths = (1, 150, 37, 4200) if place.small else (1, 150, 5000, 40000)
     chunks = ((0, 70), (130, 1), (17, 40)) if place.small else ((0, 300), (5000, 1), (40000, 64))
     geometries = _SMALL if place.small else _FULL
@@ -82,7 +84,7 @@ class _Chunk:
     heads: _Heads
     kv: torch.dtype
     chunks: Sequence[tuple[int, int]]
-    """Tokens before each chunk, and its own."""
+    """Tokens before each chunk, and its own tokens."""
 
     def __call__(self) -> Iterator[Check]:
         torch.manual_seed(0)
@@ -93,7 +95,7 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Far:
-    """Few blocks of a pool that is so large that its offsets need 64 bits."""
+    """A few blocks of a pool so large that its offsets need 64 bits."""
 
     place: Place
     heads: _Heads
@@ -103,7 +105,7 @@ class _Far:
         place, heads = self.place, self.heads
         used, layers = (24, 32) if place.small else (300, 32)
         elements = layers * 2 * heads.kv_heads * _BLOCK * heads.dim
-        # Memory that is not touched is not taken, on a CPU.
+        # On a CPU, untouched memory is not allocated.
         count = _FAR_ELEMENTS // elements * 3 // 2
         data = torch.empty(
             (count, layers, 2, heads.kv_heads, _BLOCK, heads.dim),
@@ -127,7 +129,8 @@ class _Far:
 def _filled(
     place: Place, heads: _Heads, kv: torch.dtype, lengths: Sequence[int]
 ) -> tuple[KvBlocks, list[list[int]]]:
-    """Blocks of two layers with random values, and a table for each length; no block twice."""
+    """Return blocks of two layers with random values, and a table of distinct blocks for each
+    length."""
     widths = [-(-length // _BLOCK) for length in lengths]
     count = sum(widths) + 3
     shape = (count, 2, 2, heads.kv_heads, _BLOCK, heads.dim)
@@ -194,7 +197,7 @@ def _reference(
     length: int,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """``attend_reference`` over a copy of one sequence's blocks alone."""
+    """Call ``attend_reference`` on a copy of one sequence's blocks."""
     ids = torch.tensor(table, device=queries.device)
     data = blocks.data
     # Torch cannot index every type of fp8 on every device.

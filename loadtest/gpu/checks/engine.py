@@ -1,4 +1,4 @@
-"""One whole engine on a folder with random weights: built, warmed up, calibrated, run."""
+"""Checks one whole engine on a folder with random weights: built, warmed up, calibrated, run."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from loadtest.gpu.common.shapes import SHAPES, llama_1b, miniature
 from worker.costs.calibration import calibrate
 
 _REGRET = 0.25
-"""How far below the best logit of fp32 that of a drawn token may lie. Logits of random weights have
-a deviation of about 1, and steps in bf16 an error of some hundredths; any other token than one of
-the best lies several below."""
+"""Maximum difference between the best fp32 logit and that of a sampled token. Logits of random
+weights have a deviation of about 1, and steps in bf16 an error of some hundredths. Any token except
+the best few lies several below."""
 _FRACTION = 0.5
-"""Of the GPU's memory."""
+"""Fraction of the GPU's memory."""
 _BLOCK = 16
 
 
 def engine_items(place: Place, folder: Path) -> Iterator[Item]:
-    """``folder`` is for the model's files."""
+    """Check the engine. ``folder`` is for the model's files."""
     config = miniature(SHAPES["Llama 8B"]) if place.small else llama_1b(16384)
 
     @cache
     def engine() -> Engine:
         path = write_folder(config, folder / "model", place.device)
         if place.on_gpu:
-            # The weights that were drawn are no memory of the engine's.
+            # The weights of the writer are not part of the engine's memory.
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(place.device)
         return build_engine(_settings(place, path))
@@ -83,7 +83,7 @@ def _warm_up(place: Place, engine: Callable[[], Engine]) -> Iterator[Result]:
 
 
 def _sequences(place: Place, engine: Callable[[], Engine], path: Path) -> Iterator[Result]:
-    """Prompts in chunks and decode steps that overlap, against fp32 by what each token gives up."""
+    """Run prompts in chunks and overlapping decode steps, and compare each token with fp32."""
     built = engine()
     prompts = (70, 33, 5) if place.small else (9000, 700, 300, 64, 17, 5)
     tokens = 8 if place.small else 64
@@ -99,7 +99,7 @@ def _sequences(place: Place, engine: Callable[[], Engine], path: Path) -> Iterat
     yield Timing("engine: all sequences", time.perf_counter() - began)
     short = sum(len(s.token_ids) != n + tokens for s, n in zip(sequences, prompts, strict=True))
     yield Check("sequences of another length", float(short), 0.0)
-    # Before the reference takes memory, too.
+    # This precedes the reference, which takes memory too.
     yield from _memory(place, built)
     reference = DecoderModel(
         load_model_config(path), load_weights(path, place.device, torch.float32), place.device
@@ -117,7 +117,7 @@ def _prompt(seed: int, count: int, vocab: int) -> tuple[int, ...]:
 
 @torch.inference_mode()
 def _regret(place: Place, model: DecoderModel, token_ids: list[int], prompt: int) -> float:
-    """Over all drawn tokens, the best logit of fp32 less that of the token."""
+    """Return the maximum over all sampled tokens of the best fp32 logit minus that of the token."""
     count = len(token_ids) - 1
     table = tuple(range(-(-count // _BLOCK)))
     cache = KvCache(model.config, len(table), _BLOCK, torch.float32, place.device)
@@ -125,13 +125,13 @@ def _regret(place: Place, model: DecoderModel, token_ids: list[int], prompt: int
     outputs = list(range(prompt - 1, count))
     step = StepInput((row,), token_ids[:count], outputs, False)
     logits = TorchStepModel(model, cache, place.device).run(step).logits
-    assert logits is not None, "they were asked for"
+    assert logits is not None, "the call requests them"
     drawn = torch.tensor(token_ids[prompt:], device=logits.device)
     return float((logits.amax(1) - logits.gather(1, drawn[:, None])[:, 0]).max())
 
 
 def _memory(place: Place, built: Engine) -> Iterator[Result]:
-    """The engine holds no more than its share of the GPU."""
+    """Check that the engine holds no more than its share of the GPU."""
     if not place.on_gpu:
         yield Fact("memory", {"pool bytes": built.cache.bytes.nbytes})
         return

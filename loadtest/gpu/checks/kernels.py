@@ -1,4 +1,4 @@
-"""All other kernels, at the hidden sizes of served models."""
+"""Checks all other kernels, at the hidden sizes of served models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from loadtest.gpu.common.results import Check, Item
 _BLOCK = 16
 _BLOCKS = 40
 _ROPES = (
-    # Heads of queries and of keys, dimensions, those that turn, whether heads are normed.
+    # Heads of queries and of keys, dimensions, rotated dimensions, whether heads are normed.
     ("Llama 8B", 32, 8, 128, 128, False),
     ("Qwen3 8B", 32, 8, 128, 128, True),
     ("Gemma 2 9B", 16, 8, 256, 256, False),
@@ -45,7 +45,7 @@ _SMALL_ROPES = (("all turn", 8, 2, 64, 64, False), ("part turns, normed", 8, 2, 
 
 
 def kernel_items(place: Place) -> Iterator[Item]:
-    """One or several comparisons of each kernel."""
+    """Compare each kernel with its reference, once or several times."""
     for kv in (place.dtype, torch.int8, torch.float8_e4m3fn):
         for shape in _SMALL_ROPES if place.small else _ROPES:
             name = f"rotation and KV write, {shape[0]}, KV {_name(kv)}"
@@ -133,7 +133,8 @@ def _embedding(place: Place) -> Iterator[Check]:
 
 
 def _linear_shapes(place: Place) -> tuple[tuple[int, int], ...]:
-    """Outputs and inputs: Llama 8B's joined projections and the longest sums of served models."""
+    """Return outputs and inputs: Llama 8B's joined projections and the longest sums of served
+    models."""
     return ((200, 256),) if place.small else ((6144, 4096), (4096, 14336), (5376, 21504))
 
 
@@ -152,9 +153,9 @@ def _fixed(place: Place) -> Iterator[Check]:
 def _quantized(place: Place, kind: QuantKind) -> Iterator[Check]:
     torch.manual_seed(0)
     for outputs, inputs in _linear_shapes(place):
-        # Random codes: to quantize weights of these sizes takes a CPU minutes.
+        # Random codes, since quantizing weights of these sizes takes minutes on a CPU.
         codes = random_codes((outputs, inputs), kind, place.device)
-        # No two groups are alike, so that a scale of another group shows.
+        # All groups differ, so that a scale of another group is detected.
         factors = torch.rand_like(codes.scales) + 0.5
         mins = None if codes.mins is None else codes.mins * factors.flip(0)
         weight = gpu_weight(kind, codes.codes, codes.scales * factors, mins)
@@ -211,9 +212,9 @@ def _draws(place: Place) -> Iterator[Check]:
 
 
 def _limits(place: Place) -> Iterator[Check]:
-    """The tokens that top_k, top_p and min_p leave are those on the CPU."""
+    """Check that top_k, top_p and min_p leave the same tokens as on the CPU."""
     generator = torch.Generator().manual_seed(0)
-    # Steps of an eighth: sums and comparisons are far from ties but for equal logits.
+    # Steps of an eighth keep sums and comparisons far from ties, except for equal logits.
     logits = torch.randint(-40, 40, (6, 5000), generator=generator) / 8.0
     limits = ((50, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.05), (20, 0.95, 0.01), (1, 1.0, 0.0))
     if place.describes:
@@ -221,7 +222,7 @@ def _limits(place: Place) -> Iterator[Check]:
     draws = [GREEDY, *(Draw(0.8, (1, 2), k, p, m) for k, p, m in limits)]
     expected = keep_allowed(logits, draws).isinf()
     found = keep_allowed(logits.to(place.device), draws)
-    # A sum of many probabilities may reach top_p a token sooner or later.
+    # A sum of many probabilities may reach top_p one token sooner or later.
     yield Check("tokens that differ", float((found.cpu().isinf() != expected).sum()), 6.0)
 
 

@@ -1,4 +1,4 @@
-"""Whole steps of two layers at real sizes, beside the same steps of torch in fp32."""
+"""Checks whole steps of two layers at real sizes against the same steps of torch in fp32."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from loadtest.gpu.common.results import Check, Item
 from loadtest.gpu.common.shapes import SHAPES, llama_1b, llama_8b, miniature, with_layers
 
 _NOISE = 1.5
-"""How much larger than that of torch in bf16 the median error of whole steps may be."""
+"""Maximum median error of whole steps, relative to that of torch in bf16."""
 _WORST = 3.0
-"""The same of the largest error."""
+"""Maximum largest error, in the same way."""
 _CODE_STEP = 1e-2
-"""The largest error in fp32 where KV is rounded to codes, over the largest value."""
+"""Maximum error in fp32 when KV is rounded to codes, relative to the largest value."""
 _BLOCK = 16
 _MAX_ROWS = 4
 _COUNTS = (90, 60, 20, 1)
@@ -57,7 +57,7 @@ _LONG_COUNTS = (5123, 302)
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """Steps of a model: what its layers' matrices and its KV are held as, and the rows."""
+    """Steps of a model: the types of its layers' matrices and of its KV, and the rows."""
 
     config: ModelConfig
     weights: QuantKind | None = None
@@ -66,7 +66,7 @@ class _Case:
     counts: Sequence[int] = _COUNTS
 
     def tables(self) -> list[tuple[int, ...]]:
-        """Blocks of each sequence, in any order."""
+        """Return the blocks of each sequence, in any order."""
         widths = [-(-count // _BLOCK) for count in self.counts]
         free = iter(permutation(sum(widths)))
         return [tuple(next(free) for _ in range(width)) for width in widths]
@@ -77,12 +77,13 @@ class _Case:
 
 
 def step_items(place: Place) -> Iterator[Item]:
-    """Every family, every type of weights and KV, long prompts, overlapping and equal steps."""
+    """Check every family, every type of weights and KV, long prompts, overlapping and equal
+    steps."""
     llama = _sized(place, SHAPES["Llama 8B"])
     steps = _SMALL_STEPS if place.small else _STEPS
     case = partial(_Case, steps=steps)
     for name, config in SHAPES.items():
-        # Small ones of the same kind are the same model.
+        # Small models of the same kind are equal.
         if not (place.small and name in ("Llama 70B", "Mixtral 8x7B")):
             yield Item(f"steps, {name}", partial(_logits, place, case(_sized(place, config))))
     for kind in KINDS:
@@ -91,7 +92,7 @@ def step_items(place: Place) -> Iterator[Item]:
         name = str(kv).removeprefix("torch.")
         yield Item(f"steps, {name} KV", partial(_logits, place, case(llama, kv=kv)))
     if not place.describes:
-        # The host waits to know which experts are chosen: nothing can be described beyond that.
+        # The host waits for the chosen experts: steps beyond that cannot be described.
         experts = _sized(place, SHAPES["Qwen3 30B-A3B"])
         yield Item("steps, fp8 experts", partial(_logits, place, case(experts, "fp8")))
     if not place.small:
@@ -112,9 +113,9 @@ def _sized(place: Place, config: ModelConfig) -> ModelConfig:
 
 
 def _logits(place: Place, case: _Case) -> Iterator[Check]:
-    """In bf16 the median error over that of torch in bf16, since both round.
+    """Compare the median error in bf16 with that of torch in bf16, since both round.
 
-    In fp32 the largest error.
+    In fp32 the largest error counts.
     """
     found = _all_logits(_ours(place, case), case)
     if place.describes:
@@ -122,14 +123,14 @@ def _logits(place: Place, case: _Case) -> Iterator[Check]:
     expected = _all_logits(_torch(place, case, torch.float32), case)
     if place.dtype == torch.float32:
         check = place.check("logits", found, expected)
-        # A value between two codes may become either.
+        # A value between two codes may be rounded to either.
         yield check if case.kv is None else replace(check, limit=_CODE_STEP)
         return
     half = _all_logits(_torch(place, case, place.dtype), case)
     ratio = (found - expected).abs().median() / (half - expected).abs().median()
     yield Check("error over that of torch", float(ratio), _NOISE)
     if case.config.experts is None:
-        # A router that rounds another way sends a token to other experts: few errors are large.
+        # A router that rounds differently sends a token to other experts: few errors are large.
         worst = (found - expected).abs().max() / (half - expected).abs().max()
         yield Check("largest error over that of torch", float(worst), _WORST)
 
@@ -141,16 +142,16 @@ def _ours(place: Place, case: _Case, *, deterministic: bool = False) -> GpuStepM
 
 
 def _torch(place: Place, case: _Case, dtype: torch.dtype) -> TorchStepModel:
-    """Torch's steps with the weights and KV that ours have, computed in ``dtype``."""
+    """Run torch's steps with our weights and KV, computed in ``dtype``."""
     model = random_model(case.config, place.device, dtype, case.weights, rounded=place.dtype)
     return TorchStepModel(model, case.cache(place.with_dtype(dtype)), place.device)
 
 
 def _all_logits(model: StepModel, case: _Case) -> torch.Tensor:
-    """fp32 [tokens, vocab] of all steps."""
+    """Return the logits of all steps, fp32 [tokens, vocab]."""
     found = [_step_logits(model, _rows(case, step)) for step in case.steps]
     if case.steps is _LONG_STEPS:
-        # Of a long prompt the last tokens: all its logits would be gigabytes.
+        # For a long prompt only the last tokens: all its logits would be gigabytes.
         found = [one[-64:] for one in found]
     return torch.cat(found)
 
@@ -174,26 +175,26 @@ def _tokens(seed: int, count: int, vocab: int) -> tuple[int, ...]:
 
 
 def _step_logits(model: StepModel, rows: Sequence[tuple[Sequence[int], PlanRow]]) -> torch.Tensor:
-    """Of all tokens; a row comes with its sequence."""
+    """Return the logits of all tokens; each row comes with its sequence."""
     tokens = [t for ids, row in rows for t in ids[row.start : row.start + row.count]]
     plan = tuple(row for _, row in rows)
     logits = model.run(StepInput(plan, tokens, list(range(len(tokens))), False)).logits
-    assert logits is not None, "they were asked for"
+    assert logits is not None, "the call requests them"
     return logits.clone()
 
 
 def _hidden(place: Place, case: _Case) -> Iterator[Check]:
-    """What the last layer puts out, which embeddings are made of."""
+    """Check the last layer's output, from which embeddings are made."""
     rows = _rows(case, case.steps[0] if place.small else case.steps[1])
     tokens = [t for ids, row in rows for t in ids[row.start : row.start + row.count]]
     plan = tuple(replace(row, start=0) for _, row in rows)
     step = StepInput(plan, tokens, [], False, (case.config.layers,))
     found = _ours(place, case).run(step).hidden
-    assert found is not None, "they were asked for"
+    assert found is not None, "the call requests them"
     if place.describes:
         return
     expected = _torch(place, case, torch.float32).run(step).hidden
-    assert expected is not None, "they were asked for"
+    assert expected is not None, "the call requests them"
     yield place.check("hidden states", found, expected, by_row=True)
 
 
@@ -208,7 +209,7 @@ def _copied(place: Place, case: _Case) -> Iterator[Check]:
 
 
 def _overlapping(place: Place, config: ModelConfig) -> Iterator[Check]:
-    """Steps that are started before the last one ended draw what torch's do, in fp32."""
+    """Check that steps started before the end of the last one sample torch's tokens, in fp32."""
     place = place.with_dtype(torch.float32)
     case = _Case(config)
     steps = _ours(place, case)
@@ -231,7 +232,7 @@ def _overlapping(place: Place, config: ModelConfig) -> Iterator[Check]:
 
 
 def _plans(case: _Case, steps: int) -> list[StepPlan]:
-    """Two prompts, one greedy and one not, and what follows them."""
+    """Return plans of two prompts, one greedy and one not, and their next steps."""
     sampling = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=3))
     prompts = (30, 20)
     tables = case.tables()
@@ -252,10 +253,10 @@ def _plans(case: _Case, steps: int) -> list[StepPlan]:
 
 
 def _same_bits(place: Place, case: _Case) -> Iterator[Check]:
-    """With ``deterministic``: a prompt at once, and in pieces among strangers.
+    """Check ``deterministic``: a prompt at once, and in pieces in batches with other sequences.
 
-    An interpreter's matrix products differ with a row's place in its tile: there it is no more than
-    a comparison.
+    An interpreter's matrix products depend on a row's place in its tile, so there the result is
+    only compared.
     """
     tables, vocab = case.tables(), case.config.vocab_size
     counts = (3, 1, 12) if place.small else (17, 1, 1, 70, 1)
@@ -281,7 +282,7 @@ def _same_bits(place: Place, case: _Case) -> Iterator[Check]:
 
 
 def _warm_up(place: Place) -> Iterator[Check]:
-    """What workers compile before they serve: only described, for compiling."""
+    """Run the warm-up that workers compile before they serve, only described."""
     for whole in (llama_1b(), llama_8b()):
         config = replace(with_layers(whole, 1), context_length=16384)
         cache = KvCache(config, 1024, _BLOCK, place.dtype, place.device)

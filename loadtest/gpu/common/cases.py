@@ -1,4 +1,4 @@
-"""What is timed: each case with the bytes and operations that it takes at least. Plain data."""
+"""The timed cases, each with its minimum bytes and operations. Plain data."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from loadtest.gpu.common.shapes import SHAPES, miniature
 
 BLOCK = 16
 WEIGHT_BYTES: dict[QuantKind | None, float] = {None: 2.0, "int8": 1.125, "int4": 0.75, "fp8": 1.0}
-"""Of one weight as a GPU holds it, with fp32 scales and minimums in groups of 32 inputs."""
+"""Bytes of one weight on a GPU, with fp32 scales and minimums in groups of 32 inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeAttention:
-    """One layer of decode attention: the keys and values of ``batch`` sequences are read once."""
+    """One layer of decode attention, which reads the keys and values of ``batch`` sequences
+    once."""
 
     batch: int
     context: int
     kv: str = "bf16"
-    """``bf16`` or ``fp8``."""
+    """KV type, ``bf16`` or ``fp8``."""
     heads: int = 32
     kv_heads: int = 8
     dim: int = 128
     layers: int = 8
-    """Of the pool: one after another, so that none is found in the GPU's caches."""
+    """Layers of the pool, used in turn, so that none is in the GPU's caches."""
     full_pool: bool = False
     """Whether blocks are spread over most of the GPU's memory, with all layers of the model."""
 
@@ -48,7 +49,7 @@ class DecodeAttention:
 
 @dataclass(frozen=True, slots=True)
 class ChunkAttention:
-    """One layer of attention of a prompt's tokens to themselves and all before them."""
+    """One layer of attention of a prompt's tokens to themselves and all tokens before them."""
 
     tokens: int
     heads: int = 32
@@ -76,7 +77,7 @@ class Product:
     inputs: int
     outputs: int
     way: str = "cuBLAS"
-    """``cuBLAS``, ``fixed order``, or a type of weights."""
+    """Implementation: ``cuBLAS``, ``fixed order``, or a type of weights."""
 
     @property
     def name(self) -> str:
@@ -84,7 +85,7 @@ class Product:
 
     @property
     def kind(self) -> QuantKind | None:
-        """Of the weights; None where they are plain."""
+        """Return the type of the weights; None if they are not quantized."""
         found: dict[str, QuantKind] = {"int8": "int8", "int4": "int4", "fp8": "fp8"}
         return found.get(self.way)
 
@@ -100,7 +101,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class ExpertProduct:
-    """The first product of a mixture of experts: each token goes through ``per_token`` of them."""
+    """The first product of a mixture of experts: each token uses ``per_token`` of them."""
 
     tokens: int
     experts: int = 128
@@ -114,7 +115,7 @@ class ExpertProduct:
 
     @property
     def met(self) -> float:
-        """Experts that have a token, if all are chosen alike."""
+        """Return the expected number of experts with a token, if all are chosen uniformly."""
         return self.experts * (1.0 - (1.0 - self.per_token / self.experts) ** self.tokens)
 
     @property
@@ -129,10 +130,10 @@ class ExpertProduct:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A kernel that reads and writes each value once: norms, gates, rotations, draws."""
+    """A kernel that reads and writes each value once: norms, gates, rotations, sampling."""
 
     what: str
-    """``norm``, ``gate``, ``rotation``, ``draw`` or ``top-p``."""
+    """Kind: ``norm``, ``gate``, ``rotation``, ``draw`` or ``top-p``."""
     rows: int
     width: int
 
@@ -160,7 +161,7 @@ class Step:
     weights: QuantKind | None = None
     top_p: float = 1.0
     penalized: int = 0
-    """Rows with a repetition penalty."""
+    """Number of rows with a repetition penalty."""
     deterministic: bool = False
 
     @property
@@ -177,7 +178,7 @@ class Step:
         return sum(count for _, count in self.rows)
 
     def work(self, config: ModelConfig | None = None) -> Work:
-        """Bytes and operations at least."""
+        """Return the minimum bytes and operations."""
         config = config or self.config
         plan = [PlanRow(n, at, count, (), True) for n, (at, count) in enumerate(self.rows)]
         kv = 2 * 2.0 * config.layers * config.kv_heads * config.head_dim
@@ -185,7 +186,7 @@ class Step:
 
     @property
     def attention_operations(self) -> float:
-        """Of ``work``, what is not a product with weights."""
+        """Return the part of ``work`` that is not a product with weights."""
         pairs = sum(count * at + count * (count + 1) / 2 for at, count in self.rows)
         return 4.0 * self.config.layers * self.config.heads * self.config.head_dim * pairs
 
@@ -194,7 +195,7 @@ Case = DecodeAttention | ChunkAttention | Product | ExpertProduct | Pass | Step
 
 
 def kernel_cases() -> tuple[Case, ...]:
-    """Those that decide first."""
+    """Return the kernels' cases, the most important first."""
     hidden, inner, vocab = 4096, 14336, 128256
     products = [
         Product(rows, inputs, outputs)
@@ -240,7 +241,7 @@ def _decode(batch: int, context: int) -> tuple[tuple[int, int], ...]:
 
 
 def step_cases() -> tuple[Step, ...]:
-    """Ordered by what they share: the weights of one model stay while its steps run."""
+    """Return the steps' cases, ordered so that consecutive ones share a model's weights."""
     llama, experts = "Llama 8B", "Qwen3 30B-A3B"
     mixed = (*_decode(63, 1000), (131000, 1))
     return (
@@ -275,7 +276,7 @@ def step_cases() -> tuple[Step, ...]:
 
 
 def small(case: Case) -> Case:
-    """A case of the same kind for an interpreter."""
+    """Return a case of the same kind for an interpreter."""
     match case:
         case DecodeAttention():
             context = min(case.context // 64, 300)
@@ -296,5 +297,5 @@ def small(case: Case) -> Case:
 
 
 def config_of(case: Step, *, tiny: bool) -> ModelConfig:
-    """The model that a step runs; ``tiny`` for an interpreter."""
+    """Return the model of a step; ``tiny`` for an interpreter."""
     return miniature(case.config) if tiny else case.config

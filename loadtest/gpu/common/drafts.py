@@ -1,7 +1,7 @@
-"""Drafts on a GPU: the tokens stay those of steps without drafts, and the speed changes by so much.
+"""Drafts on a GPU: checks that tokens do not change, and measures the speedup.
 
-The drafter knows the answers and gets a chosen part of the tokens right. That shows the worth of a
-drafter by how often it is right, on random weights, whose answers never repeat.
+The drafter knows the answers and proposes a chosen share of correct tokens. That shows the value of
+a drafter by its accuracy, on random weights, whose answers never repeat.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from loadtest.gpu.common.shapes import SHAPES, llama_8b, miniature
 
 _BLOCK = 16
 _IN_FLIGHT = 2
-"""Steps that a worker has under way at most."""
+"""Maximum steps in flight in a worker."""
 _HOT = 1e6
-"""A temperature at which the noise alone decides: rounding changes no token, and no text repeats.
-"""
+"""A temperature at which only the noise decides: rounding changes no token, and no text repeats."""
 
 
 class KnownAnswers:
-    """A drafter that knows what will be said, and says each token right with a chance."""
+    """A drafter that knows the answers, and proposes each token correctly with a given
+    probability."""
 
     name = "known"
 
     def __init__(self, answers: Sequence[Sequence[int]], right: float, vocab: int) -> None:
-        """``answers``: of each sequence, by its id, all its tokens."""
+        """``answers`` has all tokens of each sequence, by its id."""
         self._answers = answers
         self._right = right
         self._vocab = vocab
         self._random = random.Random(0)  # noqa: S311 - no secret
 
     def propose(self, sequence_id: int, token_ids: list[int], most: int) -> Draft | None:
-        """See ``Drafter``."""
+        """Implement ``Drafter``."""
         place = len(token_ids)
         tokens = self._answers[sequence_id][place : place + most]
         if not tokens:
@@ -66,11 +66,11 @@ class KnownAnswers:
         return Draft(said, 4)
 
     def forget(self, sequence_id: int) -> None:
-        """Nothing is kept."""
+        """Implement ``Drafter``; there is nothing to forget."""
 
 
 class _Whole(DraftLength):
-    """All tokens of every draft."""
+    """Uses all tokens of every draft."""
 
     def choose(
         self,
@@ -88,7 +88,7 @@ class _Whole(DraftLength):
 
 
 class _Always(OverlapCosts):
-    """Every draft is worth its wait."""
+    """Uses every draft, whatever its cost."""
 
     def seconds(self, batch: int, rows: int, most: int, *, first: bool) -> list[float] | None:
         return [1.0] * (most + 1)
@@ -120,12 +120,12 @@ def run_to_end(
 
 
 class GpuSequences:
-    """Sequences of one model, run to their ends with and without drafts."""
+    """Runs sequences of one model to their ends, with and without drafts."""
 
     def __init__(
         self, place: Place, config: ModelConfig, blocks: int, most: int, *, deterministic: bool
     ) -> None:
-        """At most ``most`` sequences at a time, in ``blocks`` blocks."""
+        """At most ``most`` sequences run at a time, in ``blocks`` blocks."""
         self._place = place
         self._most = most
         self.config = config
@@ -145,7 +145,10 @@ class GpuSequences:
         prompt_tokens: int,
         note: Callable[[StepPlan, StepResult], None] = lambda plan, result: None,
     ) -> list[list[int]]:
-        """All tokens of each sequence; steps overlap as in a worker. ``note`` gets each result."""
+        """Return all tokens of each sequence; steps overlap as in a worker.
+
+        ``note`` gets each result.
+        """
         runner = GpuRunner(self._model, self._cache, self._place.device, 0, speculation)
         limits = SchedulerLimits(
             block_size=_BLOCK,
@@ -157,7 +160,7 @@ class GpuSequences:
         scheduler = Scheduler(BlockPool(self._cache.blocks), limits)
         sequences = []
         for number, sampling in enumerate(samplings):
-            # Not all of one length, and no two alike.
+            # Lengths vary, and all prompts differ.
             prompt = self._prompt(number, prompt_tokens - number % 3)
             spec = SequenceSpec(str(number), 0, "", prompt, len(prompt), sampling)
             sequences.append(EngineSequence(number, spec, stop_ids=(), hash_key=b"drafts"))
@@ -175,8 +178,8 @@ class GpuSequences:
 
 
 def draft_check_items(place: Place) -> Iterator[Item]:
-    """The tokens of a small model with drafts, some of them wrong, are those without."""
-    # What torch's products round another way in another batch is small in fp32, and nothing in
+    """Check that a small model's tokens with drafts, some of them wrong, equal those without."""
+    # In another batch, torch's products round differently: a little in fp32, and not at all in
     # kernels of fixed order.
     for dtype, deterministic in ((torch.float32, False), (place.dtype, True)):
         name = "fixed order" if deterministic else str(dtype).removeprefix("torch.")
@@ -193,7 +196,7 @@ def _unchanged(place: Place, deterministic: bool) -> Iterator[Check]:
 
 
 def _wrong_tokens(bench: GpuSequences, prompt: int, tokens: int) -> tuple[int, int]:
-    """Sequences that differ, and drafted tokens that were right."""
+    """Return the number of differing sequences, and of correct drafted tokens."""
     base = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     samplings = [
         base,
@@ -214,7 +217,7 @@ def _wrong_tokens(bench: GpuSequences, prompt: int, tokens: int) -> tuple[int, i
 
 @dataclass(slots=True)
 class _Rate:
-    """Tokens a second of the steps in which all of ``batch`` sequences decoded, and no other."""
+    """Token rate of the steps in which exactly ``batch`` sequences decoded."""
 
     batch: int
     tokens: int = 0
@@ -222,7 +225,7 @@ class _Rate:
     _last: float = 0.0
 
     def note(self, plan: StepPlan, result: StepResult) -> None:
-        """A step has ended."""
+        """Record a step."""
         now = time.perf_counter()
         if plan.decodes_only and len(plan.rows) == self.batch and self._last:
             self.tokens += sum(len(found) for found in result.token_ids)
@@ -231,12 +234,12 @@ class _Rate:
 
     @property
     def token_s(self) -> float:
-        """Seconds for a token of each sequence."""
+        """Return the seconds for a token of each sequence."""
         return self.seconds * self.batch / max(1, self.tokens)
 
 
 def draft_speed_items(place: Place) -> Iterator[Item]:
-    """Seconds a token with drafts, chosen by what the runner measures, beside those without."""
+    """Measure seconds per token with drafts, chosen by the runner's measurements, and without."""
     batches = (2,) if place.small else (1, 16, 64)
     prompt, answer = (4, 3) if place.small else (512, 160)
     blocks = max(batches) * (-(-(prompt + answer) // _BLOCK) + 2)
@@ -260,7 +263,7 @@ def _ratios(
     ]
 
     def measured(speculation: OverlapSpeculation | None) -> tuple[_Rate, list[list[int]]]:
-        """Of the second of two runs: what the first has learned, and captured, is kept."""
+        """Return the second of two runs, which uses what the first has learned and captured."""
         if not place.small:
             bench.run(speculation, samplings, prompt)
         rate = _Rate(batch)
@@ -274,7 +277,7 @@ def _ratios(
         "half of the drafted tokens right": OverlapSpeculation(KnownAnswers(answers, 0.5, vocab)),
         "nine of ten right": OverlapSpeculation(KnownAnswers(answers, 0.9, vocab)),
     }
-    # A dry run has no use for all of them.
+    # A dry run does not need all of them.
     for name, speculation in list(ways.items())[:: 3 if place.small else 1]:
         found, said = measured(speculation)
         same = "" if said == answers else ", OTHER TOKENS"

@@ -24,10 +24,10 @@ def random_model(
     *,
     rounded: torch.dtype | None = None,
 ) -> DecoderModel:
-    """A model whose logits spread, the same for the same arguments.
+    """Return a model with spread-out logits, the same for the same arguments.
 
-    With ``kind`` its layers' matrices are quantized. With ``rounded`` it has the values that it has
-    in that type.
+    With ``kind`` its layers' matrices are quantized. With ``rounded`` its values are rounded to
+    that type.
     """
     generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
 
@@ -38,7 +38,7 @@ def random_model(
     weights: dict[str, Matrix] = {}
     for name, shape in tensor_shapes(config):
         if len(shape) == 1:
-            # Around one, whatever offset the family adds.
+            # The mean is one, after any offset that the family adds.
             weights[name] = (0.1 * plain(*shape).abs() + 1.0 - config.norm_offset).to(dtype)
         elif kind is None or ".layers." not in name or name.endswith(".gate.weight"):
             weights[name] = plain(*shape)
@@ -46,13 +46,13 @@ def random_model(
             weights[name] = random_codes(shape, kind, device, generator)
     if config.embedding_scale != 1.0:
         table = weights["model.embed_tokens.weight"]
-        assert isinstance(table, torch.Tensor), "embeddings are plain"
+        assert isinstance(table, torch.Tensor), "embeddings are not quantized"
         weights["model.embed_tokens.weight"] = table / config.embedding_scale
     return DecoderModel(config, weights, device)
 
 
 def tensor_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a model's weights, as a checkpoint has them, every matrix by itself."""
+    """Yield names and shapes of a model's weights as in a checkpoint, with separate matrices."""
     hidden, inner = config.hidden_size, config.intermediate_size
     wide, narrow = config.heads * config.head_dim, config.kv_heads * config.head_dim
     yield "model.embed_tokens.weight", (config.vocab_size, hidden)
@@ -87,15 +87,15 @@ def tensor_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 _SHARPER = 2.0
-"""Queries and keys of a written model are larger by this than those of an untrained one, so that
-attention prefers some tokens: then an answer depends on the KV of all of its prompt."""
+"""Factor on queries and keys of a written model, so that attention prefers some tokens: then an
+answer depends on the KV of all of its prompt."""
 
 
 def write_folder(config: ModelConfig, folder: Path, device: torch.device) -> Path:
-    """A checkpoint of a Llama with random bf16 weights, as an engine loads one; the folder itself.
+    """Write a checkpoint of a Llama with random bf16 weights; returns the folder.
 
-    Its tokenizer.json is empty: an engine reads no text. The config comes last: a folder that has
-    one is complete.
+    Its tokenizer.json is empty, since an engine reads no text. The config is written last: a folder
+    with one is complete.
     """
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator(device).manual_seed(0)
@@ -151,7 +151,7 @@ def random_codes(
     device: torch.device,
     generator: torch.Generator | None = None,
 ) -> QuantizedWeight:
-    """Codes of any value, and scales that make weights of a usual size of them."""
+    """Return random codes, and scales that give weights of a usual size."""
     outputs, inputs = shape
     width = inputs // 2 if kind == "int4" else inputs
     group = inputs if kind == "fp8" else DEFAULT_GROUP
@@ -159,7 +159,7 @@ def random_codes(
         0, 256, (outputs, width), dtype=torch.uint8, device=device, generator=generator
     )
     if kind == "fp8":
-        # Without the codes of NaN.
+        # This removes the codes of NaN.
         codes &= 0xF7
     deviation = {"int8": 74.0, "int4": 4.6, "fp8": 67.0}[kind]
     scale = inputs**-0.5 / deviation

@@ -1,4 +1,4 @@
-"""Where the checks and measurements run: a GPU, an interpreter, or nowhere at all."""
+"""The device of checks and measurements: a GPU, an interpreter, or none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.roofline import measure_ceilings
 from loadtest.gpu.common.results import Check, Fact, Item
 
 _LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-"""Largest error over the largest value that is expected."""
+"""Maximum error relative to the largest expected value."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Place:
 
     @property
     def describes(self) -> bool:
-        """Whether tensors have no values here."""
+        """Whether tensors have no values on this device."""
         return self.device.type == "meta"
 
     def with_dtype(self, dtype: torch.dtype) -> Place:
-        """The same place with another type of weights."""
+        """Return the same place with another type of weights."""
         return Place(self.device, dtype, self.small)
 
     def randn(self, *shape: int) -> torch.Tensor:
@@ -54,9 +54,9 @@ class Place:
     def check(
         self, name: str, found: torch.Tensor, expected: torch.Tensor, *, by_row: bool = False
     ) -> Check:
-        """The largest error over the largest expected value, against the bound of the type.
+        """Return the largest error relative to the largest expected value, with the type's limit.
 
-        With ``by_row`` each row has a largest value of its own: rows differ in size.
+        With ``by_row`` each row has its own largest value, since rows differ in size.
         """
         limit = _LIMITS[self.dtype]
         if self.describes:
@@ -69,7 +69,7 @@ class Place:
         return Check(name, float(error.max() / size.max()), limit)
 
     def capture(self) -> Capture:
-        """What captures steps here: CUDA graphs, or functions that run again."""
+        """Return how steps are captured: as CUDA graphs, or as functions that run again."""
         return CudaCapture(self.device) if self.on_gpu else _run_again
 
 
@@ -79,14 +79,14 @@ def _run_again(work: Work) -> Work:
 
 
 def permutation(count: int, seed: int = 0) -> list[int]:
-    """The numbers below ``count`` in an order that looks random and is always the same."""
+    """Return the numbers below ``count`` in a pseudorandom, reproducible order."""
     generator = torch.Generator().manual_seed(seed)
     found: list[int] = torch.randperm(count, generator=generator).tolist()
     return found
 
 
 def padded(place: Place, tables: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Block tables as kernels take them: int32 [sequences, blocks of the longest, to 4]."""
+    """Return block tables for kernels: int32 [sequences, blocks of the longest, padded to 4]."""
     width = -(-max(len(table) for table in tables) // 4) * 4
     rows = [[*table, *[0] * (width - len(table))] for table in tables]
     return torch.tensor(rows, dtype=torch.int32, device=place.device)
@@ -97,18 +97,18 @@ _SMI_S = 10.0
 
 
 def machine_items(place: Place) -> Iterator[Item]:
-    """Facts alone."""
+    """Report facts about the machine."""
     yield Item("versions", partial(_versions, place))
     yield Item("ceilings", partial(_ceilings, place))
 
 
 def device_name(place: Place) -> str:
-    """As CUDA calls it."""
+    """Return the device's name in CUDA."""
     return torch.cuda.get_device_name(place.device) if place.on_gpu else "CPU, interpreted"
 
 
 def versions(place: Place) -> dict[str, str]:
-    """What results depend on."""
+    """Return the versions on which results depend."""
     return {
         "device": device_name(place),
         "torch": torch.__version__,
@@ -140,7 +140,7 @@ def _versions(place: Place) -> Iterator[Fact]:
 
 
 def _ceilings(place: Place) -> Iterator[Fact]:
-    """Of a CPU none are measured: a dry run has no use for them."""
+    """Measure peak rates. On a CPU there are none: a dry run does not need them."""
     if place.on_gpu:
         found = measure_ceilings(place.device, place.dtype)
         values = {"bytes_per_s": found.bytes_per_s, "operations_per_s": found.operations_per_s}

@@ -1,12 +1,13 @@
-"""How long each case should take, from bytes, operations, launches and host time. Pure.
+"""Predicts each case's time from bytes, operations, launches and host time. Pure.
 
-Written before any GPU has run Baton: a measurement is worth more beside what was expected of it.
+The predictions were written before any GPU had run Baton, to compare measurements with
+expectations.
 
     time = max(bytes / reached bandwidth, operations / reached rate) + launches × gap
     step = max(sum over its parts on the GPU, time of its host)
 
-How much of a ceiling a kind of kernel reaches is an estimate, from its instructions and from what
-published kernels of the same form reach. `python -m loadtest.gpu.common.predictions` prints the
+The share of a peak rate that a kind of kernel reaches is an estimate, from its instructions and
+from published kernels of the same form. `python -m loadtest.gpu.common.predictions` prints the
 tables.
 """
 
@@ -31,16 +32,16 @@ from loadtest.gpu.common.cases import (
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What a device does at best, as programs measure it, not as its data sheet says."""
+    """Peak rates of a device as programs measure them, not those of its data sheet."""
 
     name: str
     bytes_per_s: float
-    """Of a large copy, bytes read and written."""
+    """Rate of a large copy, bytes read and written."""
     operations_per_s: float
-    """Of a large product in bf16."""
+    """Rate of a large product in bf16."""
     processors: int
     gap_s: float
-    """Between two kernels of a captured step."""
+    """Gap between two kernels of a captured step."""
 
 
 H200 = Gpu("H200", 4.3e12, 790e12, 132, 1.0e-6)
@@ -64,43 +65,44 @@ _OF_BANDWIDTH = {
 }
 _OF_PRODUCTS = {"linear": 0.90, "fixed order": 0.50, "chunk attention": 0.44, "experts": 0.55}
 _SMALL_BYTES = 4e6
-"""A kernel with so few bytes is half as far from the ceiling again: it starts and drains."""
+"""Size at which a kernel takes half as long again as its bytes need: it starts and drains."""
 _DEQUANTIZED_ROWS = 64
-"""Above it quantized weights become dense ones first, in torch."""
+"""Number of rows above which quantized weights are first dequantized, in torch."""
 _DEQUANTIZE_BYTES = 52.0
-"""That moves for each weight: some ten passes in fp32."""
+"""Bytes that this moves for each weight, in about ten passes in fp32."""
 _SORT_BYTES = 600.0
-"""That top-p moves for each logit: a stable sort with its indices, and five passes."""
+"""Bytes that top-p moves for each logit: a stable sort with its indices, and five passes."""
 _ELEMENT_BYTES, _OF_ELEMENTS = 55.0, 0.72
-"""Bytes that move for each hidden value of a token and layer (norms 24, gate 21, rotation 6, output
-4), and the part of the bandwidth at which they do."""
+"""Bytes for each hidden value of a token and layer (norms 24, gate 21, rotation 6, output 4), and
+the share of the bandwidth that they reach."""
 _LAUNCHES, _EXPERT_LAUNCHES = 11, 45
-"""Of a layer: dense; with experts."""
+"""Launches of a layer: dense, and with experts."""
 _EMPTY_S = 0.6e-6
-"""A program of decode attention that finds nothing to do, in its slot of the processor."""
+"""Time of a decode attention program without work, in its slot of the processor, in seconds."""
 _SLOTS = 2.5
-"""Such programs that one processor holds at a time."""
+"""Number of such programs that one processor runs at a time."""
 _SPLIT = 256
 _EAGER_LAUNCH_S, _CAPTURED_STEP_S = 35e-6, 0.45e-3
-"""Host time: of one launch outside a captured step; of a captured step beside its rows."""
+"""Host time of one launch outside a captured step, and of a captured step without its rows, in
+seconds."""
 _ROW_S, _TOKEN_S = 52e-6, 3.0e-9
-"""Host time of a captured step: of each row, and of each token in its block table."""
+"""Host time of a captured step for each row, and for each token in its block table, in seconds."""
 _HOST_SAMPLED_ROW_S = 0.3e-3
 _SEPARATE_LAUNCH_S, _SEPARATE_LAUNCHES = 40e-6, 5
-"""Quantized experts run one by one: of each that has a token."""
+"""Host time and launches of each expert with a token, if quantized experts run one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Seconds."""
+    """A predicted time, in seconds."""
 
     floor_s: float
-    """By bytes and operations alone, at the ceilings."""
+    """Minimum time by bytes and operations, at peak rates."""
     expected_s: float
 
 
 def predict(case: Case, gpu: Gpu) -> Prediction:
-    """How long a case takes on a device."""
+    """Return how long a case takes on a device."""
     if isinstance(case, Step):
         work = case.work()
         floor = max(work.bytes / gpu.bytes_per_s, work.operations / gpu.operations_per_s)
@@ -112,7 +114,7 @@ def predict(case: Case, gpu: Gpu) -> Prediction:
 def _kernel_s(case: Case, gpu: Gpu) -> float:
     match case:
         case DecodeAttention():
-            # The second kernel is a launch of its own.
+            # The second kernel is a separate launch.
             return _memory_s(case.bytes, f"decode attention, {case.kv}", gpu) + 2 * gpu.gap_s
         case ChunkAttention():
             return _products_s(case.operations, "chunk attention", gpu) + gpu.gap_s
@@ -128,7 +130,7 @@ def _kernel_s(case: Case, gpu: Gpu) -> float:
             return case.rows * case.width * _SORT_BYTES / gpu.bytes_per_s + 30 * gpu.gap_s
         case Pass():
             return _memory_s(case.bytes, case.what, gpu) + gpu.gap_s
-    raise AssertionError(f"{case.name} is no kernel")
+    raise AssertionError(f"{case.name} is not a kernel")
 
 
 def _product_s(case: Product, gpu: Gpu) -> float:
@@ -161,7 +163,7 @@ def _step_gpu_s(step: Step, gpu: Gpu) -> float:
     rows = len(step.rows)
     plain = "experts" if config.experts else "fixed order" if step.deterministic else "linear"
     kind: str = step.weights or plain
-    # Dequantized weights are multiplied as dense ones.
+    # Dequantized weights are multiplied like dense ones.
     rate = kind if kind in _OF_PRODUCTS else "linear"
     weights = work.weight_bytes / (_OF_BANDWIDTH[kind] * gpu.bytes_per_s)
     linear = max(weights, _products_s(products, rate, gpu))
@@ -178,7 +180,8 @@ def _step_gpu_s(step: Step, gpu: Gpu) -> float:
 
 
 def _empty_programs(step: Step) -> float:
-    """Programs of decode attention without work, of all layers: the grid follows the longest."""
+    """Return the programs of decode attention without work, in all layers: the longest row sets the
+    grid."""
     longest = max(at + 1 for at, _ in step.rows)
     size = 1024
     while size < longest:
@@ -197,7 +200,7 @@ def _step_host_s(step: Step) -> float:
 
 
 def _extra_s(step: Step, gpu: Gpu) -> float:
-    """What comes on top: work of the host that nothing hides, and of quantized weights."""
+    """Return the additional time: host work that nothing hides, and work for quantized weights."""
     config, rows = step.config, len(step.rows)
     extra = 0.0
     if step.top_p < 1.0:
@@ -216,17 +219,17 @@ def _extra_s(step: Step, gpu: Gpu) -> float:
 
 
 def by_name(gpu: Gpu) -> dict[str, Prediction]:
-    """Of all cases."""
+    """Return the predictions of all cases."""
     return {case.name: predict(case, gpu) for case in (*kernel_cases(), *step_cases())}
 
 
 def gpu_of(device: str) -> Gpu | None:
-    """The entry for a device as CUDA calls it; None for one that nothing was predicted for."""
+    """Return the entry of a device by its CUDA name; None without predictions."""
     return next((gpu for gpu in GPUS if gpu.name.split()[0] in device), None)
 
 
 def table() -> str:
-    """Markdown: a row for each case, floor and expectation in ms for each device."""
+    """Return a Markdown table with a row for each case: minimum and expected ms for each device."""
     heads = " | ".join(f"{gpu.name}: floor | expected" for gpu in GPUS)
     lines = [f"| case | {heads} |", "|---|" + "---|---|" * len(GPUS)]
     for case in (*kernel_cases(), *step_cases()):
@@ -237,7 +240,7 @@ def table() -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Three figures."""
+    """Format a time with three significant digits."""
     ms = seconds * 1e3
     return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.3f}"
 

@@ -1,4 +1,4 @@
-"""What a run on a GPU finds: plain data, one JSON line each."""
+"""Results of a run on a GPU: plain data, one JSON line each."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 Record = dict[str, Any]
-"""A result as the report holds it."""
+"""A result in the report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A comparison: it holds where the error is at most the limit."""
+    """A comparison, which passes if the error is at most the limit."""
 
     name: str
     error: float
@@ -21,11 +21,11 @@ class Check:
 
     @property
     def holds(self) -> bool:
-        # False for NaN, which compares as false.
+        # NaN gives False, since comparisons with it are false.
         return self.error <= self.limit
 
     def record(self) -> Record:
-        """As a line of the report."""
+        """Return the result as a line of the report."""
         # JSON has no NaN and no infinity.
         error = self.error if math.isfinite(self.error) else None
         return {"kind": "check", **asdict(self), "error": error, "holds": self.holds}
@@ -33,34 +33,34 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """A measured time, and that of the best peer for the same work, where there is one."""
+    """A measured time, and that of the best peer for the same work, if any."""
 
     name: str
-    """The key by which a prediction is found."""
+    """Name, by which the prediction is found."""
     seconds: float
-    """Median."""
+    """Median time."""
     peer: str = ""
-    """What else does the same work, such as ``cuBLAS``."""
+    """Another implementation of the same work, such as ``cuBLAS``."""
     peer_s: float | None = None
-    """Its median."""
+    """Median time of the peer."""
     limit_s: float | None = None
-    """Seconds that must not be exceeded, where the design promises a bound."""
+    """Maximum time, if the design promises one."""
 
     def record(self) -> Record:
-        """As a line of the report."""
+        """Return the result as a line of the report."""
         found = {"kind": "timing", **asdict(self)}
         return {name: value for name, value in found.items() if value not in ("", None)}
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """Something observed that is neither right nor wrong: a version, a ceiling, a size."""
+    """An observation that is neither right nor wrong: a version, a peak rate, a size."""
 
     name: str
     values: dict[str, Any]
 
     def record(self) -> Record:
-        """As a line of the report."""
+        """Return the result as a line of the report."""
         return {"kind": "fact", **asdict(self)}
 
 
@@ -69,9 +69,9 @@ Result = Check | Timing | Fact
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One piece of a phase: the report says by its name whether it was done."""
+    """A piece of a phase, whose name shows in the report whether it was done."""
 
     name: str
     """Unique in its phase, known before the work, and the same in every call."""
     work: Callable[[], Iterable[Result]]
-    """Does the work. Whatever several items share, the first one that runs creates."""
+    """Does the work. The first item that runs creates what several items share."""

@@ -21,7 +21,7 @@ def _shape(
     vocab: int,
     context: int,
 ) -> ModelConfig:
-    """A decoder of these sizes with Llama's other properties."""
+    """Return a decoder of these sizes with Llama's other properties."""
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab,
@@ -51,7 +51,7 @@ def _shape(
 
 
 def llama_8b(context: int = 131072) -> ModelConfig:
-    """Llama 3.1 8B (Dubey et al., 2024, table 3)."""
+    """Return Llama 3.1 8B (Dubey et al., 2024, table 3)."""
     return _shape(
         "LlamaForCausalLM",
         hidden=4096,
@@ -66,7 +66,7 @@ def llama_8b(context: int = 131072) -> ModelConfig:
 
 
 def llama_1b(context: int = 131072) -> ModelConfig:
-    """Llama 3.2 1B (its config.json), with a head of its own."""
+    """Return Llama 3.2 1B (its config.json), with a separate head."""
     return _shape(
         "LlamaForCausalLM",
         hidden=2048,
@@ -81,7 +81,7 @@ def llama_1b(context: int = 131072) -> ModelConfig:
 
 
 def llama_70b(context: int = 131072) -> ModelConfig:
-    """Llama 3.1 70B (the same)."""
+    """Return Llama 3.1 70B (the same)."""
     return replace(
         llama_8b(context),
         hidden_size=8192,
@@ -94,7 +94,7 @@ def llama_70b(context: int = 131072) -> ModelConfig:
 
 
 def qwen3_8b(context: int = 40960) -> ModelConfig:
-    """Qwen3 8B (its config.json): norms of queries and keys."""
+    """Return Qwen3 8B (its config.json): norms of queries and keys."""
     return _shape(
         "Qwen3ForCausalLM",
         hidden=4096,
@@ -109,7 +109,8 @@ def qwen3_8b(context: int = 40960) -> ModelConfig:
 
 
 def gemma3_27b(context: int = 131072) -> ModelConfig:
-    """Gemma 3 27B (its config.json): norms around each part, five windows to one whole layer."""
+    """Return Gemma 3 27B (its config.json): norms around each part, five sliding windows per full
+    layer."""
     layers = 62
     windows = tuple(0 if (n + 1) % 6 == 0 else 1024 for n in range(layers))
     plain = _shape(
@@ -136,7 +137,7 @@ def gemma3_27b(context: int = 131072) -> ModelConfig:
 
 
 def gemma2_9b(context: int = 8192) -> ModelConfig:
-    """Gemma 2 9B (its config.json): heads of 256, capped scores and logits."""
+    """Return Gemma 2 9B (its config.json): heads of 256, capped scores and logits."""
     layers = 42
     windows = tuple(4096 if n % 2 == 0 else 0 for n in range(layers))
     plain = _shape(
@@ -162,7 +163,7 @@ def gemma2_9b(context: int = 8192) -> ModelConfig:
 
 
 def smollm3_3b(context: int = 65536) -> ModelConfig:
-    """SmolLM3 3B (its config.json): every fourth layer is not rotated."""
+    """Return SmolLM3 3B (its config.json): every fourth layer is not rotated."""
     plain = _shape(
         "SmolLM3ForCausalLM",
         hidden=2048,
@@ -178,7 +179,7 @@ def smollm3_3b(context: int = 65536) -> ModelConfig:
 
 
 def qwen3_30b_a3b(context: int = 40960) -> ModelConfig:
-    """Qwen3 30B-A3B (its config.json): 8 of 128 experts for each token."""
+    """Return Qwen3 30B-A3B (its config.json): 8 of 128 experts for each token."""
     layers = 48
     plain = _shape(
         "Qwen3MoeForCausalLM",
@@ -196,7 +197,7 @@ def qwen3_30b_a3b(context: int = 40960) -> ModelConfig:
 
 
 def mixtral_8x7b(context: int = 32768) -> ModelConfig:
-    """Mixtral 8x7B (Jiang et al., 2024, table 1): 2 of 8 experts for each token."""
+    """Return Mixtral 8x7B (Jiang et al., 2024, table 1): 2 of 8 experts for each token."""
     layers = 32
     plain = _shape(
         "MixtralForCausalLM",
@@ -223,11 +224,12 @@ SHAPES = {
     "Qwen3 30B-A3B": qwen3_30b_a3b(),
     "Mixtral 8x7B": mixtral_8x7b(),
 }
-"""What the checks of whole steps take: every property that kernels treat apart occurs in one."""
+"""Shapes for the checks of whole steps: every property with separate code in kernels occurs in
+one."""
 
 
 def with_layers(config: ModelConfig, count: int) -> ModelConfig:
-    """The first ``count`` layers that differ most: one of each kind, then any."""
+    """Return a model of ``count`` layers that differ most: one of each kind, then any."""
     kinds = list(zip(config.windows, config.layer_ropes, strict=True))
     first = sorted({kind: kinds.index(kind) for kind in reversed(kinds)}.values())
     rest = [n for n in range(config.layers) if n not in first]
@@ -247,7 +249,8 @@ def with_layers(config: ModelConfig, count: int) -> ModelConfig:
 
 
 def miniature(config: ModelConfig) -> ModelConfig:
-    """A model of the same kind, small enough for an interpreter, with a layer of each kind."""
+    """Return a model of the same kind, small enough for an interpreter, with a layer of each
+    kind."""
     kv_heads = 2
     heads = kv_heads * min(4, config.heads // config.kv_heads)
     experts = config.experts

@@ -1,1 +1,1 @@
-"""Does it serve: real workers and routers on one device, killed and poisoned."""
+"""Serving checks: real workers and routers on one device, with kills and broken CUDA contexts."""

@@ -1,7 +1,7 @@
-"""What the serving phase finds out about its cluster, one function an item.
+"""Checks of the serving phase's cluster, one function per item.
 
-Expected answers are those that the decode worker gives by itself. They must come back token for
-token: the workers are deterministic, so neither the batch nor a handoff may change a bit.
+Expected answers are those that the decode worker gives alone. They must be equal token for token:
+the workers are deterministic, so neither the batch nor a handoff may change a bit.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from loadtest.gpu.serving.cluster import Asked, ServedTokens, ServingCluster
 from loadtest.router.stream_client import HttpTarget, StreamResult
 
 GONE_S = 2.0
-"""A worker whose CUDA context is broken ends within this, in seconds."""
+"""Maximum time until a worker with a broken CUDA context ends, in seconds."""
 MIB = 1 << 20
 _KEPT_MIB = 64
-"""So much of a killed worker's memory may seem to be taken still: others allocate meanwhile."""
+"""Tolerance on a killed worker's freed memory: other processes allocate in the meantime."""
 _RELEASE_S = 20.0
 _ANSWER_S = 60.0
 _GIVE_UP_S = 15.0
 _POLL_S = 0.005
 _TOKENS = 256
-"""The number of tokens that prompts are drawn from. Every shape of the model has as many."""
+"""Number of tokens that prompts are drawn from. Every shape of the model has these tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is asked."""
+    """Sizes of the requests."""
 
     prompts: tuple[int, ...]
-    """Tokens of the prompts that are compared; each is asked greedily and sampled."""
+    """Lengths of the compared prompts; each is sent greedily and sampled."""
     answer_tokens: int
     load_prompt: int
     load_tokens: int
@@ -49,7 +49,7 @@ class Sizes:
     killed_prompt: int
     killed_requests: int
     long_answer: int
-    """Tokens of an answer that takes a second or more."""
+    """Length of an answer that takes a second or more."""
 
 
 SMALL = Sizes(
@@ -77,7 +77,7 @@ LARGE = Sizes(
 
 
 async def check_answers(cluster: ServingCluster, sizes: Sizes) -> list[Result]:
-    """Greedy and sampled answers after a handoff, against those without."""
+    """Compare greedy and sampled answers after a handoff with those without."""
     dice = random.Random(1)  # noqa: S311 - prompts, no secret
     asked = [
         Asked(_prompt(dice, length), sizes.answer_tokens, seed)
@@ -112,13 +112,13 @@ async def check_answers(cluster: ServingCluster, sizes: Sizes) -> list[Result]:
 
 
 async def check_load(cluster: ServingCluster, sizes: Sizes) -> list[Result]:
-    """A closed loop of clients that stream: how soon tokens come, at each concurrency."""
+    """Run a closed loop of streaming clients, and measure latency at each concurrency."""
     dice = random.Random(2)  # noqa: S311 - prompts, no secret
     target = HttpTarget(cluster.address("handoff"), SERVED_NAME)
     before = await cluster.look("decode-0")
     results: list[Result] = []
     try:
-        # What the first requests of a cluster pay for is not measured.
+        # One-time costs of a cluster's first requests are not measured.
         await _clients(target, sizes, dice, sizes.concurrency[-1], 1)
         for concurrency in sizes.concurrency:
             began = time.perf_counter()
@@ -133,7 +133,7 @@ async def check_load(cluster: ServingCluster, sizes: Sizes) -> list[Result]:
 
 
 async def check_killed_writer(cluster: ServingCluster, sizes: Sizes) -> list[Result]:
-    """SIGKILL for the prefill worker in the middle of handoffs, and another one in its place."""
+    """Kill the prefill worker in the middle of handoffs, and start another one."""
     dice = random.Random(3)  # noqa: S311 - prompts, no secret
     asked = [
         Asked(_prompt(dice, sizes.killed_prompt), sizes.answer_tokens)
@@ -159,7 +159,7 @@ async def check_killed_writer(cluster: ServingCluster, sizes: Sizes) -> list[Res
     results: list[Result] = [
         Check("requests lost when their writer was killed", len(lost), 0),
         Check("tokens wrong after a killed writer", _differing(found, expected) - len(lost), 0),
-        # Otherwise it was killed too late to prove anything.
+        # If all handoffs ended before the kill, the check proves nothing.
         Check("handoffs that ended before the kill", handed_off, len(asked) - 1),
         Check("blocks held for a killed writer", held, idle["held_blocks"]),
         Fact("killed writer", {"requests": len(asked), "handed_off": handed_off, **_errors(found)}),
@@ -171,7 +171,7 @@ async def check_killed_writer(cluster: ServingCluster, sizes: Sizes) -> list[Res
 
 
 async def check_poisoned_context(cluster: ServingCluster, sizes: Sizes) -> list[Result]:
-    """A decode worker whose CUDA context breaks while it answers, and another in its place."""
+    """Break the CUDA context of a decode worker that answers, and start another one."""
     dice = random.Random(4)  # noqa: S311 - prompts, no secret
     prompt = _prompt(dice, sizes.prompts[0])
     worker = cluster.workers["decode-0"]
@@ -196,7 +196,7 @@ async def check_poisoned_context(cluster: ServingCluster, sizes: Sizes) -> list[
 
 
 async def _gone(cluster: ServingCluster, slot: str, began: float) -> tuple[int | None, float]:
-    """A worker's exit code, None where it had to be killed, and the seconds until its end."""
+    """Return a worker's exit code, None if it had to be killed, and the seconds until its end."""
     worker = cluster.workers[slot]
     try:
         code = await worker.ended(_GIVE_UP_S)
@@ -209,14 +209,14 @@ async def _gone(cluster: ServingCluster, slot: str, began: float) -> tuple[int |
 
 
 async def _replaced(cluster: ServingCluster, role: str, prompt: Sequence[int]) -> list[Result]:
-    """Start the worker that is missing, and have it take part in a handoff."""
+    """Start the missing worker, and check that it takes part in a handoff."""
     began = time.perf_counter()
     await cluster.ensure()
     deadline = began + _ANSWER_S
     before = await cluster.look("decode-0")
     asked = [Asked(tuple(prompt), 2)]
     answers = await cluster.answers("handoff", asked)
-    # A router may take it for the one before for as long as that one is registered.
+    # A router may use the previous worker while that one is registered.
     while not _handoffs(before, await cluster.look("decode-0")) and time.perf_counter() < deadline:
         answers = await cluster.answers("handoff", asked)
     ready_s = time.perf_counter() - began
@@ -232,10 +232,11 @@ async def _replaced(cluster: ServingCluster, role: str, prompt: Sequence[int]) -
 async def _check_memory(
     cluster: ServingCluster, own_bytes: int, busy: Fields, killed_at: float
 ) -> list[Result]:
-    """Whether a killed worker's memory is free, which the decode worker had opened."""
+    """Check that the killed worker's memory, which the decode worker had opened, is free."""
 
     def kept(now: Fields) -> float:
-        """MiB of it that are not free, less what the decode worker has allocated meanwhile."""
+        """Return the MiB of it that are not free, minus the decode worker's own allocations
+        since."""
         freed = now["free_bytes"] - busy["free_bytes"]
         return float(own_bytes - freed - (now["own_bytes"] - busy["own_bytes"])) / MIB
 
@@ -259,7 +260,7 @@ async def _check_memory(
 async def _until(
     cluster: ServingCluster, condition: Callable[[Fields], bool], within_s: float
 ) -> Fields | None:
-    """What the decode worker holds once ``condition`` is true of that; None where it is not."""
+    """Return the decode worker's state when ``condition`` holds; None if it never does."""
     deadline = time.perf_counter() + within_s
     while not condition(now := await cluster.look("decode-0")):
         if time.perf_counter() > deadline:
@@ -268,7 +269,7 @@ async def _until(
     return now
 
 
-# The load
+# Load
 
 
 async def _clients(
@@ -297,7 +298,7 @@ async def _client(
 def load_results(
     answers: Sequence[StreamResult], tokens: int, concurrency: int, took_s: float
 ) -> list[Result]:
-    """Of answers that should have ``tokens`` tokens each, and took ``took_s`` together."""
+    """Return results for answers of ``tokens`` tokens each that took ``took_s`` in total."""
     failed = [answer for answer in answers if answer.error or answer.tokens != tokens]
     good = [answer for answer in answers if answer not in failed]
     at = f"at concurrency {concurrency}"
@@ -319,7 +320,7 @@ def load_results(
     return results
 
 
-# What is compared
+# Comparisons
 
 
 def _prompt(dice: random.Random, length: int) -> tuple[int, ...]:
@@ -331,12 +332,12 @@ def _differing(found: Sequence[ServedTokens], expected: Sequence[ServedTokens]) 
 
 
 def _handoffs(before: Fields, after: Fields) -> int:
-    """Received between two looks."""
+    """Return the handoffs received between two looks."""
     return int(sum(after["received_handoffs"].values()) - sum(before["received_handoffs"].values()))
 
 
 def _wanted_transport(now: Fields) -> str:
-    """The best that a pair of one host has."""
+    """Return the best transport of a pair on one host."""
     return "cuda_ipc" if "free_bytes" in now else "shm"
 
 
@@ -345,6 +346,6 @@ def _others(handoffs: dict[str, float], wanted: str) -> int:
 
 
 def _errors(found: Sequence[ServedTokens]) -> Fields:
-    """The first errors, where there are any."""
+    """Return the first errors, if any."""
     errors = [answer.error for answer in found if answer.error]
     return {"errors": errors[:3]} if errors else {}

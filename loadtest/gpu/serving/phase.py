@@ -47,7 +47,7 @@ BILLION = replace(llama_1b(8192), vocab_size=32768)
 
 
 def write_model(folder: Path, config: ModelConfig, device: str) -> None:
-    """Write config, tokenizer and weights in bf16, which are drawn on ``device``."""
+    """Write config, tokenizer and random bf16 weights, which are generated on ``device``."""
     write_folder(config, folder, torch.device(device))
     write_tokenizer(folder, config.vocab_size)
 
@@ -56,10 +56,10 @@ Find = Callable[[ServingCluster, Sizes], Awaitable[list[Result]]]
 
 
 class ServingPhase:
-    """Its methods are the items' work; each makes sure of what it needs. A context manager."""
+    """Runs the items' work. Each method starts what it needs. A context manager."""
 
     def __init__(self, device: str, *, small: bool, folder: Path) -> None:
-        """See ``serving.serving_items``."""
+        """Take the arguments of ``serving.serving_items``."""
         self._device = device
         self._small = small
         self._folder = folder
@@ -80,31 +80,31 @@ class ServingPhase:
             self._runner.run(self._ends.aclose())
 
     def answers(self) -> list[Result]:
-        """See ``check_answers``."""
+        """Run ``check_answers``."""
         return self._run(self._exactly(check_answers))
 
     def load(self) -> list[Result]:
-        """See ``check_load``; on a GPU of a cluster with the usual kernels."""
-        # On a CPU equal bits cost nothing.
+        """Run ``check_load``; on a GPU with a cluster that has the usual kernels."""
+        # On a CPU deterministic kernels cost nothing.
         return self._run(self._exactly(check_load) if self._device == "cpu" else self._load())
 
     def writer_killed(self) -> list[Result]:
-        """See ``check_killed_writer``."""
+        """Run ``check_killed_writer``."""
         return self._run(self._exactly(check_killed_writer))
 
     def poisoned_context(self) -> list[Result]:
-        """See ``check_poisoned_context``."""
+        """Run ``check_poisoned_context``."""
         return self._run(self._exactly(check_poisoned_context))
 
     def _run(self, work: Coroutine[None, None, list[Result]]) -> list[Result]:
         try:
             return self._runner.run(work)
         finally:
-            # A runner that is closed does not take it.
+            # A closed runner does not accept the coroutine.
             work.close()
 
     async def _exactly(self, find: Find) -> list[Result]:
-        """What ``find`` finds of the deterministic cluster, which stays."""
+        """Run ``find`` on the deterministic cluster, which stays."""
         if self._exact is None:
             self._exact = await self._ends.enter_async_context(self._cluster(deterministic=True))
         await self._exact.ensure()
@@ -120,12 +120,12 @@ class ServingPhase:
         return SMALL if self._small else LARGE
 
     def _cluster(self, *, deterministic: bool) -> AbstractAsyncContextManager[ServingCluster]:
-        """One without workers yet, of the model that the first one writes."""
+        """Make a cluster without workers; the first one writes the model."""
         model = self._folder / "model"
         if not (model / "config.json").exists():
             write_model(model, TINY if self._small else BILLION, self._device)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            # What torch keeps here for later, the workers need now.
+            # The workers need the memory that torch caches here.
             gc.collect()
             torch.cuda.empty_cache()
         settings = ClusterSettings(

@@ -1,6 +1,6 @@
 """Breaks a process's CUDA context on purpose, as a wrong kernel would.
 
-An illegal address is a sticky error: every later call of CUDA in the process fails with it.
+An illegal address is a sticky error: every later CUDA call of the process fails with it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 
 _NOWHERE = 16
-"""An address that belongs to no memory."""
+"""An address outside of all memory."""
 
 
 @triton.jit
 def store_kernel(address):  # type: ignore[no-untyped-def]
-    """Store 1 as int32 at the address that the int64 at ``address`` says."""
+    """Store 1 as int32 at the address in the int64 at ``address``."""
     tl.store(tl.load(address).to(tl.pointer_type(tl.int32)), 1)
 
 
@@ -25,7 +25,7 @@ class ContextPoison:
     """A kernel that is ready to store at an illegal address."""
 
     def __init__(self, device: torch.device) -> None:
-        """Compiles the kernel, and sees that it stores at a legal address of ``device``."""
+        """Compile the kernel, and check that it stores at a legal address of ``device``."""
         self._device = device
         legal = torch.zeros(1, dtype=torch.int32, device=device)
         self._launch(torch.tensor([legal.data_ptr()], device=device))
@@ -34,11 +34,11 @@ class ContextPoison:
 
     def spread(self) -> None:
         """Break the context. Any thread may call it."""
-        # The error may be seen here first.
+        # The error may appear here first.
         with contextlib.suppress(RuntimeError):
             self._launch(self._nowhere)
 
     def _launch(self, address: torch.Tensor) -> None:
-        # A fresh thread has the first device as its current one.
+        # A new thread has the first device as its current one.
         with torch.cuda.device(self._device):
             store_kernel[(1,)](address)

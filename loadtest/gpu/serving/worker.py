@@ -1,13 +1,12 @@
-"""A real worker without Ray, which can be asked what it holds, and poisoned.
+"""A real worker without Ray that reports its state, and whose CUDA context can be broken.
 
 Run as a module; see ``json_worker``. It reads ``config``, ``role``, ``slot``, ``model_path``,
-``redis_url``, ``cluster_id`` and ``costs_folder``. It says hello with its incarnation, answers
-every question with what ``look`` finds, and ends with its input, or with the process that started
-it.
+``redis_url``, ``cluster_id`` and ``costs_folder``. Its hello has its incarnation, and each answer
+is the result of ``look``. It ends with its input, or with the process that started it.
 
 SIGUSR1 makes its next step fail as after an illegal memory access. On a GPU that is the real error:
-a kernel stores at an illegal address, on a thread of its own. A CPU has no context that could
-break: there the runner raises an error with CUDA's text, which tries out all but CUDA's part.
+a kernel stores at an illegal address, on a separate thread. A CPU has no context that could break:
+there the runner raises an error with CUDA's text, which tests everything except CUDA's part.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ _ILLEGAL_ACCESS = "CUDA error: an illegal memory access was encountered"
 
 
 def look(process: WorkerProcess) -> Fields:
-    """What a worker that has started holds, and what it has received.
+    """Return what a started worker holds, and what it has received.
 
     ``total_blocks``; ``held_blocks``: used or in quarantine; ``running``: sequences;
-    ``received_handoffs`` and ``received_bytes`` by transport; on a GPU also ``free_bytes`` of it
-    for all its processes, and ``own_bytes``, what this process has allocated at least.
+    ``received_handoffs`` and ``received_bytes`` by transport; on a GPU also its ``free_bytes`` for
+    all processes, and ``own_bytes``, the minimum that this process has allocated.
     """
     context = process.context
     assert context is not None, "not started"
@@ -58,13 +57,13 @@ def look(process: WorkerProcess) -> Fields:
     if device.type == "cuda":
         found["free_bytes"] = torch.cuda.mem_get_info(device)[0]
         blocks = context.engine.cache.bytes.numel()
-        # The blocks need not be torch's memory.
+        # The blocks may be outside torch's memory.
         found["own_bytes"] = max(blocks, torch.cuda.memory_reserved(device))
     return found
 
 
 def _by_transport(counter: Counter, **labels: str) -> dict[str, float]:
-    """The counts of those with these labels."""
+    """Return the counts with these labels, by transport."""
     return {
         sample.labels["transport"]: sample.value
         for family in counter.collect()
@@ -74,11 +73,11 @@ def _by_transport(counter: Counter, **labels: str) -> dict[str, float]:
 
 
 def _make_poison(engine: Engine) -> Callable[[], None]:
-    """What SIGUSR1 does, compiled beforehand."""
+    """Return the action of SIGUSR1, compiled beforehand."""
     device = engine.cache.data.device
     if device.type == "cpu":
         return lambda: setattr(engine.runner, "run", _fail)
-    # Not where there is no GPU: Triton takes half a second to import.
+    # Not imported without a GPU, since Triton takes half a second to import.
     from loadtest.gpu.serving.poison import ContextPoison  # noqa: PLC0415
 
     poison = ContextPoison(device)

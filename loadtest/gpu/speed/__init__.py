@@ -1,1 +1,1 @@
-"""How fast: kernels and steps beside the device's ceilings and the best peer."""
+"""Speed of kernels and steps, compared with the device's peak rates and the best peer."""

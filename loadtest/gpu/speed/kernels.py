@@ -46,7 +46,8 @@ _REPEATS, _TOGETHER = 7, 8
 
 
 def median(place: Place, works: Sequence[Work]) -> float:
-    """Median seconds of one of ``works``, which run after one another; 0 where nothing runs."""
+    """Return the median seconds of one of ``works``, which run one after another; 0 if nothing
+    runs."""
     repeats = -(-_TOGETHER // len(works)) if place.on_gpu else 1
 
     def all_works() -> None:
@@ -68,14 +69,14 @@ def median(place: Place, works: Sequence[Work]) -> float:
 def timed(
     place: Place, name: str, works: Sequence[Work], peers: Mapping[str, Sequence[Work]]
 ) -> Timing:
-    """``works`` beside the fastest of the peers that this torch and device have."""
+    """Time ``works`` and the fastest of the peers that this torch and device have."""
     seconds = median(place, works)
     best, best_s, missing = "", None, []
     for peer, others in ({} if place.describes else peers).items():
         try:
             found = median(place, others)
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-            # Which kernels torch has differs with its version and the device.
+            # The kernels of torch depend on its version and on the device.
             missing.append(f"{peer}: {str(error).splitlines()[0][:80]}")
             continue
         if best_s is None or found < best_s:
@@ -84,13 +85,13 @@ def timed(
 
 
 _POOL_PART = 0.6
-"""Of the memory that is free."""
+"""Fraction of the free memory."""
 _ROTATED_BYTES = 1 << 29
-"""Weights that are read in turn are together far larger than a GPU's caches."""
+"""Total size of weights that are read in turn, far larger than a GPU's caches."""
 
 
 def kernel_speed_items(place: Place) -> Iterator[Item]:
-    """An item for each case."""
+    """Yield an item for each case."""
     makers: dict[type, Callable[[Place, Any], Timing]] = {
         DecodeAttention: _decode_attention,
         ChunkAttention: _chunk_attention,
@@ -109,12 +110,12 @@ def _one(
 ) -> Iterator[Timing]:
     torch.manual_seed(0)
     found = measure(place, case)
-    # The name of the full case, also where a small one was run.
+    # The name is the full case's, even if a small one was run.
     yield Timing(name, found.seconds, found.peer, found.peer_s)
 
 
 def _blocks(place: Place, case: DecodeAttention) -> tuple[KvBlocks, torch.Tensor]:
-    """Blocks of several layers, and tables that have them in any order."""
+    """Return blocks of several layers, and tables with the blocks in any order."""
     width = -(-case.context // BLOCK)
     count = case.batch * width
     kv = place.dtype if case.kv == "bf16" else torch.float8_e4m3fn
@@ -136,7 +137,7 @@ def _blocks(place: Place, case: DecodeAttention) -> tuple[KvBlocks, torch.Tensor
 
 
 def _decode_attention(place: Place, case: DecodeAttention) -> Timing:
-    """One layer after another, so that none finds its keys in a cache of the GPU."""
+    """Time one layer after another, so that no keys are in a cache of the GPU."""
     blocks, tables = _blocks(place, case)
     queries = place.randn(case.batch, case.heads, case.dim)
     lengths = torch.full((case.batch,), case.context, dtype=torch.int32, device=place.device)
@@ -156,7 +157,7 @@ def _decode_attention(place: Place, case: DecodeAttention) -> Timing:
 def _sdpa(
     inputs: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], *, causal: bool
 ) -> Mapping[str, Sequence[Work]]:
-    """Torch's attention over contiguous keys and values, by each of its backends."""
+    """Return torch's attention over contiguous keys and values, by each of its backends."""
 
     def attend(
         backend: SDPBackend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -200,7 +201,7 @@ def _chunk_attention(place: Place, case: ChunkAttention) -> Timing:
 
 
 def _copies(place: Place, count: float) -> int:
-    """The number of weights that are rotated; each has ``count`` bytes."""
+    """Return the number of weights used in turn; each has ``count`` bytes."""
     return max(1, min(32, int(_ROTATED_BYTES // count))) if place.on_gpu else 1
 
 
@@ -235,9 +236,9 @@ def _codes(place: Place, case: Product, kind: QuantKind) -> QuantizedWeight:
 
 
 def _scaled_products(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[Work]:
-    """Products of fp8 by fp8 with a scale for each row and each output."""
+    """Return fp8 by fp8 products with a scale for each row and each output."""
     fp8 = torch.float8_e4m3fn
-    # Rows are padded: the product takes multiples of 16.
+    # Rows are padded, since the product needs multiples of 16.
     padded = F.pad(x, (0, 0, 0, -len(x) % 16)).to(fp8)
     ones = torch.ones(len(padded), 1, device=x.device)
 
@@ -259,7 +260,7 @@ def _expert_product(place: Place, case: ExpertProduct) -> Timing:
     routing = route(chosen, case.experts)
     work = partial(grouped_linear, x, weights, routing, gathers=True)
     rows = x[routing.order.long() // case.per_token]
-    # Found by name: torch made it public in 2.10.
+    # The name differs: torch made it public in 2.10.
     grouped = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
     if grouped is None:
         return timed(place, "", [work], {})
@@ -290,7 +291,7 @@ def _pass(place: Place, case: Pass) -> Timing:
     if place.describes:
         return Timing("", 0.0)
     draws = [Draw(1.0, (1, 2), 0, 0.9, 0.0)] * rows
-    # Not captured: its limits are copied from the host.
+    # Not captured, since its limits are copied from the host.
     return Timing("", best_elapsed(place.device, partial(keep_allowed, logits, draws)))
 
 
@@ -303,7 +304,7 @@ def _torch_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def _torch_draw(logits: torch.Tensor) -> torch.Tensor:
-    """As most servers draw: the largest of probabilities over exponential noise."""
+    """Sample as most servers do: the largest of probabilities over exponential noise."""
     noise = torch.empty_like(logits).exponential_()
     return (logits.softmax(dim=-1) / noise).argmax(dim=-1)
 

@@ -1,4 +1,4 @@
-"""Whole steps of served shapes with random weights, through the runner that workers use."""
+"""Times whole steps of served shapes with random weights, through the runner that workers use."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from loadtest.gpu.common.shapes import with_layers
 _WARM_STEPS, _STEPS, _TRACED = 4, 32, 8
 _PREFILLS = 5
 _FREE_PART = 0.8
-"""Of the memory that the weights leave, for KV and captured steps."""
+"""Fraction of the memory beyond the weights, for KV and captured steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """What decides which runner a step takes."""
+    """Properties that determine a step's runner."""
 
     model: str
     weights: QuantKind | None
@@ -47,7 +47,7 @@ class _Key:
 
 
 class _Benches:
-    """The runner of the last case: its weights fill the GPU, so that there is one at a time."""
+    """Holds the runner of the last case: its weights fill the GPU, so there is only one."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -56,9 +56,9 @@ class _Benches:
         self._seconds: dict[Step, float | None] = {}
 
     def seconds(self, case: Step) -> float | None:
-        """Of a step, or None where the GPU's memory does not hold its KV.
+        """Return the time of a step, or None if the GPU's memory cannot hold its KV.
 
-        Small steps are often alike: what was measured is not measured again.
+        Small steps are often equal: results are cached.
         """
         alike = replace(case, name="")
         if alike not in self._seconds:
@@ -68,7 +68,7 @@ class _Benches:
         return self._seconds[alike]
 
     def of(self, case: Step) -> _Bench:
-        """The runner for a case; the one before it is given back where it does not fit."""
+        """Return the runner for a case; an unsuitable previous one is freed."""
         key = _Key(case.model, case.weights, case.deterministic)
         if self._bench is None or key != self._key:
             self._bench = None
@@ -78,10 +78,10 @@ class _Benches:
 
 
 def step_speed_items(place: Place) -> Iterator[Item]:
-    """An item for each case, then where the time of one of them goes."""
+    """Yield an item for each case, then a breakdown of one case's time."""
     if place.describes:
         for case in step_cases():
-            # Quantized experts wait for the GPU amid a step.
+            # Quantized experts wait for the GPU within a step.
             if case.weights is None or case.config.experts is None:
                 yield Item(case.name, partial(_describe, place, case))
         return
@@ -107,7 +107,7 @@ def _trace(benches: _Benches, case: Step) -> Iterator[Result]:
 
 
 def _describe(place: Place, case: Step) -> Iterator[Result]:
-    """Start the step's kernels on a model of two layers."""
+    """Launch the step's kernels on a model of two layers."""
     config = with_layers(case.config, 2)
     blocks = sum(_width(at + count) for at, count in case.rows)
     cache = KvCache(config, blocks, BLOCK, place.dtype, place.device)
@@ -123,7 +123,7 @@ def _describe(place: Place, case: Step) -> Iterator[Result]:
 
 
 def _free(place: Place) -> None:
-    """Give back a model's memory. It is part of a cycle: captured steps refer to it."""
+    """Free a model's memory. It is part of a cycle, since captured steps refer to it."""
     gc.collect()
     if place.on_gpu:
         torch.cuda.empty_cache()
@@ -134,12 +134,12 @@ def _max_rows(place: Place) -> int:
 
 
 def _width(tokens: int) -> int:
-    """Blocks of a sequence that decodes through all measured steps."""
+    """Return the blocks of a sequence that decodes through all measured steps."""
     return -(-(tokens + _WARM_STEPS + _STEPS + _TRACED) // BLOCK)
 
 
 def _rows(case: Step, step: int) -> tuple[PlanRow, ...]:
-    """A step's rows; sequences that decode have a token more with each step."""
+    """Return a step's rows; decoding sequences have one more token with each step."""
     rows, first = [], 0
     for number, (at, count) in enumerate(case.rows):
         width = _width(at + count)
@@ -150,7 +150,7 @@ def _rows(case: Step, step: int) -> tuple[PlanRow, ...]:
 
 
 class _Bench:
-    """An engine's runner over a model of random weights, given plans made by hand."""
+    """An engine's runner with a model of random weights, which runs plans made by hand."""
 
     def __init__(self, place: Place, case: Step) -> None:
         self._place = place
@@ -164,7 +164,7 @@ class _Bench:
         self._runner = GpuRunner(steps, self._cache, place.device)
 
     def _pool(self, config: ModelConfig) -> int:
-        """Blocks: for the largest case, or as many as the memory holds."""
+        """Return the number of blocks: for the largest case, or as memory allows."""
         if not self._place.on_gpu:
             return 64
         wanted = max(
@@ -180,7 +180,7 @@ class _Bench:
         return sum(_width(at + count) for at, count in case.rows) <= self._cache.blocks
 
     def decode(self, case: Step) -> float:
-        """Median seconds between the ends of steps, each started while the one before runs."""
+        """Return the median time between the ends of overlapping steps, in seconds."""
         ends: list[float] = []
 
         def note(_: StepResult) -> None:
@@ -188,7 +188,7 @@ class _Bench:
 
         steps = 1 if self._place.small else _STEPS
         if case.weights is not None and case.config.experts is not None:
-            # A step takes a second.
+            # Each step takes a second.
             steps = 2
         warm = 1 if self._place.small else _WARM_STEPS
         self._run(case, warm + steps, note)
@@ -196,7 +196,7 @@ class _Bench:
         return statistics.median(gaps[warm - 1 :])
 
     def chunk(self, case: Step) -> float:
-        """Median seconds of a step that is waited for."""
+        """Return the median time of a step without overlap, in seconds."""
         taken = []
         for _ in range(1 if self._place.small else 1 + _PREFILLS):
             began = time.perf_counter()
@@ -206,7 +206,7 @@ class _Bench:
         return statistics.median(taken[1:] or taken)
 
     def trace(self, case: Step) -> Fact:
-        """The part of steps' wall time in which no kernel runs, and the kernels that take most."""
+        """Return the share of steps' time without a running kernel, and the slowest kernels."""
         found: list[float] = []
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             self._run(case, _TRACED, lambda result: found.append(result.seconds))
@@ -242,7 +242,8 @@ class _Bench:
             self._runner.forget(number)
 
     def _new(self, case: Step) -> tuple[NewSequence, ...]:
-        """Sequences whose KV is what the cache holds: its values change no speed."""
+        """Return sequences whose KV is whatever the cache holds: its values do not change the
+        speed."""
         return tuple(
             NewSequence(
                 number,

@@ -1,8 +1,8 @@
-"""The simulator in the set-ups of published experiments, beside what these found.
+"""Compares the simulator with published experiments, in their configurations.
 
     python -m loadtest.research.papers.paper_comparison [distserve] [chatbot] [interference] …
 
-What is compared, and why figures differ, is in docs/lab-notes/simulator.md. Sources:
+docs/lab-notes/simulator.md describes the comparisons, and why figures differ. Sources:
 
 - DistServe: Zhong et al., DistServe: Disaggregating Prefill and Decoding for Goodput-optimized
   Large Language Model Serving, OSDI 2024; its authors' article "Throughput is Not All You Need"
@@ -37,11 +37,12 @@ _REQUESTS = 400
 _ATTAINMENT = 0.9
 
 ENGINE_OF_2024 = Efficiency(products=0.34, attention=0.3, memory=0.6, launch_s=8e-3)
-"""Fitted to two of DistServe's figures, prefill alone and decode alone; others are predicted."""
+"""Efficiencies fitted to two of DistServe's figures, prefill alone and decode alone. Other figures
+are predictions."""
 
 
 def poisson(rate: float, prompt: int, answer: int) -> list[TracedRequest]:
-    """Requests of one size at random times; the same times at every rate, stretched."""
+    """Return requests of one size at random times. Times at other rates are the same, scaled."""
     gaps = np.random.default_rng(SEED).exponential(1.0, _REQUESTS)
     return [TracedRequest(float(at_s), prompt, answer) for at_s in np.cumsum(gaps) / rate]
 
@@ -60,7 +61,7 @@ def _within(ttft_s: float, tpot_s: float) -> MeetsSlos:
 
 
 def distserve(efficiency: Efficiency) -> list[Finding]:
-    """13B on A100s, 512 tokens in, 64 out, P90 TTFT 0.4 s and P90 TPOT 0.04 s."""
+    """Simulate 13B on A100s, 512 tokens in, 64 out, P90 TTFT 0.4 s and P90 TPOT 0.04 s."""
     worker = gpu_profile("a100", MODELS["opt-13b"], efficiency, chunk_tokens=2048)
     nvlink = replace(worker, wire_bytes_per_s=240e9)
     prompt, answer = 512, 64
@@ -92,7 +93,8 @@ def distserve(efficiency: Efficiency) -> list[Finding]:
 
 
 def chatbot(efficiency: Efficiency) -> list[Finding]:
-    """The paper's SLOs for OPT-13B (section 6.1), on lengths like those of conversations."""
+    """Simulate the paper's SLOs for OPT-13B (section 6.1), on lengths like those of
+    conversations."""
     worker = gpu_profile("a100", MODELS["opt-13b"], efficiency, chunk_tokens=2048)
     nvlink = replace(worker, wire_bytes_per_s=240e9)
 
@@ -120,19 +122,19 @@ def chatbot(efficiency: Efficiency) -> list[Finding]:
 
 
 def interference() -> list[Finding]:
-    """What one prompt does to the step of a batch that decodes: 13B, A100, 32 sequences of 512."""
+    """Simulate the effect of one prompt on a decode step: 13B, A100, 32 sequences of 512."""
     costs = gpu_profile("a100", MODELS["opt-13b"]).costs
     alone_s = costs.seconds(StepLoad(32, 32 * 512))
-    findings = [Finding("step of 32 that decode, ms", "", f"{alone_s * 1e3:.1f}")]
+    findings = [Finding("step of 32 decoding sequences, ms", "", f"{alone_s * 1e3:.1f}")]
     for prompt in (128, 512, 1024, 2048):
         beside_s = costs.seconds(StepLoad(32, 32 * 512, ((prompt, 0),)))
         shown = f"{beside_s * 1e3:.1f} ({beside_s / alone_s:.1f}x)"
-        findings.append(Finding(f"the same beside a prompt of {prompt}, ms", "", shown))
+        findings.append(Finding(f"the same with a prompt of {prompt}, ms", "", shown))
     return findings
 
 
 def main(asked: Sequence[str]) -> None:
-    """Print the tables that are asked for, or those that need no trace."""
+    """Print the requested tables, or by default those that need no trace."""
     console = Console()
     every: dict[str, Callable[[], list[Finding]]] = {
         "distserve": lambda: distserve(ENGINE_OF_2024),

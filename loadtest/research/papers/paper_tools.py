@@ -1,4 +1,4 @@
-"""What comparisons with published experiments have in common."""
+"""Common parts of comparisons with published experiments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from planning.simulator.results import SimulationResult
 
 SEED = 7
 _ROUNDS = 6
-"""Of the bisection: the rate is found to within a sixtieth of its range."""
+"""Rounds of the bisection: the rate is found to within a sixtieth of its range."""
 _LONGEST_PROMPT = 1 << 30
 
 MeetsSlos = Callable[[SimulationResult], bool]
@@ -20,7 +20,7 @@ MeetsSlos = Callable[[SimulationResult], bool]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line: what was found there, and here."""
+    """A published figure and ours."""
 
     name: str
     published: str
@@ -33,7 +33,8 @@ def best_rate(
     good: MeetsSlos,
     most: float,
 ) -> float:
-    """The highest rate up to ``most``, in requests/s, at which the SLOs are met; by bisection."""
+    """Return the highest rate up to ``most``, in requests/s, at which the SLOs are met; by
+    bisection."""
     least, above = 0.0, most
     for _ in range(_ROUNDS):
         rate = (least + above) / 2
@@ -45,7 +46,7 @@ def best_rate(
 
 
 def quiet_config() -> Config:
-    """Nobody is refused, nothing is computed locally: as the papers' systems."""
+    """Return a configuration without rejections and local prefill, like the papers' systems."""
     return Config(
         local_prefill="never",
         max_queue_s=1e9,

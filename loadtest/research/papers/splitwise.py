@@ -1,4 +1,4 @@
-"""Splitwise's clusters of equal cost and of equal power, with our simulator."""
+"""Splitwise's clusters of equal cost and of equal power, in our simulator."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from planning.simulator.simulation import simulate
 from worker.costs.step_costs import StepCosts, fit
 
 _MIXED = 1.1
-"""A step with prompts and sequences that decode takes so many times what prompts of as many tokens
-take: the authors' simulator (performance_model.py) has it so."""
+"""Time of a step with prompts and decoding sequences, relative to prompts of the same number of
+tokens, as in the authors' simulator (performance_model.py)."""
 _CONTEXT = 512
-"""Tokens of each sequence whose decoding was measured."""
+"""Tokens of each sequence in the decode measurements."""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineTimes:
-    """Medians, in milliseconds."""
+    """Measured medians, in milliseconds."""
 
     prompt: Mapping[int, float]
-    """By the tokens of one prompt."""
+    """Times by the tokens of one prompt."""
     decode: Mapping[int, float]
-    """By the sequences of 512 tokens that decode."""
+    """Times by the number of decoding sequences of 512 tokens."""
 
 
 TIMES: Mapping[str, MachineTimes] = {
@@ -48,14 +48,14 @@ TIMES: Mapping[str, MachineTimes] = {
 
 
 class SplitwiseCosts:
-    """Implements ``planning.simulator.costs.step_model.StepCostModel``; between what was measured,
-    lines."""
+    """Implements ``planning.simulator.costs.step_model.StepCostModel`` by linear interpolation."""
 
     def __init__(self, gpu: str, *, flat: bool = False) -> None:
-        """``gpu``: a100 or h100. ``flat``: a decode step is looked up as the authors' simulator
+        """``gpu`` is a100 or h100. ``flat``: decode steps are looked up as in the authors'
+        simulator.
 
-        does: at as many tokens as it computes, where the measurement had as many in its context. So
-        hundreds of sequences take as long as one.
+        It takes the number of computed tokens, while the measurement had that number in its
+        context. So hundreds of sequences take as long as one.
         """
         times = TIMES[gpu]
         self._prompt = _columns(times.prompt)
@@ -64,27 +64,27 @@ class SplitwiseCosts:
 
     @property
     def peak(self) -> None:
-        """See ``StepCostModel``."""
+        """Implement ``StepCostModel``."""
 
     def work(self, shape: StepLoad) -> None:
-        """See ``StepCostModel``: only times are known."""
+        """Return None: only times are known."""
 
     def seconds(self, shape: StepLoad) -> float:
-        """See ``StepCostModel``."""
+        """Implement ``StepCostModel``."""
         if not shape.chunks:
             return self.decode_line(shape.decodes).base_s
         prompts_s = _between(self._prompt, shape.tokens) / 1e3
         return prompts_s * _MIXED if shape.decodes else prompts_s
 
     def decode_line(self, batch: int) -> DecodeLine:
-        """See ``StepCostModel``: the context's part is in the batch's."""
+        """Implement ``StepCostModel``: the context's part is included in the batch's."""
         line = self._lines.get(batch)
         if line is None:
             line = self._lines[batch] = DecodeLine(_between(self._decode, batch) / 1e3, 0.0)
         return line
 
     def step_costs(self) -> StepCosts:
-        """See ``StepCostModel``."""
+        """Implement ``StepCostModel``."""
         tokens, prompt_ms = self._prompt
         batches, decode_ms = self._decode
         return StepCosts(
@@ -98,7 +98,7 @@ def _columns(times: Mapping[int, float]) -> tuple[Floats, Floats]:
 
 
 def _between(columns: tuple[Floats, Floats], at: float) -> float:
-    """By straight lines; beyond the last point along the last one."""
+    """Interpolate linearly; beyond the last point, extrapolate the last segment."""
     x, y = columns
     if at <= x[-1] or len(x) == 1:
         return float(np.interp(at, x, y))
@@ -107,23 +107,23 @@ def _between(columns: tuple[Floats, Floats], at: float) -> float:
 
 
 _SECONDS = 30.0
-"""Of arrivals at each rate."""
+"""Duration of arrivals at each rate, in seconds."""
 _BATCH_TOKENS = 2048
 _BATCH_SEQUENCES = 512
 _MAX_PER_A100 = 4.0
-"""Requests/s that a machine is taken to serve at most."""
+"""Assumed maximum rate of a machine, in requests/s."""
 _OBJECTIVES = {
     "TTFT": {50: 2.0, 90: 3.0, 99: 6.0},
     "TPOT": {50: 1.25, 90: 1.5, 99: 5.0},
     "E2EL": {50: 1.25, 90: 1.5, 99: 5.0},
 }
-"""The paper's nine, as its authors' notebooks/plots.ipynb has them: at a percentile of the
-requests, how many times longer each may take than alone on an A100 machine."""
+"""The paper's nine objectives, as in its authors' notebooks/plots.ipynb: at a percentile of the
+requests, the maximum slowdown relative to a single request on an A100 machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """A cluster. Machines of eight GPUs; with ``prefill`` 0 each does both."""
+    """A cluster of machines with eight GPUs; with ``prefill`` 0 each does both."""
 
     name: str
     prefill: int
@@ -144,9 +144,9 @@ EQUAL_POWER = (
     Machines("baseline A100", 0, 35, "a100", "a100"),
     Machines("Splitwise-AA", 23, 12, "a100", "a100"),
 )
-"""Likewise (70; 45+25)."""
+"""Half of the authors' machines (70; 45+25)."""
 Kinds = Callable[[str], StepCostModel | None]
-"""The costs of a machine by its GPU; None: those of the data sheet."""
+"""Returns the costs of a machine by its GPU; None: those of the data sheet."""
 KINDS: dict[str, Kinds] = {
     "sheets": lambda gpu: None,
     "measured": SplitwiseCosts,
@@ -155,7 +155,7 @@ KINDS: dict[str, Kinds] = {
 
 
 def machine(gpu: str, kinds: Kinds) -> WorkerProfile:
-    """Llama-2-70B on eight GPUs, in the paper's limits."""
+    """Return Llama-2-70B on eight GPUs, with the paper's limits."""
     sheet = gpu_profile(gpu, MODELS["llama-2-70b"], tensor_parallel=8)
     return replace(
         sheet,
@@ -167,7 +167,7 @@ def machine(gpu: str, kinds: Kinds) -> WorkerProfile:
 
 
 def conversations(trace: Trace, rate: float) -> list[TracedRequest]:
-    """Poisson arrivals; prompts and answers drawn apart from one another."""
+    """Return Poisson arrivals with independently drawn prompts and answers."""
     generator = np.random.default_rng(SEED)
     count = max(1, round(rate * _SECONDS))
     times = np.cumsum(generator.exponential(1.0 / rate, count))
@@ -181,7 +181,8 @@ def conversations(trace: Trace, rate: float) -> list[TracedRequest]:
 
 
 def slowdowns(result: SimulationResult, lone: StepCostModel) -> dict[str, Floats]:
-    """Of each request, how many times longer than alone. Infinite where it did not end well."""
+    """Return the slowdown of each request relative to a single one; infinite for a failed
+    request."""
     found: dict[str, list[float]] = {name: [] for name in _OBJECTIVES}
     for request in result.requests:
         prompt, answer = request.input_tokens, request.output_tokens
@@ -199,7 +200,7 @@ def slowdowns(result: SimulationResult, lone: StepCostModel) -> dict[str, Floats
 
 
 def missed(result: SimulationResult, lone: StepCostModel) -> list[str]:
-    """The objectives that are not met, such as "TTFT p90"."""
+    """Return the objectives that are not met, such as "TTFT p90"."""
     return [
         f"{name} p{percentile}"
         for name, ratios in slowdowns(result, lone).items()
@@ -209,7 +210,8 @@ def missed(result: SimulationResult, lone: StepCostModel) -> list[str]:
 
 
 def throughput(machines: Machines, trace: Trace, kinds: Kinds) -> tuple[float, list[str]]:
-    """The highest rate in requests/s that meets all objectives, and what a higher one misses."""
+    """Return the highest rate in requests/s that meets all objectives, and what a higher one
+    misses."""
     prefill, decode = (machine(gpu, kinds) for gpu in (machines.prefill_gpu, machines.decode_gpu))
     lone = machine("a100", kinds).costs
     shape = ClusterShape(machines.prefill, machines.decode, prefill, decode, paces_chunks=False)
@@ -236,19 +238,19 @@ def throughput(machines: Machines, trace: Trace, kinds: Kinds) -> tuple[float, l
 
 
 def equal_cost(trace: Trace, costs: str) -> list[Finding]:
-    """Clusters of equal cost, with one of ``KINDS``."""
+    """Compare clusters of equal cost, with one of ``KINDS``."""
     return _findings(EQUAL_COST, trace, KINDS[costs], "1.4")
 
 
 def equal_power(trace: Trace, costs: str) -> list[Finding]:
-    """Clusters of equal power, with one of ``KINDS``."""
+    """Compare clusters of equal power, with one of ``KINDS``."""
     return _findings(EQUAL_POWER, trace, KINDS[costs], "2.15")
 
 
 def _findings(
     clusters: Sequence[Machines], trace: Trace, kinds: Kinds, published: str
 ) -> list[Finding]:
-    """The first cluster is what the others are compared with; ``published`` is Splitwise-AA's."""
+    """Compare the other clusters with the first; ``published`` is Splitwise-AA's figure."""
     found: list[Finding] = []
     base = 0.0
     for machines in clusters:

@@ -1,11 +1,11 @@
-"""What long prompts do to the tokens of others: Baton beside other servers on this machine.
+"""Measures the effect of long prompts on other requests' tokens, in Baton and other servers.
 
     python -m loadtest.research.peers.long_prompts --model FOLDER --vllm-bin FILE --json FILE
 
 Chats (128 tokens in, 128 out) arrive at random, the same for each server, and a document of one
-length at even intervals. Each length is a run of its own, and a run without documents comes first.
-A figure is the 99th percentile over all gaps between tokens of all chats (inter-token latency).
-Servers take turns, each started afresh for each repetition.
+length at even intervals. Each length is a separate run, after one without documents. A figure is
+the 99th percentile over all gaps between tokens of all chats (inter-token latency). Servers
+alternate, and each is restarted for each repetition.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ _SEED = 7
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One run."""
+    """The load of one run."""
 
     chat_rate: float
-    """Chats per second, on average."""
+    """Mean chats per second."""
     document_every_s: float
     document_tokens: int
     """The length of each document's prompt; 0 sends no documents."""
     seconds: float
-    """How long requests are sent."""
+    """Duration of sending, in seconds."""
 
     def times(self) -> tuple[tuple[float, bool], ...]:
-        """When each request is due, in seconds, and whether it is a document."""
+        """Return when each request is due, in seconds, and whether it is a document."""
         process = ArrivalProcess("poisson", self.chat_rate)
         chats = process.times(self.seconds, np.random.default_rng(_SEED)).tolist()
         due = [(time, False) for time in chats]
@@ -71,7 +71,7 @@ class Load:
 
 
 class ChatsAndDocuments(Source):
-    """The requests of a load; ``run`` makes texts that no cache knows from another run."""
+    """The requests of a load; each ``run`` has new texts, so that none is cached."""
 
     def __init__(self, load: Load, run: int) -> None:
         self._load = load
@@ -79,7 +79,7 @@ class ChatsAndDocuments(Source):
         self._maker = PromptMaker("tokens", _SEED, run)
 
     def request(self, number: int, due_s: float) -> PlannedRequest:
-        """See ``Source``."""
+        """Implement ``Source``."""
         tokens, answer = CHAT_TOKENS, CHAT_TOKENS
         if self._documents[number]:
             tokens, answer = self._load.document_tokens, DOCUMENT_ANSWER
@@ -88,16 +88,16 @@ class ChatsAndDocuments(Source):
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one server did under one load; times in milliseconds."""
+    """Figures of one server under one load; times in milliseconds."""
 
     server: str
     document_tokens: int
     repetition: int
     chats: int
-    """Chats that count: due between warm-up and cool-down."""
+    """Counted chats: due between warm-up and cool-down."""
     documents: int
     failed: int
-    """Requests of both kinds without a whole answer."""
+    """Requests of both kinds without a complete answer."""
     itl_p50_ms: float
     itl_p99_ms: float
     itl_max_ms: float
@@ -114,7 +114,7 @@ def figures_of(
     records: Sequence[RequestRecord],
     warnings: tuple[str, ...],
 ) -> Figures:
-    """The figures of one run. ``records``: those that count."""
+    """Return the figures of one run, from its counted ``records``."""
     documents = {number for number, (_, document) in enumerate(load.times()) if document}
     good = [record for record in records if record.outcome == "ok"]
     chats = [record for record in good if record.number not in documents]
@@ -142,7 +142,7 @@ def _percentile_ms(seconds: Sequence[float], percent: float) -> float:
 
 
 def drive(server: Server, load: Load, repetition: int, run: int) -> Figures:
-    """One run against a server that serves. Raises BatonError."""
+    """Run a load against a ready server. Raises BatonError."""
     pace = PaceSettings(rate=load.chat_rate, seconds=load.seconds)
     settings = LoadSettings(
         ServerSettings(url=server.base_url, model=SERVED_NAME, timeout_s=_TIMEOUT_S),
@@ -165,7 +165,7 @@ def compare(
     repetitions: int,
     say: Say,
 ) -> list[Figures]:
-    """All loads on each server, ``repetitions`` times. Raises BatonError."""
+    """Run all loads on each server, ``repetitions`` times. Raises BatonError."""
     found: list[Figures] = []
     warm_up = Load(_WARM_UP_RATE, 1.0, 0, _WARM_UP_S)
     with tempfile.TemporaryDirectory() as folder:
@@ -182,7 +182,7 @@ def compare(
 
 
 def show(found: Sequence[Figures], console: Console) -> None:
-    """Medians over the repetitions: a row for each length, a column for each server."""
+    """Print medians over the repetitions: a row for each length, a column for each server."""
     servers = list(dict.fromkeys(one.server for one in found))
     table = whole_table(
         "document tokens",

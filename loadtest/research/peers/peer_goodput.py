@@ -7,9 +7,9 @@ Each server is offered the same requests at rising rates, and every request's ti
 that the goodput under any SLO is known afterwards: the highest rate up to which at least 90 % of
 requests met it at every rate (DistServe, Zhong et al., OSDI 2024).
 
-Texts are random tokens, and each answer has the length that was asked for. With ``--prompts
-FOLDER`` they are questions and passages from its files, asked as chats, and answers end by
-themselves: what speculation makes of random tokens says nothing about text.
+Texts are random tokens, and each answer has the requested length. With ``--prompts FOLDER`` they
+are questions and passages from its files, sent as chats, and answers end by themselves: speculation
+on random tokens is not comparable with that on text.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ from planning.common.report import print_whole, this_machine, whole_table
 from planning.common.slo import Slo
 
 _STEP = 1.25
-"""From one rate to the next: goodput is known to within so much."""
+"""Ratio of consecutive rates, which is the precision of the goodput."""
 _HOPELESS = 0.6
-"""Of the requests of a rate within the loosest SLO; no higher rate is tried then."""
+"""Share of a rate's requests within the loosest SLO, below which no higher rate is tried."""
 _WARM_UP_RATE, _WARM_UP_S = 1.0, 8.0
 _TIMEOUT_S = 60.0
 _SEED = 5
@@ -71,14 +71,17 @@ SLOS = tuple(Slo(ttft_s=ttft, tpot_s=tpot) for ttft in TTFTS_S for tpot in TPOTS
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """What ``--prompts`` has."""
+    """The texts of ``--prompts``."""
 
     questions: tuple[str, ...]
     passages: tuple[str, ...]
 
     @classmethod
     def read(cls, folder: Path) -> Texts:
-        """Passages are those of category ``rag``. Raises ConfigError where one kind is missing."""
+        """Read texts; passages are those of category ``rag``.
+
+        Raises ConfigError if one kind is missing.
+        """
         found = read_questions(folder)
         passages = found.pop(_PASSAGES, [])
         questions = [text for texts in found.values() for text in texts]
@@ -87,17 +90,17 @@ class Texts:
         return cls(tuple(questions), tuple(passages))
 
     def document(self, tokens: int, generator: np.random.Generator) -> str:
-        """Passages in an order of its own, about ``tokens`` long, and what to do with them."""
+        """Return passages in random order, about ``tokens`` long, and an instruction."""
         order = generator.permutation(len(self.passages))
         text = "\n\n".join(self.passages[number] for number in order)
         return f"{text[: tokens * CHARACTERS_PER_TOKEN]}\n\nSummarize the text above."
 
 
 class Mix(Source):
-    """Chats and documents by turns of a coin; the lengths depend on the seed, texts on the run."""
+    """Chats and documents in random order. Lengths depend on the seed, texts on the run."""
 
     def __init__(self, documents: float, seed: int, run: int, texts: Texts | None = None) -> None:
-        """``documents``: their share of the requests. ``texts``: None for random tokens."""
+        """``documents`` is their share of the requests. ``texts``: None for random tokens."""
         self._documents = documents
         self._seed = seed
         self._run = run
@@ -110,7 +113,7 @@ class Mix(Source):
         return self._texts is not None
 
     def request(self, number: int, due_s: float) -> PlannedRequest:
-        """See ``Source``. Of texts, ``input_tokens`` is about that of a document."""
+        """Implement ``Source``. For texts, a document's ``input_tokens`` is approximate."""
         generator = np.random.default_rng((self._seed, number))
         is_document = generator.random() < self._documents
         kind = _DOCUMENT if is_document else _CHAT
@@ -129,12 +132,12 @@ class Mix(Source):
 
 @dataclass(frozen=True, slots=True)
 class RateFigures:
-    """What one server did at one rate."""
+    """Figures of one server at one rate."""
 
     rate: float
     requests: int
     attainment: tuple[float, ...]
-    """Of each of ``SLOS``."""
+    """Attainment of each of ``SLOS``."""
     ttft_p50_ms: float
     ttft_p95_ms: float
     tpot_p50_ms: float
@@ -143,13 +146,14 @@ class RateFigures:
 
 
 def goodput(figures: Sequence[RateFigures], slo: int) -> float:
-    """The highest rate that met ``SLOS[slo]``, below every rate that did not; 0 where none did."""
+    """Return the highest rate that met ``SLOS[slo]``, below every rate that did not; 0 without
+    one."""
     met = itertools.takewhile(lambda one: one.attainment[slo] >= ATTAINMENT, figures)
     return max((one.rate for one in met), default=0.0)
 
 
 def figures_of(run: LoadRun, records: Sequence[RequestRecord]) -> RateFigures:
-    """``records``: those that count."""
+    """Return the figures of a run, from its counted ``records``."""
     found = run.summary.all
     shares = tuple(
         sum(record.met(slo) for record in records) / max(1, len(records)) for slo in SLOS
@@ -167,7 +171,7 @@ def figures_of(run: LoadRun, records: Sequence[RequestRecord]) -> RateFigures:
 
 
 def rates(first: float) -> Iterator[float]:
-    """Each a quarter above the one before."""
+    """Yield rates, each a quarter above the one before."""
     return (round(first * _STEP**step, 2) for step in itertools.count())
 
 
@@ -200,7 +204,7 @@ def sweep(
     texts: Texts | None,
     say: Say,
 ) -> tuple[RateFigures, ...]:
-    """These rates, until hardly any request is good. Raises BatonError."""
+    """Run these rates, until hardly any request is good. Raises BatonError."""
     drive(server, _WARM_UP_RATE, _WARM_UP_S, Mix(documents, _SEED, 0, texts), say)
     found: list[RateFigures] = []
     for number, rate in enumerate(rising, start=1):
@@ -212,7 +216,7 @@ def sweep(
 
 
 def show(found: Mapping[str, Sequence[RateFigures]], console: Console) -> None:
-    """Requests/s by SLO, and the first server's over each other one's."""
+    """Print requests/s by SLO, and the ratio of the first server to each other one."""
     names = list(found)
     ours, others = names[0], names[1:]
     ratios = [f"{ours} / {name}" for name in others]
@@ -229,20 +233,25 @@ def show(found: Mapping[str, Sequence[RateFigures]], console: Console) -> None:
 
 
 def _ratio(ours: float, other: float, least: float) -> str:
-    """``least``: the lowest rate at which the other was tried; empty where ours met at none."""
+    """Return the ratio as text; empty if ours met at no rate.
+
+    ``least`` is the lowest rate at which the other was tried.
+    """
     if not ours:
         return ""
     return f"{ours / other:.2f}×" if other else f"above {ours / least:.2f}×"
 
 
 def rates_in(text: str) -> tuple[float, ...]:
-    """For an option. Raises argparse.ArgumentTypeError."""
+    """Parse rates for an option. Raises argparse.ArgumentTypeError."""
     try:
         found = tuple(float(part) for part in text.split(","))
     except ValueError:
         found = (0.0,)
     if list(found) != sorted(set(found)) or not all(0 < rate < math.inf for rate in found):
-        raise argparse.ArgumentTypeError(f"{text!r} are no rising rates above 0, as in 0.25,0.5,1")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of rising rates above 0, as in 0.25,0.5,1"
+        )
     return found
 
 
@@ -255,17 +264,19 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--llama-server", type=Path, help="llama.cpp's server")
     parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp, in bf16")
     parser.add_argument(
-        "--peers", default="baton,vllm", help="whom to drive; ratios are the first's"
+        "--peers", default="baton,vllm", help="servers to drive; ratios are relative to the first"
     )
     parser.add_argument("--baton-args", default="", help="more options of `baton serve`")
     parser.add_argument("--prompts", type=Path, help="a folder of questions and passages")
-    parser.add_argument("--documents", type=float, default=0.5, help="their share of requests")
+    parser.add_argument(
+        "--documents", type=float, default=0.5, help=("share of documents in the requests")
+    )
     parser.add_argument("--first-rate", type=float, default=0.5, help="requests/s")
     parser.add_argument(
-        "--rates", type=rates_in, default=(), help="these instead: 0.25,0.5,1, rising"
+        "--rates", type=rates_in, default=(), help="rates to use instead: 0.25,0.5,1, rising"
     )
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each rate")
-    parser.add_argument("--json", type=Path, required=True, help="where the figures go")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of each rate")
+    parser.add_argument("--json", type=Path, required=True, help="file for the figures")
     asked = parser.parse_args(arguments)
     programs = Programs(
         asked.model,

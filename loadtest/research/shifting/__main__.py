@@ -1,11 +1,11 @@
-"""Traffic that shifts from long prompts to long answers and back, on six workers: goodput of every
+"""Goodput on six workers under traffic that shifts from long prompts to long answers and back.
 
-fixed ratio of roles, and of the autoscaler.
+It compares every fixed ratio of roles with the autoscaler.
 
     python -m loadtest.research.shifting simulated
     python -m loadtest.research.shifting live
 
-``live`` starts real clusters of timed workers, one after another, and takes a dozen minutes.
+``live`` starts real clusters of timed workers, one after another, and takes about twelve minutes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from planning.simulator.cluster.simulated_autoscaler import RoleChange
 
 
 def main() -> None:
-    """Run, and print."""
+    """Run, and print the results."""
     # The clusters that it has started end with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     given = _parser().parse_args()

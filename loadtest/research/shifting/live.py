@@ -1,4 +1,5 @@
-"""The shifting traffic on live clusters of timed workers: each fixed ratio, and the autoscaler."""
+"""Runs the shifting traffic on live clusters of timed workers: each fixed ratio, and the
+autoscaler."""
 
 from __future__ import annotations
 
@@ -34,22 +35,22 @@ _POLL_S = 0.2
 
 
 class LiveCluster:
-    """One that is ready; its methods raise Unavailable. Owned by one event loop."""
+    """A ready cluster. Its methods raise Unavailable. Owned by one event loop."""
 
     def __init__(self, http: str, client: httpx.AsyncClient) -> None:
         self.url = f"http://{http}"
         self._client = client
 
     async def roles(self) -> dict[str, str]:
-        """The role of each slot that a router knows."""
+        """Return the role of each slot that a router knows."""
         try:
             answer = await self._client.get(f"{self.url}/v1/cache/stats")
             return {worker["slot"]: worker["role"] for worker in answer.json()["workers"]}
         except (httpx.HTTPError, ValueError, KeyError) as error:
-            raise Unavailable(f"{self.url} does not tell its workers' roles: {error}") from error
+            raise Unavailable(f"{self.url} does not return its workers' roles: {error}") from error
 
     async def take_ratio(self, prefill: int) -> None:
-        """Have so many workers play the prefill role, and the others decode."""
+        """Make ``prefill`` workers take the prefill role, and the others decode."""
         roles = await self.roles()
         own = sorted(slot for slot, role in roles.items() if role == "prefill")
         others = sorted(slot for slot, role in roles.items() if role == "decode")
@@ -60,11 +61,14 @@ class LiveCluster:
         await self.until({"prefill": prefill, "decode": len(roles) - prefill})
 
     async def until(self, counts: Mapping[str, int], patience_s: float = _ROLE_S) -> None:
-        """Wait until so many workers play each role."""
+        """Wait until ``counts`` workers have each role."""
         deadline = time.monotonic() + patience_s
         while Counter((await self.roles()).values()) != Counter(counts):
             if time.monotonic() > deadline:
-                raise Unavailable(f"not {dict(counts)} in time, but {await self.roles()}")
+                raise Unavailable(
+                    f"the roles are {await self.roles()} instead of {dict(counts)} after the "
+                    "timeout"
+                )
             await asyncio.sleep(_POLL_S)
 
     async def _change(self, slot: str, role: str) -> None:
@@ -72,16 +76,16 @@ class LiveCluster:
         try:
             answer = await self._client.post(url, json={"role": role})
         except httpx.HTTPError as error:
-            raise Unavailable(f"the role of {slot} cannot be changed: {error}") from error
+            raise Unavailable(f"cannot change the role of {slot}: {error}") from error
         if not answer.is_success:
-            raise Unavailable(f"the role of {slot} cannot be changed: {answer.text}")
+            raise Unavailable(f"cannot change the role of {slot}: {answer.text}")
 
 
 @contextlib.asynccontextmanager
 async def live_cluster(
     prefill: int, decode: int, fields: Mapping[str, Any], folder: Path
 ) -> AsyncIterator[LiveCluster]:
-    """Bring one up with these fields of the configuration; its files lie in ``folder``."""
+    """Start a cluster with these fields of the configuration; its files are in ``folder``."""
     http, grpc = (f"{LOOPBACK}:{free_port()}" for _ in range(2))
     config, log = folder / "cluster.toml", folder / "cluster.log"
     config.write_text(toml_of(fields))
@@ -97,14 +101,14 @@ async def live_cluster(
             deadline = time.monotonic() + _READY_S
             while not await _is_healthy(cluster.url, client):
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise Unavailable(f"the cluster does not come up:\n{last_lines(log)}")
+                    raise Unavailable(f"the cluster does not start:\n{last_lines(log)}")
                 await asyncio.sleep(_POLL_S)
             await cluster.until({"prefill": prefill, "decode": decode}, _READY_S)
             yield cluster
 
 
 def toml_of(fields: Mapping[str, Any]) -> str:
-    """Plain fields first, then a table for each mapping; texts and numbers alone."""
+    """Return plain fields first, then a table for each mapping; only texts and numbers."""
     plain = [f"{name} = {json.dumps(value)}" for name, value in fields.items() if _plain(value)]
     tables = [f"[{name}]\n{toml_of(value)}" for name, value in fields.items() if not _plain(value)]
     return "\n".join([*plain, *tables]) + "\n"
@@ -132,7 +136,7 @@ _LOOK_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RolesSeen:
-    """How many workers played each role at a moment of a run."""
+    """Number of workers in each role at a moment of a run."""
 
     at_s: float
     prefill: int
@@ -140,7 +144,7 @@ class RolesSeen:
 
 
 async def drive(cluster: LiveCluster, traffic: ShiftingTraffic, name: str, run: int) -> Outcome:
-    """One run; another ``run`` has prompts that no cache knows."""
+    """Do one run; each ``run`` has new prompts, so that none is cached."""
     target = OpenAiTarget(cluster.url, "completions", AskOptions(SERVED_NAME))
     driver = LoadDriver(target)
     try:
@@ -155,7 +159,7 @@ async def drive(cluster: LiveCluster, traffic: ShiftingTraffic, name: str, run: 
 async def fixed_ratios(
     traffic: ShiftingTraffic, ratios: Sequence[tuple[int, int]], local: str, folder: Path, say: Say
 ) -> list[Outcome]:
-    """One cluster, whose roles are changed by hand between the runs."""
+    """Run one cluster, whose roles are changed by hand between the runs."""
     found = []
     half = scenario.WORKERS // 2
     fields = scenario.fields(autoscaled=False, local_prefill=local)
@@ -172,7 +176,7 @@ async def fixed_ratios(
 async def autoscaled(
     traffic: ShiftingTraffic, local: str, folder: Path, say: Say
 ) -> tuple[Outcome, list[RolesSeen]]:
-    """A cluster that begins with as many workers of each role, and what it made of them."""
+    """Run a cluster that begins with equal roles, and return the role changes."""
     half = scenario.WORKERS // 2
     fields = scenario.fields(autoscaled=True, local_prefill=local)
     async with live_cluster(half, scenario.WORKERS - half, fields, folder) as cluster:
@@ -189,7 +193,7 @@ async def autoscaled(
 
 
 async def _watch(cluster: LiveCluster, seen: list[RolesSeen]) -> None:
-    """Add a line whenever the roles have changed."""
+    """Add an entry whenever the roles have changed."""
     began = time.monotonic()
     while True:
         try:

@@ -1,4 +1,4 @@
-"""What became of the shifting traffic on one cluster. Pure."""
+"""Results of the shifting traffic on one cluster. Pure."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ AUTOSCALED = "autoscaler"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one run."""
+    """Results of one run."""
 
     name: str
-    """``3P3D``, or ``AUTOSCALED``."""
+    """Name of the cluster: ``3P3D``, or ``AUTOSCALED``."""
     requests: int
     good: int
-    """Within both SLOs."""
+    """Requests within both SLOs."""
     refused: int
     failed: int
     goodput_per_s: float
     by_phase: tuple[float, ...]
-    """Share of each phase's requests that were good."""
+    """Share of good requests in each phase."""
     late_ms: float = 0.0
-    """p99 of the client's event loop; 0 where there is none."""
+    """p99 of the client's event-loop lag; 0 without one."""
 
 
 def outcome(
@@ -41,7 +41,7 @@ def outcome(
     slo: Slo,
     late_s: float = 0.0,
 ) -> Outcome:
-    """By the load generator's arithmetic, over all requests."""
+    """Return the results over all requests, by the load generator's arithmetic."""
     whole = summarise(records, traffic.window, slo, ())
     shares = []
     for phase in traffic.phases():
@@ -61,14 +61,14 @@ def outcome(
 
 
 def gain(found: Sequence[Outcome]) -> float:
-    """The autoscaler's goodput over that of the best fixed ratio."""
+    """Return the autoscaler's goodput divided by that of the best fixed ratio."""
     best = max(one.goodput_per_s for one in found if one.name != AUTOSCALED)
     own = next(one.goodput_per_s for one in found if one.name == AUTOSCALED)
     return own / best if best else float("inf")
 
 
 def table_of(found: Sequence[Outcome], traffic: ShiftingTraffic, title: str) -> Table:
-    """A line for each cluster."""
+    """Return a table with a row for each cluster."""
     phases = [phase.kind for phase in traffic.phases()]
     table = whole_table(
         *("workers", "goodput/s", "good", "refused", "failed", *phases, "client late, ms"),

@@ -20,7 +20,7 @@ from worker.costs.step_costs import StepCosts
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Of requests."""
+    """A kind of requests."""
 
     name: str
     inputs: Lengths
@@ -36,12 +36,12 @@ SHARES = ((LONG_PROMPTS, 0.5), (LONG_ANSWERS, 1.0), (LONG_PROMPTS, 0.5))
 
 
 REST_S = 6.0
-"""After a warm-up."""
+"""Pause after a warm-up, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Requests of one kind for a while."""
+    """A period with requests of one kind."""
 
     kind: str
     begins_s: float
@@ -53,28 +53,29 @@ class ShiftingTraffic:
     """Poisson arrivals at one rate, in phases."""
 
     rate: float
-    """Requests a second."""
+    """Requests per second."""
     phase_s: float
-    """Of the long answers; the long prompts before and behind them take half of that each."""
+    """Duration of the long answers; the long prompts before and after them take half of that
+    each."""
     seed: int = 0
 
     @property
     def seconds(self) -> float:
-        """In which requests come."""
+        """Return the duration of arrivals, in seconds."""
         return sum(share for _, share in SHARES) * self.phase_s
 
     @property
     def rested_s(self) -> float:
-        """When what follows it may begin: all of it has ended, and nobody is in a hurry."""
+        """Return when later traffic may begin: all requests have ended, and the cluster is idle."""
         return self.seconds + REST_S
 
     @property
     def window(self) -> Window:
-        """All of it counts."""
+        """Return a window in which all of it counts."""
         return Window(0.0, self.seconds)
 
     def phases(self) -> list[Phase]:
-        """In their order."""
+        """Return the phases in order."""
         found, begins_s = [], 0.0
         for number, (kind, share) in enumerate(SHARES):
             seconds = share * self.phase_s
@@ -85,7 +86,7 @@ class ShiftingTraffic:
         return found
 
     def planned(self, run: int = 0) -> Iterator[PlannedRequest]:
-        """As they are sent; another ``run`` has other prompts of the same lengths."""
+        """Return the requests to send; another ``run`` has other prompts of the same lengths."""
         number = 0
         for place, phase in enumerate(self.phases()):
             for request in phase.load.planned(run * len(SHARES) + place):
@@ -94,7 +95,7 @@ class ShiftingTraffic:
                 number += 1
 
     def traced(self) -> list[TracedRequest]:
-        """As they are simulated."""
+        """Return the requests to simulate."""
         return [
             TracedRequest(request.due_s, request.input_tokens, request.output_tokens)
             for request in self.planned()
@@ -102,29 +103,30 @@ class ShiftingTraffic:
 
 
 WARM_UP = ShiftingTraffic(2.0, 4.0)
-"""Comes first, and does not count: first requests pay for first uses, and routers learn of both
-kinds."""
+"""Traffic that comes first, and does not count. It includes one-time costs, and trains routers on
+both kinds."""
 
 
 WORKERS = 6
 RATIOS = tuple((prefill, WORKERS - prefill) for prefill in range(1, WORKERS))
-"""Prefill and decode workers."""
+"""Numbers of prefill and decode workers."""
 COSTS = StepCosts(prefill=(15.0, 0.4, 0.00002), step=(30.0, 3.0, 0.002))
-"""Milliseconds. A worker computes some 2,200 prompt tokens a second, or generates some 190 tokens
-within the SLO: few, so that two cores carry six workers, a router and the client."""
+"""Costs in milliseconds. A worker computes about 2,200 prompt tokens per second, or generates about
+190 tokens within the SLO. This is slow, so that two cores carry six workers, a router and the
+client."""
 SLO = Slo(2.0, 0.075)
 RATE, PHASE_S = 6.5, 50.0
-"""Requests a second, and seconds: as much as five workers of the one role or the other can do."""
+"""Requests per second, and seconds: as much as five workers of either role can do."""
 AUTOSCALER: dict[str, Any] = {"enabled": True, "interval_s": 1.5, "cooldown_s": 8.0}
-"""For phases of a minute; the defaults are for hours."""
+"""Settings for phases of a minute; the defaults are for hours."""
 
 
 def fields(*, autoscaled: bool, local_prefill: str = "never") -> dict[str, Any]:
-    """Of the configuration, pools apart."""
+    """Return fields of the configuration, without pools."""
     common = {"local_prefill": local_prefill, "slo_ttft_s": SLO.ttft_s, "slo_tpot_s": SLO.tpot_s}
     return common | ({"autoscaler": AUTOSCALER} if autoscaled else {})
 
 
 def shape(prefill: int, decode: int) -> ClusterShape:
-    """The cluster as the simulator takes it."""
+    """Return the cluster for the simulator."""
     return shape_of(TimedSettings(prefill, decode, COSTS))

@@ -1,4 +1,4 @@
-"""The shifting traffic in simulation: every fixed ratio, and the autoscaler. Pure."""
+"""Simulates the shifting traffic: every fixed ratio, and the autoscaler. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from planning.simulator.simulation import simulate
 def simulated(
     traffic: ShiftingTraffic, prefill: int, decode: int, config: Config, name: str = ""
 ) -> tuple[Outcome, tuple[RoleChange, ...]]:
-    """What becomes of the traffic on such a cluster, and the roles that were changed."""
+    """Return the results of the traffic on such a cluster, and the changes of roles."""
     shape, begin_s = scenario.shape(prefill, decode), WARM_UP.rested_s
     before = WARM_UP.traced()
     then = [replace(one, arrival_s=begin_s + one.arrival_s) for one in traffic.traced()]
@@ -30,7 +30,7 @@ def simulated(
 def compare(
     traffic: ShiftingTraffic, local_prefill: str = "never"
 ) -> tuple[list[Outcome], tuple[RoleChange, ...]]:
-    """Every fixed ratio, and last the autoscaler, which begins with as many of each role."""
+    """Simulate every fixed ratio, and last the autoscaler, which begins with equal roles."""
     fixed = Config(**scenario.fields(autoscaled=False, local_prefill=local_prefill))
     scaled = Config(**scenario.fields(autoscaled=True, local_prefill=local_prefill))
     found = [simulated(traffic, *ratio, fixed)[0] for ratio in scenario.RATIOS]

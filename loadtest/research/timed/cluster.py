@@ -1,11 +1,10 @@
 """A cluster of timed workers: their processes, a router's, and a Valkey, on the loopback interface.
 
-States: starting → ready → ending → gone. Whatever ends the one who has started it ends its
-processes too: workers read from a pipe of its, and the router looks for its parent.
+States: starting → ready → ending → gone. The processes end with the process that started them, for
+any reason: workers read from its pipe, and the router watches its parent.
 
-The processes are plain children, without Ray and without a supervisor: a worker that ends, by a
-drain or otherwise, stays away until ``start_worker`` is called for its slot. Owned by the event
-loop that has started it.
+The processes are plain children, without Ray and a supervisor: a worker that ends, by a drain or
+otherwise, is only restarted by ``start_worker``. Owned by the event loop that has started it.
 """
 
 from __future__ import annotations
@@ -44,24 +43,25 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class TimedSettings:
-    """What kind of cluster is wanted."""
+    """Settings of a cluster."""
 
     prefill: int
     decode: int
-    """How many workers begin in each role."""
+    """Number of decode workers at the start."""
     costs: StepCosts
-    """Of every worker's steps."""
+    """Costs of every worker's steps."""
     max_sequences: int = 64
-    """Most sequences in a worker's step."""
+    """Maximum sequences in a worker's step."""
     chunk_tokens: int = 512
-    """Most prompt tokens in a worker's step."""
+    """Maximum prompt tokens in a worker's step."""
     kv_pool_mib: int = 8
-    """Memory for a worker's blocks, in MiB: of 1 there are 2048 blocks of 16 tokens."""
+    """Memory for a worker's blocks, in MiB: 1 MiB holds 2048 blocks of 16 tokens."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Other fields of the configuration, as ``local_prefill`` and ``slo_ttft_s``."""
+    """Other fields of the configuration, such as ``local_prefill`` and ``slo_ttft_s``."""
 
     def configuration(self, folder: Path) -> Config:
-        """Of the cluster, whose files lie in ``folder``. Raises ``pydantic.ValidationError``."""
+        """Return the configuration. Files are in ``folder``. Raises
+        ``pydantic.ValidationError``."""
         pools = tuple(
             PoolConfig(
                 name=role,
@@ -82,38 +82,38 @@ class Steps:
     """The steps of one worker; float64 seconds, each [steps]."""
 
     asked_s: npt.NDArray[np.float64]
-    """What the cost model said."""
+    """Step times by the cost model."""
     took_s: npt.NDArray[np.float64]
-    """What it was."""
+    """Actual step times."""
     gap_s: npt.NDArray[np.float64]
-    """Between the end of the step before and when this one was asked for."""
+    """Times from the end of the step before until each step was requested."""
 
 
 class TimedCluster:
-    """One that is ready; see ``timed_cluster``. Its methods raise BatonError where a part fails."""
+    """A ready cluster; see ``timed_cluster``. Its methods raise BatonError if a part fails."""
 
     def __init__(self, settings: TimedSettings, folder: Path, redis_url: str) -> None:
-        """For ``timed_cluster`` alone, which starts it."""
+        """Only ``timed_cluster`` calls this, and starts the cluster."""
         self.settings = settings
         self.config = settings.configuration(folder)
         self.redis_url = redis_url
         self.cluster_id = secrets.token_hex(6)
         self.model = write_model_folder(folder / "model", settings.costs)
         self.workers: dict[str, Helper] = {}
-        """By slot; one that was drained has ended and is still here."""
+        """Workers by slot; a drained one has ended and stays in the dict."""
         self._folder = folder
         self._stacks: list[contextlib.AsyncExitStack] = []
-        """What ends each process."""
+        """Exit stacks that end each process."""
         self._router: RouterChild | None = None
 
     @property
     def router(self) -> RouterChild:
-        """Where requests go."""
+        """Return the router for requests."""
         assert self._router is not None, "started"
         return self._router
 
     async def start(self) -> None:
-        """All workers at once, then the router."""
+        """Start all workers at once, then the router."""
         pools = self.config.pools
         slots = [(pool.name, f"{pool.name}-{n}") for pool in pools for n in range(pool.count)]
         async with asyncio.TaskGroup() as group:
@@ -134,7 +134,7 @@ class TimedCluster:
             raise failed
 
     async def start_worker(self, pool: str, slot: str) -> None:
-        """A worker of the pool, which is called as its role, in a slot where none lives."""
+        """Start a worker of the pool, whose name is the role, in an empty slot."""
         start: Fields = {
             "config": self.config.model_dump(mode="json"),
             "pool": pool,
@@ -151,17 +151,17 @@ class TimedCluster:
         self.workers[slot] = await self._enter(worker)
 
     async def change_role(self, slot: str, role: str) -> float:
-        """As ``baton role`` does it; seconds from taking no more work to serving again."""
+        """Change a role as ``baton role`` does; returns the seconds without service."""
         answer = await self._operate(slot, "role", {"role": role, "force": True})
         await self.until_serving({slot: role})
         return float(answer["took_s"])
 
     async def drain(self, slot: str) -> bool:
-        """As ``baton drain`` does it; whether nothing was left at the deadline."""
+        """Drain as ``baton drain`` does; returns whether it was empty before the deadline."""
         return bool((await self._operate(slot, "drain", {"force": True}))["empty"])
 
     async def steps(self, slot: str) -> Steps:
-        """A worker's steps since the last time that it was asked. Best when none runs."""
+        """Return a worker's steps since the last call. Preferably called when no step runs."""
         answer = await self.workers[slot].ask({}, _ANSWER_S)
         return Steps(*(np.array(answer[name]) for name in ("asked_s", "took_s", "gap_s")))
 
@@ -172,10 +172,10 @@ class TimedCluster:
             if roles.items() <= (await self.roles()).items():
                 return
             await asyncio.sleep(_POLL_S)
-        raise Unavailable(f"the router does not see {dict(roles)}, but {await self.roles()}")
+        raise Unavailable(f"the router has {await self.roles()} instead of {dict(roles)}")
 
     async def roles(self) -> dict[str, str]:
-        """The role of each slot, as the router sees it."""
+        """Return the role of each slot, as known by the router."""
         async with httpx.AsyncClient(trust_env=False, timeout=_ANSWER_S) as http:
             answer = await http.get(f"http://{self.router.http}/v1/cache/stats")
         return {worker["slot"]: worker["role"] for worker in answer.json()["workers"]}
@@ -199,8 +199,8 @@ class TimedCluster:
 
 @contextlib.asynccontextmanager
 async def timed_cluster(settings: TimedSettings) -> AsyncIterator[TimedCluster]:
-    """Bring one up; all of it has ended afterwards. Raises BatonError where it does not come up."""
-    # A short path: that of a socket is bounded.
+    """Start a cluster, which ends with the block. Raises BatonError if it does not start."""
+    # The path is short, since a socket's path is limited.
     with tempfile.TemporaryDirectory(prefix="baton-") as name, bench_store(Path(name)) as url:
         cluster = TimedCluster(settings, Path(name), url)
         try:

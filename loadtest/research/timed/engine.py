@@ -22,25 +22,26 @@ from planning.simulator.costs.step_model import StepCostModel, shape_of_rows
 from worker.settings import WorkerSettings
 
 PLANNED_AHEAD_S = 0.01
-"""A step that is asked for so soon after the last one's end counts as planned before it: its time
-begins at that end. A GPU's steps are planned so, and what planning takes does not add up."""
+"""Maximum time after the last step's end at which a step counts as planned before it, in seconds.
+Its time then begins at that end. Steps of a GPU are planned in this way, so that planning time does
+not add up."""
 FIRST_TOKEN_ID, TOKEN_IDS = 64, 26
-"""Answers are made of these ids: plain tokens in any vocabulary, and the letters a to z in that of
+"""Ids of answers: plain tokens in any vocabulary, and the letters a to z in that of
 ``loadtest.research.timed.model_folder``."""
 _CERTAIN = 1e4
-"""A logit that any draw takes."""
+"""A logit that is always sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """What a step asked of the clock, and what it got; all in seconds."""
+    """Requested and actual times of a step, in seconds."""
 
     asked_s: float
-    """What the cost model said."""
+    """Time by the cost model."""
     took_s: float
-    """From when the step's time began to its end."""
+    """Time from the beginning of the step's time to its end."""
     gap_s: float
-    """From the end of the step before to when this one was asked for."""
+    """Time from the end of the step before until this one was requested."""
 
 
 class TimedStepModel:
@@ -54,32 +55,35 @@ class TimedStepModel:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """``clock`` gives seconds; ``sleep`` takes some, and may take more."""
+        """``clock`` returns seconds; ``sleep`` takes some, and may take longer."""
         self.layers_done = 0
         self._timings: list[StepTiming] = []
         self._costs = costs
         self._vocab_size = vocab_size
         self._clock, self._sleep = clock, sleep
         self._due = 0.0
-        """When the last step was to end."""
+        """Scheduled end of the last step."""
         self._ended = 0.0
-        """When it did."""
+        """Actual end of the last step."""
 
     def clear_progress(self) -> None:
-        """See ``StepModel``: layers are not told of one by one."""
+        """Implement ``StepModel``: there is no progress of layers."""
 
     def use_threads(self, threads: int) -> None:
-        """See ``StepModel``: none is taken."""
+        """Implement ``StepModel``: there are no threads."""
 
     def take_timings(self) -> list[StepTiming]:
-        """Of the steps since the last call. Any thread may call it; best when no step runs."""
+        """Return the steps since the last call.
+
+        Thread-safe; preferably called when no step runs.
+        """
         taken, self._timings = self._timings, []
         return taken
 
     def run(self, step: StepInput) -> StepOutput:
-        """Sleep, and make tokens up: each a pure function of the one before it and its place.
+        """Sleep, and make up tokens: each is a pure function of the one before it and its position.
 
-        So a sequence that is computed again, or elsewhere, gets the tokens that it had.
+        So a sequence that is computed again, or elsewhere, gets the same tokens.
         """
         self._wait(self._costs.seconds(shape_of_rows(step.rows)))
         best = [FIRST_TOKEN_ID + place % TOKEN_IDS for place in _places(step)]
@@ -92,8 +96,8 @@ class TimedStepModel:
     def _wait(self, seconds: float) -> None:
         now = self._clock()
         gap = now - self._ended
-        # Behind the moment that was aimed at, not the one that sleeping ended at: what one step
-        # oversleeps is taken from the next.
+        # The time follows the scheduled end, not the actual one: the next step makes up for
+        # oversleeping.
         begun = self._due if gap < PLANNED_AHEAD_S else now
         self._due = begun + seconds
         left = self._due - now
@@ -104,7 +108,8 @@ class TimedStepModel:
 
 
 def _places(step: StepInput) -> list[int]:
-    """For each output a number that its token and its place in the sequence decide."""
+    """Return a number for each output that depends on its token and its position in the
+    sequence."""
     positions: list[int] = []
     for row in step.rows:
         positions += range(row.start, row.start + row.count)
@@ -112,18 +117,19 @@ def _places(step: StepInput) -> list[int]:
 
 
 CHUNK_TOKENS = 512
-"""Most tokens of a step where a pool says 0."""
+"""Maximum tokens of a step if a pool has 0."""
 FINGERPRINT = "timed"
-"""Of all timed engines, and of no other: they share KV, which is never read, with their like."""
+"""Fingerprint of all timed engines: they share KV, which is never read, only with each other."""
 
 
 def build_timed_engine(
     settings: WorkerSettings, model: TimedStepModel, allocate: Allocate
 ) -> Engine:
-    """As ``worker.engine_start.start_engine``, for ``model``. Raises ConfigError.
+    """Build an engine for ``model``, as ``worker.engine_start.start_engine`` does. Raises
+    ConfigError.
 
-    Blocks are as small as the folder's ``config.json`` says; ``kv_pool_mib`` decides how many there
-    are. Chunks do not get shorter late in a prompt: what a step costs is the cost model's part.
+    The folder's ``config.json`` determines the size of blocks, ``kv_pool_mib`` their number. Chunks
+    do not get shorter late in a prompt, since the cost model determines the time.
     """
     pool, config, folder = settings.pool, settings.config, Path(settings.model_path)
     shape = load_model_config(folder, config.max_model_len)

@@ -1,10 +1,11 @@
-"""How exact timed workers keep their steps, and what one of them costs.
+"""Measures how exact the steps of timed workers are, and the cost of such a worker.
 
     python -m loadtest.research.timed.exactness --prefill 4 --decode 4
 
-Every decode worker runs as many sequences as asked at 20 tokens a second each; the client and all
-processes share the machine. For each role: the time of a step as measured over that of the cost
-model, how late the next step was asked for, and a worker's share of a core and its memory.
+Every decode worker runs the requested sequences at 20 tokens per second each; the client and all
+processes share the machine. The results for each role are: the measured time of a step relative to
+the cost model's, the delay of the next step's request, and a worker's share of a core and its
+memory.
 """
 
 from __future__ import annotations
@@ -28,26 +29,26 @@ from planning.common.report import print_whole, this_machine, whole_table
 from worker.costs.step_costs import StepCosts
 
 _COSTS = StepCosts(prefill=(10.0, 0.2, 0.0), step=(50.0, 0.0, 0.0))
-"""20 tokens a second of each sequence, whatever their number."""
+"""Costs that give each sequence 20 tokens per second, at any number of sequences."""
 _PROMPT_TOKENS = 64
 _IDLE_S = 5.0
 _FIRST_STEPS = 20
-"""Of a worker, which are not counted: the sequences are still coming."""
+"""Uncounted first steps of a worker, while sequences still arrive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Of one worker's process."""
+    """Resources of one worker's process."""
 
     idle_core: float
-    """Share of a core while nothing runs."""
+    """Share of a core while idle."""
     busy_core: float
     private_mib: float
     """Memory that no other process shares (USS)."""
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prefill", type=int, default=4, help="prefill workers")
     parser.add_argument("--decode", type=int, default=4, help="decode workers")
@@ -62,7 +63,8 @@ def main() -> None:
 async def measure(
     settings: TimedSettings, sequences: int, seconds: float
 ) -> tuple[dict[str, Steps], dict[str, Footprint]]:
-    """Both by slot. ``sequences`` of each decode worker, for about so many seconds."""
+    """Return steps and footprints by slot, for ``sequences`` per decode worker over about
+    ``seconds``."""
     async with timed_cluster(settings) as cluster:
         idle = _Use(cluster)
         await asyncio.sleep(_IDLE_S)
@@ -90,7 +92,7 @@ async def measure(
 
 
 class _Use:
-    """How much of a core each worker uses, from its making on."""
+    """Share of a core that each worker uses, since the object was made."""
 
     def __init__(self, cluster: TimedCluster) -> None:
         self._pids = _pids(cluster)
@@ -101,7 +103,7 @@ class _Use:
         return {slot: float(one.user + one.system) for slot, one in times.items()}
 
     def shares(self) -> dict[str, float]:
-        """1 is a whole core."""
+        """Return the shares; 1 is a whole core."""
         passed = time.monotonic() - self._began
         return {slot: (s - self._before[slot]) / passed for slot, s in self._seconds().items()}
 
@@ -115,9 +117,9 @@ def _private_mib(pid: int) -> float:
 
 
 def ratios(steps: Sequence[Steps]) -> tuple[float, float, float, float]:
-    """Of all these: median and p99 of measured over asked, and of the gaps in milliseconds.
+    """Return median and p99 of measured over requested times, and of the gaps in milliseconds.
 
-    A gap is counted where the next step was there at once: behind longer ones the worker was idle.
+    Gaps count only if the next step followed immediately: after longer ones the worker was idle.
     """
     kept = [
         slice(_FIRST_STEPS, None) if len(one.asked_s) > 2 * _FIRST_STEPS else slice(None)

@@ -1,4 +1,4 @@
-"""A model's folder without weights: what a router and the timed engine read of one."""
+"""A model's folder without weights, with what a router and the timed engine read of one."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from worker.costs.step_costs import StepCosts
 VOCABULARY = 2048
 CONTEXT_TOKENS = 131_072
 KV_TOKEN_BYTES = 32
-"""Of one layer with one head of eight, in bfloat16."""
+"""KV bytes per token of one layer with one head of eight, in bfloat16."""
 _COSTS, _KEY = "step-costs.safetensors", "step_costs"
 
 
 def write_model_folder(
     folder: Path, costs: StepCosts, context_tokens: int = CONTEXT_TOKENS
 ) -> Path:
-    """Config and tokenizer of a Llama whose KV takes ``KV_TOKEN_BYTES`` a token; the folder itself.
+    """Write config and tokenizer of a Llama whose KV takes ``KV_TOKEN_BYTES`` per token; returns
+    the folder.
 
-    A byte of text is a token: a prompt of n letters has n tokens. ``costs`` stand where the weights
-    would: a real engine finds none there, and says so.
+    A byte of text is a token: a prompt of n letters has n tokens. ``costs`` take the place of
+    weights: a real engine finds no weights, and reports that.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -52,7 +53,7 @@ def write_model_folder(
 
 
 def read_step_costs(folder: Path) -> StepCosts:
-    """Of such a folder. Raises ConfigError for any other."""
+    """Read the costs of such a folder. Raises ConfigError for any other."""
     try:
         with safe_open(folder / _COSTS, "numpy") as file:
             prefill, step = json.loads(file.metadata()[_KEY])

@@ -1,7 +1,6 @@
-"""Ray actors of timed workers: all of the real ones, and steps that only sleep.
+"""Ray actors of timed workers, which differ from real ones only by steps that sleep.
 
-Nothing that a user can set leads here: ``python -m loadtest.research.validation.timed_up`` alone
-does.
+No user setting leads here: only ``python -m loadtest.research.validation.timed_up`` does.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ if TYPE_CHECKING:
 
 
 def build_timed_process(settings: ActorSettings, share: NodeShare) -> WorkerProcess:
-    """A worker whose engine is timed; see ``loadtest.research.timed``."""
+    """Build a worker whose engine is timed; see ``loadtest.research.timed``."""
     from loadtest.research.timed.worker import TimedProcess  # noqa: PLC0415
 
     return TimedProcess(worker_settings(settings, share)).process
 
 
 class TimedWorkerActor(WorkerActor):
-    """Houses such a worker."""
+    """Runs a worker whose steps only sleep."""
 
     build = staticmethod(build_timed_process)
 
 
 class TimedSupervisorActor(SupervisorActor):
-    """Keeps such workers."""
+    """The supervisor of timed workers."""
 
     worker_class = TimedWorkerActor

@@ -1,12 +1,11 @@
-"""A worker process with the timed engine: all of a real one's but the model's computing.
+"""A worker process with the timed engine: a real one without the model's computation.
 
-Run as a module; see ``json_worker``. Nobody reaches it by way of the command line or a
-configuration. Everything but the steps is owned by the process's event loop.
+Run as a module; see ``json_worker``. Neither the command line nor a configuration leads to it. The
+process's event loop owns everything except the steps.
 
 It reads ``config``, ``pool``, ``slot``, ``model_path``, ``model_name``, ``redis_url``,
-``cluster_id``, ``number`` and ``workers_here``. It says hello with its process id and incarnation,
-and answers every question with its steps' timings since the last one. It ends with its input, and
-with a drain.
+``cluster_id``, ``number`` and ``workers_here``. Its hello has its process id and incarnation, and
+each answer has its steps' timings since the last one. It ends with its input, and with a drain.
 """
 
 from __future__ import annotations
@@ -39,10 +38,13 @@ from worker.settings import WorkerSettings
 
 
 class TimedProcess:
-    """A real ``WorkerProcess``, and the model that it believes in."""
+    """A real ``WorkerProcess`` with a timed model."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        """Its model is a folder of ``write_model_folder``. Raises ConfigError for another one."""
+        """Make the process for a folder of ``write_model_folder``.
+
+        Raises ConfigError for another one.
+        """
         folder = Path(settings.model_path)
         self._costs = read_step_costs(folder)
         self.model = TimedStepModel(FittedCosts(self._costs), load_model_config(folder).vocab_size)
@@ -53,18 +55,19 @@ class TimedProcess:
         self, settings: WorkerSettings, allocate: Allocate, lead: Leader | None
     ) -> Engine:
         if lead is not None:
-            raise ConfigError("timed workers have one rank: take tp 1 and cp 1")
+            raise ConfigError("timed workers have one rank: use tp 1 and cp 1")
         return build_timed_engine(settings, self.model, allocate)
 
     def _measure(
         self, settings: WorkerSettings, engine: Engine, board: CoreBoard | None
     ) -> StepCosts:
-        """What the cost model says, without a step: others may be starting on the same cores."""
+        """Return the cost model's costs without a step, since other workers may start on the same
+        cores."""
         return self._costs
 
 
 class TimedWorker:
-    """The process, and what is asked of it."""
+    """The process, and the answers to questions about it."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         """Raises ConfigError for a model's folder that is not of ``write_model_folder``."""
@@ -72,7 +75,7 @@ class TimedWorker:
         self._model, self._process = timed.model, timed.process
 
     async def answer(self, question: Fields) -> Fields:
-        """The steps since the last question, or since it serves: a list of each column."""
+        """Return the steps since the last question, or since the start: a list of each column."""
         taken = self._model.take_timings()
         return {
             "asked_s": [timing.asked_s for timing in taken],
@@ -81,7 +84,7 @@ class TimedWorker:
         }
 
     async def serve(self, asker: Asker) -> None:
-        """Until there are no more questions, or a drain is over. Raises what has broken it."""
+        """Serve until there are no more questions, or a drain is over. Raises what has ended it."""
         record = await self._process.start()
         asker.say({"pid": os.getpid(), "incarnation": record.incarnation})
         questions = asyncio.create_task(asker.serve(self.answer), name="questions")
@@ -118,6 +121,6 @@ async def _work(asker: Asker, start: Fields) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # Nothing of torch computes: its threads would only wait beside those that serve.
+    # Torch computes nothing here: its threads would only wait next to serving ones.
     torch.set_num_threads(1)
     asyncio.run(run_helper(_work))

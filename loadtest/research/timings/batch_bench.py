@@ -1,8 +1,8 @@
-"""What a batch costs other requests of the same cluster, which must be running:
+"""Measures the effect of a batch on other requests of the same running cluster:
 
     python -m loadtest.research.timings.batch_bench --chats 16
 
-Chats come one after another, with pauses, first alone and then beside a batch.
+Chats come one after another, with pauses, first alone and then during a batch.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ PAUSE_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Feeling:
-    """Of one chat, in seconds."""
+    """Latencies of one chat, in seconds."""
 
     first_token_s: float
     token_s: float
-    """Per further token."""
+    """Time per further token."""
 
 
 def ask(client: httpx.Client, model: str, number: int, tokens: int) -> Feeling:
-    """One streamed chat, with a prompt of its own."""
+    """Send one streamed chat with a unique prompt."""
     question = f"{number}: tell a story about a river, a boat and the number {number}."
     body = {
         "model": model,
@@ -57,7 +57,7 @@ def ask(client: httpx.Client, model: str, number: int, tokens: int) -> Feeling:
 
 
 def lines(model: str, count: int, tokens: int) -> bytes:
-    """A batch's input."""
+    """Return a batch's input."""
     rows = []
     for number in range(count):
         prompt = f"Chapter {number}. It was a dark and stormy night, and "
@@ -68,9 +68,9 @@ def lines(model: str, count: int, tokens: int) -> bytes:
 
 
 def draw(alone: Sequence[Feeling], beside: Sequence[Feeling]) -> Table:
-    """One row for each."""
+    """Return a table with one row for each."""
     table = Table("chats", "TTFT p50 ms", "TTFT max ms", "TPOT p50 ms", "TPOT max ms")
-    for name, felt in (("alone", alone), ("beside a batch", beside)):
+    for name, felt in (("alone", alone), ("with a batch", beside)):
         firsts = [one.first_token_s * 1e3 for one in felt]
         each = [one.token_s * 1e3 for one in felt]
         figures = (statistics.median(firsts), max(firsts), statistics.median(each), max(each))
@@ -79,12 +79,18 @@ def draw(alone: Sequence[Feeling], beside: Sequence[Feeling]) -> Table:
 
 
 def main(
-    url: Annotated[str, typer.Option(help="The cluster's HTTP front.")] = "http://127.0.0.1:8000",
-    chats: Annotated[int, typer.Option(min=2, help="How many, alone and beside.")] = 20,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 32,
-    count: Annotated[int, typer.Option("--lines", min=1, help="Lines of the batch.")] = 2000,
+    url: Annotated[
+        str, typer.Option(help=("The cluster's HTTP listener."))
+    ] = "http://127.0.0.1:8000",
+    chats: Annotated[
+        int, typer.Option(min=2, help=("Number of chats, alone and during the batch."))
+    ] = 20,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer.")] = 32,
+    count: Annotated[
+        int, typer.Option("--lines", min=1, help=("Number of lines of the batch."))
+    ] = 2000,
 ) -> None:
-    """Measure chats alone and beside a batch."""
+    """Measure chats alone and during a batch."""
     console = Console()
     try:
         with api_errors(), open_api(url) as client:
@@ -106,13 +112,13 @@ def main(
         raise typer.Exit(1) from None
     console.print(draw(alone, beside))
     console.print(
-        f"lines a second: {(after['completed'] - before['completed']) / took_s:.1f} beside chats,"
-        f" {(rest['completed'] - after['completed']) / quiet_s:.1f} alone; {rest['failed']} failed"
+        f"lines a second: {(after['completed'] - before['completed']) / took_s:.1f} during chats, "
+        f"{(rest['completed'] - after['completed']) / quiet_s:.1f} alone; {rest['failed']} failed"
     )
 
 
 def _begun(client: httpx.Client, content: bytes) -> str:
-    """The path of a new batch."""
+    """Start a batch and return its path."""
     form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": content}}
     file = client.post("/v1/files", **form).json()
     body = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}

@@ -1,9 +1,9 @@
-"""How much load one process of `baton bench serve` makes, and how honestly: against an echo.
+"""Measures the maximum load of one `baton bench serve` process, and its accuracy, against an echo.
 
     python -m loadtest.research.timings.client_limits --rates 500,1000,2000 --seconds 10
 
-The server answers each request's first token at once and the others one a step, so that what is
-late was made late by the client (or by the echo, which shares the machine with it).
+The server answers each request's first token at once and the others one per step, so that any delay
+is the client's (or the echo's, which shares the machine).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _READY_S = 20.0
 async def measure(
     rate: float, seconds: float, prompt: int, answer: int, step_s: float, console: Console
 ) -> LoadRun:
-    """One rate: prompts of so many words, answers of so many tokens, one a step."""
+    """Measure one rate: prompts of ``prompt`` words, answers of ``answer`` tokens, one per step."""
     with tempfile.TemporaryDirectory(prefix="baton-") as folder:
         log = Path(folder) / "echo.log"
         async with helper("loadtest.router.echo_http", {}, log, ready_s=_READY_S) as echo:
@@ -60,7 +60,7 @@ def main(
     console = Console()
     table = whole_table(
         *("offered/s", "ok/s", "bad", "send lag p99, ms", "max", "loop lag p99, ms"),
-        *("TTFT p99, ms", "TPOT p50, ms", "client's core", "to be trusted"),
+        *("TTFT p99, ms", "TPOT p50, ms", "client's core", "reliable"),
         title="",
     )
     for rate in map(float, rates.split(",")):

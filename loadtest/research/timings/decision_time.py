@@ -1,9 +1,9 @@
-"""How long the router's policy takes to decide, with many workers.
+"""Measures the decision time of the router's policy, with many workers.
 
     python -m loadtest.research.timings.decision_time --workers 1000
 
-Half of the workers prefill, half decode, all in use. Of each prompt 16 workers hold a part; with
---shared-block all others hold its first block too. The index is not asked: its answer is made up.
+Half of the workers prefill, half decode, all in use. 16 workers hold a part of each prompt; with
+--shared-block all others hold its first block too. The answers of the index are simulated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BLOCK = 16
 def measure(
     workers: int, decisions: int, policy: PolicyName, route: ClassRoute, *, shared_block: bool
 ) -> list[float]:
-    """Microseconds of each decision, the expected blocks' share included."""
+    """Return the time of each decision in microseconds, including its share of expected blocks."""
     routing = RoutingState(make_policy(policy, RouteSettings(_BLOCK, default=route), 1), _BLOCK)
     for number in range(workers):
         _join(routing, number)
@@ -80,12 +80,12 @@ def _join(routing: RoutingState, number: int) -> None:
 
 
 def main(
-    workers: Annotated[int, typer.Option(min=2, help="Of both roles.")] = 1000,
-    decisions: Annotated[int, typer.Option(min=1, help="Measured for each line.")] = 3000,
-    policy: Annotated[str, typer.Option(help="As for `baton serve`.")] = "predictive",
+    workers: Annotated[int, typer.Option(min=2, help="Number of workers of both roles.")] = 1000,
+    decisions: Annotated[int, typer.Option(min=1, help="Decisions measured for each line.")] = 3000,
+    policy: Annotated[str, typer.Option(help="Policy, as for `baton serve`.")] = "predictive",
 ) -> None:
     """Measure and print percentiles."""
-    table = whole_table("local prefill, who holds", "p50 us", "p90 us", "p99 us", title="")
+    table = whole_table("local prefill, holders", "p50 us", "p90 us", "p99 us", title="")
     modes: tuple[LocalPrefill, ...] = ("never", "auto")
     for local in modes:
         for shared in (False, True):

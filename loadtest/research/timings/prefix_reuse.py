@@ -1,9 +1,9 @@
-"""How much a cached prefix saves: the same prompt twice, cold and warm, side by side.
+"""Measures the gain of a cached prefix: each prompt is sent twice, cold and warm.
 
     python -m loadtest.research.timings.prefix_reuse --tokens 1024 --repetitions 7
 
-A cold prompt is made of random token ids, so that no cache knows it; the warm one is the same
-again. Needs a cluster that serves nothing else meanwhile.
+A cold prompt is made of random token ids, so that it is not cached; the warm one is the same again.
+It needs an otherwise idle cluster.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from baton.client import DEFAULT_ADDRESS, Client
 from baton.v1.sampling_pb2 import SamplingParameters
 
 _LOWEST_ID, _HIGHEST_ID = 100, 40_000
-"""Plain tokens in every vocabulary of this size; control tokens come first."""
+"""Range of plain tokens in every vocabulary of this size; control tokens come first."""
 
 
 def measure(client: Client, prompt: list[int]) -> tuple[float, int]:
-    """Seconds to the first token, and the prompt tokens that were found in a cache."""
+    """Return the seconds to the first token, and the cached prompt tokens."""
     sampling = SamplingParameters(temperature=0.0, max_tokens=2, ignore_eos=True)
     began = time.perf_counter()
     first = None
@@ -39,7 +39,7 @@ def measure(client: Client, prompt: list[int]) -> tuple[float, int]:
 
 
 def main(
-    grpc: Annotated[str, typer.Option(help="host:port of the router's gRPC front")] = (
+    grpc: Annotated[str, typer.Option(help="host:port of the router's gRPC listener")] = (
         DEFAULT_ADDRESS
     ),
     tokens: Annotated[int, typer.Option(help="prompt length in tokens")] = 1024,

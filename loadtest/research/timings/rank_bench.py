@@ -3,8 +3,8 @@
     python -m loadtest.research.timings.rank_bench
 
 Every rank of both workers is a process. A run hands over 32 tickets at once, of the demo model's
-blocks, and is timed from the first block that is put until the receiver has committed the last
-ticket. Each case takes turns with one rank each, so that what else the machine does meets both.
+blocks, and is timed from the first sent block until the receiver has committed the last ticket.
+Each case alternates with one rank each, so that other load of the machine affects both.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ _LINE = "{:<10} {:<7} {:>9} {:>9} {:>7} {:>14}"
 
 @dataclass(frozen=True, slots=True)
 class RankCase:
-    """What is moved, from whom to whom."""
+    """Sender, receiver and blocks of a case."""
 
     source: Geometry
     target: Geometry
     transport: TransportName
     blocks: int
-    """Of a ticket."""
+    """Blocks of a ticket."""
 
     @property
     def floor(self) -> int:
-        """Bytes that must move: the heads of every rank of the receiver, once."""
+        """Return the minimum bytes: the heads of every rank of the receiver, once."""
         layouts = KvLayout.of(self.source), KvLayout.of(self.target)
         slices = plan(*layouts, 0, self.blocks * self.source.block_size)
         return TICKETS * sum(each.length for each in slices)
@@ -65,33 +65,31 @@ class RankCase:
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """What was found."""
+    """Results of a case."""
 
     case: RankCase
     bytes: int
-    """That were moved in a run."""
+    """Bytes that were moved in a run."""
     seconds: float
-    """The median of the runs."""
+    """Median time of the runs."""
     beside: float
-    """Its bytes per second, of those of one rank each in the same minutes."""
+    """Bytes per second relative to one rank each in the same minutes."""
 
 
 def main(
-    transport: Annotated[list[str], typer.Option(help="shm, grpc; may come several times")] = [  # noqa: B006
+    transport: Annotated[list[str], typer.Option(help="shm, grpc; repeatable")] = [  # noqa: B006
         "shm",
         "grpc",
     ],
-    blocks: Annotated[int, typer.Option(help="blocks of a ticket", min=1)] = 8,
+    blocks: Annotated[int, typer.Option(help="blocks per ticket", min=1)] = 8,
     repetitions: Annotated[int, typer.Option(min=1)] = 7,
 ) -> None:
-    """Print bytes and throughput of each case, as they are found."""
+    """Print bytes and throughput of each case, as they are measured."""
     for name in transport:
         if name not in get_args(TransportName):
             raise ConfigError(f"transport {name} is unknown")
     console = Console(width=100)
-    console.print(
-        _LINE.format("transport", "ranks", "MB moved", "of floor", "GB/s", "beside 1 to 1")
-    )
+    console.print(_LINE.format("transport", "ranks", "MB moved", "of floor", "GB/s", "vs. 1 to 1"))
     asyncio.run(
         _measure_all(transport, blocks, repetitions, lambda row: console.print(_drawn(row)))
     )
@@ -105,7 +103,7 @@ async def _measure_all(
         alone = _case((1, 1), name, blocks)
         for number, ranks in enumerate(CASES):
             first, row = await measure(alone, _case(ranks, name, blocks), repetitions)
-            # Some take half a minute, most of it for processes to start.
+            # Some cases take half a minute, most of it for the start of processes.
             for found in (row,) if number else (first, row):
                 tell(found)
 
@@ -116,7 +114,7 @@ def _case(ranks: tuple[int, int], transport: str, blocks: int) -> RankCase:
 
 
 async def measure(alone: RankCase, case: RankCase, repetitions: int) -> tuple[RankRow, RankRow]:
-    """A row for each of the two. Raises BatonError where one fails."""
+    """Return a row for each of the two. Raises BatonError if one fails."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-")))
         benches = [
@@ -173,17 +171,17 @@ async def _bench(case: RankCase, log: Path) -> AsyncIterator[_Bench]:
 
 
 class _Bench:
-    """Two workers, ready."""
+    """Two workers that are ready."""
 
     def __init__(self, case: RankCase, receiver: Helper, exchange: Exchange) -> None:
         self._case = case
         self._receiver = receiver
         self._exchange = exchange
         self.idle_s = 0.0
-        """What the last run took before its first block was put."""
+        """Time of the last run before its first block was sent, in seconds."""
 
     async def run(self) -> int:
-        """Hand over all tickets at once. Returns the bytes that went."""
+        """Hand over all tickets at once. Returns the number of sent bytes."""
         began = time.perf_counter()
         pair = await self._exchange.outbound(Peer(RECEIVER, self._receiver.hello["address"]))
         question = {"promise": [self._case.blocks] * TICKETS, "writer": SENDER}
@@ -197,7 +195,7 @@ class _Bench:
             push.end()
         sent = sum(await asyncio.gather(*(push.done for push in pushes)))
         answer = await self._receiver.ask({"commit": tickets, "writer": SENDER}, _DEADLINE_S)
-        assert answer["bytes"] == sent, "what was sent is not what has come"
+        assert answer["bytes"] == sent, "the received data differs from the sent data"
         return sent
 
 

@@ -20,7 +20,7 @@ from worker.exchange.block_receiver import BlockReceiver
 from worker.services import TransferServicer
 
 RECEIVER = "receiver"
-"""Its incarnation."""
+"""Incarnation of this end."""
 _DEADLINE_S = 60.0
 
 
@@ -30,7 +30,7 @@ async def _work(asker: Asker, start: Fields) -> None:
     layout = KvLayout.of(geometry).of_rank(0)
     with contextlib.ExitStack() as held:
         pool = held.enter_context(bench_pool(start["blocks"], layout.block_bytes))
-        # Without a secret, as the other end.
+        # There is no secret, as at the other end.
         server = WorkerPlane.of(None, "").server()
         address = f"{LOOPBACK}:{server.add_insecure_port(f'{LOOPBACK}:0')}"
         end = transfer_end(
@@ -50,7 +50,7 @@ async def _work(asker: Asker, start: Fields) -> None:
 
 
 class _Tickets:
-    """What the sender asks for."""
+    """Answers the sender's questions."""
 
     def __init__(self, receiver: BlockReceiver, writer: Geometry) -> None:
         self._receiver = receiver
@@ -58,7 +58,7 @@ class _Tickets:
         self._count = 0
 
     async def answer(self, question: Fields) -> Fields:
-        """``{"promise": [blocks, …], "writer": …}``, then ``{"commit": [ticket, …], …}``."""
+        """Answer ``{"promise": [blocks, …], "writer": …}``, then ``{"commit": [ticket, …], …}``."""
         if "promise" in question:
             tickets = [self._promise(each, question["writer"]) for each in question["promise"]]
             for ticket in tickets:
@@ -87,7 +87,7 @@ class _Tickets:
         )
 
     async def _complete(self, ticket_ids: Sequence[str]) -> None:
-        """Wait until they are. Raises BatonError where one has ended."""
+        """Wait until the tickets are complete. Raises BatonError if one has ended."""
         for each in ticket_ids:
             whole = self._receiver.whole(each)
             if whole is not None:

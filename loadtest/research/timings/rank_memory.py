@@ -1,11 +1,11 @@
-"""What host memory a rank takes to load its shard of a large model.
+"""Measures the host memory that a rank needs to load its shard of a large model.
 
     python -m loadtest.research.timings.rank_memory --ranks 32
 
 The checkpoint has the shape of Llama 3 70B in bfloat16, and is sparse: its tensors are holes of its
-files, zeros that take no room on the disk. It is made in a temporary folder and removed again. Of
-memory there is told what the process has more after loading, and at the most meanwhile, pages of
-the files that are mapped included. Linux alone tells that.
+files, zeros that take no disk space. It is made in a temporary folder and removed again. The result
+is the growth of the process's memory after loading, and its peak, including mapped pages of the
+files. Only Linux reports that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from engine.parallel.weight_slices import WeightSlices
 
 _MIB = 1 << 20
 _BYTES = 2
-"""Of a bfloat16."""
+"""Bytes of a bfloat16."""
 _INDEX = "model.safetensors.index.json"
 _STATUS = Path("/proc/self/status")
 _CLEAR_PEAK = Path("/proc/self/clear_refs"), "5"
@@ -36,7 +36,7 @@ _CLEAR_PEAK = Path("/proc/self/clear_refs"), "5"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a Llama; sizes in elements."""
+    """Shape of a Llama; sizes in elements."""
 
     hidden: int = 8192
     inner: int = 28672
@@ -46,7 +46,7 @@ class Shape:
     vocabulary: int = 128256
 
     def config(self) -> dict[str, object]:
-        """Its config.json."""
+        """Return its config.json."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "hidden_size": self.hidden,
@@ -63,7 +63,7 @@ class Shape:
         }
 
     def ends(self) -> dict[str, tuple[int, ...]]:
-        """The tensors before and behind the layers."""
+        """Return the tensors before and after the layers."""
         table = (self.vocabulary, self.hidden)
         return {
             "model.embed_tokens.weight": table,
@@ -72,7 +72,7 @@ class Shape:
         }
 
     def layer(self, number: int) -> dict[str, tuple[int, ...]]:
-        """The tensors of a layer."""
+        """Return the tensors of a layer."""
         narrow = self.hidden // self.heads * self.kv_heads
         sizes: dict[str, tuple[int, ...]] = {
             "input_layernorm": (self.hidden,),
@@ -89,7 +89,7 @@ class Shape:
 
 
 def write_checkpoint(folder: Path, shape: Shape) -> None:
-    """A checkpoint of holes, with a file for each layer and one for the rest."""
+    """Write a checkpoint of holes, with a file for each layer and one for the rest."""
     (folder / "config.json").write_text(json.dumps(shape.config()))
     parts = [shape.ends(), *(shape.layer(number) for number in range(shape.layers))]
     weight_map: dict[str, str] = {}
@@ -114,14 +114,14 @@ def _write_holes(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Bytes."""
+    """Memory of a loaded shard, in bytes."""
 
     shard: int
-    """Of the weights that the rank holds."""
+    """Size of the weights that the rank holds."""
     added: int
-    """By which the process has grown."""
+    """Growth of the process."""
     peak: int
-    """By which it had grown at the most."""
+    """Peak growth of the process."""
 
 
 def load_shard(folder: Path, rank: int, ranks: int) -> Loaded:
@@ -137,17 +137,17 @@ def load_shard(folder: Path, rank: int, ranks: int) -> Loaded:
 
 
 def _peak() -> int:
-    """The most memory that this process has had, in bytes."""
+    """Return the peak memory of this process, in bytes."""
     lines: Iterator[str] = iter(_STATUS.read_text().splitlines())
     line = next(line for line in lines if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 
 
 def main() -> None:
-    """Print what a rank has taken."""
+    """Print the memory of a rank."""
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--ranks", type=int, default=32, help="of the worker")
-    options.add_argument("--rank", type=int, default=0, help="the one that loads, from 0")
+    options.add_argument("--ranks", type=int, default=32, help="ranks of the worker")
+    options.add_argument("--rank", type=int, default=0, help="the rank to load, from 0")
     given = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="baton-sparse-") as name:
         folder = Path(name)
@@ -158,8 +158,8 @@ def main() -> None:
         f"{size / _MIB:,.0f} MiB" for size in (found.shard, found.added, found.peak)
     )
     sys.stdout.write(
-        f"of {whole / _MIB:,.0f} MiB rank {given.rank} of {given.ranks} holds {shard}; loading"
-        f" added {added} to the process, and {peak} at the most meanwhile\n"
+        f"of {whole / _MIB:,.0f} MiB rank {given.rank} of {given.ranks} holds {shard}; loading "
+        f"added {added} to the process, and {peak} at the peak\n"
     )
 
 

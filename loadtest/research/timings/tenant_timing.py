@@ -1,13 +1,12 @@
-"""Whether the time to the first token tells a tenant what others have asked.
+"""Tests whether the time to the first token reveals other tenants' prompts to a tenant.
 
 python -m loadtest.research.timings.tenant_timing --http 127.0.0.1:8000 --own KEY --other KEY
 
-A coin decides for each new prompt whether the first tenant asks it. Then the other tenant asks it,
-and in the end the first tenant again, each time alone. How well times tell the two kinds of prompts
-apart is the area under the ROC curve: 1 tells always, 0.5 never (J. A. Hanley and B. J. McNeil,
+For each new prompt, a random bit decides whether the first tenant sends it. Then the other tenant
+sends it, and last the first tenant again, each time alone. The area under the ROC curve shows how
+well times separate the two kinds of prompts: 1 always, 0.5 never (J. A. Hanley and B. J. McNeil,
 "The meaning and use of the area under a receiver operating characteristic curve", Radiology 143,
-1982).
-Its probability by chance comes from shuffled labels.
+1982). Its probability by chance comes from shuffled labels.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ _DEADLINE_S = 60.0
 
 
 def area(quick: Sequence[float], slow: Sequence[float]) -> float:
-    """The share of pairs in which the first is the smaller one; a tie counts half."""
+    """Return the share of pairs in which the first is smaller; a tie counts half."""
     wins = sum((a < b) + 0.5 * (a == b) for a in quick for b in slow)
     return wins / (len(quick) * len(slow))
 
 
 def chance(quick: Sequence[float], slow: Sequence[float], dice: random.Random) -> float:
-    """How often shuffled labels tell as well as these, in either direction."""
+    """Return how often shuffled labels separate at least as well, in either direction."""
     seen = abs(area(quick, slow) - 0.5)
     both, count = [*quick, *slow], 0
     for _ in range(_SHUFFLES):
@@ -50,7 +49,7 @@ class Asker:
         self._client = httpx.Client(trust_env=False, timeout=_DEADLINE_S)
 
     def first_token_s(self, key: str, prompt: str) -> float:
-        """Seconds until the first event of an answer."""
+        """Return the seconds until the first event of an answer."""
         body = {
             "model": self._model,
             "prompt": prompt,
@@ -75,8 +74,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m loadtest.research.timings.tenant_timing")
     parser.add_argument("--http", default="127.0.0.1:8000", help="host:port of a router.")
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--own", required=True, help="A key of the tenant that asks first.")
-    parser.add_argument("--other", required=True, help="A key of another tenant.")
+    parser.add_argument("--own", required=True, help="Key of the tenant that sends first.")
+    parser.add_argument("--other", required=True, help="Key of another tenant.")
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--words", type=int, default=400, help="Of a prompt.")
     given = parser.parse_args()

@@ -34,21 +34,23 @@ _CHECKPOINT = "training.pt"
 _Model = Annotated[
     Path, typer.Option(metavar="FOLDER", help="The model; `baton model pull` prints its folder.")
 ]
-_Quantization = Annotated[str, typer.Option(help="As for `baton serve`: what will be served.")]
-_Material = Annotated[Path, typer.Option(help="The folder of the conversations.")]
-_Threads = Annotated[int, typer.Option(help="Of the CPU.")]
+_Quantization = Annotated[
+    str, typer.Option(help=("Weight format of the served model, as for `baton serve`."))
+]
+_Material = Annotated[Path, typer.Option(help="Folder of the conversations.")]
+_Threads = Annotated[int, typer.Option(help="CPU threads.")]
 
 
 @app.command()
 def talk(
     model: _Model,
     material: _Material,
-    seed: Annotated[int, typer.Option(help="Another one for each piece.")],
+    seed: Annotated[int, typer.Option(help="Random seed, another one for each piece.")],
     quantization: _Quantization = "auto",
     minutes: Annotated[float, typer.Option(help="How long.")] = 10.0,
     threads: _Threads = 2,
 ) -> None:
-    """Let the model talk to itself, into one more file of the folder."""
+    """Make the model talk to itself, and add a file to the folder."""
     material.mkdir(parents=True, exist_ok=True)
     engine = build_engine(EngineSettings(model, threads=threads, quantization=quantization))
     talking = SelfTalk(engine, Tokenizer.load(model), _layers(engine.config), seed)
@@ -66,14 +68,16 @@ def talk(
 def eagle(
     model: _Model,
     material: _Material,
-    output: Annotated[Path, typer.Option(help="The head's folder, for --draft-model.")],
+    output: Annotated[Path, typer.Option(help="Folder of the head, for --draft-model.")],
     quantization: _Quantization = "auto",
-    minutes: Annotated[float, typer.Option(help="How long this piece of work takes.")] = 20.0,
+    minutes: Annotated[float, typer.Option(help="Duration of this piece of work.")] = 20.0,
     of: Annotated[float, typer.Option(help="Minutes of all pieces together.")] = 20.0,
-    draft_vocab: Annotated[int, typer.Option(help="How many tokens it can guess.")] = 4096,
+    draft_vocab: Annotated[
+        int, typer.Option(help=("Number of tokens that the head can propose."))
+    ] = 4096,
     threads: _Threads = 2,
 ) -> None:
-    """Train a head, or go on with it, and write it."""
+    """Train a head, or continue, and write it."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     config, cpu = load_model_config(model), torch.device("cpu")
@@ -95,7 +99,7 @@ def eagle(
 
 
 def _layers(config: ModelConfig) -> tuple[int, int, int]:
-    """A low one, a middle one, and what the last one puts out."""
+    """Return a low layer, a middle one, and the last one's output."""
     return max(1, config.layers // 4), max(1, config.layers // 2), config.layers
 
 

@@ -1,10 +1,10 @@
 """An EAGLE-3 head as it learns, in plain torch with gradients (Li et al., EAGLE-3, 2025).
 
-A row of it is a token and the target's feature of the token before it; it says what comes behind
-the token. Behind drafted tokens there is no such feature: the head's own output stands for it. So
-it learns both, by ``training-time test``: each pass takes the output of the pass before it, one row
-on, as its features, and sees the earlier rows as they were in the passes in which they are computed
-when it drafts.
+An input row is a token and the target's feature of the token before it; the output predicts the
+next token. After drafted tokens there is no such feature, and the head's own output takes its
+place. It learns both by ``training-time test``: each pass takes the output of the pass before it,
+shifted by one row, as its features. Earlier rows have the values of the passes in which they are
+computed during drafting.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FEATURE_LAYERS = 3
 
 
 class Norm(nn.Module):
-    """Root mean square, in fp32."""
+    """Root mean square norm, in fp32."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Norm(nn.Module):
 
 
 class EagleTrainee(nn.Module):
-    """Its tensors have the names of published checkpoints."""
+    """The trainable head. Its tensors have the names of published checkpoints."""
 
     def __init__(self, config: ModelConfig, draft_vocab: int) -> None:
         """``config`` is the target's: the head's layer has the same shape."""
@@ -49,10 +49,10 @@ class EagleTrainee(nn.Module):
     def forward(
         self, embedded: torch.Tensor, features: torch.Tensor, passes: int
     ) -> list[torch.Tensor]:
-        """Logits of each pass, [rows, length, draft_vocab] each.
+        """Return logits of each pass, [rows, length, draft_vocab] each.
 
         ``embedded`` is [rows, length, hidden_size], ``features`` [rows, length, 3 * hidden_size]:
-        of the token before, and zeros where there is none.
+        those of the token before, and zeros if there is none.
         """
         feature = self.fc(features)
         before: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -115,13 +115,16 @@ class _Attention(nn.Module):
         rope: torch.Tensor,
         before: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> torch.Tensor:
-        """``before`` has keys and values of the passes before; this one's are appended."""
+        """Run the layer.
+
+        ``before`` has keys and values of earlier passes; this one's are appended.
+        """
         rows, length, _ = x.shape
         query = _rotate(self.q_proj(x).view(rows, length, -1, self.dim), rope)
         key = _rotate(self.k_proj(x).view(rows, length, -1, self.dim), rope)
         value = self.v_proj(x).view(rows, length, -1, self.dim)
         before.append((key, value))
-        # [rows, kv_heads, group, length, dim]
+        # Shape: [rows, kv_heads, group, length, dim]
         query = query.view(rows, length, self.kv_heads, -1, self.dim).permute(0, 2, 3, 1, 4)
         weights = torch.cat(self._scores(query, before), dim=-1).float().softmax(dim=-1)
         mixed = self._mix(weights.to(value.dtype), before, length)
@@ -131,7 +134,8 @@ class _Attention(nn.Module):
     def _scores(
         self, query: torch.Tensor, before: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> list[torch.Tensor]:
-        """Of the first pass's rows up to ``passes - 1`` before, then of one row of each later."""
+        """Return scores of the first pass's rows up to ``passes - 1`` before, then of one row per
+        later pass."""
         length, late = query.shape[3], len(before) - 1
         query = query * self.dim**-0.5
         keys = before[0][0].permute(0, 2, 3, 1).unsqueeze(2)
@@ -157,14 +161,15 @@ class _Attention(nn.Module):
 
 
 def _shifted(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """[rows, length, heads, dim] → [rows, heads, 1, length, dim], later by so many rows."""
+    """Reshape [rows, length, heads, dim] to [rows, heads, 1, length, dim], delayed by ``rows``
+    rows."""
     if rows:
         x = F.pad(x, (0, 0, 0, 0, rows, 0))[:, :-rows]
     return x.transpose(1, 2).unsqueeze(2)
 
 
 def _rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """[rows, length, heads, dim] by the positions from 0 on."""
+    """Rotate [rows, length, heads, dim] by the positions from 0 on."""
     cosine, sine = rope[: x.shape[1]].unbind(dim=1)
     cosine, sine = cosine[None, :, None], sine[None, :, None]
     first, second = x.float().chunk(2, dim=-1)

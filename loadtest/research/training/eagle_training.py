@@ -1,9 +1,9 @@
-"""Trains an EAGLE-3 head for a target on what the target has said.
+"""Trains an EAGLE-3 head for a target on the target's own answers.
 
-It learns the target's own distribution of each next token, over the tokens that the head can guess,
-and for a start what the target's last layer makes of the token: the head's matrix to the vocabulary
-is the target's and stays so, so that the one follows from the other. Most of a head's work is thus
-done by weights that need no training, which is what a CPU can afford.
+It learns the target's distribution of each next token, over the tokens that the head can propose.
+At the start it also learns the output of the target's last layer for the token. The head's output
+matrix is the target's and does not change, so that the distribution follows from that output. Thus
+weights without training do most of a head's work, which makes training possible on a CPU.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from loadtest.research.training.eagle_trainee import FEATURE_LAYERS, EagleTraine
 from loadtest.research.training.self_talk import Conversation
 
 _HELD_BACK = 15
-"""One of so many conversations is not learned from: agreement is measured on it."""
+"""One of this many conversations is held out for measuring agreement."""
 _PASS_SHARE = 0.8
-"""What each pass of the training-time test counts for beside the one before it."""
+"""Weight of each pass of the training-time test relative to the one before it."""
 _QUESTION_SHARE = 0.1
-"""What a token of a question counts for beside one of an answer."""
+"""Weight of a question's token relative to an answer's."""
 _LOST_FEATURES = 0.01
-"""So many rows get zeros for their feature, as those after a handoff do."""
+"""Share of rows whose feature is replaced by zeros, as after a handoff."""
 _WARM_UP_STEPS = 30
 _MIN_RATE = 0.05
-"""Of the learning rate, at the end of its cosine."""
+"""Final learning rate of the cosine, relative to the initial one."""
 _MAX_LENGTH = 512
 _NORM_BOUND = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class EagleTrainingSettings:
-    """How a head is trained."""
+    """Sizes and rates of a head's training."""
 
     draft_vocab: int = 4096
-    """How many of the target's tokens it can guess: the most frequent ones of the answers."""
+    """Number of tokens that the head can propose: the most frequent ones of the answers."""
     passes: int = 3
-    """Of the training-time test: so many tokens of a draft are learned."""
+    """Passes of the training-time test, which is the number of draft tokens that are learned."""
     batch_tokens: int = 1536
     learning_rate: float = 1.5e-3
 
@@ -59,17 +59,17 @@ class _Batch:
 
     token_ids: torch.Tensor
     features: torch.Tensor
-    """fp32 [rows, length, 3 * hidden_size]: of the token before."""
+    """Features of the token before, fp32 [rows, length, 3 * hidden_size]."""
     last: torch.Tensor
-    """fp32 [rows, length, hidden_size]: the target's last layer's output, normed."""
+    """Normed output of the target's last layer, fp32 [rows, length, hidden_size]."""
     weight: torch.Tensor
-    """What each row's loss counts for; 0: padding."""
+    """Weight of each row's loss; 0: padding."""
     answered: torch.Tensor
-    """Whether what comes behind the token is of the answer."""
+    """Whether the token after this one belongs to the answer."""
 
 
 class EagleTraining:
-    """Holds a head and its optimiser; works in pieces of some seconds."""
+    """Trains a head with an optimizer, in pieces of some seconds."""
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class EagleTraining:
         conversations: Sequence[Conversation],
         settings: EagleTrainingSettings,
     ) -> None:
-        """``layers`` are those recorded, inputs as ``StepInput.hidden_layers`` has them; the last
+        """``layers`` are the recorded ones, numbered as inputs in ``StepInput.hidden_layers``.
 
-        one is what the target's last layer puts out.
+        The last one is the output of the target's last layer.
         """
         self._target, self._settings = target, settings
         self._layers = tuple(layers)
@@ -113,7 +113,7 @@ class EagleTraining:
                     if name.endswith(("o_proj.weight", "down_proj.weight")):
                         weight.mul_(0.1)
             trainee.fc.weight.normal_(0.0, 0.01, generator=generator)
-            # What is predicted for the token before says most about the place.
+            # The prediction for the token before is the most informative feature of the position.
             trainee.fc.weight[:, -hidden:] += 0.3 * torch.eye(hidden)
             trainee.lm_head.weight.copy_(self._head[self._token_ids])
             trainee.norm.weight.copy_(self._target.norm)
@@ -132,11 +132,11 @@ class EagleTraining:
 
     @property
     def seconds(self) -> float:
-        """So long it has been trained."""
+        """Return the training time so far, in seconds."""
         return self._seconds
 
     def run(self, seconds: float, of: float) -> float:
-        """Train for so long, of so many seconds in all; returns the last steps' mean loss."""
+        """Train for ``seconds`` of ``of`` seconds in total; returns the last steps' mean loss."""
         began = time.perf_counter()
         before = self._seconds
         losses: list[float] = []
@@ -147,7 +147,7 @@ class EagleTraining:
         return sum(last) / max(1, len(last))
 
     def learn(self, share: float) -> float:
-        """One step, after that share of the whole training; returns the loss of the first pass."""
+        """Do one step at this share of the whole training; returns the loss of the first pass."""
         self._set_rate(share)
         loss = self._step(self._batch(self._next()))
         self._steps += 1
@@ -161,7 +161,7 @@ class EagleTraining:
             group["lr"] = self._settings.learning_rate * warm * rate
 
     def _next(self) -> list[Conversation]:
-        """Conversations of about one length: up to a batch's tokens."""
+        """Return conversations of about one length, up to a batch's tokens."""
         if not self._pool:
             order = self._learned[:]
             self._random.shuffle(order)
@@ -232,10 +232,10 @@ class EagleTraining:
 
     @torch.no_grad()
     def agreement(self, most: int = 64) -> list[float]:
-        """How often the head's likeliest token is the target's, behind the target's own tokens.
+        """Return how often the head's most likely token is the target's, after the target's own
+        tokens.
 
-        Of the first token of a draft, of the second, and so on; in answers that were not learned
-        from.
+        The entries are for the first token of a draft, the second, and so on, in held-out answers.
         """
         self._trainee.eval()
         passes = self._settings.passes
@@ -252,7 +252,7 @@ class EagleTraining:
         return (right / max(1, counted)).tolist()
 
     def save(self, path: Path) -> None:
-        """So that ``resume`` can go on."""
+        """Save the state for ``resume``."""
         state = {
             "trainee": self._trainee.state_dict(),
             "optimizer": self._optimizer.state_dict(),
@@ -263,7 +263,7 @@ class EagleTraining:
         torch.save(state, path)
 
     def resume(self, path: Path) -> None:
-        """Go on from where ``save`` was."""
+        """Continue from the state of ``save``."""
         state = torch.load(path, weights_only=True)
         self._token_ids = state["token_ids"]
         self._trainee.load_state_dict(state["trainee"])
@@ -271,7 +271,8 @@ class EagleTraining:
         self._seconds, self._steps = state["seconds"], state["steps"]
 
     def export(self, folder: Path) -> None:
-        """As EAGLE-3 heads are published: ``config.json`` and ``model.safetensors`` in bf16."""
+        """Write the published form of EAGLE-3 heads: ``config.json`` and ``model.safetensors`` in
+        bf16."""
         folder.mkdir(parents=True, exist_ok=True)
         config, count = self._target.config, len(self._token_ids)
         known = torch.zeros(config.vocab_size, dtype=torch.bool)
@@ -302,7 +303,7 @@ class EagleTraining:
             "torch_dtype": "bfloat16",
             "eagle_config": {
                 "use_aux_hidden_state": True,
-                # There layers are named by what they put out.
+                # In that form layers are numbered by their outputs.
                 "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in self._layers],
             },
         }
@@ -310,13 +311,13 @@ class EagleTraining:
 
 
 def _dense(weight: torch.Tensor | QuantizedWeight) -> torch.Tensor:
-    """fp32."""
+    """Return the weight in fp32."""
     plain = weight if isinstance(weight, torch.Tensor) else dequantize(weight)
     return plain.float()
 
 
 def _frequent(conversations: Sequence[Conversation], vocab: int, count: int) -> torch.Tensor:
-    """int64 [count]: the most frequent tokens of the answers, in the order of their ids."""
+    """Return the most frequent tokens of the answers, in the order of their ids, int64 [count]."""
     seen = torch.zeros(vocab, dtype=torch.int64)
     for each in conversations:
         seen += torch.bincount(each.token_ids[each.answer :].long(), minlength=vocab)

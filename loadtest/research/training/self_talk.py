@@ -1,4 +1,4 @@
-"""Conversations of the target with itself, and their files: what a draft head learns from."""
+"""Conversations of the target with itself, and their files: the training data of a draft head."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from router.text.tokenizer import Tokenizer
 _OWN_TASKS = 0.15
 """The share of conversations about Baton's own text."""
 _TEMPERATURES = (0.0, 0.3, 0.7, 1.0)
-"""Of answers: drafts are to be right for greedy and for sampled ones."""
+"""Temperatures of answers, since drafts must be right for greedy and for sampled ones."""
 _QUESTION_TOKENS, _ANSWER_TOKENS = 96, 320
 _MAX_TOKENS = 768
 _MARK = "\x1a"
-"""Stands for the user's text while the template is taken apart."""
+"""Placeholder for the user's text while the template is split."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What was said, and what the target's layers made of it."""
+    """A conversation, and the target's hidden states."""
 
     token_ids: torch.Tensor
-    """int32 [tokens]."""
+    """Token ids, int32 [tokens]."""
     hidden: torch.Tensor
-    """bf16 [tokens, layers, hidden_size]: of every token what the recorded layers put out."""
+    """Outputs of the recorded layers for every token, bf16 [tokens, layers, hidden_size]."""
     answer: int
-    """The first token of the answer: those before it the target has not chosen as an answer."""
+    """Index of the answer's first token. The target has not chosen those before it as an answer."""
 
 
 @dataclass(slots=True)
@@ -49,14 +49,14 @@ class _Talk:
     blocks: tuple[int, ...]
     sampling: SamplingParams
     answer: int = 0
-    """0 while the question is made up."""
+    """Index of the answer's first token; 0 while the question is generated."""
     limit: int = 0
     computed: int = 0
     hidden: list[torch.Tensor] = field(default_factory=list)
 
 
 class SelfTalk:
-    """Many conversations at a time on one engine."""
+    """Runs many conversations at a time on one engine."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class SelfTalk:
         seed: int,
         at_a_time: int = 48,
     ) -> None:
-        """``layers`` are recorded. Raises BatonError for a model without a chat template."""
+        """Record ``layers``. Raises BatonError for a model without a chat template."""
         self._engine = engine
         sampler = cpu_sampler()
         self._sample = sample if sampler is None else sampler.sample
@@ -85,7 +85,7 @@ class SelfTalk:
         self._talks = [self._begin(tuple(range(n * each, (n + 1) * each))) for n in range(count)]
 
     def step(self) -> Iterator[Conversation]:
-        """One step of all conversations; those that ended are given out, and others begin."""
+        """Run one step of all conversations; yields those that ended, and starts others."""
         talks = self._talks
         rows = tuple(
             PlanRow(n, talk.computed, len(talk.token_ids) - talk.computed, talk.blocks, True)
@@ -128,12 +128,12 @@ class SelfTalk:
             self._turn(talk)
             return talk
         limit = len(self._before) + _QUESTION_TOKENS
-        # Hotter ones are seldom questions.
+        # Texts at higher temperatures are seldom questions.
         sampling = SamplingParams(temperature=0.9, top_p=0.95, seed=seed)
         return _Talk(list(self._before), blocks, sampling, limit=limit)
 
     def _turn(self, talk: _Talk) -> None:
-        """The question is there: the answer begins."""
+        """Start the answer after the question is complete."""
         talk.token_ids += self._after
         talk.answer = len(talk.token_ids)
         talk.limit = min(_MAX_TOKENS, talk.answer + _ANSWER_TOKENS)
@@ -159,7 +159,7 @@ class SelfTalk:
 
 
 def save_conversations(conversations: Sequence[Conversation], path: Path) -> None:
-    """All of them after one another in one file."""
+    """Write all conversations to one file."""
     save_file(
         {
             "token_ids": torch.cat([each.token_ids for each in conversations]),
@@ -172,7 +172,7 @@ def save_conversations(conversations: Sequence[Conversation], path: Path) -> Non
 
 
 def load_conversations(folder: Path) -> list[Conversation]:
-    """Those of all files of a folder, in their order. Raises ConfigError where there are none."""
+    """Read the conversations of all files of a folder. Raises ConfigError if there are none."""
     found = [each for path in sorted(folder.glob("*.safetensors")) for each in _of(path)]
     if not found:
         raise ConfigError(f"{folder} has no conversations")

@@ -1,11 +1,11 @@
-"""Predicted against measured: the same requests through the simulator and through a live cluster.
+"""Compares predictions and measurements of the same requests, in the simulator and a live cluster.
 
     python -m loadtest.research.validation timed --shape 2x2 --rates 3,4.4,6
     python -m loadtest.research.validation live --url URL --profile FILE --rates 0.5,1
 
-``timed`` starts real workers whose engine is timed; ``live`` drives a cluster of this machine that
-`baton serve` has started, and of which `baton calibrate` has written a profile. Exit code 1: a
-figure is further off than it is to be.
+``timed`` starts real workers whose engine is timed. ``live`` drives a cluster of this machine that
+`baton serve` has started, with a profile by `baton calibrate`. Exit code 1: the error of a figure
+exceeds its limit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from planning.simulator.costs.worker_profile import read_profile
 
 
 def main() -> None:
-    """Measure, simulate, print."""
+    """Measure, simulate, and print."""
     given = _parser().parse_args()
     console = Console()
     loads = [
@@ -76,21 +76,24 @@ def _parser() -> argparse.ArgumentParser:
         kind = kinds.add_parser(name)
         kind.add_argument("--shape", default="1x1", help="prefill and decode workers, as in 2x2")
         kind.add_argument("--rates", default=rates, help="requests per second, one load each")
-        kind.add_argument("--seconds", type=float, default=40.0, help="in which requests come")
+        kind.add_argument("--seconds", type=float, default=40.0, help="duration of arrivals")
         kind.add_argument("--inputs", type=Lengths.parse, default=inputs, help="prompts' lengths")
         kind.add_argument("--outputs", type=Lengths.parse, default=outputs, help="answers' lengths")
         kind.add_argument("--seed", type=int, default=0)
         kind.add_argument("--json", type=Path, help="a file for the figures")
         if name == "live":
             kind.add_argument("--url", default="http://127.0.0.1:8000")
-            kind.add_argument("--model", required=True, help="its name in the API")
-            kind.add_argument("--profile", type=Path, required=True, help="of `baton calibrate`")
-            kind.add_argument("--config", type=Path, help="the file that it was started with")
+            kind.add_argument("--model", required=True, help="name of the model in the API")
+            kind.add_argument(
+                "--profile", type=Path, required=True, help=("profile of `baton calibrate`")
+            )
+            kind.add_argument("--config", type=Path, help="configuration file of the cluster")
     return parser
 
 
 def table_of(found: Sequence[Comparison]) -> Table:
-    """A line for each load: predicted / measured, and the error; ``!`` where that is too large."""
+    """Return a table with a row for each load: predicted / measured, and the error; ``!`` if too
+    large."""
     names = [figure.name for figure in found[0].figures]
     table = whole_table(
         *("shape", "requests/s", "counted", *names, "met the SLOs", "refused", "client late, ms"),

@@ -1,4 +1,4 @@
-"""Predicted against measured: the figures of one load, and how far they are apart. Pure."""
+"""Predicted and measured figures of one load, and their errors. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from loadtest.research.validation.offered_load import OfferedLoad
 from planning.common.slo import Slo
 
 LATENCY_AIM, GOODPUT_AIM = 0.15, 0.10
-"""How far a prediction may be from what was measured, as a share of that."""
+"""Maximum relative error of a prediction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure of one load."""
+    """One figure of one load, predicted and measured."""
 
     name: str
     predicted: float
@@ -25,34 +25,34 @@ class Figure:
 
     @property
     def error(self) -> float:
-        """Of the measured; positive where too much was predicted."""
+        """Return the error relative to the measurement; positive if the prediction is too high."""
         if not self.measured:
             return 0.0 if not self.predicted else float("inf")
         return self.predicted / self.measured - 1
 
     @property
     def is_met(self) -> bool:
-        """Whether the prediction is as good as it is to be."""
+        """Whether the error is within its limit."""
         return abs(self.error) <= self.aim
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One load on one cluster."""
+    """Results of one load on one cluster."""
 
     shape: str
-    """``2P2D``"""
+    """Shape of the cluster, such as ``2P2D``."""
     rate: float
-    """Requests a second."""
+    """Requests per second."""
     requests: int
-    """That count."""
+    """Number of counted requests."""
     figures: tuple[Figure, ...]
     attainment: tuple[float, float]
     """Share of the requests that met every SLO, predicted and measured."""
     refused: tuple[int, int]
-    """Requests that the router turned away, predicted and measured."""
+    """Requests that the router rejected, predicted and measured."""
     late_ms: float
-    """p99 of the client's event loop."""
+    """p99 of the client's event-loop lag."""
 
 
 def compare(
@@ -63,7 +63,7 @@ def compare(
     measured: Sequence[RequestRecord],
     late_s: float,
 ) -> Comparison:
-    """Both by the load generator's own arithmetic, over the same requests."""
+    """Compute both by the load generator's own arithmetic, over the same requests."""
     said, seen = (summarise(records, load.window, slo, ()) for records in (predicted, measured))
     figures = [Figure(name, _of(said, name), _of(seen, name), LATENCY_AIM) for name in _LATENCIES]
     goodput = Figure("goodput/s", said.goodput_per_s, seen.goodput_per_s, GOODPUT_AIM)
@@ -79,7 +79,7 @@ def compare(
 
 
 _LATENCIES = ("TTFT p50", "TTFT p95", "TPOT p50", "TPOT p95")
-"""All in milliseconds."""
+"""Latencies, all in milliseconds."""
 
 
 def _of(summary: Summary, name: str) -> float:

@@ -14,14 +14,14 @@ from loadtest.generator.workload.traffic import DrawnLengths, planned
 from planning.common.traces import TracedRequest
 
 _ARRIVALS = 7
-"""What is drawn from a seed beside the lengths."""
+"""Stream of random numbers for arrivals, separate from that of lengths."""
 _WARM_UP = 0.1
 """Share of a load's time whose requests do not count: the cluster is still filling."""
 
 
 @dataclass(frozen=True, slots=True)
 class OfferedLoad:
-    """So many requests a second for a while."""
+    """A constant request rate for a while."""
 
     rate: float
     seconds: float
@@ -32,18 +32,18 @@ class OfferedLoad:
 
     @property
     def window(self) -> Window:
-        """Requests that are due in it count."""
+        """Return the window of counted requests, by their due times."""
         return Window(_WARM_UP * self.seconds, self.seconds)
 
     def planned(self, run: int = 0) -> list[PlannedRequest]:
-        """As they are sent; another ``run`` has other prompts of the same lengths."""
+        """Return the requests to send; another ``run`` has other prompts of the same lengths."""
         generator = np.random.default_rng((self.seed, _ARRIVALS))
         times = ArrivalProcess(self.kind, self.rate).times(self.seconds, generator)
         source = DrawnLengths(self.inputs, self.outputs, "tokens", seed=self.seed, run=run)
         return list(planned(source, tuple(times.tolist())))
 
     def traced(self) -> list[TracedRequest]:
-        """As they are simulated: no two of them begin alike."""
+        """Return the requests to simulate: no two of them begin equally."""
         return [
             TracedRequest(request.due_s, request.input_tokens, request.output_tokens)
             for request in self.planned()

@@ -1,4 +1,4 @@
-"""What the simulator says of a load, in the words of the load generator. Pure."""
+"""The simulator's prediction of a load, as the load generator's records. Pure."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _TRIAL_CALL_S = 1e-3
 def predicted(
     loads: Sequence[tuple[float, OfferedLoad]], shape: ClusterShape, config: Config
 ) -> list[list[RequestRecord]]:
-    """Records of each load's requests, in their order, in seconds from that load's beginning.
+    """Return records of each load's requests in order, in seconds from that load's beginning.
 
-    ``loads`` with the second at which each begins, in order: one cluster serves one after another,
-    as a live one does, because its router and workers learn from what they served before.
+    ``loads`` has the second at which each begins, in order: one cluster serves one after another,
+    as a live one does, because its router and workers learn from earlier requests.
     """
     requests = [
         replace(request, arrival_s=begin_s + request.arrival_s)
@@ -42,9 +42,10 @@ def predicted(
 def with_call_time(
     shape: ClusterShape, config: Config, probe: OfferedLoad, measured: Sequence[RequestRecord]
 ) -> ClusterShape:
-    """The shape with that time of a message at which the median TTFT of ``probe`` is as measured.
+    """Return the shape with the message time at which the median TTFT of ``probe`` is as measured.
 
-    The probe is to be so light that no request meets another: then all but messages is computing.
+    The probe must be so light that requests do not overlap: then everything except messages is
+    computing.
     """
     none, trial = (
         _median_ttft(predicted([(0.0, probe)], _with_call(shape, call_s), config)[0])
@@ -67,7 +68,7 @@ def _median_ttft(records: Sequence[RequestRecord]) -> float:
 
 
 def record_of(result: RequestResult, begin_s: float) -> RequestRecord:
-    """A simulated request as the load generator would have seen it, from ``begin_s`` on."""
+    """Return a simulated request as the load generator would record it, from ``begin_s`` on."""
     return RequestRecord(
         number=result.number,
         due_s=result.arrival_s - begin_s,

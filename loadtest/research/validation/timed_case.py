@@ -1,4 +1,4 @@
-"""What is validated with timed workers: their costs, and how the simulator is told of them."""
+"""The validation with timed workers: their costs, and the simulator's settings for them."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from planning.simulator.costs.worker_profile import WorkerProfile
 from worker.costs.step_costs import StepCosts
 
 COSTS = StepCosts(prefill=(15.0, 0.4, 0.00002), step=(30.0, 1.5, 0.002))
-"""A GPU's pattern, slowed so that two cores carry eight workers: a prompt token costs much less
-than a step, and a step little more for another sequence."""
+"""Costs with a GPU's pattern, slowed so that two cores carry eight workers: a prompt token costs
+much less than a step, and another sequence adds little to a step."""
 SLOS = {"slo_ttft_s": 1.0, "slo_tpot_s": 0.075}
 INPUTS, OUTPUTS = Lengths.parse("lognormal:450,0.7,3000"), Lengths.parse("lognormal:60,0.6,300")
 PROBE = OfferedLoad(1.0, 8.0, Lengths.parse("400"), Lengths.parse("12"), "constant")
 _WIRE_BYTES_PER_S = 1e9
-"""Of shared memory here; the timed engine's KV is too small for it to count."""
+"""Bandwidth of shared memory; the timed engine's KV is too small for it to matter."""
 
 
 def settings_of(prefill: int, decode: int) -> TimedSettings:
-    """A cluster of so many workers."""
+    """Return the settings of a cluster with these workers."""
     return TimedSettings(prefill, decode, COSTS, config=SLOS)
 
 
 def live_cluster(cluster: TimedCluster) -> LiveCluster:
-    """A timed cluster that is ready."""
+    """Return the live cluster of a ready timed cluster."""
     url = f"http://{cluster.router.http}"
     return LiveCluster(url, SERVED_NAME, shape_of(cluster.settings), cluster.config)
 
 
 def shape_of(settings: TimedSettings) -> ClusterShape:
-    """The cluster as the simulator takes it."""
+    """Return the cluster for the simulator."""
     profile = WorkerProfile(
         name="timed",
         costs=FittedCosts(settings.costs),

@@ -28,7 +28,7 @@ from loadtest.research.validation.timed_case import COSTS
 from worker.costs.step_costs import Coefficients, StepCosts
 
 KV_POOL_MIB = 8
-"""16384 blocks of 16 tokens."""
+"""KV pool size in MiB: 16384 blocks of 16 tokens."""
 _CHUNK_TOKENS = 512
 
 
@@ -42,13 +42,13 @@ def main() -> None:
 
 
 def configuration(given: argparse.Namespace, model: Path) -> Config:
-    """Of the cluster. Raises as ``baton.config.cluster.load_config``."""
+    """Return the cluster's configuration. Raises as ``baton.config.cluster.load_config`` does."""
     pools = tuple(
         PoolConfig(
             name=role,
             role=role,
             count=count,
-            # With a number of threads of their own, workers share no cores step by step.
+            # Workers with a fixed number of threads do not share cores step by step.
             threads=1,
             max_sequences=given.max_sequences,
             chunk_tokens=_CHUNK_TOKENS,
@@ -68,11 +68,11 @@ def configuration(given: argparse.Namespace, model: Path) -> Config:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Return the parser of the command line."""
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--prefill", type=int, default=1, help="workers that begin in that role")
+    options.add_argument("--prefill", type=int, default=1, help="initial workers of that role")
     options.add_argument("--decode", type=int, default=1, help="likewise")
     options.add_argument("--http", help="host:port of the HTTP front; port 0 takes a free one")
     options.add_argument("--grpc", help="the same of the gRPC front")

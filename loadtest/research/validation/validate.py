@@ -21,9 +21,10 @@ from planning.simulator.cluster_shape import ClusterShape
 async def measured(
     load: OfferedLoad, url: str, model: str, *, run: int = 0
 ) -> tuple[list[RequestRecord], float]:
-    """A record of each request, in their order, and how late the client's event loop was, at p99
+    """Return a record of each request in order, and the p99 of the client's event-loop lag in
+    seconds.
 
-    in seconds. Another ``run`` has prompts that no cache knows from one before.
+    Each ``run`` has new prompts, so that none is cached.
     """
     target = OpenAiTarget(url, "completions", AskOptions(model))
     driver = LoadDriver(target)
@@ -41,34 +42,33 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class LiveCluster:
-    """One that serves, and what the simulator is told of it."""
+    """A running cluster, and the simulator's settings for it."""
 
     url: str
     model: str
-    """Its name in the API."""
+    """Name of the model in the API."""
     shape: ClusterShape
     config: Config
-    """That it was started with; its SLOs are those of the goodput."""
+    """Configuration of the cluster; the goodput uses its SLOs."""
     knows_calls: bool = False
-    """Whether its profiles have the time of a message, as those of `baton calibrate` have."""
+    """Whether its profiles have the time of a message, like those of `baton calibrate`."""
 
     @property
     def name(self) -> str:
-        """``2P2D``"""
+        """Return a name such as ``2P2D``."""
         return f"{self.shape.prefill}P{self.shape.decode}D"
 
 
 async def validate(
     live: LiveCluster, probe: OfferedLoad, loads: Sequence[OfferedLoad], say: Say
 ) -> list[Comparison]:
-    """The probe, then one load after another; a comparison of each load.
+    """Run the probe, then one load after another; returns a comparison of each load.
 
-    ``probe``: requests that do not meet. Where nobody knows yet how long a message takes here they
-    are sent twice, and tell it; that is all that is taken from what is measured. Prompts are new
-    each time.
+    ``probe`` has requests that do not overlap. If the time of a message is unknown, they are sent
+    twice and give it. The prediction uses no other measurement. Prompts are new each time.
     """
     began = time.monotonic()
-    # The first requests pay for first uses.
+    # The first requests include one-time costs.
     await measured(probe, live.url, live.model, run=1)
     shape = live.shape
     if not live.knows_calls:

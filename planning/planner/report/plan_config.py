@@ -25,23 +25,23 @@ _SIMULATED = (
     "max_waiting_requests",
     "request_deadline_s",
 )
-"""Fields that the plan was found with. Whatever else an operator has set is not repeated: it may be
-a secret."""
+"""Fields that were inputs of the plan. Other fields of the operator are not repeated, since they
+may be secret."""
 
 
 _YAML = (".yaml", ".yml")
 
 
 def plan_file(path: Path, plan: Plan, config: Config, about: str) -> str:
-    """What belongs into a file of that name: values where it ends in .yaml or .yml, else TOML."""
+    """Return the content for a file of that name: values if it ends in .yaml or .yml, else TOML."""
     write = plan_values if path.suffix in _YAML else plan_toml
     return write(plan, config, about)
 
 
 def plan_values(plan: Plan, config: Config, about: str) -> str:
-    """YAML for `helm install --values` of deploy/helm/baton: a whole cluster in a pod.
+    """Return YAML for `helm install --values` of deploy/helm/baton: a whole cluster in a pod.
 
-    ``config`` and ``about`` as in ``plan_toml``.
+    ``config`` and ``about`` are those of ``plan_toml``.
     """
     text = plan_toml(plan, config, about)
     values: dict[str, Any] = {"config": tomllib.loads(text)}
@@ -51,24 +51,24 @@ def plan_values(plan: Plan, config: Config, about: str) -> str:
     if gpus:
         values["resources"] = {"limits": {"nvidia.com/gpu": gpus}}
     lines = [
-        "# Written by `baton plan`; `helm install --values` takes it for deploy/helm/baton,",
-        "# with the model named by --set config.model=….",
+        "# Written by `baton plan`, for `helm install --values` of deploy/helm/baton,",
+        "# with the model given by --set config.model=….",
         *(line for line in text.splitlines()[1:] if line.startswith("#")),
-        # JSON is YAML.
+        # JSON is valid YAML.
         json.dumps(values, indent=2, ensure_ascii=False),
     ]
     return "\n".join(lines) + "\n"
 
 
 def plan_toml(plan: Plan, config: Config, about: str) -> str:
-    """TOML. ``config`` is the one that was simulated; ``about``, a line, says what was asked."""
+    """Return TOML. ``config`` is the simulated one; ``about`` describes the request in a line."""
     chosen = plan.chosen
     over_all = chosen.whole or chosen.peak
     lines = [
-        "# Written by `baton plan`; `baton serve --config` takes it, and the model beside it.",
+        "# Written by `baton plan`, for `baton serve --config` with the model as its argument.",
         f"# {about}",
-        f"# {plan.target:.0%} were to meet the SLOs; simulated: {over_all.attainment:.1%}, and"
-        f" {chosen.peak.attainment:.1%} in the busiest part.",
+        f"# Target: {plan.target:.0%} meet the SLOs; simulated: {over_all.attainment:.1%}, and "
+        f"{chosen.peak.attainment:.1%} in the busiest part.",
         "",
         *(f"{name} = {_value(getattr(config, name))}" for name in _SIMULATED),
         f"# Needs {chosen.kind.transport.needs}.",
@@ -91,12 +91,15 @@ def _pool(role: str, kind: WorkerKind, count: int) -> Iterator[str]:
     yield from ("", "[[pools]]", f"name = {_value(role)}", f"role = {_value(role)}")
     yield f"count = {count}"
     if kind.gpus > 1:
-        yield "# Of several GPUs workers were never run, only of several processes on CPUs."
+        yield (
+            "# Workers with several GPUs have never run, only workers with several processes on "
+            "CPUs."
+        )
         yield f"tp = {kind.gpus}"
     if kind.gpu in ACCELERATORS:
         yield f"# {kind.name}"
         yield 'device = "cuda"'
-        # Of each rank.
+        # This is the number for each rank.
         yield f"resources = {_value({'GPU': 1})}"
     else:
         yield f"kv_pool_mib = {max(1, round(profile.kv_tokens * profile.kv_token_bytes / MIB))}"
@@ -105,7 +108,7 @@ def _pool(role: str, kind: WorkerKind, count: int) -> Iterator[str]:
 
 
 def _value(value: Any) -> str:
-    """As TOML writes it: strings and lists as JSON does."""
+    """Format a value for TOML, where strings and lists have JSON's form."""
     if isinstance(value, Mapping):
         parts = ", ".join(f"{name} = {_value(one)}" for name, one in value.items())
         return f"{{ {parts} }}"

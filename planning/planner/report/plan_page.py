@@ -1,4 +1,4 @@
-"""A plan as one page of HTML that needs nothing else: the table, and plots as SVG."""
+"""A plan as one self-contained HTML page: the table, and plots as SVG."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _TEMPLATE = "plan_page.html"
 
 
 def write_page(path: Path, report: PlanReport) -> None:
-    """Raises ConfigError where it cannot be written."""
+    """Write the page. Raises ConfigError if that fails."""
     write_json(path, page(report))
 
 
 def page(report: PlanReport) -> str:
-    """The whole page."""
+    """Return the whole page."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("planning.planner.report", "."),
         autoescape=True,
@@ -38,7 +38,7 @@ def page(report: PlanReport) -> str:
 
 
 def _frontier(report: PlanReport) -> str:
-    """What each cluster costs and attains; who is on the line is beaten by nobody."""
+    """Plot price and attainment of each cluster; no other cluster beats those on the line."""
     plan = report.plan
     best = plan.frontier()
     lines = {
@@ -60,7 +60,7 @@ def _frontier(report: PlanReport) -> str:
 
 
 def _searched(report: PlanReport) -> str:
-    """The counts that were tried of the plan's kind of workers, at the peak."""
+    """Plot the simulated counts of the plan's kind of workers, at the peak."""
     chosen = report.plan.chosen.kind
     tried = [
         one
@@ -100,7 +100,7 @@ def _sides(trials: list[Trial], target: float) -> dict[str, list[Trial]]:
 
 
 def _yield(report: PlanReport) -> str:
-    """Goodput of a GPU by the share of GPUs that compute prompts."""
+    """Plot goodput per GPU against the share of GPUs that compute prompts."""
     kind = report.plan.chosen.kind
     alike = sorted(
         (
@@ -112,13 +112,13 @@ def _yield(report: PlanReport) -> str:
     )
     return draw_lines(
         {
-            "as many GPUs as the plan": Line(
+            "same number of GPUs as the plan": Line(
                 [_prefill_share(one) for one in alike],
                 [one.goodput_per_gpu for one in alike],
                 marked=True,
             )
         },
-        title="Goodput against the ratio, the plan and common wisdom",
+        title="Goodput against the ratio, for the plan and rules of thumb",
         x="share of GPUs that compute prompts",
         y="good requests/s and GPU",
     )

@@ -1,4 +1,4 @@
-"""A plan in words, in a table and as JSON."""
+"""A plan as text, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """All of one command."""
+    """All results of one command."""
 
     plan: Plan
     asked: str
-    """In words: traces, SLOs, budget."""
+    """Description of the request: traces, SLOs, budget."""
     prices: Mapping[str, float]
-    """Dollars per GPU and hour, of those that were asked for."""
+    """Dollars per GPU and hour, of the requested GPUs."""
     trials: Sequence[Trial]
     simulations: int
     requests: int
-    """Simulated in all."""
+    """Simulated requests in total."""
     wall_s: float
     machine: Machine
     median_input: float
@@ -40,7 +40,7 @@ class PlanReport:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def lines(self) -> Iterator[str]:
-        """What stands below the table."""
+        """Yield the lines below the table."""
         plan, chosen = self.plan, self.plan.chosen
         counted = f"{chosen.counts.prefill} prefill + {chosen.counts.decode} decode workers"
         bought = (
@@ -53,10 +53,10 @@ class PlanReport:
             yield f"What limits it: {plan.limits}."
         if chosen.whole is not None and chosen.whole != chosen.peak:
             yield (
-                f"Over all of the trace: {chosen.whole.attainment:.1%} meet every SLO, goodput"
-                f" {chosen.whole.goodput_per_s:.2f}/s,"
-                f" ${_dollars(chosen.price_of_all(chosen.whole))} for a million tokens. The table"
-                " is of its busiest part."
+                f"Over the whole trace: {chosen.whole.attainment:.1%} meet every SLO, goodput "
+                f"{chosen.whole.goodput_per_s:.2f}/s, "
+                f"${_dollars(chosen.price_of_all(chosen.whole))} per million tokens. The table is "
+                "of its busiest part."
             )
         yield f"At twice the peak's rate: {_rushed(plan.twice, chosen.peak)}."
         if plan.sizes is not None:
@@ -70,7 +70,7 @@ class PlanReport:
         )
 
     def fields(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields for JSON."""
         return {
             "settings": dict(self.settings),
             "asked": self.asked,
@@ -94,7 +94,7 @@ class PlanReport:
 
 
 def cluster_fields(cluster: PlannedCluster) -> dict[str, Any]:
-    """Of one line of the table."""
+    """Return the fields of one row of the table."""
     kind = cluster.kind
     return {
         "name": cluster.name,
@@ -121,7 +121,7 @@ def cluster_fields(cluster: PlannedCluster) -> dict[str, Any]:
 
 
 def size_fields(sizes: SizeSearch) -> dict[str, Any]:
-    """Of the search for the batch."""
+    """Return the fields of the search for the batch size."""
     return {
         "pairs": sizes.tried,
         **{
@@ -137,7 +137,7 @@ def size_fields(sizes: SizeSearch) -> dict[str, Any]:
 
 
 def trial_fields(trial: Trial) -> dict[str, Any]:
-    """Of one simulation."""
+    """Return the fields of one simulation."""
     return {
         "kind": trial.kind.name,
         "prefill": trial.counts.prefill,
@@ -155,14 +155,14 @@ def _figure_fields(figures: Figures) -> dict[str, Any]:
 def _size_lines(sizes: SizeSearch) -> Iterator[str]:
     best, own = sizes.best, sizes.own
     if best.figures is None:
-        yield f"Batch: none of {sizes.tried} pairs keeps the p99 of the SLOs, at no tried rate."
+        yield f"Batch: none of {sizes.tried} pairs meets the p99 of the SLOs at any tried rate."
         return
     yield (
-        f"Batch: {_sized(best)} {best.rate:.2f} times the peak's rate within the p99 of the SLOs,"
-        f" {best.figures.goodput_per_s:.2f} requests/s; the most of {sizes.tried} pairs."
+        f"Batch: {_sized(best)} {best.rate:.2f} times the peak's rate within the p99 of the SLOs, "
+        f"{best.figures.goodput_per_s:.2f} requests/s; the highest of {sizes.tried} pairs."
     )
     if own is not best:
-        much = f"serve {own.rate:.2f} times" if own.figures else "do not keep the p99"
+        much = f"serve {own.rate:.2f} times" if own.figures else "do not meet the p99"
         yield f"The profile's, {own.size.max_sequences} and {own.size.chunk_tokens}, {much}."
 
 
@@ -175,13 +175,13 @@ def _rushed(twice: Figures, peak: Figures) -> str:
     return (
         f"of {twice.offered_per_s:.2f} requests/s {twice.attainment:.1%} meet every SLO,"
         f" {twice.shed / twice.requests:.1%} are shed and {twice.failed / twice.requests:.1%} fail;"
-        f" goodput {twice.goodput_per_s:.2f}/s, after {peak.goodput_per_s:.2f}/s of"
+        f" goodput {twice.goodput_per_s:.2f}/s, compared with {peak.goodput_per_s:.2f}/s of"
         f" {peak.offered_per_s:.2f}; TTFT p95 {_seconds(twice.ttft_p95_s)} s"
     )
 
 
 def cells(cluster: PlannedCluster) -> list[str]:
-    """One line of the table, as ``COLUMNS`` has it."""
+    """Return the cells of one row, in the order of ``COLUMNS``."""
     kind, peak = cluster.kind, cluster.peak
     degrees = [str(kind.decode.gpus)]
     if cluster.counts.prefill and kind.prefill.gpus != kind.decode.gpus:
@@ -205,7 +205,7 @@ def cells(cluster: PlannedCluster) -> list[str]:
 
 
 def table(plan: Plan) -> Table:
-    """The plan, and what stands beside it."""
+    """Return the table of the plan and its alternatives."""
     drawn = whole_table(*COLUMNS, title="")
     for one in plan.clusters:
         drawn.add_row(*cells(one))
@@ -213,7 +213,7 @@ def table(plan: Plan) -> Table:
 
 
 def show(console: Console, report: PlanReport) -> None:
-    """The table, and the lines below it."""
+    """Print the table, and the lines below it."""
     print_whole(console, table(report.plan))
     for line in report.lines():
         console.print(line, markup=False, highlight=False, soft_wrap=True)

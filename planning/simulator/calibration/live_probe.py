@@ -1,4 +1,4 @@
-"""Times a live cluster with requests of its own, for `baton calibrate`."""
+"""Times a live cluster with test requests, for `baton calibrate`."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from planning.simulator.calibration.probe_requests import MARGIN_TOKENS, ProbeRe
 from worker.cores.core_sharing import PATIENCE_S
 
 _SHARING_BATCHES = ((1, 64), (4, 64))
-"""Answers side by side, and the tokens of each one's prompt."""
+"""Concurrent answers, and the tokens of each one's prompt."""
 _PROMPT_S = 0.5
-"""What a prompt beside them takes at most: longer than ``PATIENCE_S``, where one does."""
+"""Maximum time of a prompt during answers, in seconds; longer than ``PATIENCE_S`` if possible."""
 _SHARING_RUNS = 6
 _BEGIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A prompt beside answers. Seconds of the monotonic clock."""
+    """The computation of a prompt during answers. Times are in seconds of the monotonic clock."""
 
     begun: float
     first_token: float
@@ -42,7 +42,7 @@ class Window:
 async def timed_sharing(
     requests: ProbeRequests, first_s: Mapping[int, float]
 ) -> tuple[TimedSharing, ...]:
-    """Of some batches. ``first_s``: what prompts took alone, by their tokens."""
+    """Time some batches. ``first_s``: times of prompts alone, by their tokens."""
     least = min(first_s.values())
     prompt = max(n for n, took_s in first_s.items() if took_s <= max(least, _PROMPT_S))
     return tuple(
@@ -57,9 +57,9 @@ async def timed_sharing(
 async def _timed(
     requests: ProbeRequests, batch: int, tokens: int, prompt: int, alone_s: float
 ) -> TimedSharing:
-    """Prompts of ``prompt`` tokens, one after another, with as long a pause behind each.
+    """Send prompts of ``prompt`` tokens, each followed by a pause of the same length.
 
-    So the answers attend to as much beside them as without them.
+    So answers attend to equally many tokens with and without prompts.
     """
     limits = requests.limits
     most = min(limits.context_tokens, limits.kv_tokens // batch) - tokens - MARGIN_TOKENS
@@ -95,7 +95,7 @@ def _raise_what_failed(answers: Sequence[asyncio.Task[None]]) -> None:
 def timed_between(
     every: Sequence[Sequence[float]], windows: Sequence[Window], alone_s: float
 ) -> TimedSharing:
-    """From when the tokens of each answer came, and when prompts were computed."""
+    """Compute the sharing from the times of tokens and of prompts."""
     alone: list[float] = []
     short: list[float] = []
     long: list[float] = []
@@ -109,7 +109,7 @@ def timed_between(
             is_short = begun < window.begun + PATIENCE_S
             (short if is_short else long).append(ended - begun)
     if not alone or not short:
-        # A step is longer than a prompt: nothing was learned.
+        # A step is longer than a prompt, so the measurement gives no result.
         return TimedSharing(1.0, 1.0, 1.0, alone_s, alone_s)
     return TimedSharing(
         alone_gap_s=statistics.fmean(alone),
@@ -127,34 +127,34 @@ def _gaps(every: Sequence[Sequence[float]]) -> Iterator[tuple[float, float]]:
 
 _PROMPTS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _LONGEST_PROMPT_S = 1.5
-"""No longer one is sent after one that took so long."""
+"""No longer prompt is sent after one that took this long, in seconds."""
 _BATCHES = ((1, 32), (1, 1024), (2, 64), (4, 64), (4, 512), (8, 64), (8, 256), (16, 64))
-"""Answers side by side, and the tokens of each one's prompt."""
+"""Concurrent answers, and the tokens of each one's prompt."""
 _ANSWER_TOKENS = 40
 _RUNS = 3
-"""Of each prompt; the median counts."""
+"""Runs of each prompt; the median counts."""
 
 
 class LiveProbe:
-    """Owned by one event loop. Raises BatonError where a request fails."""
+    """Measures one cluster. Owned by one event loop. Raises BatonError if a request fails."""
 
     def __init__(self, requests: ProbeRequests) -> None:
         self._requests = requests
 
     async def warm_up(self) -> None:
-        """First requests pay for first uses."""
+        """Send the first requests, which include one-time costs."""
         for _ in range(_RUNS):
             await self._requests.times(32, 4)
 
     async def run(self) -> LiveTimings:
-        """All timings; a minute or so on a small machine."""
+        """Measure all timings, which takes about a minute on a small machine."""
         prompts, handoffs = await self._prompts()
         first_s = {prompt.tokens: prompt.first_token_s for prompt in prompts}
         batches: list[TimedBatch] = []
         for batch, tokens in _BATCHES:
             prompt_s = first_s.get(tokens, max(first_s.values()))
             gap_s = batches[0].gap_s if batches else prompt_s
-            # Whoever begins first is to decode still when the last one begins.
+            # The first answer must still be decoding when the last one begins.
             answer = _ANSWER_TOKENS + math.ceil((batch - 1) * prompt_s / gap_s)
             if self._requests.limits.fit(batch, tokens + answer):
                 batches.append(await self._batch(batch, tokens, answer))
@@ -162,7 +162,7 @@ class LiveProbe:
         return LiveTimings(tuple(prompts), tuple(batches), tuple(handoffs), sharing)
 
     async def _prompts(self) -> tuple[list[TimedPrompt], list[TimedHandoff]]:
-        """Prompts alone, and the handoffs behind them."""
+        """Time prompts alone, and the handoffs after them."""
         limits, prompts, handoffs = self._requests.limits, [], []
         for tokens in _PROMPTS:
             if not limits.fit(1, tokens):
@@ -178,7 +178,7 @@ class LiveProbe:
         return prompts, handoffs
 
     async def _batch(self, batch: int, tokens: int, answer: int) -> TimedBatch:
-        """Of the time in which all decode: behind the last first token, before the first end."""
+        """Time a batch while all decode: after the last first token, before the first end."""
         began = time.monotonic()
         times = self._requests.times
         every = await asyncio.gather(*(times(tokens, answer, began) for _ in range(batch)))
@@ -186,11 +186,11 @@ class LiveProbe:
         inner = [[at for at in times if first <= at <= last] for times in every]
         gaps = [gap for times in inner for gap in np.diff(times).tolist()]
         if not gaps:
-            # They hardly met: each took its turn.
+            # The answers hardly overlapped: they ran in turns.
             gaps = [gap for times in every for gap in np.diff(times[1:]).tolist()]
         half_way = (first + last) / 2
         held = sum(tokens + sum(at <= half_way for at in times) for times in every)
-        # The mean: with drafts, and where the reader is late, several tokens come at once.
+        # The mean counts, since with drafts, or a late reader, several tokens arrive at once.
         return TimedBatch(batch, held, statistics.fmean(gaps))
 
 

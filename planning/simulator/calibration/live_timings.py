@@ -1,4 +1,4 @@
-"""From what a client has timed at a live cluster to the costs of its workers. No clock, no I/O."""
+"""Computes the costs of a live cluster's workers from a client's timings. No clock, no I/O."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from worker.costs.step_costs import StepCosts, fit
 _MIN_MS = 1e-3
 _MIN_CALL_S = 0.0005
 _SHORT_PROMPTS = 4
-"""Whose times tell that of a message: it is little beside those of longer ones."""
+"""Number of short prompts that give the time of a message, which is small compared with long
+prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedPrompt:
-    """A prompt alone, of which nothing was cached."""
+    """A prompt alone, without cached tokens."""
 
     tokens: int
     first_token_s: float
-    """From sending to the first token, of an answer of one token."""
+    """Time from sending to the first token, of an answer of one token."""
     reserved_first_s: float
-    """The same of a longer answer, for which room is reserved first: a message there and back."""
+    """The same for a longer answer. It includes a round trip that reserves blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedBatch:
-    """Answers side by side, while all of them were decoding."""
+    """Concurrent answers, while all of them were decoding."""
 
     batch: int
     context_tokens: float
-    """That all of them attended to, on average over the steps."""
+    """Tokens that all of them attended to, on average over the steps."""
     gap_s: float
-    """Between tokens, the mean."""
+    """Mean gap between tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +55,20 @@ class TimedSharing:
     """Prompts and answers computed at the same time; means."""
 
     alone_gap_s: float
-    """Between tokens while no prompt was computed."""
+    """Gap between tokens while no prompt was computed."""
     beside_gap_s: float
-    """While one was, for the first ``worker.cores.core_sharing.PATIENCE_S``."""
+    """Gap during a prompt, for the first ``worker.cores.core_sharing.PATIENCE_S``."""
     beside_long_gap_s: float
-    """While one was, behind that."""
+    """Gap during a prompt, after that."""
     alone_first_s: float
-    """From sending a prompt to its first token while nobody decoded."""
+    """Time from sending a prompt to its first token without decoding sequences."""
     beside_first_s: float
-    """While others did."""
+    """The same with decoding sequences."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveTimings:
-    """All that was timed."""
+    """All timings."""
 
     prompts: tuple[TimedPrompt, ...]
     batches: tuple[TimedBatch, ...]
@@ -77,27 +78,27 @@ class LiveTimings:
 
 @dataclass(frozen=True, slots=True)
 class LiveCosts:
-    """What fits them best."""
+    """The costs with the best fit."""
 
     costs: StepCosts
     handoff_s: float
-    """Of a handoff without bytes."""
+    """Time of a handoff without bytes."""
     wire_bytes_per_s: float
     call_s: float
-    """A message, one way."""
+    """Time of a message, one way."""
     sharing: Sharing
 
 
 def live_costs(timings: LiveTimings, limits: SchedulerLimits) -> LiveCosts:
-    """The costs that explain the timings, of workers whose chunks have these limits.
+    """Return the costs that explain the timings, for workers whose chunks have these limits.
 
-    Least squares of relative errors, as workers fit their own steps; a handoff is a line in its
-    bytes, by least squares.
+    The fit minimizes squared relative errors, as workers do for their own steps. A handoff is a
+    line in its bytes, fitted by least squares.
     """
     call_s = _call_s(timings.prompts)
     points, prompt_ms = [], []
     for prompt in timings.prompts:
-        # Each chunk is a step: the mean one's time is a + b*n + c*n*context of its share.
+        # Each chunk is a step: the mean time is a + b*n + c*n*context of its share.
         chunks, tokens = _chunks(prompt.tokens, limits), prompt.tokens
         points.append((tokens / chunks, tokens * tokens / 2 / chunks))
         prompt_ms.append(max(_MIN_MS, (prompt.first_token_s - 2 * call_s) * 1e3 / chunks))
@@ -116,14 +117,15 @@ def live_costs(timings: LiveTimings, limits: SchedulerLimits) -> LiveCosts:
 
 
 def _call_s(prompts: Sequence[TimedPrompt]) -> float:
-    """A message, by what one there and back adds to the first token of short prompts."""
+    """Return the time of a message, from the first token's delay by a round trip in short
+    prompts."""
     shortest = sorted(prompts, key=lambda prompt: prompt.tokens)[:_SHORT_PROMPTS]
     added = [prompt.reserved_first_s - prompt.first_token_s for prompt in shortest]
     return max(_MIN_CALL_S, statistics.median(added) / 2)
 
 
 def _chunks(tokens: int, limits: SchedulerLimits) -> int:
-    """The steps of a prompt alone."""
+    """Return the steps of a prompt alone."""
     start = count = 0
     while start < tokens:
         start += limits.max_tokens(start)
@@ -132,7 +134,7 @@ def _chunks(tokens: int, limits: SchedulerLimits) -> int:
 
 
 def _sharing(timed: Sequence[TimedSharing], call_s: float) -> Sharing:
-    """The mean of what was timed. Between workers of one role nothing was: taken as large."""
+    """Return the mean of the timings. Workers of one role were not timed; the same is assumed."""
     if not timed:
         return ALONE
     decode, long, prefill = (
@@ -150,7 +152,10 @@ def _sharing(timed: Sequence[TimedSharing], call_s: float) -> Sharing:
 
 
 def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Intercept and slope; the one not negative, the other positive: at most 100 GB/s."""
+    """Return intercept and slope.
+
+    The intercept is not negative, the slope positive: at most 100 GB/s.
+    """
     least = 1e-11
     if len(set(x)) > 1:
         slope, intercept = np.polyfit(x, y, 1).tolist()

@@ -1,4 +1,4 @@
-"""Requests that time a cluster. Prompts are drawn at random, so that none is cached."""
+"""Requests that time a cluster. Prompts are random, so that none is cached."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from baton.errors import DeadlineExceeded, Unavailable
 
 _REQUEST_S = 120.0
 _GRACE_S = 5.0
-"""After a request's deadline, for the router's own error."""
+"""Time after a request's deadline for the router's own error, in seconds."""
 MARGIN_TOKENS = 64
-"""Of the context, that is left for an answer."""
+"""Part of the context that is left for an answer, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How far a cluster can be asked."""
+    """Limits of a cluster."""
 
     vocabulary: int
-    """Token ids below it may be sent."""
+    """Upper bound of token ids."""
     context_tokens: int
-    """Of a sequence."""
+    """Context of a sequence, in tokens."""
     sequences: int
-    """In a decode worker's step."""
+    """Sequences in a decode worker's step."""
     kv_tokens: int
-    """That a decode worker's pool holds."""
+    """Tokens in a decode worker's pool."""
     kv_token_bytes: float
 
     def fit(self, batch: int, tokens: int) -> bool:
-        """Whether ``batch`` sequences of so many tokens can decode side by side."""
+        """Whether ``batch`` sequences of ``tokens`` tokens can decode at the same time."""
         each = tokens + MARGIN_TOKENS
         return (
             batch <= self.sequences
@@ -46,7 +46,7 @@ class Limits:
 
 
 class ProbeRequests:
-    """Owned by one event loop. Raises BatonError where a request fails."""
+    """Sends test requests. Owned by one event loop. Raises BatonError if a request fails."""
 
     def __init__(self, client: httpx.AsyncClient, model: str, limits: Limits, seed: int) -> None:
         """``client`` is one of ``baton.client.http_api.open_async_api``; ``model`` is the served
@@ -57,16 +57,17 @@ class ProbeRequests:
         self._generator = np.random.default_rng(seed)
 
     async def times(self, tokens: int, answer: int, began: float | None = None) -> Sequence[float]:
-        """When each token of an answer came, in seconds since ``began`` or since its sending."""
+        """Return the arrival times of an answer's tokens, in seconds since ``began`` or the
+        sending."""
         began = time.monotonic() if began is None else began
         times: list[float] = []
         await self.listen(tokens, answer, times)
         if len(times) < answer:
-            raise Unavailable(f"{len(times)} of {answer} tokens came")
+            raise Unavailable(f"only {len(times)} of {answer} tokens arrived")
         return [at - began for at in times]
 
     async def listen(self, tokens: int, answer: int, times: list[float]) -> None:
-        """Append when each token comes, by the monotonic clock."""
+        """Append the arrival time of each token, by the monotonic clock."""
         prompt = self._generator.integers(3, self.limits.vocabulary, tokens).tolist()
         body = {
             "model": self._model,
@@ -92,5 +93,5 @@ class ProbeRequests:
                             times += [now] * len(choice.get("token_ids") or ())
         except TimeoutError:
             raise DeadlineExceeded(
-                f"an answer of {answer} tokens did not end in {_REQUEST_S:g} s"
+                f"an answer of {answer} tokens did not finish within {_REQUEST_S:g} s"
             ) from None

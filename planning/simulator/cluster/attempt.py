@@ -1,8 +1,8 @@
-"""One try at placing a request: where it goes, and what it holds on its way.
+"""One placement of a request: its workers, and the resources that it holds.
 
-sent → (queued for its target) → reserving → (queued for a place) → computing
-computing ─first token→ sending → committed
-sent ─local→ asking for room → computing ─first token→ decoding where it is
+sent → (queued for its target) → reserving → (queued for a place) → computing computing ─first
+token→ sending → committed sent ─local→ reserving → computing ─first token→ decoding at the same
+worker
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from router.routing.routing_state import Promise
 
 
 class SimulatedAttempt:
-    """Mutable; owned by the simulation."""
+    """One attempt of a request. Mutable; owned by the simulation."""
 
     __slots__ = (
         "arrived_s",
@@ -41,9 +41,9 @@ class SimulatedAttempt:
         promise: Promise,
         deadline: float,
     ) -> None:
-        """``source`` computes the prompt, ``target`` decodes: one and the same where that is
+        """``source`` computes the prompt, ``target`` decodes; with local prefill they are the same.
 
-        local. ``deadline`` is the request's, in virtual time.
+        ``deadline`` is the request's, in virtual time.
         """
         self.request = request
         self.spec = spec
@@ -53,15 +53,15 @@ class SimulatedAttempt:
         self.deadline = deadline
         self.hashes = list(request.hashes)
         self.sequence: SimulatedSequence | None = None
-        """At the source."""
+        """The sequence at the source."""
         self.pinned: list[int] = []
-        """Blocks that the target held already."""
+        """Blocks that the target already had."""
         self.missing: list[int] = []
-        """Blocks that it has promised."""
+        """Blocks that the target has reserved."""
         self.sent_blocks = 0
-        """Of the prompt's, pinned ones included."""
+        """Blocks of the prompt that were sent, pinned ones included."""
         self.arrived_s = 0.0
-        """When the last byte that was sent is in place."""
+        """Time at which the last sent byte arrives."""
         self.ended = False
 
     @property
@@ -76,5 +76,5 @@ class SimulatedAttempt:
 
     @property
     def first_output(self) -> int:
-        """Tokens of the answer that it came with."""
+        """Return the number of answer tokens that it started with."""
         return len(self.spec.token_ids) - self.spec.prompt_length

@@ -1,6 +1,6 @@
-"""What simulated workers share: cores and memory of a host, and the wire. Plain Python, numpy.
+"""Shared resources of simulated workers: cores and memory of a host, and the network.
 
-Owned by the simulation.
+Plain Python, numpy. Owned by the simulation.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Tenant(Protocol):
 
     @property
     def sharing(self) -> Sharing:
-        """What others cost it."""
+        """Return the slowdown by other workers of the host."""
 
     def change_speed(self, speed: float) -> None:
-        """From now on so much engine time passes in a second."""
+        """Change the engine time that passes in a second."""
 
 
 @dataclass(slots=True)
@@ -36,9 +36,9 @@ class _Seen:
     doing: Doing = Doing.NOTHING
     speed: float = 1.0
     prompts_since: float = -math.inf
-    """Since when it has computed prompts without a break."""
+    """Start of its uninterrupted computation of prompts."""
     prompts_until: float = -math.inf
-    """When it last ended to."""
+    """Last end of a computation of prompts."""
 
 
 class Host:
@@ -53,11 +53,11 @@ class Host:
         self._seen: dict[Tenant, _Seen] = {}
 
     def join(self, tenant: Tenant) -> None:
-        """One more worker; it does nothing yet."""
+        """Add a worker, which does nothing yet."""
         self._seen[tenant] = _Seen()
 
     def tell(self, tenant: Tenant, doing: Doing) -> None:
-        """What a worker does from now on: nothing, decoding or prompts."""
+        """Set what a worker does from now on: nothing, decoding or prompts."""
         seen, now = self._seen[tenant], self._events.now
         before = Doing.PROMPTS if seen.doing is Doing.LONG_PROMPTS else seen.doing
         if doing is before:
@@ -89,10 +89,10 @@ class Host:
 
 
 class WorkClock:
-    """Converts virtual time to engine time and back, where the speed of an engine changes.
+    """Converts virtual time to engine time and back, for an engine whose speed changes.
 
-    Engine time is that of an engine with a host of its own: one second of virtual time has as much
-    of it as the engine's speed. While the speed has never changed, both are the same number.
+    Engine time is that of an engine on an otherwise idle host: in a second of virtual time, it
+    advances by the engine's speed. While the speed has never changed, both are equal.
     """
 
     def __init__(self) -> None:
@@ -101,10 +101,10 @@ class WorkClock:
         self._moments = [0.0]
         """Virtual times at which the speed changed, rising."""
         self._engine_times = [0.0]
-        """The engine times then."""
+        """Engine times at these moments."""
 
     def change(self, now: float, speed: float) -> None:
-        """From ``now`` on; no earlier than the change before it."""
+        """Change the speed from ``now`` on; not earlier than the last change."""
         if now > self._moments[-1]:
             engine_time = self.engine_time(now)
             self._moments.append(now)
@@ -112,15 +112,15 @@ class WorkClock:
         self.speed = speed
 
     def engine_time(self, moment: float) -> float:
-        """At a moment behind the last change, if there is no other until then."""
+        """Return the engine time at a moment after the last change, if no other one follows."""
         return self._engine_times[-1] + (moment - self._moments[-1]) * self.speed
 
     def moment(self, engine_time: float) -> float:
-        """The inverse."""
+        """Return the moment of an engine time."""
         return self._moments[-1] + (engine_time - self._engine_times[-1]) / self.speed
 
     def moments(self, engine_times: Floats) -> Floats:
-        """When an engine had come so far, which may lie behind changes. Rising. fp64 [times]."""
+        """Return the moments of rising engine times, at any of the speeds. fp64 [times]."""
         if len(self._moments) == 1 and self.speed == 1.0:
             return engine_times
         first = max(0, bisect_right(self._engine_times, engine_times[0]) - 1)
@@ -134,23 +134,24 @@ class WorkClock:
 
 @dataclass(slots=True)
 class Wire:
-    """One worker's end of the network: it sends one transfer at a time, and receives likewise."""
+    """One worker's network interface: it sends one transfer at a time, and receives one at a
+    time."""
 
     bytes_per_s: float
-    """Each way."""
+    """Bandwidth in each direction."""
     latency_s: float = 0.0
-    """From the last byte's leaving to its being in place."""
+    """Time from sending the last byte to its arrival, in seconds."""
     sends_until: float = 0.0
     receives_until: float = 0.0
     sent_bytes: float = 0.0
     busy_s: float = 0.0
-    """Time in which something left."""
+    """Time in which it was sending, in seconds."""
 
     def send(self, to: Wire, size: float, ready_s: float) -> float:
-        """Send ``size`` bytes that are there at ``ready_s``; returns when the last one is in place.
+        """Send ``size`` bytes that exist at ``ready_s``; returns when the last one arrives.
 
         Transfers are first come, first served at both ends, at the speed of the slower one. Fair
-        sharing would end the last of several at the same time, and the others later.
+        sharing would give the last of several transfers the same end, and the others a later one.
         """
         begins = max(ready_s, self.sends_until, to.receives_until)
         took = size / min(self.bytes_per_s, to.bytes_per_s)

@@ -25,9 +25,9 @@ class LeapingPlanner(StepPlanner):
     def __init__(
         self, scheduler: Scheduler, costs: StepCosts, slo_s: float | None, *, is_cpu: bool
     ) -> None:
-        """``slo_s``: the longest that a step with prompts and sequences that decode may take, in
+        """``slo_s`` is the maximum time of a step with prompts and decoding sequences, in seconds.
 
-        seconds; None sets no bound. ``is_cpu``: see ``StepPlanner``.
+        None sets no bound. ``is_cpu``: see ``StepPlanner``.
         """
         self._leaping_budget = None if slo_s is None else LeapingBudget(costs, slo_s)
         super().__init__(scheduler, self._leaping_budget, is_cpu=is_cpu)
@@ -51,7 +51,7 @@ class LeapingBudget(PrefillBudget):
     """A ``PrefillBudget`` that observes runs."""
 
     def __init__(self, costs: StepCosts, slo_s: float) -> None:
-        """See ``PrefillBudget``."""
+        """Take the arguments of ``PrefillBudget``."""
         super().__init__(costs, slo_s)
         self._leaping_step = LeapingUnitCost(1.0, PRIOR_MS)
         self._step = self._leaping_step
@@ -59,7 +59,10 @@ class LeapingBudget(PrefillBudget):
     def observe_run(
         self, batch: int, context_tokens: int, steps: int, ms: float, growth_ms: float
     ) -> None:
-        """As ``LeapingPlanner.observe_run``. No step of a run is taken for one that was held up."""
+        """Call ``observe`` for a run, as ``LeapingPlanner.observe_run`` does.
+
+        No step of a run counts as delayed.
+        """
         predicted = self._costs.step_ms(batch, context_tokens)
         growth = self._costs.step_ms(batch, context_tokens + batch) - predicted
         self._leaping_step.observe_run(steps, (predicted, growth), (ms, growth_ms))
@@ -96,10 +99,10 @@ class LeapingScheduler(Scheduler):
     """A ``Scheduler`` that also runs many identical steps in one call."""
 
     def identical_steps(self) -> int:
-        """How many identical steps lie ahead; 0 where there is none.
+        """Return the number of identical steps ahead; 0 if there is none.
 
-        So many results may come and so many plans be made, each with the rows that are in flight
-        now, as long as no sequence is added or removed from outside.
+        The scheduler can process this number of results and make this number of plans, each with
+        the rows that are in flight now, while no sequence is added or removed from outside.
         """
         plans, running = self._plans.values(), self.running
         depth, count = len(plans), len(running)
@@ -114,11 +117,11 @@ class LeapingScheduler(Scheduler):
         return bisect_right(range(most + 1), available, key=self._growth) - 1
 
     def leap(self, steps: int, token_of: Callable[[Sequence], int]) -> None:
-        """Take in ``steps`` results and make as many plans; at most ``identical_steps`` of them.
+        """Process ``steps`` results and make ``steps`` plans; at most ``identical_steps``.
 
         Each of a sequence's tokens is ``token_of`` it. The plans in flight stay what they are, but
         their rows begin ``steps`` tokens later. Blocks become full and are allocated in the order
-        of the steps, so that the cache holds and evicts what it would step by step.
+        of the steps, so that the cache has the same content as with single steps.
         """
         running = self.running
         events: list[tuple[int, bool, int]] = []
@@ -141,7 +144,8 @@ class LeapingScheduler(Scheduler):
     def _events(
         self, sequence: Sequence, place: int, steps: int
     ) -> Iterator[tuple[int, bool, int]]:
-        """In which steps a block becomes full (False), and in which one is allocated (True)."""
+        """Yield the steps in which a block becomes full (False), and those in which one is
+        allocated (True)."""
         size = self.limits.block_size
         known = len(sequence.token_ids) - 1
         for step in range(size - known % size, steps + 1, size):
@@ -151,9 +155,9 @@ class LeapingScheduler(Scheduler):
             yield step, True, place
 
     def _is_steady(self, depth: int) -> bool:
-        """Whether each of ``depth`` plans in flight brings all that run their next token.
+        """Whether each of ``depth`` plans in flight gives every running sequence its next token.
 
-        True only where the token's value does not matter.
+        True only if the token's value does not matter.
         """
         limits = self.limits
         if limits.draft_tokens or len(self.running) > limits.chunk_tokens:
@@ -166,7 +170,7 @@ class LeapingScheduler(Scheduler):
         )
 
     def _growth(self, steps: int) -> int:
-        """How many blocks the running sequences are allocated in so many steps."""
+        """Return the number of blocks that running sequences need in ``steps`` steps."""
         size = self.limits.block_size
         return sum(
             max(0, -(-(one.target - 1 + steps) // size) - len(one.block_table))

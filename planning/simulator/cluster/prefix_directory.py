@@ -1,6 +1,6 @@
-"""The prefix index without Redis: who holds which blocks, in the memory of the simulation.
+"""The prefix index without Redis: the workers of each block, in the memory of the simulation.
 
-The same answers as ``baton.store.prefix_index`` gives; a test asks both.
+It gives the same answers as ``baton.store.prefix_index``; a test compares both.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 
 
 class PrefixDirectory:
-    """Block hash → the workers that hold it. Plain Python."""
+    """Maps block hashes to the workers that hold them. Plain Python."""
 
     def __init__(self) -> None:
         self._holders: dict[bytes, set[str]] = {}
 
     def apply(self, worker: str, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """A worker tells what it has stored and dropped."""
+        """Record hashes that a worker has stored and removed."""
         for digest in stored:
             self._holders.setdefault(digest, set()).add(worker)
         for digest in removed:
@@ -25,9 +25,9 @@ class PrefixDirectory:
                 self._holders.pop(digest, None)
 
     def lookup(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """How many leading blocks of ``hashes`` each worker holds; absent means none.
+        """Return how many leading blocks of ``hashes`` each worker holds; absent means none.
 
-        A walk down the blocks while anybody holds all up to there.
+        The walk ends at the first block that no worker holds with all blocks before it.
         """
         held: dict[str, int] = {}
         alive: set[str] = set()

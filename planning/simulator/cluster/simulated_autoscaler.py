@@ -1,4 +1,4 @@
-"""The real autoscaler over simulated workers: their roles follow the traffic in virtual time."""
+"""The real autoscaler with simulated workers: their roles follow the traffic in virtual time."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from planning.simulator.cluster.workers_side import WorkersSide
 
 @dataclass(frozen=True, slots=True)
 class RoleChange:
-    """One that was carried out. Times are seconds of virtual time from the trace's start."""
+    """A completed change of a role. Times are in virtual seconds from the trace's start."""
 
     begun_s: float
     took_s: float
-    """Until it served again."""
+    """Time until the worker served again, in seconds."""
     worker: str
     role: str
-    """That it plays since."""
+    """The worker's new role."""
     why: str
 
 
 HEARD_S = 0.25
-"""Until a router has read in the registry that a worker leaves, or is back, as
-``router.dispatch.dispatcher`` reads it."""
+"""Time until a router has read in the registry that a worker leaves or is back, in seconds, as in
+``router.dispatch.dispatcher``."""
 _POLL_S = 0.02
-"""How often a worker that leaves looks whether it is empty, as ``worker.process`` does."""
+"""Interval in which a leaving worker checks whether it is empty, in seconds, as in
+``worker.process``."""
 
 
 class SimulatedAutoscaler:
-    """Owned by the simulation."""
+    """Runs the autoscaler. Owned by the simulation."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class SimulatedAutoscaler:
         events: EventQueue,
         is_over: Callable[[], bool],
     ) -> None:
-        """It looks until ``is_over``."""
+        """The autoscaler observes the cluster until ``is_over``."""
         self.changes: list[RoleChange] = []
         self._interval_s = config.autoscaler.interval_s
         self._workers = {worker.name: worker for worker in workers}
@@ -69,7 +70,7 @@ class SimulatedAutoscaler:
         self._turning = 0
 
     def start(self) -> None:
-        """Look for the first time."""
+        """Schedule the first look."""
         self._look()
 
     def _look(self) -> None:

@@ -1,4 +1,4 @@
-"""A request's way through the simulated cluster, and its sequences at the workers."""
+"""A request of the simulated cluster, and its sequences at the workers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from engine.scheduling.sequence import Sequence
 from planning.common.traces import TracedRequest
 
 TOKEN_IDS = 1 << 32
-"""A token's id is less than this."""
+"""Upper bound of token ids."""
 _PLACE_BYTES = 2
-"""Of a hash, for a block's place in the trace's block: which may hold several."""
+"""Bytes of a hash for a block's place in the trace's block, which may hold several."""
 
 
 class SimulatedRequest:
-    """One request. Times are in seconds of virtual time; None: it has not come to that.
+    """One request. Times are in virtual seconds; None: not reached.
 
-    Its tokens are one number again and again, which no other request has: they stand for text that
-    nobody else generates. ``runs`` has where they were made: (worker, first step, last step), one
-    token each.
+    All its tokens are one number, which no other request has: they stand for text that no other
+    request generates. ``runs`` lists where they were made: (worker, first step, last step), one
+    token per step.
     """
 
     __slots__ = (
@@ -47,16 +47,16 @@ class SimulatedRequest:
     def __init__(
         self, number: int, traced: TracedRequest, trace_block: int, block_tokens: int
     ) -> None:
-        """``trace_block``: tokens of a number of the trace's hashes, a multiple of those of a KV
+        """``trace_block`` is the number of tokens per hash of the trace.
 
-        block, ``block_tokens``.
+        It is a multiple of ``block_tokens``, the tokens of a KV block.
         """
         self.number = number
         self.name = f"r{number}"
         self.traced = traced
         self.token_ids: tuple[int, ...] = (number % TOKEN_IDS,) * traced.input_tokens
         self.hashes = _hashes(number, traced, trace_block, block_tokens)
-        """Of the full blocks of its tokens."""
+        """Hashes of the full blocks of its tokens."""
         self.generated = 0
         self.attempt = 0
         self.preemptions = 0
@@ -64,27 +64,27 @@ class SimulatedRequest:
         self.first_token_s: float | None = None
         self.ended_s: float | None = None
         self.code = ""
-        """Of the error that ended it; empty where none has."""
+        """Code of the error that ended it; empty without one."""
         self.prefill = -1
         self.decode = -1
         self.is_local = False
         self.cached_tokens = 0
         self.told = 0
-        """Tokens that admission knows of."""
+        """Tokens that were reported to admission."""
         self.runs: list[tuple[int, int, int]] = []
 
     @property
     def token_id(self) -> int:
-        """Of all its tokens."""
+        """Return the id of all its tokens."""
         return self.number % TOKEN_IDS
 
     @property
     def output_tokens(self) -> int:
-        """That it is to have."""
+        """Return the number of tokens that it generates."""
         return self.traced.output_tokens
 
     def spec(self, deadline_s: float, context_class: str) -> SequenceSpec:
-        """For the workers, as its next attempt."""
+        """Return the specification of its next attempt for the workers."""
         attempt, self.attempt = self.attempt, self.attempt + 1
         return SequenceSpec(
             request_id=self.name,
@@ -100,11 +100,11 @@ class SimulatedRequest:
         )
 
     def forget_tokens(self) -> None:
-        """It has ended: what it was is not needed any more."""
+        """Free the tokens of a completed request."""
         self.token_ids, self.hashes = (), []
 
     def took_token(self, worker: int, step: int) -> None:
-        """A step of a worker brought its next token."""
+        """Record that a step of a worker gave it its next token."""
         self.generated += 1
         if self.runs:
             where, first, last = self.runs[-1]
@@ -114,7 +114,8 @@ class SimulatedRequest:
         self.runs.append((worker, step, step))
 
     def took_run(self, worker: int, first: int, count: int) -> None:
-        """``count`` steps of a worker, from number ``first`` on, brought a token each."""
+        """Record ``count`` steps of a worker, from number ``first`` on, that gave it a token
+        each."""
         self.took_token(worker, first)
         self.generated += count - 1
         where, begun, last = self.runs[-1]
@@ -122,7 +123,7 @@ class SimulatedRequest:
 
 
 class SimulatedSequence(Sequence):
-    """A sequence that knows whose it is."""
+    """A sequence that knows its request."""
 
     __slots__ = ("owner",)
 
@@ -135,7 +136,7 @@ class SimulatedSequence(Sequence):
         queued_at: float = 0.0,
         deadline: float = math.inf,
     ) -> None:
-        """See ``Sequence``."""
+        """Take the arguments of ``Sequence``."""
         super().__init__(
             owner.number,
             spec,
@@ -150,7 +151,7 @@ class SimulatedSequence(Sequence):
 
 
 def _hashes(number: int, traced: TracedRequest, trace_block: int, block_tokens: int) -> list[bytes]:
-    """Chained where the trace knows of prefixes, and nobody else's where it does not."""
+    """Return chained hashes if the trace has prefixes, and unique ones otherwise."""
     full = traced.input_tokens // block_tokens
     each = trace_block // block_tokens
     known = [

@@ -1,8 +1,7 @@
 """One router without connections: the real admission, routing and policy in virtual time.
 
-arrived ─no place, no hope→ refused
-arrived → waiting ─its turn→ placed ─first token→ begun ─last token→ done
-placed, begun ─handed back→ placed again;  ─deadline, no room for ever→ failed
+arrived ─queue full, or too late→ refused arrived → waiting ─its turn→ placed ─first token→ begun
+─last token→ done placed, begun ─handed back→ placed again;  ─deadline, or never room→ failed
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from router.routing.routing_state import RoutingState
 
 TICK_S = 0.05
 CAPACITY_AGE_S = 0.02
-"""How often the queue is looked at while nothing happens, and how old its view of the
-workers may be, as ``router.admission.admission_queue`` has them."""
+"""Interval in which the idle queue is examined, and maximum age of its view of the workers, in
+seconds, as in ``router.admission.admission_queue``."""
 REFRESH_S = 0.05
-"""How old the table of workers may be, as ``router.routing.route_finder`` has it."""
+"""Maximum age of the table of workers, in seconds, as in ``router.routing.route_finder``."""
 GENERATED_EVERY_S = 0.25
-"""How often admission hears, while requests wait, how many tokens were generated: a live router
-tells it with each of them."""
+"""Interval in which admission gets the number of generated tokens while requests wait, in seconds.
+A live router reports each token."""
 
 
 class SimulatedRouter:
@@ -59,7 +58,7 @@ class SimulatedRouter:
         self._workers = {worker.name: worker for worker in workers}
         self._block_tokens = block_tokens
         self.traffic = TrafficMeter()
-        """For the autoscaler."""
+        """Traffic for the autoscaler."""
         self._routing = RoutingState(policy, block_tokens, self.traffic.counts)
         self._admission = AdmissionController(
             config.tenant_weights,
@@ -67,7 +66,7 @@ class SimulatedRouter:
             self._refused,
         )
         self._requests: dict[str, SimulatedRequest] = {}
-        """Under way."""
+        """Requests in flight."""
         self._begun: dict[str, SimulatedRequest] = {}
         self._deadlines: dict[str, float] = {}
         self._attempts: dict[str, SimulatedAttempt] = {}
@@ -76,7 +75,7 @@ class SimulatedRouter:
         self._generated_at = -math.inf
         self._refreshed_at = -math.inf
         self._seen: dict[str, int] = {}
-        """Of each worker the change that the table has seen last."""
+        """The last change of each worker that the table has seen."""
         self._ticks = False
         self._prefill = [worker for worker in workers if worker.role == "prefill"]
         self._decode = [worker for worker in workers if worker.role == "decode"]
@@ -90,7 +89,7 @@ class SimulatedRouter:
         table.set_up(worker.name, True)
 
     def record(self, worker: SimulatedWorker) -> WorkerRecord:
-        """What a registry would say of it, now."""
+        """Return the worker's registry record at this moment."""
         costs = worker.step_costs
         return WorkerRecord(
             incarnation=worker.name,
@@ -111,7 +110,7 @@ class SimulatedRouter:
         )
 
     def leave_out(self, worker: SimulatedWorker) -> None:
-        """It takes nothing more."""
+        """Stop sending requests to a worker."""
         self._routing.table.set_up(worker.name, False)
         for workers in (self._prefill, self._decode):
             if worker in workers:
@@ -119,7 +118,7 @@ class SimulatedRouter:
         self._capacity = None
 
     def take_back(self, worker: SimulatedWorker) -> None:
-        """It serves again, in the role that it has now."""
+        """Use a worker again, in its present role."""
         (self._prefill if worker.role == "prefill" else self._decode).append(worker)
         self._join(worker)
         self._capacity = None
@@ -128,7 +127,7 @@ class SimulatedRouter:
     # Admission
 
     def arrive(self, request: SimulatedRequest) -> None:
-        """A client asks."""
+        """Handle the arrival of a request."""
         now = self._events.now
         self._requests[request.name] = request
         self._deadlines[request.name] = now + self._config.request_deadline_s
@@ -232,7 +231,7 @@ class SimulatedRouter:
         self._events.after(source.profile.call_s, lambda: self._side.begin(attempt))
 
     def _refresh(self, now: float) -> None:
-        """Read the workers' loads, where the table is old."""
+        """Read the workers' loads, if the table is old."""
         if now - self._refreshed_at < REFRESH_S:
             return
         self._refreshed_at = now
@@ -242,10 +241,10 @@ class SimulatedRouter:
                 self._seen[worker.name] = worker.changes
                 table.set_load(worker.name, worker.load(), now * 1e3)
 
-    # What workers tell
+    # Messages from workers
 
     def computed(self, attempt: SimulatedAttempt, computed_tokens: int, compute_s: float) -> None:
-        """See ``RouterSide``."""
+        """Implement ``RouterSide``."""
         now, request = self._events.now, attempt.request
         if request.name not in self._requests:
             return
@@ -259,23 +258,23 @@ class SimulatedRouter:
             self._pump()
 
     def committed(self, attempt: SimulatedAttempt, transfer_s: float) -> None:
-        """See ``RouterSide``."""
+        """Implement ``RouterSide``."""
         attempt.promise.committed(pinned_blocks=len(attempt.pinned), transfer_ms=transfer_s * 1e3)
 
     def finished(self, attempt: SimulatedAttempt) -> None:
-        """See ``RouterSide``."""
+        """Implement ``RouterSide``."""
         if attempt.request.name in self._requests:
             self._end(attempt.request, "")
             self._pump()
 
     def handed_back(self, attempt: SimulatedAttempt) -> None:
-        """See ``RouterSide``."""
+        """Implement ``RouterSide``."""
         attempt.promise.ended(self._events.now)
         if attempt.request.name in self._requests:
             self._place(attempt.request)
 
     def failed(self, attempt: SimulatedAttempt, error: BatonError) -> None:
-        """See ``RouterSide``."""
+        """Implement ``RouterSide``."""
         if attempt.request.name in self._requests:
             self._end(attempt.request, error.code or "unavailable")
             self._pump()

@@ -1,11 +1,11 @@
 """One worker without an engine: the real scheduler, block pool and step planner in virtual time.
 
     idle ─a plan→ stepping ─its end, nothing to plan→ idle
-    stepping ─every plan in flight is alike→ leaping ─the last alike, or somebody comes→ stepping
+    stepping ─every plan in flight is alike→ leaping ─the last alike, or a new event→ stepping
 
-While it leaps nothing is done until something but the next token happens: then the scheduler takes
-in, at once, the steps that have ended meanwhile. That gives what single steps give. Where workers
-share a host, steps take as much engine time as they would alone, and that passes more slowly
+While it leaps, it does nothing until an event other than the next token: then the scheduler
+processes all steps that have ended since at once. The result is that of single steps. If workers
+share a host, steps take the same engine time as alone, but that passes more slowly
 (``work_clock``).
 """
 
@@ -36,56 +36,57 @@ from planning.simulator.costs.step_model import StepLoad, shape_of
 from planning.simulator.costs.worker_profile import WorkerProfile
 
 PUBLISH_S = 0.05
-"""From the start or end of a prompt to its events: see ``worker.registry.index_publisher``."""
+"""Time from the start or end of a prompt to its events, in seconds: see
+``worker.registry.index_publisher``."""
 
 
 class WorkerListener(Protocol):
-    """Whoever handles what runs on a worker."""
+    """Handles events of the sequences on a worker."""
 
     def on_emit(self, worker: SimulatedWorker, updates: list[SequenceUpdate]) -> None:
-        """A step that was not leapt over has ended."""
+        """Handle the end of a step that was not leapt over."""
 
     def on_expire(self, worker: SimulatedWorker, sequences: list[EngineSequence]) -> None:
-        """These sequences' deadlines have passed; they have ended."""
+        """Handle sequences that have ended because their deadlines have passed."""
 
 
 Publish = Callable[[str, Sequence[bytes], Sequence[bytes]], None]
-"""Hears of a worker the hashes that it has stored and removed."""
+"""Receives a worker's name, and the hashes that it has stored and removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedWorkerSettings:
-    """How a worker is run."""
+    """How a worker forms its blocks and steps."""
 
     block_tokens: int
     slo_tpot_s: float | None
-    """A step with prompts and sequences that decode is to take no longer; None: nobody looks."""
+    """Maximum time of a step with prompts and decoding sequences, in seconds; None: no limit."""
     leaps: bool = True
     max_model_len: int = 0
-    """Maximum tokens of a sequence; 0: as many as the profile says."""
+    """Maximum tokens of a sequence; 0: the profile's."""
 
 
 @dataclass(slots=True)
 class Work:
-    """What a worker has done, in seconds of its engine and in tokens."""
+    """Completed work of a worker, in seconds of its engine and in tokens."""
 
     steps: int = 0
     busy_s: float = 0.0
     decode_s: float = 0.0
-    """Of ``busy_s``: steps in which all decoded."""
+    """Part of ``busy_s`` in which all sequences decoded."""
     decoded_tokens: int = 0
     prompt_tokens: int = 0
-    """Computed in chunks."""
+    """Tokens computed in chunks."""
     ended_s: float = 0.0
-    """When the last step did."""
+    """End of the last step."""
     flops: float = 0.0
-    """That the steps had to do at least, where the costs tell; see ``StepWork``."""
+    """Minimum operations of the steps, if the costs include them; see ``StepWork``."""
     memory_bytes: float = 0.0
-    """As ``flops``."""
+    """Minimum bytes, like ``flops``."""
 
 
 class SimulatedWorker:
-    """See the module's text. Owned by the simulation."""
+    """Runs one worker's scheduler in virtual time. Owned by the simulation."""
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class SimulatedWorker:
         publish: Publish,
         host: Host | None = None,
     ) -> None:
-        """``host``: the machine that it shares with others, if it does."""
+        """``host`` is the machine that it shares with others, if any."""
         self.number = number
         self.name = f"{role}-{number}"
         self.role = role
@@ -123,7 +124,7 @@ class SimulatedWorker:
         )
         self.wire = Wire(profile.wire_bytes_per_s)
         self._log = StepLog()
-        """In engine time."""
+        """The steps, in engine time."""
         self._clock = WorkClock()
         self._host = host
         if host is not None:
@@ -135,29 +136,30 @@ class SimulatedWorker:
         self._publishes = False
         self._leaps = settings.leaps
         self._plans: deque[tuple[StepPlan, int]] = deque()
-        """In flight, the first of them runs; and how many steps were leapt over when each came."""
+        """Plans in flight, the running one first, each with the number of steps leapt over when it
+        was made."""
         self._run: StepRun | None = None
-        """The running step, and, while it leaps, those after it."""
+        """The running step, and the leapt steps after it."""
         self._shape = StepLoad(0, 0)
-        """Of the first step of ``_run``."""
+        """Load of the first step of ``_run``."""
         self._leapt = 0
-        """Steps of ``_run`` that have ended."""
+        """Ended steps of ``_run``."""
         self._max_leaps = 0
-        """Steps of ``_run`` that are not to be seen one by one."""
+        """Maximum steps of ``_run`` without a single-step event."""
         self._begun_s = 0.0
-        """When the step began that runs."""
+        """Start of the running step."""
         self._is_bent = False
-        """Whether the speed has changed since."""
+        """Whether the speed has changed since that start."""
         self._leapt_ever = 0
         self.changes = 0
-        """Grows with whatever changes what runs here, or its blocks."""
+        """Number of changes to the sequences here, or to their blocks."""
         self.last_step_s = 0.0
-        """What the step took that ended last."""
+        """Duration of the last step that ended."""
         self._alarm = 0
         self._deadline = math.inf
-        """The first of all that are here."""
+        """Earliest deadline of all sequences here."""
 
-    # What runs here
+    # Sequences
 
     def add(self, sequence: SimulatedSequence) -> None:
         """Queue a sequence whose KV is to be computed. Raises InvalidRequest, see ``Scheduler``."""
@@ -167,7 +169,7 @@ class SimulatedWorker:
         self.settle()
 
     def add_computed(self, sequence: SimulatedSequence, blocks: list[int], computed: int) -> None:
-        """Queue one whose first ``computed`` tokens are in ``blocks``."""
+        """Queue a sequence whose first ``computed`` tokens are in ``blocks``."""
         self.catch_up()
         self._note_deadline(sequence)
         self.scheduler.add_computed(sequence, blocks, computed)
@@ -192,7 +194,7 @@ class SimulatedWorker:
         self.settle()
 
     def changed(self) -> None:
-        """Blocks came or went of which the prefix index is to be told."""
+        """Schedule events for the prefix index about stored and removed blocks."""
         if not self._publishes:
             self._publishes = True
             self._events.after(PUBLISH_S, self._tell_index)
@@ -206,7 +208,7 @@ class SimulatedWorker:
     # Steps
 
     def settle(self) -> None:
-        """Plan what can be planned, after whatever has changed. ``catch_up`` comes before that."""
+        """Make plans after a change. Call ``catch_up`` first."""
         now = self._events.now
         self.changes += 1
         if now >= self._deadline:
@@ -248,18 +250,18 @@ class SimulatedWorker:
 
     @property
     def sharing(self) -> Sharing:
-        """See ``Tenant``."""
+        """Implement ``Tenant``."""
         return self.profile.sharing
 
     def change_speed(self, speed: float) -> None:
-        """See ``Tenant``."""
+        """Implement ``Tenant``."""
         self.catch_up()
         self._clock.change(self._events.now, speed)
         self._is_bent = True
         self._set_alarm()
 
     def _set_alarm(self) -> None:
-        """For the next step's end that is more than the next token of each."""
+        """Schedule the next step end that does more than bring each sequence its next token."""
         run = self._run
         if run is None:
             return
@@ -277,21 +279,24 @@ class SimulatedWorker:
 
     def _on_alarm(self, alarm: int) -> None:
         if alarm == self._alarm:
-            # Not by the clock: rounding must not lose the last of them.
+            # Not by the clock, since rounding must not lose the last of them.
             self._take_in(self._max_leaps - self._leapt)
             self._end_step()
 
     def catch_up(self) -> None:
-        """Take in what was leapt over until now."""
+        """Process the steps that were leapt over until now."""
         run = self._run
         if run is not None and self._max_leaps > self._leapt:
             ended = run.ended_at(self._clock.engine_time(self._events.now))
             self._take_in(min(ended, self._max_leaps) - self._leapt)
 
     def _take_in(self, steps: int) -> None:
-        """So many steps of the run have ended, the last of them behind the last bend."""
+        """Process ``steps`` steps of the run.
+
+        The last of them ended after the last change of speed.
+        """
         if steps > 0 and self._is_bent:
-            # It went at several speeds, those behind it at one.
+            # The step ran at several speeds; those after it ran at one.
             self._take_in_alike(1)
             steps -= 1
         if steps > 0:
@@ -319,7 +324,8 @@ class SimulatedWorker:
         self._is_bent = False
 
     def _took_s(self, leapt: int) -> float:
-        """Seconds of the step behind so many of the run, which began at ``_begun_s``."""
+        """Return the duration of the step after ``leapt`` steps of the run, which began at
+        ``_begun_s``."""
         run = self._run
         assert run is not None, "no step runs"
         if self._is_bent:
@@ -347,14 +353,14 @@ class SimulatedWorker:
         for update in updates:
             if update.token_ids:
                 _owner(update.sequence).took_token(self.number, step)
-        # As in ``worker.core.engine_core``: planned first, then told.
+        # In the order of ``worker.core.engine_core``: plan first, then report.
         self.settle()
         self._listener.on_emit(self, updates)
         self.catch_up()
         self.settle()
 
     def _observe(self, plan: StepPlan, result: StepResult, shape: StepLoad) -> None:
-        """What the worker learns of its own steps."""
+        """Observe the worker's own steps, as a live worker does."""
         if shape.chunks:
             self._planner.observe(plan, result, result.seconds * 1e3)
         else:
@@ -362,7 +368,7 @@ class SimulatedWorker:
             self._planner.observe_run(shape.decodes, shape.context_tokens, 1, ms, 0.0)
 
     def _count(self, steps: int, seconds: float, shape: StepLoad) -> None:
-        """Of ``steps`` alike that began with ``shape``."""
+        """Count ``steps`` equal steps that began with ``shape``."""
         work = self.work
         self._count_work(steps, shape)
         work.steps += steps
@@ -377,7 +383,8 @@ class SimulatedWorker:
     def _count_work(self, steps: int, shape: StepLoad) -> None:
         ends = [shape]
         if steps > 1:
-            # A line in the context: the mean of the first step and of the last one is that of all.
+            # The cost is a line in the context: the mean of the first and the last step is that of
+            # all.
             grown = shape.context_tokens + (steps - 1) * shape.decodes
             ends.append(StepLoad(shape.decodes, grown))
         for end in ends:
@@ -386,10 +393,10 @@ class SimulatedWorker:
                 self.work.flops += done.flops * steps / len(ends)
                 self.work.memory_bytes += done.memory_bytes * steps / len(ends)
 
-    # What others see
+    # State for others
 
     def step_ends_s(self, first: int, last: int) -> Floats:
-        """When the steps ``first`` to ``last``, this one included, ended. fp64 [steps]."""
+        """Return when the steps ``first`` to ``last``, inclusive, ended. fp64 [steps]."""
         return self._clock.moments(self._log.ends_s(first, last))
 
     @property
@@ -398,7 +405,7 @@ class SimulatedWorker:
         return self._run is None
 
     def load(self) -> LoadSnapshot:
-        """As its messages tell it, now."""
+        """Return the load that its messages report, at this moment."""
         self.catch_up()
         counts = self.pool.counts()
         step = self._planner.mean_step()
@@ -420,7 +427,7 @@ class SimulatedWorker:
 
 
 def _owner(sequence: EngineSequence) -> SimulatedRequest:
-    assert isinstance(sequence, SimulatedSequence), "no sequence of the simulation's"
+    assert isinstance(sequence, SimulatedSequence), "the sequence does not belong to the simulation"
     return sequence.owner
 
 
@@ -429,5 +436,5 @@ def _token_of(sequence: EngineSequence) -> int:
 
 
 def _sampled(plan: StepPlan) -> tuple[tuple[int, ...], ...]:
-    """The tokens of each row: a sequence has its request's number."""
+    """Return the tokens of each row: a sequence has its request's number."""
     return tuple((row.sequence_id % TOKEN_IDS,) if row.sample else () for row in plan.rows)

@@ -1,4 +1,4 @@
-"""When a worker's steps ended: a line for each run of steps that followed one another alike."""
+"""End times of a worker's steps: an entry for each run of equal steps."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class StepRun:
-    """Steps without a pause, each a constant longer than the one before it."""
+    """Steps without a pause, each longer than the one before it by a constant."""
 
     first: int
-    """Number of the first of them, counted from 0 over the worker's life."""
+    """Number of the first step, counted from 0 over the worker's lifetime."""
     begun_s: float
     step_s: float
-    """Of the first step."""
+    """Duration of the first step."""
     growth_s: float = 0.0
 
     def end_s(self, steps: int) -> float:
-        """When so many of them have ended."""
+        """Return when ``steps`` of them have ended."""
         return self.begun_s + steps * self.step_s + self.growth_s * (steps * (steps - 1) / 2)
 
     def ended_at(self, now: float) -> int:
-        """How many of them have ended at ``now``, were there no end to them."""
+        """Return how many of them have ended at ``now``, if the run had no end."""
         if now < self.end_s(1):
             return 0
         left = now - self.begun_s
@@ -47,14 +47,14 @@ class StepRun:
 
 
 class StepLog:
-    """All steps of a worker, in their order."""
+    """All steps of a worker, in order."""
 
     def __init__(self) -> None:
         self._runs: list[StepRun] = []
         self._firsts: list[int] = []
 
     def add(self, run: StepRun) -> None:
-        """The steps from ``run.first`` on, until the next one that is added."""
+        """Add the steps from ``run.first`` on, until the next run."""
         if self._firsts and self._firsts[-1] == run.first:
             self._runs[-1] = run
             return
@@ -62,7 +62,7 @@ class StepLog:
         self._firsts.append(run.first)
 
     def ends_s(self, first: int, last: int) -> Floats:
-        """When the steps ``first`` to ``last``, this one included, ended. fp64 [steps]."""
+        """Return when the steps ``first`` to ``last``, inclusive, ended. fp64 [steps]."""
         parts: list[Floats] = []
         place = bisect_right(self._firsts, first) - 1
         while first <= last:

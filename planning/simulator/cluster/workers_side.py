@@ -1,7 +1,7 @@
-"""What happens at workers to a request that was sent there: room, prompt, handoff, decoding.
+"""A request at simulated workers: reservation, prompt, handoff, decoding.
 
-The rules are the workers' own (``decode_worker.room``, ``engine.scheduling.scheduler``); what
-they say to one another and to the router takes virtual time.
+The rules are the workers' own (``decode_worker.room``, ``engine.scheduling.scheduler``). Messages
+between workers and to the router take virtual time.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from planning.simulator.cluster.simulated_request import SimulatedSequence
 from planning.simulator.cluster.simulated_worker import SimulatedWorker
 
 MIN_WIRE_S = 0.02
-"""Layers of a chunk leave while it is computed where the wire is busy for so long with it, as
-``prefill_worker.handoff`` has it."""
+"""Time on the network above which the layers of a chunk are sent while it is computed, in seconds,
+as in ``prefill_worker.handoff``."""
 
 
 class RouterSide(Protocol):
-    """Whoever placed the requests. Called when the router hears of it."""
+    """The router's side. Called when the router receives a message."""
 
     def computed(self, attempt: SimulatedAttempt, computed_tokens: int, compute_s: float) -> None:
-        """An attempt has its first token."""
+        """Handle an attempt's first token."""
 
     def committed(self, attempt: SimulatedAttempt, transfer_s: float) -> None:
-        """Its handoff has ended."""
+        """Handle the end of an attempt's handoff."""
 
     def finished(self, attempt: SimulatedAttempt) -> None:
-        """It has all its tokens."""
+        """Handle an attempt that has all its tokens."""
 
     def handed_back(self, attempt: SimulatedAttempt) -> None:
-        """It has lost its blocks, and is to be placed again."""
+        """Handle an attempt that has lost its blocks, and must be placed again."""
 
     def failed(self, attempt: SimulatedAttempt, error: BatonError) -> None:
-        """It has ended without all its tokens."""
+        """Handle an attempt that failed."""
 
 
 class _Places:
-    """Some places, and the attempts that wait for one."""
+    """A number of places, and the attempts that wait for one."""
 
     def __init__(self, places: int) -> None:
         self.places = places
         self.waiting: deque[SimulatedAttempt] = deque()
 
     def enter(self, attempt: SimulatedAttempt) -> bool:
-        """Take a place, if there is one; else the attempt waits. Returns whether it has one."""
+        """Take a place if there is one; otherwise the attempt waits. Returns whether it has one."""
         if self.places:
             self.places -= 1
             return True
@@ -58,7 +58,7 @@ class _Places:
         return False
 
     def leave(self) -> SimulatedAttempt | None:
-        """Free a place. Returns the attempt that has it now; None where none waits."""
+        """Free a place. Returns the attempt that gets it; None if no attempt waits."""
         if self.waiting:
             return self.waiting.popleft()
         self.places += 1
@@ -66,7 +66,7 @@ class _Places:
 
 
 class _Seat:
-    """What of a worker is not its engine's: tickets and places."""
+    """State of a worker outside its engine: tickets and places."""
 
     def __init__(self, worker: SimulatedWorker) -> None:
         self.room = Room(worker.scheduler)
@@ -74,14 +74,14 @@ class _Seat:
         self.batch = _Places(worker.profile.max_sequences)
         """Places in the prefill batch, which are taken after the ticket."""
         self.handoffs: dict[str, _Places] = {}
-        """By receiver: handoffs under way, as ``prefill_worker.role`` bounds them."""
+        """Handoffs in flight by receiver, with the limit of ``prefill_worker.role``."""
 
 
 class WorkersSide:
     """Implements ``planning.simulator.cluster.simulated_worker.WorkerListener``."""
 
     router: RouterSide
-    """Set before anything comes."""
+    """The router; set before the first request."""
 
     def __init__(self, events: EventQueue) -> None:
         self._events = events
@@ -93,13 +93,16 @@ class WorkersSide:
             self._seats[worker.name] = _Seat(worker)
         return self._seats[worker.name]
 
-    # A prompt's beginning
+    # Start of a prompt
 
     def begin(self, attempt: SimulatedAttempt) -> None:
-        """A request has come to the worker that is to compute its prompt."""
+        """Handle the arrival of a request at the worker that computes its prompt."""
         if len(attempt.spec.token_ids) + 1 >= attempt.target.context_length:
             longest = attempt.target.context_length
-            text = f"{len(attempt.spec.token_ids)} tokens, and the workers' context is {longest}"
+            text = (
+                f"the request has {len(attempt.spec.token_ids)} tokens, and the workers' context "
+                f"is {longest}"
+            )
             self._fail(attempt, ContextLengthExceeded(text))
         elif attempt.is_local:
             self._place(attempt)
@@ -122,7 +125,7 @@ class WorkersSide:
             self._fail(attempt, _expired())
 
     def _reserve(self, attempt: SimulatedAttempt) -> None:
-        """Ask the target for room."""
+        """Reserve blocks at the target."""
         self._events.after(attempt.source.profile.call_s, lambda: self._promise(attempt))
 
     def _leave_handoff(self, attempt: SimulatedAttempt) -> None:
@@ -131,7 +134,7 @@ class WorkersSide:
             self._reserve(following)
 
     def _take_place(self, attempt: SimulatedAttempt) -> None:
-        """Take a place in the batch of the source, once the blocks at the target are promised."""
+        """Take a place in the source's batch, after the target has reserved the blocks."""
         if self._seat(attempt.source).batch.enter(attempt):
             self._compute(attempt)
         else:
@@ -146,14 +149,14 @@ class WorkersSide:
             self._fail(attempt, _expired())
 
     def _leave_place(self, attempt: SimulatedAttempt) -> None:
-        """Give the place at a prefill worker to the next attempt."""
+        """Pass the place at a prefill worker to the next attempt."""
         following = self._seat(attempt.source).batch.leave()
         if following is not None:
             self._compute(following)
         self._leave_handoff(attempt)
 
     def _promise(self, attempt: SimulatedAttempt) -> None:
-        """At the target: take blocks, or ask again later."""
+        """Reserve blocks at the target, or try again later."""
         target, call_s = attempt.target, attempt.source.profile.call_s
         target.catch_up()
         pool, seat = target.pool, self._seat(target)
@@ -189,7 +192,7 @@ class WorkersSide:
         self._events.after(max(0.0, left), lambda: self._fail(attempt, _expired()))
 
     def _compute(self, attempt: SimulatedAttempt) -> None:
-        """At the source: queue the prompt."""
+        """Queue the prompt at the source."""
         sequence = self._sequence(attempt, prefill_only=True)
         attempt.source.add(sequence)
 
@@ -209,7 +212,7 @@ class WorkersSide:
         return sequence
 
     def _place(self, attempt: SimulatedAttempt) -> None:
-        """At a worker that computes the prompt itself: take all its blocks, or ask again later."""
+        """Reserve all blocks at a worker that computes the prompt itself, or try again later."""
         target = attempt.target
         target.catch_up()
         pool, seat = target.pool, self._seat(target)
@@ -232,10 +235,10 @@ class WorkersSide:
         blocks = held + pool.allocate(count)
         target.add_computed(sequence, blocks, sequence.cached_tokens)
 
-    # What steps bring
+    # Results of steps
 
     def on_emit(self, worker: SimulatedWorker, updates: list[SequenceUpdate]) -> None:
-        """See ``WorkerListener``."""
+        """Implement ``WorkerListener``."""
         for update in updates:
             attempt = self._attempts.get(update.sequence)
             if attempt is None:
@@ -248,7 +251,7 @@ class WorkersSide:
             self._hand_back(worker, sequence)
 
     def _prompt_step(self, attempt: SimulatedAttempt, update: SequenceUpdate) -> None:
-        """A chunk was computed at the source; with the first token, the prompt."""
+        """Handle a computed chunk at the source; with the first token, the prompt is complete."""
         source, sequence = attempt.source, update.sequence
         if attempt.needs_handoff and sequence.block_table:
             self._send(attempt, sequence, is_last=bool(update.token_ids))
@@ -267,7 +270,7 @@ class WorkersSide:
         self._events.at(arrived_s, lambda: self._commit(attempt, now))
 
     def _send(self, attempt: SimulatedAttempt, sequence: Sequence, *, is_last: bool) -> None:
-        """Let blocks leave that have become full, with the last one whatever it has."""
+        """Send blocks that have become full; with ``is_last``, the partial one too."""
         source, target = attempt.source, attempt.target
         size = source.scheduler.limits.block_size
         done = _blocks(attempt, source) if is_last else sequence.computed // size
@@ -279,7 +282,7 @@ class WorkersSide:
         wire_s = amount / min(source.wire.bytes_per_s, target.wire.bytes_per_s)
         now, ready_s, layer_s = self._events.now, self._events.now, wire_s / source.profile.layers
         if wire_s >= MIN_WIRE_S:
-            # Its layers left one after another while the step ran.
+            # Its layers were sent one after another while the step ran.
             ready_s = now - source.last_step_s * (1 - 1 / source.profile.layers)
         arrived_s = source.wire.send(target.wire, amount, ready_s)
         attempt.arrived_s = max(attempt.arrived_s, arrived_s, now + layer_s)
@@ -292,11 +295,11 @@ class WorkersSide:
         self._tell(attempt, lambda: self.router.computed(attempt, tokens, seconds))
 
     def _tell(self, attempt: SimulatedAttempt, say: Callable[[], None]) -> None:
-        """The router hears it a message later."""
+        """Call ``say`` at the router after the time of a message."""
         self._events.after(attempt.target.profile.call_s, say)
 
     def _commit(self, attempt: SimulatedAttempt, computed_at: float) -> None:
-        """At the target: the last byte is in place, the sequence runs."""
+        """Run the sequence at the target after its last byte has arrived."""
         source, target = attempt.source, attempt.target
         self._seat(target).tickets -= 1
         prompt = attempt.sequence
@@ -339,12 +342,13 @@ class WorkersSide:
         request.hashes = list(sequence.full_hashes(worker.scheduler.limits.hash_block))
         self._tell(attempt, lambda: self.router.handed_back(attempt))
 
-    # A role that changes
+    # Change of a role
 
     def is_emptied(self, worker: SimulatedWorker) -> bool:
-        """Have a worker's sequences go on elsewhere, as routers do where one is drained.
+        """Migrate a worker's sequences, as routers do for a drained worker.
 
-        Whether nothing is left there: prompts end where they are, and tickets with their handoff.
+        Returns whether the worker is empty: prompts end where they are, and tickets with their
+        handoff.
         """
         worker.catch_up()
         scheduler = worker.scheduler
@@ -358,10 +362,10 @@ class WorkersSide:
         bounds = (seat.batch, *seat.handoffs.values())
         return not here and not seat.tickets and all(bound.places == total for bound in bounds)
 
-    # Ends before their time
+    # Early ends
 
     def on_expire(self, worker: SimulatedWorker, sequences: list[Sequence]) -> None:
-        """See ``WorkerListener``."""
+        """Implement ``WorkerListener``."""
         for sequence in sequences:
             attempt = self._attempts.pop(sequence, None)
             if attempt is None:
@@ -388,7 +392,7 @@ class WorkersSide:
 
 
 def _blocks(attempt: SimulatedAttempt, worker: SimulatedWorker) -> int:
-    """Of all tokens that it comes with."""
+    """Return the number of blocks of all tokens of the attempt."""
     return -(-len(attempt.spec.token_ids) // worker.scheduler.limits.block_size)
 
 

@@ -1,13 +1,12 @@
-"""Costs from a data sheet and a model's sizes: a roofline (Williams et al., Roofline: An Insightful
+"""Costs from a data sheet and a model's sizes: a roofline, part by part.
 
-Visual Performance Model for Multicore Architectures, 2009), part by part.
-
-A step is its matrix products, its attention and what it costs to launch. Each part takes as long as
-its arithmetic or its bytes, whichever is longer, at the stated share of the peak:
+See Williams et al., Roofline: An Insightful Visual Performance Model for Multicore Architectures,
+2009. A step has matrix products, attention and the cost of its launch. Each part takes the time of
+its arithmetic or of its bytes, whichever is longer, at the stated share of the peak:
 
     step = max(products/flops, weights/bandwidth) + max(pairs/flops, kv/bandwidth) + reduce + launch
 
-so that a step in which all decode is a line in the tokens that they attend to.
+So the time of a step in which all sequences decode is a line in the tokens that they attend to.
 """
 
 from __future__ import annotations
@@ -24,24 +23,23 @@ _BATCHES = ((1, 128), (1, 2048), (8, 512), (16, 2048), (32, 256), (64, 1024), (1
 """Steps that a worker's calibration would time: tokens and those before them, of one sequence; a
 batch, and tokens of each."""
 _REDUCE_LATENCY_S = 10e-6
-"""Of one all-reduce within a machine."""
+"""Latency of one all-reduce within a machine, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of the data sheet's peaks that are reached; docs/explanation/simulator.md has the
-    sources."""
+    """Reached shares of the data sheet's peaks; docs/explanation/simulator.md has the sources."""
 
     products: float = 0.6
-    """Of FLOP/s, in matrix products (MFU)."""
+    """Share of FLOP/s in matrix products (MFU)."""
     attention: float = 0.4
-    """Of FLOP/s, in the attention of chunks."""
+    """Share of FLOP/s in the attention of chunks."""
     memory: float = 0.7
-    """Of memory bandwidth (MBU)."""
+    """Share of the memory bandwidth (MBU)."""
     wire: float = 0.8
-    """Of the network's and the links' bandwidth."""
+    """Share of the bandwidth of network and links."""
     launch_s: float = 1e-3
-    """Seconds of a step in which nothing of this happens: launches, sampling, planning."""
+    """Seconds of a step for other work: launches, sampling, planning."""
 
 
 DEFAULT_EFFICIENCY = Efficiency()
@@ -59,9 +57,10 @@ class AnalyticalCosts:
         weight_bytes: float = 2.0,
         tensor_parallel: int = 1,
     ) -> None:
-        """``weight_bytes``: of a weight; with 1 products have inputs of 8 bits. KV has two bytes a
+        """``weight_bytes`` is the size of a weight; with 1, products have inputs of 8 bits.
 
-        value. ``tensor_parallel`` GPUs of one machine share a worker's work evenly.
+        KV has two bytes per value. ``tensor_parallel`` GPUs of one machine divide a worker's work
+        evenly.
         """
         self.gpu = gpu
         self.model = model
@@ -69,10 +68,10 @@ class AnalyticalCosts:
         self.weight_bytes = weight_bytes
         self.tensor_parallel = tensor_parallel
         self.kv_token_bytes = model.kv_token_bytes(2.0)
-        """KV of one token, over all GPUs."""
+        """KV bytes of one token, over all GPUs."""
         flops = gpu.eight_bit_flops if weight_bytes <= 1 else gpu.flops
         self.peak = Peak(flops * tensor_parallel, gpu.memory_bytes_per_s * tensor_parallel)
-        """Of all GPUs. Attention's own peak is lower where weights have 8 bits: KV has 16."""
+        """Peak of all GPUs. Attention has a lower peak if weights have 8 bits: KV has 16."""
         self._pair_flops = 4.0 * model.layers * model.heads * model.head_dim
         self._flops_per_s = flops * efficiency.products * tensor_parallel
         self._bytes_per_s = gpu.memory_bytes_per_s * efficiency.memory * tensor_parallel
@@ -81,7 +80,7 @@ class AnalyticalCosts:
         self._lines: dict[int, DecodeLine] = {}
 
     def seconds(self, shape: StepLoad) -> float:
-        """See ``StepCostModel``."""
+        """Implement ``StepCostModel``."""
         line = self.decode_line(shape.decodes)
         if not shape.chunks:
             return line.seconds(shape.context_tokens)
@@ -93,7 +92,7 @@ class AnalyticalCosts:
         return self._products_s(shape.tokens, rows) + chunks + decodes
 
     def work(self, shape: StepLoad) -> StepWork:
-        """See ``StepCostModel``."""
+        """Implement ``StepCostModel``."""
         rows = shape.decodes + len(shape.chunks)
         pairs = shape.context_tokens + sum(_pairs(*chunk) for chunk in shape.chunks)
         held = shape.context_tokens + sum(count + start for count, start in shape.chunks)
@@ -101,16 +100,17 @@ class AnalyticalCosts:
         return StepWork(flops + self._pair_flops * pairs, weights + self.kv_token_bytes * held)
 
     def decode_line(self, batch: int) -> DecodeLine:
-        """See ``StepCostModel``."""
+        """Implement ``StepCostModel``."""
         line = self._lines.get(batch)
         if line is None:
-            # Queries by keys are few beside the bytes of these, but where many heads share them.
+            # Products of queries and keys are short compared with reading the keys, except if many
+            # heads share them.
             per_token_s = max(self._pair_s, self._kv_s)
             line = self._lines[batch] = DecodeLine(self._products_s(batch, batch), per_token_s)
         return line
 
     def step_costs(self) -> StepCosts:
-        """See ``StepCostModel``. By the fit that workers make of what they measure."""
+        """Implement ``StepCostModel`` with the fit that workers make of their measurements."""
         chunks = [(n, n * (start + n / 2)) for n, start in _CHUNKS]
         chunk_ms = [self.seconds(StepLoad(0, 0, (chunk,))) * 1e3 for chunk in _CHUNKS]
         steps = [(batch, batch * start) for batch, start in _BATCHES]
@@ -119,19 +119,20 @@ class AnalyticalCosts:
         return StepCosts(fit(chunks, chunk_ms), fit(steps, step_ms))
 
     def _products_s(self, tokens: int, rows: int) -> float:
-        """All but attention: ``tokens`` are computed, and of ``rows`` of them the logits."""
+        """Return the time without attention, for ``tokens`` computed tokens and ``rows`` rows of
+        logits."""
         flops, size = self._products(tokens, rows)
         longest = max(flops / self._flops_per_s, size / self._bytes_per_s)
         return longest + self._reduce_s(tokens) + self.efficiency.launch_s
 
     def _products(self, tokens: int, rows: int) -> tuple[float, float]:
-        """FLOPs of the same, and bytes of the weights."""
+        """Return FLOPs and weight bytes for the same."""
         model = self.model
         flops = 2.0 * (model.used_weights * tokens + model.head_weights * rows)
         return flops, (model.read_weights(tokens) + model.head_weights) * self.weight_bytes
 
     def _reduce_s(self, tokens: int) -> float:
-        """Two all-reduces a layer, in a ring."""
+        """Return the time of two all-reduces per layer, in a ring."""
         parts = self.tensor_parallel
         if parts == 1:
             return 0.0
@@ -141,5 +142,6 @@ class AnalyticalCosts:
 
 
 def _pairs(count: int, start: int) -> float:
-    """Pairs of a query and a key in a chunk: each token sees those before it, and itself."""
+    """Return the pairs of query and key in a chunk: each token attends to those before it, and
+    itself."""
     return count * (start + (count + 1) / 2)

@@ -1,7 +1,7 @@
-"""What accelerators can do at best, as their makers' data sheets say.
+"""Peak rates of accelerators, from their makers' data sheets.
 
-Peaks are dense: the sheets' headline figures for sparse matrices are twice as high. Interconnect
-figures are one way; sheets add up both ways.
+Peaks are for dense matrices; the sheets' headline figures for sparse ones are twice as high.
+Interconnect figures are one way; sheets add up both ways.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One GPU. FLOP/s, bytes and bytes per second."""
+    """One GPU, with units of FLOP/s, bytes and bytes per second."""
 
     name: str
     flops: float
-    """Of dense matrix products with bfloat16 inputs."""
+    """Peak of dense matrix products with bfloat16 inputs."""
     eight_bit_flops: float
-    """The same with fp8 inputs, or with int8 where it has no fp8."""
+    """The same with fp8 inputs, or with int8 if it has no fp8."""
     memory_bytes: float
     memory_bytes_per_s: float
     link_bytes_per_s: float
-    """To the other GPUs of its machine, one way: NVLink, or PCIe where there is none."""
+    """Bandwidth to the other GPUs of its machine, one way: NVLink, or PCIe without it."""
     network_bytes_per_s: float
-    """To other machines, one way: its share of the network of the machine that it is sold in."""
+    """Bandwidth to other machines, one way: its share of the network of a typical machine."""
     source: str
-    """Where these stand."""
+    """Source of these figures."""
 
 
 _GB, _TB, _TFLOPS = 1e9, 1e12, 1e12
@@ -88,7 +88,7 @@ ACCELERATORS: Mapping[str, Accelerator] = {
             32 * _GB,
             100 * _GBIT,
             "NVIDIA L40S data sheet: 362.05 TFLOPS BF16, 48 GB, 864 GB/s, PCIe Gen4 x16 64 GB/s; "
-            "the network is ours to assume: 100 Gb/s a GPU",
+            "the network is an assumption: 100 Gb/s a GPU",
         ),
     )
 }

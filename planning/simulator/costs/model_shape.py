@@ -1,4 +1,4 @@
-"""The sizes of a model that its costs depend on, from its config.json."""
+"""Sizes of a model that determine its costs, from its config.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder. Sizes are in elements."""
+    """Sizes of a decoder, in elements."""
 
     name: str
     layers: int
@@ -22,36 +22,36 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     intermediate: int
-    """Of an MLP, or of one expert."""
+    """Size of an MLP, or of one expert."""
     vocabulary: int
     context_length: int
-    """Tokens."""
+    """Maximum context, in tokens."""
     mlp_matrices: int = 3
-    """3 of a gated MLP, 2 of a plain one."""
+    """Matrices of an MLP: 3 if it is gated, 2 otherwise."""
     experts: int = 0
-    """MLPs of a layer of which each token meets ``experts_met``; 0: one that all meet."""
+    """Experts of a layer. Each token uses ``experts_met`` of them; 0: one MLP for all tokens."""
     experts_met: int = 0
 
     @property
     def attention_weights(self) -> int:
-        """Of all layers: queries, keys, values and the output."""
+        """Return the attention weights of all layers: queries, keys, values and the output."""
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return self.layers * self.hidden * (2 * wide + 2 * narrow)
 
     @property
     def mlp_weights(self) -> int:
-        """Of all layers, one expert each."""
+        """Return the MLP weights of all layers, with one expert each."""
         return self.layers * self.mlp_matrices * self.hidden * self.intermediate
 
     @property
     def head_weights(self) -> int:
-        """Of the head; of the embeddings too."""
+        """Return the weights of the head, which are as many as those of the embeddings."""
         return self.vocabulary * self.hidden
 
     def read_weights(self, tokens: int) -> float:
-        """Weights of the layers that a step of so many tokens reads; of experts those that are met
+        """Return the weights that a step with ``tokens`` tokens reads.
 
-        if each token chooses alike.
+        For experts, this is the expected number if each token chooses uniformly.
         """
         if not self.experts:
             return self.attention_weights + self.mlp_weights
@@ -61,7 +61,7 @@ class ModelShape:
 
     @property
     def used_weights(self) -> float:
-        """Weights of the layers that each token is multiplied with."""
+        """Return the weights of the layers by which each token is multiplied."""
         if not self.experts:
             return self.attention_weights + self.mlp_weights
         gates = self.layers * self.hidden * self.experts
@@ -69,18 +69,18 @@ class ModelShape:
 
     @property
     def all_weights(self) -> float:
-        """What is held, embeddings and a head of its own included."""
+        """Return all weights in memory, including embeddings and a separate head."""
         return self.read_weights(1 << 20) + 2 * self.head_weights
 
     def kv_token_bytes(self, value_bytes: float) -> float:
-        """KV of one token in all layers."""
+        """Return the KV bytes of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * value_bytes
 
 
 MODELS: Mapping[str, ModelShape] = {
     model.name: model
     for model in (
-        # Their config.json on Hugging Face: meta-llama/Llama-3.1-8B, -70B, Llama-2-13b-hf,
+        # From config.json on Hugging Face: meta-llama/Llama-3.1-8B, -70B, Llama-2-13b-hf,
         # Llama-2-70b-hf; facebook/opt-13b.
         ModelShape("llama-3.1-8b", 32, 4096, 32, 8, 128, 14336, 128256, 131072),
         ModelShape("llama-3.1-70b", 80, 8192, 64, 8, 128, 28672, 128256, 131072),
@@ -93,7 +93,7 @@ DEFAULT_MODEL = "llama-3.1-8b"
 
 
 def model_shape(name: str) -> ModelShape:
-    """A model by its name here, or by the path of its config.json. Raises ConfigError."""
+    """Return a model by its name here, or by the path of its config.json. Raises ConfigError."""
     if name in MODELS:
         return MODELS[name]
     path = Path(name)
@@ -106,11 +106,13 @@ def model_shape(name: str) -> ModelShape:
             f"{name} is neither a config.json that can be read ({error}) nor one of {known}"
         ) from error
     if not isinstance(fields, dict):
-        raise ConfigError(f"{path} is no JSON object")
+        raise ConfigError(f"{path} is not a JSON object")
     try:
         return _read(path.parent.name or name, fields)
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} lacks a size, or has none that is a number: {error}") from error
+        raise ConfigError(
+            f"{path} lacks a size, or has one that is not a number: {error}"
+        ) from error
 
 
 def _read(name: str, whole: Mapping[str, Any]) -> ModelShape:

@@ -1,4 +1,4 @@
-"""What workers of a host cost one another: cores, caches, and one memory bus. Plain Python."""
+"""Slowdown of workers that share a host's cores, caches, and memory bus. Plain Python."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class Doing(Enum):
-    """What a worker's engine does."""
+    """Activity of a worker's engine."""
 
     NOTHING = "nothing"
     DECODING = "decoding"
@@ -16,15 +16,15 @@ class Doing(Enum):
     PROMPTS = "prompts"
     """A step with chunks of prompts."""
     LONG_PROMPTS = "long prompts"
-    """The same, when prompts have been computed without a break for ``PATIENCE_S``."""
+    """A step with chunks of prompts, after prompts without a break for ``PATIENCE_S``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How many times as long a worker's step takes beside one other of its host; at least 1.
+    """Factors by which a worker's step slows next to one other of its host; at least 1.
 
-    Each further one adds as much again. Long prompts have a figure of their own because decode
-    pauses for them where workers share the host's cores step by step (``worker.cores.core_board``).
+    Each further one adds the same. Long prompts have a separate factor because decode pauses for
+    them if workers share the host's cores step by step (``worker.cores.core_board``).
     """
 
     decode_beside_prefill: float = 1.0
@@ -34,7 +34,7 @@ class Sharing:
     prefill_beside_prefill: float = 1.0
 
     def stretch(self, mine: Doing, others: Sequence[Doing]) -> float:
-        """Of a step, while the others do that; 1 where nothing is done."""
+        """Return the factor of a step during the others' activities; 1 without activity."""
         if mine is Doing.NOTHING:
             return 1.0
         beside = self._beside(mine)
@@ -57,4 +57,4 @@ class Sharing:
 
 
 ALONE = Sharing()
-"""Others cost it nothing."""
+"""No slowdown by others."""

@@ -1,4 +1,4 @@
-"""What a step costs: what every cost model is asked. No clock, no I/O."""
+"""Costs of a step: the interface of all cost models. No clock, no I/O."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from worker.costs.step_costs import StepCosts
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """What of a step its time depends on."""
+    """Properties of a step that determine its time."""
 
     decodes: int
-    """Rows of one token."""
+    """Number of rows of one token."""
     context_tokens: int
-    """Tokens that these attend to in all, each its own included."""
+    """Tokens that these rows attend to in total, including their own."""
     chunks: tuple[tuple[int, int], ...] = ()
-    """Of each other row the tokens that are computed, and those before them."""
+    """Computed tokens, and those before them, of each other row."""
 
     @property
     def tokens(self) -> int:
-        """Tokens that are computed."""
+        """Return the number of computed tokens."""
         return self.decodes + sum(count for count, _ in self.chunks)
 
 
 def shape_of(plan: StepPlan) -> StepLoad:
-    """What a plan's time depends on."""
+    """Return the load of a plan."""
     return shape_of_rows(plan.rows)
 
 
 def shape_of_rows(rows: Iterable[PlanRow]) -> StepLoad:
-    """The same of the rows of a step."""
+    """Return the load of the rows of a step."""
     decodes = context_tokens = 0
     chunks = []
     for row in rows:
@@ -47,53 +47,54 @@ def shape_of_rows(rows: Iterable[PlanRow]) -> StepLoad:
 
 @dataclass(frozen=True, slots=True)
 class DecodeLine:
-    """Seconds of a step in which all of a batch decode: a line in the tokens attended to."""
+    """Seconds of a step in which all sequences of a batch decode: a line in the tokens attended
+    to."""
 
     base_s: float
     per_token_s: float
 
     def seconds(self, context_tokens: float) -> float:
-        """Of one step."""
+        """Return the time of one step."""
         return self.base_s + self.per_token_s * context_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """What a worker's hardware does at best, by its data sheet, all its GPUs together."""
+    """Peak rates of a worker's hardware, by its data sheet, all its GPUs together."""
 
     flops_per_s: float
     bytes_per_s: float
-    """To and from memory."""
+    """Memory bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step must do at least, however it is done."""
+    """Minimum work of a step in any implementation."""
 
     flops: float
-    """Of matrix products and attention; a multiplication and an addition are two."""
+    """Operations of matrix products and attention; a multiplication and an addition are two."""
     memory_bytes: float
-    """The weights once, and the KV that is read or written."""
+    """Bytes of the weights, read once, and of KV that is read or written."""
 
 
 class StepCostModel(Protocol):
-    """Pure: the same shape always costs the same."""
+    """Costs of steps. Pure: the same load always has the same cost."""
 
     @property
     def peak(self) -> Peak | None:
-        """None where nobody knows: a profile that was measured has times alone."""
+        """Return the peak; None if it is unknown: a measured profile only has times."""
 
     def work(self, shape: StepLoad) -> StepWork | None:
-        """What a step must do; a line in ``context_tokens``. None where ``peak`` is."""
+        """Return the work of a step, a line in ``context_tokens``. None if ``peak`` is."""
 
     def seconds(self, shape: StepLoad) -> float:
-        """A step's time, positive; of one without chunks what ``decode_line`` says."""
+        """Return a step's time, positive; without chunks it equals ``decode_line``."""
 
     def decode_line(self, batch: int) -> DecodeLine:
-        """Of steps in which ``batch`` sequences decode and nothing else is computed."""
+        """Return the line of steps in which only ``batch`` sequences decode."""
 
     def step_costs(self) -> StepCosts:
-        """What a worker's calibration would find: what the policy and the workers predict by."""
+        """Return the result of a worker's calibration, by which policy and workers predict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,20 +102,21 @@ class FittedCosts:
     """Implements ``planning.simulator.costs.step_model.StepCostModel`` by the formulas of
     ``StepCosts``.
 
-    A step with both kinds of rows takes what its decode rows take, and what its chunks add to that.
+    A step with both kinds of rows takes the time of its decode rows, and the additional time of its
+    chunks.
     """
 
     costs: StepCosts
 
     @property
     def peak(self) -> None:
-        """See ``StepCostModel``."""
+        """Implement ``StepCostModel``."""
 
     def work(self, shape: StepLoad) -> None:
-        """See ``StepCostModel``: times say nothing of it."""
+        """Return None: times do not give the work."""
 
     def seconds(self, shape: StepLoad) -> float:
-        """See ``StepCostModel``."""
+        """Implement ``StepCostModel``."""
         if not shape.chunks:
             return self.decode_line(shape.decodes).seconds(shape.context_tokens)
         chunks = sum(self.costs.chunk_ms(count, start) for count, start in shape.chunks)
@@ -123,10 +125,10 @@ class FittedCosts:
         return (beside + chunks) / 1e3
 
     def decode_line(self, batch: int) -> DecodeLine:
-        """See ``StepCostModel``."""
+        """Implement ``StepCostModel``."""
         a, b, c = self.costs.step
         return DecodeLine((a + b * batch) / 1e3, c / 1e3)
 
     def step_costs(self) -> StepCosts:
-        """See ``StepCostModel``."""
+        """Implement ``StepCostModel``."""
         return self.costs

@@ -1,4 +1,4 @@
-"""What one worker is: by its accelerator, or by a profile that `baton calibrate` wrote."""
+"""A worker's properties, from its accelerator or from a profile that `baton calibrate` wrote."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ from worker.costs.step_costs import Coefficients, StepCosts
 
 @dataclass(frozen=True, slots=True)
 class WorkerProfile:
-    """Tokens, bytes, seconds."""
+    """Properties of one worker, in tokens, bytes and seconds."""
 
     name: str
     costs: StepCostModel
     kv_tokens: int
     """Tokens whose KV its pool holds."""
     kv_token_bytes: float
-    """KV of one of them."""
+    """Size of the KV of one token, in bytes."""
     layers: int
     context_length: int
-    """Most tokens of a sequence, by the model."""
+    """Maximum tokens of a sequence, by the model."""
     wire_bytes_per_s: float
-    """At which KV leaves, and comes."""
+    """Bandwidth of KV transfers in each direction."""
     max_sequences: int = 256
-    """Most in one step."""
+    """Maximum sequences in one step."""
     chunk_tokens: int = 8192
-    """Most tokens in one step."""
+    """Maximum tokens in one step."""
     chunk_keys: int = 0
-    """See ``engine.scheduling.scheduler.SchedulerLimits``."""
+    """Maximum keys of a chunk, see ``engine.scheduling.scheduler.SchedulerLimits``."""
     is_cpu: bool = False
     """Whether it plans ahead as workers on CPUs do."""
     handoff_s: float = 0.002
-    """What a handoff takes besides its bytes: the commit and its answer."""
+    """Time of a handoff in addition to its bytes: the commit and its answer."""
     call_s: float = 0.0005
-    """One message between router and worker, or between workers, one way."""
+    """Time of one message between router and worker, or between workers, one way."""
     gpus: int = 1
-    """How many there are in it."""
+    """Number of GPUs."""
     sharing: Sharing = ALONE
-    """What others of its host cost it, where workers share one."""
+    """Slowdown by other workers on a shared host."""
 
 
 PROFILE_VERSION = 1
-"""What was added since may be lacking: then it is as if nobody shared a host."""
+"""Version of the file format. Newer fields may be missing: then no host is shared."""
 _MEMORY_SHARE = 0.9
-"""As ``gpu_memory_fraction`` by default."""
+"""Fraction of memory in use, the default of ``gpu_memory_fraction``."""
 _ACTIVATION_BYTES = 2e9
-"""What a GPU's memory holds besides weights and KV."""
+"""GPU memory for data other than weights and KV, in bytes."""
 
 
 def gpu_profile(
@@ -71,9 +71,9 @@ def gpu_profile(
     max_sequences: int = 256,
     chunk_tokens: int = 8192,
 ) -> WorkerProfile:
-    """A worker of ``tensor_parallel`` GPUs. Raises ConfigError where the model does not fit."""
+    """Return a worker of ``tensor_parallel`` GPUs. Raises ConfigError if the model does not fit."""
     if name not in ACCELERATORS:
-        raise ConfigError(f"no accelerator is called {name!r}; known: {', '.join(ACCELERATORS)}")
+        raise ConfigError(f"there is no accelerator {name!r}; known: {', '.join(ACCELERATORS)}")
     gpu = ACCELERATORS[name]
     costs = AnalyticalCosts(
         gpu, model, efficiency, weight_bytes=weight_bytes, tensor_parallel=tensor_parallel
@@ -101,10 +101,9 @@ def gpu_profile(
 
 
 def read_profile(name: str, model: str = "", *, tensor_parallel: int = 1) -> WorkerProfile:
-    """A worker by its accelerator's name, or from a profile's file. Raises ConfigError.
+    """Return a worker by its accelerator's name, or from a profile's file. Raises ConfigError.
 
-    ``model`` is a name or a path as ``model_shape`` takes it; a file says itself what it was
-    measured with.
+    ``model`` is a name or a path as for ``model_shape``; a file already has its model.
     """
     if name in ACCELERATORS:
         shape = model_shape(model or DEFAULT_MODEL)
@@ -118,14 +117,16 @@ def read_profile(name: str, model: str = "", *, tensor_parallel: int = 1) -> Wor
             f"{name} is neither a profile that can be read ({error}) nor one of {known}"
         ) from error
     if model:
-        raise ConfigError(f"{name} was measured with a model: --model-config does not change that")
+        raise ConfigError(
+            f"{name} was measured with its own model: --model-config cannot change that"
+        )
     return profile_of(fields, path.stem)
 
 
 def profile_of(fields: Any, name: str) -> WorkerProfile:
-    """From what ``profile_fields`` made. Raises ConfigError."""
+    """Return the profile from the fields of ``profile_fields``. Raises ConfigError."""
     if not isinstance(fields, dict) or fields.get("version") != PROFILE_VERSION:
-        raise ConfigError(f"{name} is no profile of version {PROFILE_VERSION}")
+        raise ConfigError(f"{name} is not a profile of version {PROFILE_VERSION}")
     try:
         return WorkerProfile(
             name=str(fields.get("name", name)),
@@ -152,7 +153,7 @@ def profile_of(fields: Any, name: str) -> WorkerProfile:
 
 
 def profile_fields(profile: WorkerProfile) -> dict[str, Any]:
-    """What is written of a worker whose costs were fitted."""
+    """Return the fields to write for a worker with fitted costs."""
     costs = profile.costs.step_costs()
     return {
         "version": PROFILE_VERSION,
@@ -177,12 +178,12 @@ def profile_fields(profile: WorkerProfile) -> dict[str, Any]:
 def _sharing(fields: dict[str, Any]) -> Sharing:
     found = Sharing(**{name: float(value) for name, value in fields.items()})
     if min(asdict(found).values()) < 1:
-        raise ValueError(f"nobody is faster beside others: {fields}")
+        raise ValueError(f"a worker cannot be faster next to others: {fields}")
     return found
 
 
 def _coefficients(values: Any) -> Coefficients:
     a, b, c = (float(value) for value in values)
     if min(a, b, c) < 0 or max(a, b, c) <= 0:
-        raise ValueError(f"coefficients are not negative, and not all 0: {values}")
+        raise ValueError(f"coefficients must not be negative, and not all 0: {values}")
     return a, b, c

@@ -74,7 +74,7 @@ def test_what_cannot_be_is_refused() -> None:
         kv_heads_of(2, 2, 4)
     with pytest.raises(ValueError, match="no KV head 4 of 4"):
         ranks_of(4, 2, 4)
-    with pytest.raises(ValueError, match="0 KV heads cannot lie on 2 ranks"):
+    with pytest.raises(ValueError, match="0 KV heads cannot be divided among 2 ranks"):
         kv_heads_of(0, 2, 0)
     with pytest.raises(ValueError, match="7 query heads cannot share 3"):
         query_heads_of(0, 1, 3, 7)

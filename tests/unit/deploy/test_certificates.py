@@ -96,7 +96,7 @@ def test_one_alone_is_renewed(folder: Path) -> None:
 def test_without_the_authority_s_key_nothing_is_signed(folder: Path) -> None:
     (folder / "ca.key").unlink()
     before = (folder / "router.pem").read_bytes()
-    with pytest.raises(ConfigError, match="authority's key is kept"):
+    with pytest.raises(ConfigError, match="CA's key is kept"):
         certificates.renew(folder)
     assert (folder / "router.pem").read_bytes() == before
 
@@ -120,7 +120,7 @@ def test_show_tells_of_strangers(folder: Path, tmp_path: Path) -> None:
     certificates.init(tmp_path / "other")
     (folder / "worker.pem").write_bytes((tmp_path / "other" / "worker.pem").read_bytes())
     faults = {one.name: one.fault for one in certificates.show(folder)}
-    assert faults["worker"] == "not of this authority"
+    assert faults["worker"] == "not signed by this CA"
     assert faults["router"] == ""
 
 

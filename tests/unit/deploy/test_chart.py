@@ -533,13 +533,13 @@ def test_another_configuration_makes_other_pods() -> None:
     [
         (("--set=auth.requireKey=true",), "auth.keys: give at least one"),
         (("--set=existingConfigSecret=a", KEY), "auth.keys and auth.tenants belong"),
-        (("--set=config.http=0.0.0.0:1",), "config.http: the chart says this itself"),
-        (("--set=config.gcs_store=embedded",), "config.gcs_store: the chart says this itself"),
+        (("--set=config.http=0.0.0.0:1",), "config.http: the chart sets this itself"),
+        (("--set=config.gcs_store=embedded",), "config.gcs_store: the chart sets this itself"),
         (("--set=config.model=/models/a",), "give modelVolume"),
         (("--set=redis.mode=external",), "mode external needs url or existingSecret"),
         (("--set=redis.mode=external,redis.existingSecret=a,redis.url=redis://b",), "not both"),
-        (("--set=redis.url=redis://a",), "are of mode external, and it is embedded"),
-        (("--set=redis.mode=external,redis.url=redis://:a@b",), "or say redis.insecure=true"),
+        (("--set=redis.url=redis://a",), "need mode external, but it is embedded"),
+        (("--set=redis.mode=external,redis.url=redis://:a@b",), "or set redis.insecure=true"),
         (("--set=gcsStore.mode=external,gcsStore.url=redis://b",), "gcsStore.insecure=true"),
         (("--set=gcsStore.mode=valkey",), "gcsStore.password: mode valkey needs one"),
         (
@@ -547,15 +547,15 @@ def test_another_configuration_makes_other_pods() -> None:
                 "--set=redis.mode=external,redis.url=rediss://:a@b:6379/0",
                 "--set=gcsStore.mode=external,gcsStore.url=rediss://:c@b:6379",
             ),
-            "another server than redis.url",
+            "a different server than redis.url",
         ),
         (
             ("--set=config.pools[1].resources.GPU=1", "--set=config.pools[1].count=2"),
-            "ask for 2 GPUs",
+            "require 2 GPUs",
         ),
         (("--set=ingress.enabled=true",), "ingress.host"),
-        ((*INGRESS, "--set=ingress.tlsSecret=a"), "say ingress.insecure=true"),
-        ((*INGRESS, "--set=auth.requireKey=true", KEY), "say ingress.insecure=true"),
+        ((*INGRESS, "--set=ingress.tlsSecret=a"), "set ingress.insecure=true"),
+        ((*INGRESS, "--set=auth.requireKey=true", KEY), "set ingress.insecure=true"),
         (
             ("--set=ingress.grpc.enabled=true", "--set=ingress.grpc.host=a"),
             "ingress.grpc: needs",
@@ -566,8 +566,8 @@ def test_another_configuration_makes_other_pods() -> None:
             ("--set=metrics.serviceMonitor.enabled=true", "--set=auth.requireKey=true", KEY),
             "metrics.serviceMonitor.keySecret: name",
         ),
-        (("--set=tls.ingressSecret=a",), "tls.ingressSecret: it goes with tls.secret"),
-        (("--set=mode=kuberay",), "needs a store that all pods reach"),
+        (("--set=tls.ingressSecret=a",), "tls.ingressSecret: it needs tls.secret"),
+        (("--set=mode=kuberay",), "needs a store that all pods can reach"),
         (("--set=mode=ray",), "mode"),
         (("--set=replicas=two",), "replicas"),
         (("--set=replica=2",), "replica"),
@@ -587,14 +587,14 @@ def test_what_would_not_work_is_refused(values: tuple[str, ...], message: str) -
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (("--set=redis.mode=embedded,redis.password=",), "needs a store that all pods reach"),
+        (("--set=redis.mode=embedded,redis.password=",), "needs a store that all pods can reach"),
         (("--set=gcsStore.mode=none,gcsStore.url=",), "needs one for Ray's head"),
-        (("--set=config.ray_address=a:1",), "config.ray_address: the chart says this itself"),
+        (("--set=config.ray_address=a:1",), "config.ray_address: the chart sets this itself"),
         (("--set=config.pools[0].resources.baton_prefill=2",), "needs resources.baton_prefill: 1"),
-        (("--set=config.pools[0].resources.CPU=1",), "asks for CPU"),
-        (("--set=config.pools[1].resources.GPU=2",), "ask for more than its 2"),
+        (("--set=config.pools[0].resources.CPU=1",), "requires CPU"),
+        (("--set=config.pools[1].resources.GPU=2",), "require more than its 2"),
         (("--set=config.pools[0].count=9",), "have no room for the 9 workers"),
-        (("--set=config.pools[0].cp=4",), "needs 4 in one for its ranks"),
+        (("--set=config.pools[0].cp=4",), "needs 4 in one pod for its ranks"),
         (("--set=kuberay.autoscaling=false",), "1 pods with 1 places have no room"),
     ],
 )
@@ -607,7 +607,7 @@ def test_the_rules_are_those_of_the_repository() -> None:
     rules = ROOT / "deploy" / "monitoring" / "rules.yaml"
     asked = ("--set=metrics.prometheusRule.enabled=true",)
     if not rules.is_file():
-        assert "holds no files/rules.yaml" in refusal("open-values.yaml", *asked)
+        assert "has no files/rules.yaml" in refusal("open-values.yaml", *asked)
         return
     (rule,) = of_kind(render("open-values.yaml", *asked), "PrometheusRule")
     assert rule["spec"] == yaml.safe_load(rules.read_text())

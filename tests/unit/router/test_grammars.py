@@ -141,8 +141,8 @@ async def test_what_is_asked_badly_is_named(asked: dict[str, Any], param: str) -
         ({"guided_grammar": "start: foo"}, "guided_grammar", "unknown name"),
         ({"guided_grammar": "nonsense"}, "guided_grammar", "no rule `start`"),
         ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex", "unclosed"),
-        ({"guided_regex": "a" * 200_000}, "guided_regex", "131072 are possible"),
-        ({"guided_choice": ["a" * 200_000]}, "guided_choice", "131072 are possible"),
+        ({"guided_regex": "a" * 200_000}, "guided_regex", "the limit is 131072"),
+        ({"guided_choice": ["a" * 200_000]}, "guided_choice", "the limit is 131072"),
     ],
     ids=lambda value: json.dumps(value)[:40],
 )
@@ -207,7 +207,7 @@ async def test_over_grpc(message: sampling_pb2.Grammar, grammar: Grammar) -> Non
         (sampling_pb2.Grammar(choice=sampling_pb2.Choice()), "at least one string"),
         (sampling_pb2.Grammar(regex="a("), "unclosed group"),
         (sampling_pb2.Grammar(json_schema="5"), "grammar cannot be used"),
-        (sampling_pb2.Grammar(structural_tag="{}"), "no structural tag"),
+        (sampling_pb2.Grammar(structural_tag="{}"), "not a structural tag"),
         (sampling_pb2.Grammar(structural_tag="{"), "grammar cannot be used"),
     ],
 )

@@ -89,9 +89,9 @@ def test_changes_of_the_same_size_one_after_another_are_all_seen(
         (a_mutation(old="4 * number"), "has its text 0 times"),
         (a_mutation(old="number"), "has its text 2 times"),
         (a_mutation(new="2 * number"), "changes nothing"),
-        (a_mutation(file="tripling.py"), "there is no tripling.py"),
-        (a_mutation(tests="tests/test_others.py"), "there is no tests/test_others.py"),
-        (a_mutation(tests="tests/test_it.py::test_three"), "there is no tests/test_it.py::"),
+        (a_mutation(file="tripling.py"), "there is no file tripling.py"),
+        (a_mutation(tests="tests/test_others.py"), "there is no test tests/test_others.py"),
+        (a_mutation(tests="tests/test_it.py::test_three"), "there is no test tests/test_it.py::"),
     ],
 )
 def test_a_row_that_no_longer_applies_is_an_error(tree: Path, mutation: Mutation, why: str) -> None:

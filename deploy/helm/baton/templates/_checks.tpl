@@ -1,11 +1,11 @@
 {{/*
-Values with which something would be deployed that does not work, or is open without being told so,
-are refused here, with what to do. Every one of them has a test.
+Rejects values of deployments that do not work, or that are open without an explicit setting. Each
+message says what to do. Every check has a test.
 */}}
 {{- define "baton.checks" -}}
 {{- range list "http" "grpc" "redis_url" "gcs_store" "keys" "tenants" "require_key" "data_dir" "cluster_id" "tls" "insecure_listen" "insecure_redis" "redis_router_url" "redis_worker_url" }}
 {{- if hasKey $.Values.config . }}
-{{- fail (printf "config.%s: the chart says this itself; see redis, gcsStore, auth, kuberay.clusterId and service" .) }}
+{{- fail (printf "config.%s: the chart sets this itself; see redis, gcsStore, auth, kuberay.clusterId and service" .) }}
 {{- end }}
 {{- end }}
 {{- include "baton.checkAuth" . }}
@@ -15,35 +15,35 @@ are refused here, with what to do. Every one of them has a test.
 {{- include "baton.checkStore" (dict "name" "gcsStore" "store" .Values.gcsStore) }}
 {{- end }}
 {{- if and .Values.metrics.serviceMonitor.enabled .Values.auth.requireKey (not .Values.metrics.serviceMonitor.keySecret.name) }}
-{{- fail "metrics.serviceMonitor.keySecret: name a Secret with an API key of the scope metrics, or Prometheus is refused" }}
+{{- fail "metrics.serviceMonitor.keySecret: name a Secret with an API key of the metrics scope; without it Prometheus is rejected" }}
 {{- end }}
 {{- if .Values.networkPolicy.enabled }}
 {{- if and .Values.ingress.enabled (not .Values.networkPolicy.clients) }}
-{{- fail "networkPolicy.clients: name the ingress controller's pods (namespaceSelector, podSelector), or they are not let in" }}
+{{- fail "networkPolicy.clients: name the ingress controller's pods (namespaceSelector, podSelector); other pods are blocked" }}
 {{- end }}
 {{- if and .Values.metrics.serviceMonitor.enabled (not .Values.networkPolicy.monitoring) }}
-{{- fail "networkPolicy.monitoring: name Prometheus's pods (namespaceSelector, podSelector), or they are not let in" }}
+{{- fail "networkPolicy.monitoring: name Prometheus's pods (namespaceSelector, podSelector); other pods are blocked" }}
 {{- end }}
 {{- end }}
 {{- $ownIndex := and (eq .Values.redis.mode "external") .Values.redis.url }}
 {{- $ownGcs := and (eq .Values.gcsStore.mode "external") .Values.gcsStore.url }}
 {{- if and $ownIndex $ownGcs (eq (include "baton.serverOf" .Values.redis.url) (include "baton.serverOf" .Values.gcsStore.url)) }}
-{{- fail "gcsStore.url: it must be another server than redis.url; what loses one must not lose the other" }}
+{{- fail "gcsStore.url: it must be a different server than redis.url, so that one failure cannot lose both" }}
 {{- end }}
 {{- if and (hasPrefix "/models/" (toString .Values.config.model)) (not .Values.modelVolume) }}
 {{- fail (printf "config.model is %s: give modelVolume, which is mounted at /models" .Values.config.model) }}
 {{- end }}
 {{- if and .Values.metrics.prometheusRule.enabled (not (.Files.Get "files/rules.yaml")) }}
-{{- fail "metrics.prometheusRule: the chart holds no files/rules.yaml" }}
+{{- fail "metrics.prometheusRule: the chart has no files/rules.yaml" }}
 {{- end }}
 {{- if ne (empty .Values.redis.routerUrl) (empty .Values.redis.workerUrl) }}
 {{- fail "redis: routerUrl and workerUrl go together" }}
 {{- end }}
 {{- if and .Values.redis.routerUrl (not .Values.redis.url) }}
-{{- fail "redis: routerUrl and workerUrl go with url, which is the supervisor's" }}
+{{- fail "redis: routerUrl and workerUrl need url, which is the supervisor's" }}
 {{- end }}
 {{- if and .Values.tls.ingressSecret (not .Values.tls.secret) }}
-{{- fail "tls.ingressSecret: it goes with tls.secret, without which routers have no certificate to verify" }}
+{{- fail "tls.ingressSecret: it needs tls.secret; without that routers have no certificate to verify" }}
 {{- end }}
 {{- if eq .Values.mode "single" }}
 {{- include "baton.checkGpus" . }}
@@ -55,26 +55,26 @@ are refused here, with what to do. Every one of them has a test.
 {{- define "baton.checkAuth" -}}
 {{- if .Values.existingConfigSecret }}
 {{- if or .Values.auth.keys .Values.auth.tenants }}
-{{- fail "auth.keys and auth.tenants belong into the file of existingConfigSecret, which is used as it is" }}
+{{- fail "auth.keys and auth.tenants belong in the file of existingConfigSecret, which is used unchanged" }}
 {{- end }}
 {{- else if and .Values.auth.requireKey (not .Values.auth.keys) }}
-{{- fail "auth.keys: give at least one (name, tenant, and sha256 of printf %s KEY | sha256sum), or say auth.requireKey=false: then whoever reaches the service may use it" }}
+{{- fail "auth.keys: give at least one (name, tenant, and sha256 of printf %s KEY | sha256sum), or set auth.requireKey=false: then every client that reaches the service can use it" }}
 {{- end }}
 {{- end }}
 
 {{- define "baton.checkIngress" -}}
 {{- if .Values.ingress.enabled }}
 {{- if not .Values.ingress.host }}
-{{- fail "ingress.host: the name under which the world knows the API" }}
+{{- fail "ingress.host: set the public host name of the API" }}
 {{- end }}
 {{- $open := and (not .Values.auth.requireKey) (not .Values.existingConfigSecret) }}
 {{- if and (or (not .Values.ingress.tlsSecret) $open) (not .Values.ingress.insecure) }}
-{{- fail "ingress: give tlsSecret and keep auth.requireKey, or say ingress.insecure=true: then keys cross the wire in the clear, or there are none" }}
+{{- fail "ingress: give tlsSecret and keep auth.requireKey, or set ingress.insecure=true: then keys cross the network in the clear, or there are none" }}
 {{- end }}
 {{- end }}
 {{- if .Values.ingress.grpc.enabled }}
 {{- if not (and .Values.ingress.enabled .Values.ingress.tlsSecret .Values.ingress.grpc.host) }}
-{{- fail "ingress.grpc: needs ingress.enabled, ingress.tlsSecret (HTTP/2) and a host of its own" }}
+{{- fail "ingress.grpc: needs ingress.enabled, ingress.tlsSecret (HTTP/2) and a separate host" }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -88,11 +88,11 @@ are refused here, with what to do. Every one of them has a test.
 {{- fail (printf "%s: give url or existingSecret, not both" .name) }}
 {{- end }}
 {{- if and (hasPrefix "redis://" .store.url) (not .store.insecure) }}
-{{- fail (printf "%s.url: redis:// sends its password in the clear: give a rediss:// address, or say %s.insecure=true" .name .name) }}
+{{- fail (printf "%s.url: redis:// sends its password in the clear: give a rediss:// address, or set %s.insecure=true" .name .name) }}
 {{- end }}
 {{- else }}
 {{- if or .store.url .store.existingSecret }}
-{{- fail (printf "%s: url and existingSecret are of mode external, and it is %s" .name .store.mode) }}
+{{- fail (printf "%s: url and existingSecret need mode external, but it is %s" .name .store.mode) }}
 {{- end }}
 {{- if and (eq .store.mode "valkey") (not .store.password) }}
 {{- fail (printf "%s.password: mode valkey needs one" .name) }}
@@ -112,20 +112,20 @@ are refused here, with what to do. Every one of them has a test.
 {{- end }}
 {{- $given := get (default (dict) .Values.resources.limits) "nvidia.com/gpu" | default 0 | float64 }}
 {{- if gt $asked $given }}
-{{- fail (printf "config.pools ask for %v GPUs, and resources.limits has %v nvidia.com/gpu: some workers would never start" $asked $given) }}
+{{- fail (printf "config.pools require %v GPUs, but resources.limits has %v nvidia.com/gpu: some workers would never start" $asked $given) }}
 {{- end }}
 {{- end }}
 
 {{- define "baton.checkKuberay" -}}
 {{- if eq .Values.redis.mode "embedded" }}
-{{- fail "redis: mode kuberay needs a store that all pods reach: mode valkey, or external" }}
+{{- fail "redis: mode kuberay needs a store that all pods can reach: set mode valkey or external" }}
 {{- end }}
 {{- if or (has .Values.gcsStore.mode (list "none" "embedded")) .Values.gcsStore.existingSecret }}
-{{- fail "gcsStore: mode kuberay needs one for Ray's head: mode valkey, or external with url" }}
+{{- fail "gcsStore: mode kuberay needs one for Ray's head: set mode valkey, or external with url" }}
 {{- end }}
 {{- range list "ray_address" "leave_workers" }}
 {{- if hasKey $.Values.config . }}
-{{- fail (printf "config.%s: the chart says this itself in mode kuberay" .) }}
+{{- fail (printf "config.%s: the chart sets this itself in mode kuberay" .) }}
 {{- end }}
 {{- end }}
 {{- if not .Values.existingConfigSecret }}
@@ -133,10 +133,10 @@ are refused here, with what to do. Every one of them has a test.
 {{- $asked := default (dict) .resources }}
 {{- $role := printf "baton_%s" .role }}
 {{- if ne (get $asked $role | default 0 | int) 1 }}
-{{- fail (printf "config.pools: %s needs resources.%s: 1, by which Ray places its workers in that group" .name $role) }}
+{{- fail (printf "config.pools: %s needs resources.%s: 1, so that Ray places its workers in that group" .name $role) }}
 {{- end }}
 {{- if get $asked "CPU" }}
-{{- fail (printf "config.pools: %s asks for CPU, of which pods give none out: set requests of kuberay.%s.resources" .name .role) }}
+{{- fail (printf "config.pools: %s requires CPU, which Ray does not schedule in the pods: set requests of kuberay.%s.resources" .name .role) }}
 {{- end }}
 {{- end }}
 {{- range $role := list "prefill" "decode" }}
@@ -149,11 +149,11 @@ are refused here, with what to do. Every one of them has a test.
 {{- $ranks := mul (default 1 .tp) (default 1 .cp) }}
 {{- $workers = add $workers (mul (default 1 .count) $ranks) }}
 {{- if and (gt (int $ranks) (int $group.workersPerPod)) (eq (default "strict_pack" .rank_placement) "strict_pack") }}
-{{- fail (printf "kuberay.%s: a pod has %v places, and %s needs %v in one for its ranks: raise workersPerPod and the limit of nvidia.com/gpu" $role $group.workersPerPod .name $ranks) }}
+{{- fail (printf "kuberay.%s: a pod has %v places, and %s needs %v in one pod for its ranks: raise workersPerPod and the limit of nvidia.com/gpu" $role $group.workersPerPod .name $ranks) }}
 {{- end }}
 {{- $each := get (default (dict) .resources) "GPU" | default 0 | float64 }}
 {{- if gt (mulf $each $group.workersPerPod) $gpus }}
-{{- fail (printf "kuberay.%s: %v workers in a pod ask for more than its %v nvidia.com/gpu" $role $group.workersPerPod $gpus) }}
+{{- fail (printf "kuberay.%s: %v workers in a pod require more than its %v nvidia.com/gpu" $role $group.workersPerPod $gpus) }}
 {{- end }}
 {{- end }}
 {{- end }}

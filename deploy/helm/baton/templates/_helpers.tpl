@@ -28,7 +28,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) }}
 {{- end }}
 
-{{/* Which pods answer requests: a cluster each, or the routers of mode kuberay. */}}
+{{/* Component of the pods that answer requests: whole clusters, or the routers of mode kuberay. */}}
 {{- define "baton.frontComponent" -}}
 {{- if eq .Values.mode "single" }}cluster{{ else }}router{{ end }}
 {{- end }}
@@ -72,7 +72,7 @@ capabilities:
 {{- end }}
 {{- end }}
 
-{{/* The same of the control store's. */}}
+{{/* The address of the control store's store, with its password. */}}
 {{- define "baton.gcsUrl" -}}
 {{- if eq .Values.gcsStore.mode "valkey" -}}
 redis://:{{ .Values.gcsStore.password }}@{{ include "baton.fullname" . }}-gcs:6379
@@ -81,7 +81,7 @@ redis://:{{ .Values.gcsStore.password }}@{{ include "baton.fullname" . }}-gcs:63
 {{- end }}
 {{- end }}
 
-{{/* A variable from a secret: of the chart, or the operator's own. */}}
+{{/* A variable from a Secret of the chart, or of the operator. */}}
 {{- define "baton.storeVariable" -}}
 - name: {{ .variable }}
   valueFrom:
@@ -136,7 +136,7 @@ redis://:{{ .Values.gcsStore.password }}@{{ include "baton.fullname" . }}-gcs:63
 {{- regexReplaceAll "^[^:]*:?" (get (urlParse .) "userinfo") "" }}
 {{- end }}
 
-{{/* The kubelet does not ask whose a certificate is. */}}
+{{/* The kubelet does not verify certificates. */}}
 {{- define "baton.probeScheme" -}}
 scheme: {{ ternary "HTTPS" "HTTP" (not (empty .Values.tls.secret)) }}
 {{- end }}
@@ -146,7 +146,7 @@ scheme: {{ ternary "HTTPS" "HTTP" (not (empty .Values.tls.secret)) }}
 {{- printf "%s of %s" .user .password | sha256sum }}
 {{- end }}
 
-{{/* The store's addresses by the users of routers and workers, where it has such users. */}}
+{{/* The store's addresses with the users of routers and workers, if it has such users. */}}
 {{- define "baton.storeUsers" -}}
 {{- $own := and (eq .Values.redis.mode "external") .Values.redis.existingSecret }}
 {{- $users := or (eq .Values.redis.mode "valkey") .Values.redis.routerUrl }}
@@ -166,7 +166,7 @@ scheme: {{ ternary "HTTPS" "HTTP" (not (empty .Values.tls.secret)) }}
 {{- end }}
 {{- end }}
 
-{{/* One of them. */}}
+{{/* One of these addresses. */}}
 {{- define "baton.storeUserUrl" -}}
 {{- if eq .root.Values.redis.mode "valkey" -}}
 redis://{{ .user }}:{{ include "baton.storePassword" (dict "user" .user "password" .root.Values.redis.password) }}@{{ include "baton.fullname" .root }}-index:6379/0
@@ -175,14 +175,14 @@ redis://{{ .user }}:{{ include "baton.storePassword" (dict "user" .user "passwor
 {{- end }}
 {{- end }}
 
-{{/* Certificates, or in so many words that there are none. */}}
+{{/* Certificates, or the settings that allow connections without them. */}}
 {{- define "baton.tlsVariables" -}}
 {{- if .Values.tls.secret }}
 - name: BATON_TLS__FOLDER
   value: /etc/baton-tls
 {{- end }}
 {{- if not (and .Values.tls.secret (or .Values.auth.requireKey .Values.existingConfigSecret)) }}
-# TLS ends at the ingress; auth and networkPolicy say who comes.
+# TLS ends at the ingress; auth and networkPolicy limit access.
 - name: BATON_INSECURE_LISTEN
   value: "true"
 {{- end }}
@@ -191,7 +191,7 @@ redis://{{ .user }}:{{ include "baton.storePassword" (dict "user" .user "passwor
 {{- $clear = or $clear (eq .Values.gcsStore.mode "valkey") .Values.gcsStore.insecure }}
 {{- end }}
 {{- if $clear }}
-# networkPolicy keeps others from the stores that the chart deploys; they have no TLS.
+# The stores that the chart deploys have no TLS; networkPolicy limits access to them.
 - name: BATON_INSECURE_REDIS
   value: "true"
 {{- end }}
@@ -214,7 +214,7 @@ redis://{{ .user }}:{{ include "baton.storePassword" (dict "user" .user "passwor
 {{- end }}
 {{- end }}
 
-{{/* Whom ingress-nginx takes for a router. */}}
+{{/* The name that ingress-nginx requires in a router's certificate. */}}
 {{- define "baton.ingressVerifies" -}}
 {{- if .Values.tls.ingressSecret -}}
 nginx.ingress.kubernetes.io/proxy-ssl-secret: {{ .Release.Namespace }}/{{ .Values.tls.ingressSecret }}

@@ -1,6 +1,6 @@
 {{/*
-A Valkey that the chart deploys, for the index (which fills again by itself, and keeps nothing) or
-for Ray's control store (which keeps what it is told).
+A Valkey that the chart deploys. That of the index stores nothing on disk, since the index fills
+again; that of Ray's control store does.
 */}}
 {{- define "baton.valkey" -}}
 {{- $root := .root }}

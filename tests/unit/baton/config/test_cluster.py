@@ -335,7 +335,7 @@ def test_an_autoscaler_comes_from_the_environment(monkeypatch: pytest.MonkeyPatc
         ({"ray_address": "a:6379"}, "need a redis_url that they reach"),
         ({"ray_address": "a", "redis_url": "redis://b"}, "a"),
         ({"ray_address": "auto", "redis_url": "redis://b", "gcs_store": "embedded"}, "gcs_store"),
-        ({"routers": 0}, "nothing would serve"),
+        ({"routers": 0}, "no router would serve"),
         ({"leave_workers": True}, "needs a ray_address"),
         (
             {"ray_address": "auto", "redis_url": "redis://b", "leave_workers": True},
@@ -358,7 +358,7 @@ def test_the_launcher_of_several_machines_may_leave_routers_to_others() -> None:
 @pytest.mark.parametrize(
     ("fields", "fault"),
     [
-        ({"transport": "nixl"}, r"transport nixl: take tp 1, or one of auto, shm, grpc"),
+        ({"transport": "nixl"}, r"transport nixl: use tp 1, or one of auto, shm, grpc"),
         ({"decode": {"kv_dtype": "int8"}}, "unequal kv_dtype"),
         ({"decode": {"block_size": 32}}, "unequal block_size"),
     ],
@@ -374,8 +374,8 @@ def test_ranks_exchange_blocks_that_are_alike(fields: dict[str, Any], fault: str
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"deterministic": True}, "does not go with deterministic: take tp 1, or leave"),
-        ({"kv_disk_mib": 5}, "take tp 1, or take kv_disk_mib 0"),
+        ({"deterministic": True}, "does not work with deterministic: use tp 1, or leave"),
+        ({"kv_disk_mib": 5}, "use tp 1, or take kv_disk_mib 0"),
         ({"drafter": "draft", "draft_model": "m"}, "take drafter ngram or none"),
     ],
 )
@@ -389,7 +389,7 @@ def test_what_several_ranks_do_not_do_is_refused(fields: dict[str, Any], says: s
 @pytest.mark.parametrize(
     ("pool", "fields", "says"),
     [
-        ({"tp": 2}, {}, "does not go with tp above 1: take cp 1, or take tp 1"),
+        ({"tp": 2}, {}, "does not work with tp above 1: use cp 1, or take tp 1"),
         ({"role": "decode"}, {}, "give cp to a prefill pool"),
         ({}, {"autoscaler": {"enabled": True}}, "leave autoscaler out"),
         ({}, {"deterministic": True}, "leave deterministic out"),

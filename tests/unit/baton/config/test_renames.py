@@ -68,11 +68,11 @@ def test_a_field_that_is_gone_is_refused_with_the_reason(
     file = tmp_path / "baton.toml"
     file.write_text(f"{table}{old[-1]} = 1\n")
     (line,) = faults(file)
-    assert f"`{'.'.join(old)}` is gone: {REMOVED[old]}. Leave it out" in line
+    assert f"`{'.'.join(old)}` was removed: {REMOVED[old]}. Delete it" in line
     variable = f"BATON_{'__'.join(old).upper()}"
     monkeypatch.setenv(variable, "1")
     (line,) = faults()
-    assert line == f"{variable} is gone: {REMOVED[old]}. Leave it out"
+    assert line == f"{variable} was removed: {REMOVED[old]}. Delete it"
 
 
 def test_an_old_name_among_values_is_refused() -> None:

@@ -120,7 +120,7 @@ def test_nccl_needs_nccl_and_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         nccl_devices()
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match="two GPUs, and torch sees 1"):
+    with pytest.raises(ConfigError, match="two GPUs, and torch finds 1"):
         nccl_devices()
     result = runner.invoke(app, ["doctor", "--nccl"])
     assert result.exit_code == ExitCode.UNSUPPORTED

@@ -49,7 +49,7 @@ def test_ports() -> None:
 
 
 def test_redis_that_is_away_is_needed() -> None:
-    assert find("Redis").detail == "none is named: `baton serve` starts its own"
+    assert find("Redis").detail == "not configured: `baton serve` starts its own"
     found = find("Redis", redis_url="redis://user:secret@127.0.0.1:1/0")
     assert (found.usable, found.needed) == (False, True)
     assert "127.0.0.1:1" in found.detail
@@ -137,7 +137,7 @@ def test_the_driver_and_the_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "disciplined by" in find("clock").detail
+    assert "synchronized" in find("clock").detail
 
     async def late(url: str) -> tuple[float, float]:
         return -3.0, 0.01
@@ -148,7 +148,7 @@ def test_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "-3000 ms (± 10) against Redis" in found.detail
     assert "chrony" in found.detail
     monkeypatch.undo()
-    assert "does not tell" in find("clock", redis_url="redis://127.0.0.1:1").detail
+    assert "does not return" in find("clock", redis_url="redis://127.0.0.1:1").detail
 
 
 def test_the_interconnect(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ async def test_some_parts_are_started_again_for_ever_and_that_is_said_once(
         while part.starts < 20:
             await asyncio.sleep(0.001)
     assert not keeping.done()
-    assert lines == ["gcs ended (end 0); it is started again, until it stays"]
+    assert lines == ["gcs ended (end 0); restarting it until it stays up"]
     assert bool(pids) is (failure is None)
     await end_tasks([keeping])
 
@@ -71,14 +71,14 @@ def test_deaths_returns_and_the_supervisors_own_return_are_logged_once() -> None
 
     assert take(SlotState(Phase.RUNNING), 1) == []
     (died,) = take(SlotState(Phase.BACKING_OFF, 1, "boom"))
-    assert died == "decode-0 died; it is started again (boom)"
+    assert died == "decode-0 died; restarting it (boom)"
     assert take(SlotState(Phase.STARTING, 1, "boom")) == []
     assert take(SlotState(Phase.RUNNING, 1, "boom"), 2) == ["decode-0 is back"]
     assert pids == {"decode-0": 2}
     (loops,) = take(SlotState(Phase.CRASH_LOOP, 5, "boom"))
-    assert "keeps dying, 5 times by now: boom" in loops
+    assert "keeps dying, 5 times so far: boom" in loops
     assert take(SlotState(Phase.CRASH_LOOP, 5, "boom"), supervisor=10) == [
-        "the supervisor was started again"
+        "the supervisor was restarted"
     ]
     assert pids["supervisor"] == 10
     lines.clear()

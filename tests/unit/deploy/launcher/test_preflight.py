@@ -93,7 +93,7 @@ def test_ranks_that_would_speak_in_the_clear_beyond_their_node_are_refused(
         if placement == "strict_pack":
             Config(pools=(pool, decode), **tls)
         else:
-            with pytest.raises(ValueError, match=r"strict_pack, or say tls\.clear_kv"):
+            with pytest.raises(ValueError, match=r"strict_pack, or set tls\.clear_kv"):
                 Config(pools=(pool, decode), **tls)
         config = Config(pools=(pool, decode), tls=clear)
         worker = WorkerSettings(config, pool, "prefill-0", "", "", "", "", 1, host=OWN)

@@ -20,7 +20,7 @@ def test_progress_is_bytes_speed_and_time_left(clock: list[float]) -> None:
     meter.has("a", 1_000_000_000)
     assert meter.report() == "1.0 GB of 10.0 GB (10%), 100.0 MB/s, 1 min 30 s left"
     clock[0] += 90
-    assert meter.report() == "1.0 GB of 10.0 GB (10%), nothing new for 90 s"
+    assert meter.report() == "1.0 GB of 10.0 GB (10%), no progress for 90 s"
 
 
 def test_two_bars_of_a_file_are_counted_once(clock: list[float]) -> None:

@@ -57,8 +57,8 @@ def test_what_does_as_a_store(good: str) -> None:
         ("http://h:1", "redis://host:port"),
         ("h:1", "redis://host:port"),
         ("redis://h:1/2", "database 0"),
-        ("redis://other:1", "another server"),
-        ("redis://:secret@other:1", "another server"),
+        ("redis://other:1", "a different server"),
+        ("redis://:secret@other:1", "a different server"),
     ],
 )
 def test_what_does_not(bad: str, reason: str) -> None:

@@ -34,7 +34,7 @@ def test_an_old_ray_is_refused(
     if fits:
         check_token()
         return
-    with pytest.raises(ConfigError, match=rf"Ray {version} knows no tokens.*ray>=2.52"):
+    with pytest.raises(ConfigError, match=rf"Ray {version} does not support tokens.*ray>=2.52"):
         check_token()
 
 
@@ -44,7 +44,7 @@ async def test_an_old_ray_starts_no_cluster(
     monkeypatch.setattr(ray_cluster, "version", lambda _: "2.51.0")
     run = RunDirectory(tmp_path)
     cluster = RayCluster(Config(), ClusterMark("old", run.path), run)
-    with pytest.raises(ConfigError, match="knows no tokens"):
+    with pytest.raises(ConfigError, match="does not support tokens"):
         await cluster.start()
     assert await cluster.stop()
 
@@ -56,10 +56,10 @@ def test_the_installed_ray_knows_tokens() -> None:
 def test_a_joined_ray_needs_a_token_or_a_word_that_there_is_none(
     token: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=f"{token} is no file"):
+    with pytest.raises(ConfigError, match=f"{token} is not a file"):
         check_token()
     monkeypatch.setenv("RAY_AUTH_MODE", "tokne")
-    with pytest.raises(ConfigError, match="RAY_AUTH_MODE=tokne: say token, or disabled"):
+    with pytest.raises(ConfigError, match="RAY_AUTH_MODE=tokne: set token, or disabled"):
         check_token()
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     check_token()

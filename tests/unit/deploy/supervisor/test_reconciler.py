@@ -143,7 +143,7 @@ def test_a_long_silent_worker_is_replaced_and_one_that_wakes_in_time_is_not() ->
     assert look(reconciler, Observed.SILENT, now + LOOK_S) == {SLOT: SlotAction.END}
     now += SILENCE_S
     reconciler.observe(SLOT, Observed.ABSENT, now, "killed")
-    assert "nothing was heard" in reconciler.states(now)[SLOT].last_error
+    assert "was silent" in reconciler.states(now)[SLOT].last_error
     assert reconciler.decide(now + 1) == {SLOT: SlotAction.START}
 
 

@@ -494,7 +494,7 @@ async def test_a_receiver_that_ends_the_stream_without_a_word(world: World) -> N
     world.receiver.answers.put_nowait(None)
     error = await world.broken()
     assert isinstance(error, WorkerFailed)
-    assert "decode-0:1 has ended the stream" in error.message
+    assert "decode-0:1 ended the stream" in error.message
 
 
 async def test_a_receiver_that_is_gone(world: World) -> None:

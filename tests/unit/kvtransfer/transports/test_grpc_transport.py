@@ -149,7 +149,7 @@ def test_there_is_a_bound_to_the_pairs(world: World, monkeypatch: pytest.MonkeyP
 
 def test_a_port_that_cannot_be_had_is_said() -> None:
     transport = GrpcTransport(host="192.0.2.1")  # reserved for documentation: RFC 5737
-    with pytest.raises(ConfigError, match=r"nothing can listen on 192\.0\.2\.1"):
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
         transport.register(HostMemory(np.zeros((1, 64), dtype=np.uint8)))
     transport.close()
 

@@ -126,7 +126,7 @@ def test_a_trace_without_blocks_or_not_there(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     row = {"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": []}
     empty.write_text(json.dumps(row))
-    for trace, says in ((empty, "hash_ids"), (tmp_path / "none", "cannot be read")):
+    for trace, says in ((empty, "hash_ids"), (tmp_path / "none", "cannot read")):
         result = CliRunner().invoke(app, ["--trace", str(trace)])
         assert result.exit_code == 1
         assert says in result.output

@@ -66,7 +66,7 @@ def test_what_is_missing_is_named_with_its_option(tmp_path: Path) -> None:
         ("llamacpp", replace(programs, llama_server=None), "--llama-server"),
         ("llamacpp", replace(programs, gguf=None), "--gguf"),
         ("llamacpp-q8", replace(programs, gguf_q8=None), "--gguf-q8"),
-        ("llamacpp", replace(programs, gguf=tmp_path / "absent"), "is no file"),
+        ("llamacpp", replace(programs, gguf=tmp_path / "absent"), "is not a file"),
         ("baton", replace(programs, baton=tmp_path / "absent"), "make install"),
     ):
         with pytest.raises(ConfigError, match=option):

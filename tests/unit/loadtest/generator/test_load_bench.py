@@ -173,7 +173,7 @@ def test_goodput(server: Server, tmp_path: Path) -> None:
         (("serve", "--rate", "1", "--input", "few"), 1, "distribution"),
         (("serve", "--rate", "1", "--slo", "fast"), 1, "SLO"),
         (("serve", "--rate", "1", "--seconds", "2", "--warm-up", "3"), 1, "leave nothing"),
-        (("serve", "--rate", "1", "--trace", "none"), 1, "cannot be read"),
+        (("serve", "--rate", "1", "--trace", "none"), 1, "cannot read"),
         (("serve", "--rate", "1", "--json", "none/else"), 1, "none/else"),
         (("goodput", "--first-rate", "0"), 2, "above 0"),
         (("soak", "--peak", "0"), 2, "above 0"),

@@ -58,8 +58,8 @@ def test_few_looks_are_not_said_to_show_no_leak() -> None:
     """What grows shows in quarters of a load: five looks have none."""
     assert growing(sizes(*range(500, 1000, 100))) == []
     (told,) = verdict([], 5)
-    assert told.startswith("5 looks under load are too few to tell what grows")
-    assert verdict([], 8) == ["No leak was seen in 8 looks."]
+    assert told.startswith("5 looks under load are too few to detect growth")
+    assert verdict([], 8) == ["No leak was found in 8 looks."]
     assert verdict(["3 blocks are held"], 8) == ["leak: 3 blocks are held"]
     assert len(verdict(["3 blocks are held"], 2)) == 2
 

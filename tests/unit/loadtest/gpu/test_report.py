@@ -85,4 +85,4 @@ def test_a_file_that_is_no_report_is_refused(
     path = tmp_path / "other.txt"
     path.write_text("nothing\n")
     assert report.main([str(path)]) == 2
-    assert "is no report" in capsys.readouterr().err
+    assert "is not a report" in capsys.readouterr().err

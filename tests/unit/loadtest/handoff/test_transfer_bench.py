@@ -45,7 +45,7 @@ def test_each_transport_and_size_has_a_row(tmp_path: Path) -> None:
         (["--transport", "pigeon"], "unknown transport 'pigeon'"),
         (["--transport", "cuda_ipc"], "unknown transport 'cuda_ipc'"),
         (["--block-bytes", "100", "--transport", "shm"], "a multiple of 64 is needed"),
-        (["--block-bytes", str(8 << 20)], "more than 1048576, the most"),
+        (["--block-bytes", str(8 << 20)], "the maximum is 1048576"),
         (["--json", "/nonexistent/figures.json"], "cannot be written"),
     ],
 )
@@ -64,7 +64,7 @@ async def test_a_size_that_the_memory_does_not_hold_is_left_out(
     settings = TransferSettings(("shm",), BLOCK, 1 << 30, repetitions=1)
     rows = await measure_transfers(settings, said.append)
     assert rows[-1].bytes == 1 << 20
-    assert said[0] == "sizes end at 1 MiB: there is no memory for three pools of more"
+    assert said[0] == "sizes end at 1 MiB: there is not enough memory for three larger pools"
 
 
 async def test_a_helper_that_fails_says_why(tmp_path: Path) -> None:
@@ -106,4 +106,4 @@ def test_without_a_transport_that_works_nothing_is_measured(
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1
     assert "shm is left out: not on this machine" in result.output
-    assert "no transport is left to be measured" in result.output
+    assert "no transport is left to measure" in result.output

@@ -94,7 +94,7 @@ def test_the_table_and_the_lines_below_it() -> None:
     assert "50%" in drawn
     lines = lines_of(TransferReport(this_machine(), BLOCK, (row,), EMPTY))
     assert lines[-1] == (
-        "Empty handoff (tiny): 1.25 ms idle, 2.50 ms beside a batch of 63,"
+        "Empty handoff (tiny): 1.25 ms idle, 2.50 ms during a batch of 63,"
         " whose step takes 40.0 ms."
     )
     assert len(lines_of(TransferReport(this_machine(), BLOCK, (row,), None))) == 1

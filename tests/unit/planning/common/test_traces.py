@@ -99,7 +99,7 @@ def test_the_rate_is_what_was_asked_for() -> None:
 
 def test_what_came_at_once_has_no_rate() -> None:
     trace = Trace((TracedRequest(0.0, 1, 1), TracedRequest(0.0, 2, 1)))
-    with pytest.raises(ConfigError, match="came at once"):
+    with pytest.raises(ConfigError, match="arrive at the same time"):
         list(trace.at_rate(1.0, 1.0))
 
 
@@ -129,7 +129,7 @@ def test_equal_leading_numbers_are_equal_leading_hashes() -> None:
     ("row", "says"),
     [
         ("{", "line 2"),
-        ("[1]", "line 2: a row is a JSON object"),
+        ("[1]", "line 2: a row must be a JSON object"),
         ({"input_length": 1, "output_length": 1}, "line 2: timestamp must be"),
         (GOOD | {"timestamp": -1}, "timestamp must be"),
         (GOOD | {"timestamp": True}, "timestamp must be"),
@@ -151,16 +151,16 @@ def test_a_row_of_mooncake_at_fault_is_named(tmp_path: Path, row: object, says: 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "is no trace"),
-        (b"a,b\n1,2\n", "is no trace"),
+        (b"", "is not a trace"),
+        (b"a,b\n1,2\n", "is not a trace"),
         (AZURE.replace("396", "many").encode(), "line 3"),
         (AZURE.replace("396", "-1").encode(), "line 3: ContextTokens"),
         (AZURE.replace("2023-11-16 18:15:50.6805900", "noon").encode(), "line 3"),
         (AZURE.replace(",396,1", "").encode(), "line 3"),
         (AZURE.splitlines()[0].encode(), "has no rows"),
-        (b"\x1f\x8b broken", "cannot be read"),
-        (gzip.compress(AZURE.encode())[:-9], "cannot be read"),
-        (b"\xff\xfe", "cannot be read"),
+        (b"\x1f\x8b broken", "cannot read"),
+        (gzip.compress(AZURE.encode())[:-9], "cannot read"),
+        (b"\xff\xfe", "cannot read"),
     ],
 )
 def test_what_is_no_trace(tmp_path: Path, content: bytes, said: str) -> None:
@@ -168,5 +168,5 @@ def test_what_is_no_trace(tmp_path: Path, content: bytes, said: str) -> None:
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=said):
         read_trace(path)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot read"):
         read_trace(tmp_path / "absent.csv")

@@ -98,7 +98,7 @@ def test_ones_own_go_before() -> None:
 
 @pytest.mark.parametrize("text", ["h200=", "h200=-1", "h200=nan", "h200", ""])
 def test_what_is_no_price_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="no price"):
+    with pytest.raises(ConfigError, match="not a price"):
         parse_prices([text])
 
 

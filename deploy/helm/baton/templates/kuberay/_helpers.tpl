@@ -1,4 +1,4 @@
-{{/* Of the RayCluster; KubeRay calls the token's Secret by it, and the head's service. */}}
+{{/* Name of the RayCluster, from which KubeRay names the token's Secret and the head's service. */}}
 {{- define "baton.rayName" -}}
 {{ include "baton.fullname" . }}-ray
 {{- end }}
@@ -7,7 +7,7 @@
 {{ include "baton.rayName" . }}-head-svc:6379
 {{- end }}
 
-{{/* What Ray must find in every pod's environment, beside what KubeRay adds. */}}
+{{/* Ray's environment variables in every pod, in addition to those of KubeRay. */}}
 {{- define "baton.rayVariables" -}}
 - name: RAY_USAGE_STATS_ENABLED
   value: "0"
@@ -19,7 +19,7 @@
   value: deploy.workers.ray_preload
 {{- end }}
 
-{{/* Where the store of registry and index is, and what the cluster's keys there begin with. */}}
+{{/* Address of the store of registry and index, and prefix of the cluster's keys in it. */}}
 {{- define "baton.clusterVariables" -}}
 {{ include "baton.storeVariable" (dict "root" . "store" .Values.redis "variable" "BATON_REDIS_URL" "key" "redis-url") }}
 {{- include "baton.storeUsers" . }}
@@ -28,7 +28,7 @@
   value: {{ include "baton.clusterId" . | quote }}
 {{- end }}
 
-{{/* The parts that all of Ray's pods have; `command`, `preStop` and `variables` are the caller's. */}}
+{{/* Common parts of all of Ray's pods; the caller sets `command`, `preStop` and `variables`. */}}
 {{- define "baton.rayPod" -}}
 {{- $root := .root }}
 metadata:
@@ -45,7 +45,7 @@ spec:
   {{- end }}
   securityContext:
     {{- include "baton.podSecurityContext" $root | nindent 4 }}
-  # preStop counts, too: workers end what they run within drain_deadline_s, and 20 s more.
+  # This includes preStop: workers end their requests within drain_deadline_s and 20 s more.
   terminationGracePeriodSeconds: {{ add (default 30 $root.Values.config.drain_deadline_s | ceil) 20 $root.Values.shutdown.endingS }}
   containers:
     - name: {{ .container }}
@@ -68,7 +68,7 @@ spec:
         - name: {{ $name }}
           containerPort: {{ $port }}
         {{- end }}
-      # KubeRay's own ask for programs and pages that this image has not.
+      # KubeRay's own probes need programs and pages that this image lacks.
       readinessProbe:
         tcpSocket:
           port: {{ .probe }}

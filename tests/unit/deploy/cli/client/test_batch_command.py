@@ -141,7 +141,7 @@ async def test_a_server_that_is_not_a_router() -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
 
     async with fake_server(answer) as server:
-        with pytest.raises(BatonError, match="did not answer as a Baton router"):
+        with pytest.raises(BatonError, match="did not answer like a Baton router"):
             await Terminal(server.url).run(None, "batch_x")
 
 

@@ -78,10 +78,10 @@ def test_a_budget_that_is_too_small_has_its_own_exit_code(trace: Path, tmp_path:
     [
         (("--budget", "4", "--slo", "e2el=3"), "e2el"),
         (("--budget", "4", "--slo", "ttft=0"), "bound"),
-        (("--budget", "4", "--price", "h200=free"), "no price"),
+        (("--budget", "4", "--price", "h200=free"), "not a price"),
         (("--budget", "4", "--transport", "pigeon"), "pigeon"),
         (("--budget", "4", "--tp", "9"), "1 to 8"),
-        (("--budget-per-hour", "1"), "too little"),
+        (("--budget-per-hour", "1"), "cannot buy"),
     ],
 )
 def test_mistakes_are_reported(trace: Path, arguments: tuple[str, ...], message: str) -> None:

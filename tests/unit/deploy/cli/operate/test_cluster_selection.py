@@ -131,7 +131,7 @@ def test_a_grpc_address_names_a_cluster_here(monkeypatch: pytest.MonkeyPatch) ->
 def test_without_a_cluster_clients_name_their_address(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = "none of your clusters runs on this machine: asking {}\n"
+    told = "none of your clusters runs on this machine: using {}\n"
     monkeypatch.setattr(cluster_state, "running_clusters", list)
     assert cluster_of_client(None) is None
     assert capsys.readouterr().err == told.format("127.0.0.1:8000")

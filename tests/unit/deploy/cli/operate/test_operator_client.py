@@ -104,5 +104,5 @@ def test_a_bad_address_is_an_error_of_usage(
     result = here.run(*command, "--http", address)
     assert result.exit_code == ExitCode.USAGE, repr(result.exception)
     (line,) = result.stderr.splitlines()
-    assert "is no address of a router" in line
+    assert "is not an address of a router" in line
     assert "HOST:PORT" in line

@@ -133,7 +133,7 @@ async def test_a_dry_run_of_a_smaller_pool_names_who_leaves(here: Machine) -> No
         assert "it drains decode-1, where 0 requests end" in result.stdout
         result = await run(here, "scale", "decode", "2")
         assert result.exit_code == 0
-        assert "has 2 workers already" in result.stdout
+        assert "already has 2 workers" in result.stdout
 
 
 @pytest.mark.parametrize("command", MUTATING[:2], ids=lambda words: words[0])
@@ -217,7 +217,7 @@ async def test_a_router_of_another_cluster_is_left_alone(here: Machine) -> None:
     async with cluster(here, "dddddd") as (there, _):
         result = await run(here, "drain", "decode-0", "--yes", "--force")
         assert result.exit_code == ExitCode.FAILED
-        assert "is of cluster 1f2e3d, not of dddddd" in result.stderr
+        assert "belongs to cluster 1f2e3d, not to dddddd" in result.stderr
         assert there.control.told == []
 
 

@@ -253,7 +253,7 @@ def test_an_old_option_is_refused_with_the_new_one(old: tuple[str, ...]) -> None
     words = [flag] if old == ("standby",) else [flag, "1"]
     result = CliRunner().invoke(app, ["serve", *words], env={"COLUMNS": "300"})
     assert result.exit_code == 2
-    new = f"it is now {option_flag(RENAMED[old])}" if old in RENAMED else "it is gone: "
+    new = f"it is now {option_flag(RENAMED[old])}" if old in RENAMED else "it was removed: "
     assert f"'{flag}': {new}" in result.output
 
 

@@ -30,5 +30,5 @@ def test_the_authority() -> None:
     "url", ["", "host:80", "ftp://host", "http://", "http://host:x", "http://h?q"]
 )
 def test_what_is_no_url(url: str) -> None:
-    with pytest.raises(ConfigError, match="no URL"):
+    with pytest.raises(ConfigError, match="not a URL"):
         Origin.parse(url)

@@ -119,5 +119,5 @@ def test_a_line_at_fault_is_named(tmp_path: Path, line: str) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no prompts"):
         read_prompts(tmp_path)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot read"):
         read_prompts(tmp_path / "none.jsonl")

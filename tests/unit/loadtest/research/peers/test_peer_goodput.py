@@ -112,5 +112,5 @@ def test_the_table_has_a_row_for_each_slo_and_ratios_to_the_first() -> None:
 @pytest.mark.parametrize("text", ["", "0,1", "2,1", "1,1", "1,inf", "1,nan", "x"])
 def test_rates_that_are_given_rise(text: str) -> None:
     assert rates_in("0.25,0.5,1") == (0.25, 0.5, 1.0)
-    with pytest.raises(argparse.ArgumentTypeError, match="no rising rates"):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a list of rising rates"):
         rates_in(text)

@@ -40,7 +40,7 @@ def test_an_h100_holds_what_its_memory_leaves() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 7}, "no profile of version"),
+        ({"version": 7}, "not a profile of version"),
         ({"step": [1.0, 2.0]}, "lacks a field"),
         ({"step": [0.0, 0.0, 0.0]}, "lacks a field"),
         ({"layers": "many"}, "lacks a field"),
@@ -74,5 +74,5 @@ def test_a_model_that_does_not_fit_is_reported() -> None:
 def test_a_profile_has_its_own_model(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     path.write_text(json.dumps(profile_fields(profile())))
-    with pytest.raises(ConfigError, match="was measured with a model"):
+    with pytest.raises(ConfigError, match="was measured with its own model"):
         read_profile(str(path), "opt-13b")
