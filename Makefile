@@ -39,7 +39,7 @@ help:
 	@echo "make test       run the tests; TESTS=... chooses"
 	@echo "make test-long  run the tests that take minutes; SHARD=... chooses some of them"
 	@echo "make test-clients  run other people's clients against a cluster; CLIENTS=all adds heavy ones"
-	@echo "make check      format, lint, types, layers, protobuf"
+	@echo "make check      format, lint, types, layers, protobuf, prose, documentation site"
 	@echo "make docs       build the documentation site in site/"
 	@echo "make reference  write the pages of docs/reference that are made from the code"
 	@echo "make fuzz       fuzz what strangers send, MINUTES=... for each entrance, FUZZ=... chooses"
@@ -136,6 +136,7 @@ check: install-dev check-proto docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
+	$(BIN)/python -m tools.prose
 	$(BIN)/buf breaking --against $(RELEASED_PROTO)
 
 # Fuzzers of what comes from outside; see docs/explanation/untrusted-input.md.

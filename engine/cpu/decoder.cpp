@@ -34,7 +34,7 @@ struct Layer {
 
 struct Model {
   int64_t layers, hidden, heads, kv_heads, dim, vocab, qk_norm, activation, experts_per_token,
-      experts_normalised;
+      experts_normalized;
   float eps, attention_scale, attention_softcap, logits_softcap, embedding_scale;
   const bf16* embedding;  // [vocab, hidden]
   const float* norm;
@@ -530,7 +530,7 @@ class Decoder {
     std::partial_sort(order.begin(), order.begin() + chosen, order.end(), [&](int a, int b) {
       return scores[a] != scores[b] ? scores[a] > scores[b] : a < b;
     });
-    if (model_.experts_normalised) {
+    if (model_.experts_normalized) {
       total = 0;
       for (long c = 0; c < chosen; c++) total += scores[order[c]];
     }

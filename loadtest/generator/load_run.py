@@ -23,7 +23,7 @@ from loadtest.generator.load_driver import LiveCounts, LoadDriver
 from loadtest.generator.load_settings import LoadSettings, RunTraffic, ServerSettings, counted
 from loadtest.generator.metrics_timeline import MetricsReader, Timeline
 from loadtest.generator.results.request_record import RequestRecord
-from loadtest.generator.results.summary import Distribution, Summary, Window, summarise
+from loadtest.generator.results.summary import Distribution, Summary, Window, summarize
 from loadtest.generator.targets.grpc_target import GrpcTarget
 from loadtest.generator.targets.openai_target import OpenAiTarget
 from loadtest.generator.targets.target import AskOptions, RunClock, Target
@@ -162,7 +162,7 @@ async def run_load(
     return LoadRun(
         rate=settings.pace.rate,
         concurrency=settings.pace.concurrency,
-        summary=summarise(records, window, settings.slo, settings.bounds),
+        summary=summarize(records, window, settings.slo, settings.bounds),
         loop_lag=Distribution.of(driver.loop_lag_s),
         client_core=core,
         timeline=reader.timeline(),

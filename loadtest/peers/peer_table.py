@@ -62,7 +62,7 @@ class Ratios:
         return f"{self.tokens_per_s:.2f}× · {self.ttft_ms:.2f}× · {self.tpot_ms:.2f}×"
 
 
-def summarise(results: Sequence[ClientResult]) -> Figures:
+def summarize(results: Sequence[ClientResult]) -> Figures:
     """Return medians over the repetitions of one workload."""
     return Figures(
         statistics.median(result.output_throughput for result in results),
@@ -79,7 +79,7 @@ def tabulate(runs: Sequence[Run]) -> dict[str, dict[str, Figures]]:
     for run in runs:
         results.setdefault(run.peer, {}).setdefault(run.workload, []).append(run.result)
     return {
-        peer: {workload: summarise(found) for workload, found in by_workload.items()}
+        peer: {workload: summarize(found) for workload, found in by_workload.items()}
         for peer, by_workload in results.items()
     }
 

@@ -23,7 +23,7 @@ from loadtest.common.peer_servers import (
 )
 from loadtest.common.workload import Workload
 from loadtest.peers.bench_client import BenchClient
-from loadtest.peers.peer_table import Run, draw, summarise, write_runs
+from loadtest.peers.peer_table import Run, draw, summarize, write_runs
 from planning.common.report import print_whole, this_machine
 
 Say = Callable[[str], None]
@@ -152,5 +152,5 @@ def _drive(
 
 
 def _progress(run: Run) -> str:
-    figures = summarise([run.result])
+    figures = summarize([run.result])
     return f"workload {run.workload}, repetition {run.repetition + 1}: {figures.text()}"

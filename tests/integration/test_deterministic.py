@@ -42,7 +42,7 @@ ANSWER = 12
 BLOCKS = 256
 SEEDED = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=ANSWER, ignore_eos=True)
 KINDS = [("none", "auto"), ("none", "int8"), ("int8", "fp8"), ("int4", "int8"), ("fp8", "auto")]
-"""Quantisation of the weights, and the KV type."""
+"""Quantization of the weights, and the KV type."""
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 

@@ -364,7 +364,7 @@ def _exchange(linear: Linear, kind: QuantKind, group: int | None) -> None:
 @pytest.mark.parametrize(
     ("kind", "group"), [("int8", 32), ("int8", 16), ("int4", 32), ("int4", 16), ("fp8", None)]
 )
-def test_quantised_weights(
+def test_quantized_weights(
     folder: Path, tokens: list[int], kind: QuantKind, group: int | None
 ) -> None:
     """With columns in another order too; one token at a time and many give the same bits."""
@@ -377,7 +377,7 @@ def test_quantised_weights(
     assert torch.equal(pieces(decoder(model), tokens, counts), whole)
 
 
-def test_a_quantised_tied_embedding(folder: Path, tokens: list[int]) -> None:
+def test_a_quantized_tied_embedding(folder: Path, tokens: list[int]) -> None:
     model, plain = load(folder), load(folder, torch.float32)
     assert isinstance(model.embedding, torch.Tensor)
     weight = quantize(model.embedding.float(), "int8", 32)

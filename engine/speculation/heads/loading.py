@@ -102,5 +102,5 @@ def _quantization(target: DecoderModel) -> str:
     If the target is quantized, they are quantized to 8 bits: speed matters more than precision,
     since no answer depends on a draft.
     """
-    quantised = any(isinstance(layer.query.weight, QuantizedWeight) for layer in target.layers)
-    return "int8" if quantised else "auto"
+    quantized = any(isinstance(layer.query.weight, QuantizedWeight) for layer in target.layers)
+    return "int8" if quantized else "auto"

@@ -134,7 +134,7 @@ def bucket_of(input_tokens: int, bounds: Sequence[int]) -> int:
     return int(np.searchsorted(bounds, input_tokens, side="left"))
 
 
-def summarise(
+def summarize(
     records: Iterable[RequestRecord],
     window: Window,
     slo: Slo,

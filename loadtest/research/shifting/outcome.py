@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from loadtest.generator.results.request_record import RequestRecord
-from loadtest.generator.results.summary import Window, summarise
+from loadtest.generator.results.summary import Window, summarize
 from loadtest.research.shifting.scenario import ShiftingTraffic
 from planning.common.report import whole_table
 from planning.common.slo import Slo
@@ -42,11 +42,11 @@ def outcome(
     late_s: float = 0.0,
 ) -> Outcome:
     """Return the results over all requests, by the load generator's arithmetic."""
-    whole = summarise(records, traffic.window, slo, ())
+    whole = summarize(records, traffic.window, slo, ())
     shares = []
     for phase in traffic.phases():
         window = Window(phase.begins_s, phase.begins_s + phase.load.seconds)
-        shares.append(summarise(records, window, slo, ()).all.attainment)
+        shares.append(summarize(records, window, slo, ()).all.attainment)
     counts = whole.all
     return Outcome(
         name,

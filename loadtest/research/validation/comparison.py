@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loadtest.generator.results.request_record import RequestRecord
-from loadtest.generator.results.summary import Summary, summarise
+from loadtest.generator.results.summary import Summary, summarize
 from loadtest.research.validation.offered_load import OfferedLoad
 from planning.common.slo import Slo
 
@@ -64,7 +64,7 @@ def compare(
     late_s: float,
 ) -> Comparison:
     """Compute both by the load generator's own arithmetic, over the same requests."""
-    said, seen = (summarise(records, load.window, slo, ()) for records in (predicted, measured))
+    said, seen = (summarize(records, load.window, slo, ()) for records in (predicted, measured))
     figures = [Figure(name, _of(said, name), _of(seen, name), LATENCY_AIM) for name in _LATENCIES]
     goodput = Figure("goodput/s", said.goodput_per_s, seen.goodput_per_s, GOODPUT_AIM)
     return Comparison(

@@ -7,7 +7,7 @@ from array import array
 from loadtest.generator.load_run import LoadRun
 from loadtest.generator.metrics_timeline import Timeline
 from loadtest.generator.results.request_record import RequestRecord
-from loadtest.generator.results.summary import Distribution, Window, summarise
+from loadtest.generator.results.summary import Distribution, Window, summarize
 from planning.common.slo import Slo
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.15)
@@ -36,7 +36,7 @@ def make_run(rate: float, *, loop_lag_ms: float = 0.0) -> LoadRun:
     return LoadRun(
         rate=rate,
         concurrency=None,
-        summary=summarise(records, Window(0.0, 5.0), SLO, (512,)),
+        summary=summarize(records, Window(0.0, 5.0), SLO, (512,)),
         loop_lag=Distribution.of([loop_lag_ms / 1e3]),
         client_core=0.1,
         timeline=Timeline((0.0, 1.0), series),

@@ -21,7 +21,7 @@ def arguments(tmp_path: Path) -> list[str]:
     ]
 
 
-def test_each_quantisation_has_a_row(arguments: list[str]) -> None:
+def test_each_quantization_has_a_row(arguments: list[str]) -> None:
     result = CliRunner().invoke(app, [*arguments, "--quantizations", "none,int4,none/fp8"])
     assert result.exit_code == 0, result.output
     rows = [line.split("|")[1].strip() for line in result.stdout.splitlines() if "%" in line]

@@ -1,4 +1,4 @@
-"""What an engine's settings decide: types, quantisation, and the name that KV is shared under."""
+"""What an engine's settings decide: types, quantization, and the name that KV is shared under."""
 
 from __future__ import annotations
 

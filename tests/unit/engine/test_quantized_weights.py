@@ -1,4 +1,4 @@
-"""Loading weights quantized, or quantising them while they are loaded."""
+"""Loading weights quantized, or quantizing them while they are loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_matrices_are_quantised(model: Path, kind: QuantKind) -> None:
+def test_matrices_are_quantized(model: Path, kind: QuantKind) -> None:
     plain = load_weights(model, CPU, torch.float32)
     found = load_weights(model, CPU, torch.bfloat16, kind)
     assert found.keys() == plain.keys()
@@ -81,7 +81,7 @@ def test_routers_and_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_tied_head_is_a_quantised_copy(tmp_path: Path, kind: QuantKind) -> None:
+def test_a_tied_head_is_a_quantized_copy(tmp_path: Path, kind: QuantKind) -> None:
     embedding = torch.randn(40, 32)
     save_file({"model.embed_tokens.weight": embedding}, tmp_path / "model.safetensors")
     found = load_weights(tmp_path, CPU, torch.float32, kind)
@@ -121,7 +121,7 @@ def test_an_embedding_of_its_own_stays_plain(model: Path) -> None:
     assert isinstance(found["model.embed_tokens.weight"], torch.Tensor)
 
 
-def test_none_makes_a_quantised_checkpoint_plain(
+def test_none_makes_a_quantized_checkpoint_plain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.model.weights._PIECE_VALUES", 5 * 64)
@@ -133,13 +133,13 @@ def test_none_makes_a_quantised_checkpoint_plain(
     torch.testing.assert_close(found, expected.bfloat16())
 
 
-def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path) -> None:
+def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:
     checkpoints.write(tmp_path, GPTQ, ("a", checkpoints.gptq()[0]))
     with pytest.raises(ConfigError, match=r"already \(gptq\).*auto"):
         load_weights(tmp_path, CPU, torch.bfloat16, "int8")
 
 
-def test_an_unknown_quantisation(model: Path) -> None:
+def test_an_unknown_quantization(model: Path) -> None:
     with pytest.raises(ConfigError, match="known: auto, none, int8, int4, fp8"):
         load_weights(model, CPU, torch.bfloat16, "int3")
 
@@ -150,6 +150,6 @@ def test_weights_come_one_by_one(model: Path) -> None:
     weights.close()  # type: ignore[attr-defined]
 
 
-def test_the_quantisation_changes_the_fingerprint(model: Path) -> None:
+def test_the_quantization_changes_the_fingerprint(model: Path) -> None:
     kinds = ("auto", "none", *KINDS)
     assert len({name_of(model, "bfloat16", kind) for kind in kinds}) == len(kinds)

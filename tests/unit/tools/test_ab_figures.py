@@ -8,7 +8,7 @@ import re
 
 from rich.console import Console
 
-from loadtest.generator.results.summary import Window, summarise
+from loadtest.generator.results.summary import Window, summarize
 from loadtest.peers.bench_client import ClientResult
 from planning.common.slo import Slo
 from tools.ab_figures import Figure, compare_runs, numbers, show
@@ -48,7 +48,7 @@ def test_repetitions_of_a_comparison_of_peers_are_one_number() -> None:
 
 
 def test_runs_of_a_load_test_are_named_by_rate() -> None:
-    summary = dataclasses.asdict(summarise([], Window(0.0, 1.0), Slo(2.0, 0.1)))
+    summary = dataclasses.asdict(summarize([], Window(0.0, 1.0), Slo(2.0, 0.1)))
     runs = [{"rate": rate, "concurrency": None, "summary": summary} for rate in (2.0, 4.0)]
     found = numbers({"runs": runs})
     assert "runs[rate=2].summary.all.ttft.p50_ms" in found

@@ -1,4 +1,4 @@
-"""Quantised linear layers against the definition of their weights."""
+"""Quantized linear layers against the definition of their weights."""
 
 from __future__ import annotations
 

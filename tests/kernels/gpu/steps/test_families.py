@@ -72,7 +72,7 @@ def quantized(model: DecoderModel, kind: QuantKind, group: int | None) -> Decode
         ("mixtral", "int8", 16, True),
     ],
 )
-def test_steps_with_quantised_weights(
+def test_steps_with_quantized_weights(
     tmp_path: Path, name: str, kind: QuantKind, group: int | None, deterministic: bool
 ) -> None:
     """Biases, weights of unlike kinds that are one layer, groups that the kernel does not have."""
@@ -84,7 +84,7 @@ def test_steps_with_quantised_weights(
 
 
 @pytest.mark.long
-def test_more_rows_than_the_kernel_for_quantised_weights_takes(tmp_path: Path) -> None:
+def test_more_rows_than_the_kernel_for_quantized_weights_takes(tmp_path: Path) -> None:
     """They are dequantized for a prompt of 80 tokens."""
     folder = save(tmp_path, "llama", intermediate_size=96, num_hidden_layers=1)
     model = quantized(load(folder), "int8", 32)
@@ -97,7 +97,7 @@ def test_more_rows_than_the_kernel_for_quantised_weights_takes(tmp_path: Path) -
 @pytest.mark.long
 @pytest.mark.parametrize("kv", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_steps_over_a_quantised_cache(tmp_path: Path, name: str, kv: torch.dtype) -> None:
+def test_steps_over_a_quantized_cache(tmp_path: Path, name: str, kv: torch.dtype) -> None:
     folder = save(tmp_path, name)
     model = load(folder)
     # A key on the border of two codes may fall either way.
@@ -106,7 +106,7 @@ def test_steps_over_a_quantised_cache(tmp_path: Path, name: str, kv: torch.dtype
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_quantised_embeddings(tmp_path: Path, name: str) -> None:
+def test_quantized_embeddings(tmp_path: Path, name: str) -> None:
     folder = save(tmp_path, name, tie_word_embeddings=True, num_hidden_layers=1)
 
     def tied() -> DecoderModel:

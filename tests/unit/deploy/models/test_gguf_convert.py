@@ -51,7 +51,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def stored(values: tiny_gguf.Array, kind: GGMLQuantizationType) -> torch.Tensor:
-    """What is left of a tensor in plain order after quantisation and bfloat16."""
+    """What is left of a tensor in plain order after quantization and bfloat16."""
     if values.ndim > 1:
         values = dequantize(quantize(values, kind), kind)
     return torch.from_numpy(values.copy()).to(torch.bfloat16)

@@ -189,7 +189,7 @@ def test_embeddings_are_scaled_as_the_weights_type_rounds_it(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["phi3", "smollm3", "qwen3_moe"])
-def test_quantised_weights_compute_what_their_values_do(tmp_path: Path, name: str) -> None:
+def test_quantized_weights_compute_what_their_values_do(tmp_path: Path, name: str) -> None:
     """Fused ones are split, a tied embedding is looked up and multiplied by."""
     make_reference(CASES[name]).save_pretrained(tmp_path)
     plain = load_weights(tmp_path, CPU, torch.float32)

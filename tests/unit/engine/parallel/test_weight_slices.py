@@ -101,7 +101,7 @@ def test_the_bias_of_what_is_added_up_is_rank_0s(tmp_path: Path) -> None:
     assert plain(second[Q.replace("weight", "bias")]).tolist() == list(range(24, 48))
 
 
-def test_batons_own_quantised_weights_are_cut(tmp_path: Path) -> None:
+def test_batons_own_quantized_weights_are_cut(tmp_path: Path) -> None:
     # Inputs of 192: the output projection is cut between groups of 32 where heads are so wide.
     make_tiny_model(tmp_path, head_dim=32)
     weights = load_file(tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Quantised checkpoints read as weights, against integers packed by the formats' descriptions."""
+"""Quantized checkpoints read as weights, against integers packed by the formats' descriptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF blocks against the gguf package's own dequantisation."""
+"""GGUF blocks against the gguf package's own dequantization."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def by_gguf(raw: torch.Tensor, name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
-def test_as_gguf_dequantises(name: str) -> None:
+def test_as_gguf_dequantizes(name: str) -> None:
     raw = random_blocks(name)
     layout = BLOCK_FORMATS[name]
     weight = read_blocks(raw, name)

@@ -1,4 +1,4 @@
-"""The quantized weight: meaning, quantising, cutting and joining rows."""
+"""The quantized weight: meaning, quantizing, cutting and joining rows."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_columns_tell_where_stored_columns_belong() -> None:
 
 @pytest.mark.parametrize(("kind", "bound"), [("int8", 0.01), ("int4", 0.09), ("fp8", 0.04)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_quantising_loses_little(kind: QuantKind, bound: float, dtype: torch.dtype) -> None:
+def test_quantizing_loses_little(kind: QuantKind, bound: float, dtype: torch.dtype) -> None:
     source = random(40, 256).to(dtype)
     weight = quantize(source, kind)
     assert weight.shape == source.shape
@@ -92,7 +92,7 @@ def test_zeros_stay_zeros(kind: QuantKind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1e-9, 1e9])
-def test_weights_beyond_fp16_are_quantised(kind: QuantKind, size: float) -> None:
+def test_weights_beyond_fp16_are_quantized(kind: QuantKind, size: float) -> None:
     source = random(4, 64) * size
     weight = quantize(source, kind)
     assert weight.scales.dtype == torch.float32
@@ -107,7 +107,7 @@ def test_a_dead_row_costs_the_others_no_fp32() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_is_quantised_alone(kind: QuantKind) -> None:
+def test_a_row_is_quantized_alone(kind: QuantKind) -> None:
     """Whatever pieces the tensor is cut into."""
     source = random(700, 2048)
     whole = quantize(source, kind)

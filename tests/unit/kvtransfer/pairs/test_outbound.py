@@ -372,7 +372,7 @@ async def test_a_push_that_fails_is_done_once_nothing_of_it_is_on_its_way(world:
         await result(push)
 
 
-async def test_cancelling_sends_no_more_and_waits_for_what_is_on_its_way(world: World) -> None:
+async def test_canceling_sends_no_more_and_waits_for_what_is_on_its_way(world: World) -> None:
     push = world.pair.push("t")
     put(push, 0)
     await world.announced(1)

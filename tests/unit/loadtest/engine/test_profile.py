@@ -83,7 +83,7 @@ def test_sizes_that_do_not_fit_are_refused(settings: ProfileSettings) -> None:
             profile_engine(replace(settings, **change), lambda _: None)
 
 
-def test_quantised_weights_count_with_their_scales() -> None:
+def test_quantized_weights_count_with_their_scales() -> None:
     weights: dict[str, Weight] = {
         "model.layers.0.mlp.up_proj.weight": quantize(torch.randn(64, 64), "int8", 32),
         "model.layers.0.mlp.down_proj.weight": torch.zeros(64, 64, dtype=torch.bfloat16),

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from loadtest.generator.results.request_record import RequestRecord
-from loadtest.generator.results.summary import Distribution, Window, summarise
+from loadtest.generator.results.summary import Distribution, Window, summarize
 from planning.common.slo import Slo
 from tests.clients.environments import read_table
 
@@ -45,7 +45,7 @@ def records() -> list[RequestRecord]:
 
 def compare_with_vllm(theirs: dict[str, Any]) -> None:
     slo = Slo(**{f"{name}_s": bound for name, bound in RECORDED["slo"].items()})
-    found = summarise(records(), Window(0.0, RECORDED["seconds"]), slo)
+    found = summarize(records(), Window(0.0, RECORDED["seconds"]), slo)
     ours: dict[str, Any] = {
         "completed": found.all.ok,
         "failed": found.all.requests - found.all.ok,

@@ -16,7 +16,7 @@ from loadtest.generator.load_page import page
 from loadtest.generator.load_report import LoadReport, show, write_records, write_report
 from loadtest.generator.load_run import LoadRun
 from loadtest.generator.metrics_timeline import Timeline
-from loadtest.generator.results.summary import Distribution, Window, summarise
+from loadtest.generator.results.summary import Distribution, Window, summarize
 from planning.common.report import this_machine
 from tests.support.loadtest.load_report import SLO, make_run
 
@@ -98,7 +98,7 @@ def test_a_page_of_nothing() -> None:
     empty = LoadRun(
         rate=None,
         concurrency=2,
-        summary=summarise([], Window(0.0, 1.0), SLO, ()),
+        summary=summarize([], Window(0.0, 1.0), SLO, ()),
         loop_lag=Distribution.of([]),
         client_core=0.0,
         timeline=Timeline((), {}),

@@ -12,7 +12,7 @@ from baton.errors import ConfigError
 from loadtest.common.peer_servers import Precision
 from loadtest.common.workload import WORKLOADS, Workload
 from loadtest.peers.bench_client import ClientResult
-from loadtest.peers.peer_table import Figures, Run, draw, ratios, summarise, tabulate, write_runs
+from loadtest.peers.peer_table import Figures, Run, draw, ratios, summarize, tabulate, write_runs
 from planning.common.report import Machine
 
 MACHINE = Machine("a CPU", 2, 24 << 30, "Linux 6", "abc+", "2026-11-20")
@@ -40,7 +40,7 @@ def _run(peer: str, workload: str, result: ClientResult, precision: Precision = 
 
 
 def test_medians_of_each_column_by_itself() -> None:
-    found = summarise([_result(1, 30, 5, 7), _result(3, 20, 4), _result(2, 10, 9)])
+    found = summarize([_result(1, 30, 5, 7), _result(3, 20, 4), _result(2, 10, 9)])
     assert found == Figures(2, 20, 5, completed=23, sent=24)
     assert found.text() == "2.0 · 20 · 5.0 (23/24)"
 

@@ -79,7 +79,7 @@ def test_prices_of_tokens() -> None:
     assert found.dollars_per_million(4.0, 0) is None
 
 
-def test_utilisation_of_several_traces_is_weighed_by_time() -> None:
+def test_utilization_of_several_traces_is_weighed_by_time() -> None:
     both = together(
         [_figures(seconds=100.0, mfu=0.5), _figures(seconds=300.0, mfu=0.1), _figures(mfu=None)]
     )

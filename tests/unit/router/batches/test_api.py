@@ -243,7 +243,7 @@ async def test_a_worker_that_always_fails_fails_the_line(
         assert record["response"]["body"]["error"]["code"] == "worker_failed"
 
 
-async def test_cancelling_aborts_what_runs(tmp_path: Path) -> None:
+async def test_canceling_aborts_what_runs(tmp_path: Path) -> None:
     async def script(request: GenerationRequest) -> AsyncIterator[OutputDelta]:
         await asyncio.Event().wait()
         yield OutputDelta("", (), None)

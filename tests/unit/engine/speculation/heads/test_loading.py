@@ -216,7 +216,7 @@ def test_heads_must_be_named_and_be_heads(folders: dict[str, Path], drafter: str
         build_engine(replace(settings, draft_model=folders["plain"]))
 
 
-def test_quantised_targets_have_quantised_heads(folders: dict[str, Path]) -> None:
+def test_quantized_targets_have_quantized_heads(folders: dict[str, Path]) -> None:
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
     bench = Bench(folders["fast"], folders["fast-eagle"], drafter="eagle", quantization="int8")

@@ -17,7 +17,7 @@ from loadtest.generator.results.summary import (
     bucket_names,
     bucket_of,
     parse_bounds,
-    summarise,
+    summarize,
 )
 from planning.common.slo import Slo
 
@@ -46,7 +46,7 @@ def record(
 
 
 def test_figures() -> None:
-    found = summarise(
+    found = summarize(
         [
             record(0.5),
             record(2.0),
@@ -83,7 +83,7 @@ def test_figures() -> None:
 
 
 def test_nothing() -> None:
-    found = summarise([], Window(0.0, 0.0), Slo())
+    found = summarize([], Window(0.0, 0.0), Slo())
     assert (found.all.requests, found.all.attainment, found.goodput_per_s) == (0, 0.0, 0.0)
     assert found.all.ttft == Distribution(0, 0.0, 0.0, 0.0, 0.0, 0.0)
     assert found.buckets == ()
@@ -107,7 +107,7 @@ def test_nothing() -> None:
 def test_buckets_and_outcomes_add_up(
     records: list[RequestRecord], start: float, end: float
 ) -> None:
-    found = summarise(records, Window(start, end), Slo(ttft_s=1, tpot_s=1), (512, 4096))
+    found = summarize(records, Window(start, end), Slo(ttft_s=1, tpot_s=1), (512, 4096))
     whole = found.all
     assert whole.requests == sum(start <= one.due_s < end for one in records)
     assert whole.requests == whole.ok + whole.error + whole.shed + whole.aborted

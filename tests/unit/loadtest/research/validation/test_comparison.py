@@ -28,7 +28,7 @@ def test_a_figure_is_met_within_its_aim() -> None:
     assert not Figure("goodput/s", 1.0, 0.0, 0.1).is_met
 
 
-def test_both_are_summarised_alike_without_the_first_tenth() -> None:
+def test_both_are_summarized_alike_without_the_first_tenth() -> None:
     said = [record(n, float(n), 0.2, 0.05) for n in range(10)]
     seen = [record(n, float(n), 0.25 if n else 9.0, 0.04) for n in range(10)]
     found = compare("1P1D", LOAD, Slo(0.22, 1.0), said, seen, 0.003)
