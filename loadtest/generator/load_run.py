@@ -123,7 +123,7 @@ class LoadRun:
     def warnings(self) -> tuple[str, ...]:
         """Return why these figures are unreliable; empty if they are reliable."""
         found = []
-        for what, lag in (("sent requests", self.summary.lag), ("heard answers", self.loop_lag)):
+        for what, lag in (("sent requests", self.summary.lag), ("read answers", self.loop_lag)):
             if lag.p99_ms > HONEST_LAG_MS:
                 found.append(
                     f"the client {what} late: {lag.p99_ms:.0f} ms at p99, {lag.max_ms:.0f} ms at"

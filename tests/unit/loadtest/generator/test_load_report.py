@@ -43,7 +43,7 @@ def test_tables() -> None:
 
 
 def test_a_late_client_is_reported() -> None:
-    assert "warning: 1 requests/s: the client heard answers late: 50 ms" in shown(
+    assert "warning: 1 requests/s: the client read answers late: 50 ms" in shown(
         make_report(make_run(1.0, loop_lag_ms=50.0))
     )
 
