@@ -40,6 +40,8 @@ from tests.fuzz.openapi import SCOPES, ask_schema
 from tests.fuzz.router_inputs import KEY, KINDS, Input, Kind, make_input
 from tests.fuzz.watched_router import BEAT_S, HoldFile
 
+WATCHED_ROUTER = Path(__file__).with_name("watched_router.py")
+"""By its path: a child process has a safe path, on which there are no tests."""
 MAX_HOLD_S = 0.05
 MAX_GROWTH = 64 << 20
 _TRIES = 3
@@ -207,7 +209,7 @@ async def fuzzed_router(model: Path, log: Path) -> AsyncIterator[FuzzedRouter]:
                     _CLUSTER_ID,
                     model,
                     log,
-                    program=("-m", "tests.fuzz.watched_router", str(holds)),
+                    program=(str(WATCHED_ROUTER), str(holds)),
                 ) as router,
             ):
                 watched = FuzzedRouter(router, watch, log)

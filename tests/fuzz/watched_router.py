@@ -1,6 +1,6 @@
 """A router process that says how long its event loop was held.
 
-python -m tests.fuzz.watched_router FILE < settings.json
+python tests/fuzz/watched_router.py FILE < settings.json
 
 A *hold* is the CPU time that the loop's thread uses between two turns of a timer: other processes
 do not change it, as they do a time of the wall clock. The longest one is in FILE, in seconds, until

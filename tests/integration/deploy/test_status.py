@@ -106,7 +106,7 @@ def test_slots_are_shown_as_the_supervisor_tells_of_them() -> None:
     assert slots_of(told(Phase.RUNNING))[0].state == "running"
     assert slots_of(None) == ()
     assert "process 7" in supervisor_line(told(Phase.RUNNING))
-    assert "away" in supervisor_line(None)
+    assert "not running" in supervisor_line(None)
     drawn = slots_table(Status("127.0.0.1:1", True, "ok", (), slots=(row,)))
     assert [str(cell) for column in drawn.columns for cell in column.cells][-1] == "[no] memory"
 

@@ -292,7 +292,7 @@ def test_a_drafted_token_is_a_row_of_its_own() -> None:
 
 def test_drafters_by_name() -> None:
     assert make_overlap_speculation("none") is None
-    with pytest.raises(ValueError, match="'guess' is not one"):
+    with pytest.raises(ValueError, match="'guess' needs a model"):
         make_overlap_speculation("guess")
 
 

@@ -143,8 +143,8 @@ def test_a_commit_with_other_packages_gets_its_own_environment(
     arguments = ("old", "packages", "--command", "python installed.py {out}", "-n", "1")
     code, out, err = run(repository, tmp_path, *arguments)
     assert code == 0, err
-    assert "B: make install" in err
-    assert "A: make install" not in err
+    assert "B: run make install" in err
+    assert "A: run make install" not in err
     assert "4.000" in out
 
 

@@ -68,5 +68,5 @@ def test_the_same_as_the_reference(folder: Path) -> None:
 def test_other_states_are_refused(folder: Path) -> None:
     steps = gpu(load(folder))
     row = PlanRow(0, 0, 4, (2,), True)
-    with pytest.raises(ValueError, match="alone"):
+    with pytest.raises(ValueError, match="only the hidden states"):
         steps.model.run(StepInput((row,), list(BESIDE), [3], True, (0,)))

@@ -244,7 +244,7 @@ def test_a_folder_of_another_family_is_served(gguf: Path, tmp_path: Path) -> Non
         ({"tokenizer.json": None, "model.safetensors": None}, "no tokenizer.json, no .*safetens"),
         ({"config.json": None}, "no config.json"),
         ({"config.json": "{"}, "config.json cannot be read"),
-        ({"config.json": "[]"}, "holds no JSON object"),
+        ({"config.json": "[]"}, "is not a JSON object"),
         ({"config.json": '{"architectures": ["GPT2LMHeadModel"]}'}, "GPT2LMHeadModel is not"),
         ({"config.json": "{}"}, r"architecture \? is not"),
         (

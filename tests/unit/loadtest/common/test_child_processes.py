@@ -48,9 +48,9 @@ def test_it_ends_with_a_parent_that_is_killed() -> None:
 
 def test_it_does_not_begin_where_the_parent_has_gone(tmp_path: Path) -> None:
     command = list(ending_with_parent((sys.executable, "-c", "print('began')")))
-    assert command[3] == str(os.getpid())
+    assert command[4] == str(os.getpid())
     # Another process than this one stands for a parent that has ended meanwhile.
-    command[3] = str(1 << 30)
+    command[4] = str(1 << 30)
     log = tmp_path / "log"
     with process_group(command, os.environ, log) as child:
         assert child.wait(DEADLINE_S) == 0

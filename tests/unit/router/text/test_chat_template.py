@@ -32,8 +32,15 @@ def rendered(source: str, messages: list[dict[str, Any]] = MESSAGES, **more: Any
 
 def children() -> list[psutil.Process]:
     """The processes of templates that this one has started."""
-    own = psutil.Process().children()
-    return [child for child in own if "template_program" in " ".join(child.cmdline())]
+
+    def is_template(child: psutil.Process) -> bool:
+        try:
+            return "template_program" in " ".join(child.cmdline())
+        except psutil.NoSuchProcess:
+            # It has ended since it was listed.
+            return False
+
+    return list(filter(is_template, psutil.Process().children()))
 
 
 def until(true: Callable[[], bool]) -> None:
