@@ -20,12 +20,11 @@ PINS := pyproject.toml $(wildcard requirements/*.lock) Makefile
 ARGS ?=
 # What `make test` runs, for example: make test TESTS=tests/unit
 # Parts run three at a time on two cores, since they often wait. Each has one thread: more threads would
-# wait for one another. Whole clusters run two at a time, and faults strike a cluster that runs alone.
+# wait for one another. Whole clusters run one after another: two at a time keep two cores busy with starts.
 TESTS ?=
-CLUSTERS = tests/e2e
-ALONE = tests/chaos/test_chaos.py
+CLUSTERS = tests/e2e tests/chaos/test_chaos.py
 PARTS = tests/unit tests/kernels tests/transports tests/integration tests/fuzz \
-  $(filter-out $(ALONE),$(wildcard tests/chaos/test_*.py))
+  $(filter-out $(CLUSTERS),$(wildcard tests/chaos/test_*.py))
 # The slowest are shown, so that they stay in view.
 QUICK = -m "not long" --durations=15
 
@@ -100,8 +99,7 @@ test test-long: export PYTHONDONTWRITEBYTECODE =
 test: install-dev
 ifeq ($(strip $(TESTS)),)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(QUICK) -n 3 --dist worksteal --expect-skips parts $(PARTS)
-	@$(BIN)/python -m pytest $(QUICK) -n 2 --dist loadgroup --expect-skips clusters $(CLUSTERS)
-	@$(BIN)/python -m pytest $(QUICK) --expect-skips alone $(ALONE)
+	@$(BIN)/python -m pytest $(QUICK) --expect-skips clusters $(CLUSTERS)
 else
 	@$(BIN)/python -m pytest $(QUICK) $(TESTS)
 endif

@@ -7,23 +7,6 @@ import pytest
 from tests.support.e2e.answers import end_amid_an_answer, end_by_ctrl_c
 from tests.support.e2e.cluster import PATIENT, SECRET, UpProcess
 
-SHARED = ("cluster", "rough_ground", "defaults")
-"""Fixtures of clusters that several files share."""
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests of a shared cluster in one of pytest's processes: no other starts it again.
-
-    For ``--dist loadgroup``. Tests without a shared cluster stay with those of their file.
-    """
-    for item in items:
-        if not isinstance(item, pytest.Function) or "tests/e2e/" not in item.nodeid:
-            continue
-        shared = [name for name in SHARED if name in item.fixturenames]
-        group = shared[0] if shared else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
-
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:

@@ -38,7 +38,7 @@ def test_the_table_has_the_runs_of_the_makefile() -> None:
     runs = [
         word.split()[0] for word in (ROOT / "Makefile").read_text().split("--expect-skips ")[1:]
     ]
-    assert runs == ["parts", "clusters", "alone"]
+    assert runs == ["parts", "clusters"]
     for run in runs:
         assert all(count > 0 for count in read_expected(run).values())
 

@@ -118,6 +118,8 @@ def test_the_pool_leaves_a_step_its_room_where_others_hold_much(settings: Engine
 def test_a_gpu_without_room_says_what_to_change(settings: EngineSettings) -> None:
     with (
         gpu_of(1 << 27, settings),
-        pytest.raises(ConfigError, match=r"has room for 0 blocks.*lower chunk_tokens or max_sequences"),
+        pytest.raises(
+            ConfigError, match=r"has room for 0 blocks.*lower chunk_tokens or max_sequences"
+        ),
     ):
         build_engine(settings)
