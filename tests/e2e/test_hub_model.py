@@ -51,7 +51,7 @@ def test_an_id_of_the_hub_is_served(tmp_path: Path) -> None:
         assert TOKEN not in up.text
         hub.close()
         with UpProcess("--model", ID, env=env) as up:
-            up.wait_for(f"getting the model {ID}: the hub was not reached")
+            up.wait_for(f"getting the model {ID}: cannot reach the hub")
             # From here on the start is that of a folder.
             up.wait_for("loading the model into the workers")
             up.terminate()

@@ -39,4 +39,4 @@ def test_answers_make_sense(flags: list[str]) -> None:
 def test_a_promise_that_cannot_be_kept_is_refused() -> None:
     with UpProcess("--deterministic", "--dtype", "float32") as up:
         assert up.wait(START_S) == 1
-        assert "dtype is float32: take dtype bfloat16" in up.text
+        assert "dtype is float32: set dtype bfloat16" in up.text
