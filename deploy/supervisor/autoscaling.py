@@ -43,7 +43,7 @@ ChangeOneRole = Callable[[WorkerRecord, Role, float], Awaitable[float]]
 Phases = Callable[[], Mapping[str, Phase]]
 """Returns the phase of each slot, as observed by the supervisor."""
 ANSWER_S = 10.0
-"""Time after its deadline within which a worker answers, in seconds."""
+"""Time after the deadline of a role change within which the worker answers, in seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class Autoscaling:
         metrics: SupervisorMetrics,
         change: ChangeOneRole,
     ) -> None:
-        """``change`` gives a worker a role within a deadline, and raises BatonError."""
+        """``change`` gives a worker another role within a deadline, and raises BatonError."""
         self._settings = config.autoscaler
         self._drain_s = config.drain_deadline_s
         self._observer = observer
@@ -182,7 +182,7 @@ class Autoscaling:
             await asyncio.sleep(max(0.0, began + self._settings.interval_s - time.monotonic()))
 
     def note(self) -> str:
-        """Return a text for `baton status`: the observations, and the last action."""
+        """Return a text for `baton status`: what the autoscaler observes, and its last action."""
         said = f"{self._autoscaler.summary}{self._last}"
         return f"dry run: {said}" if self._settings.dry_run else said
 
@@ -220,8 +220,8 @@ class Autoscaling:
             self._metrics.autoscaler_failures.labels(action.name).inc()
 
     async def _resize(self, action: Resize) -> None:
-        """Store the size, unless an operator has just changed it; wait until the supervisor
-        acts."""
+        """Store the pool's new size, unless an operator has just changed it. Wait until the
+        supervisor acts on it."""
         count = self._count(action.pool)
         if (await self._sizes.read()).get(action.pool, count) != count:
             raise Unavailable(f"{action.pool} has just got another size")
@@ -234,7 +234,7 @@ class Autoscaling:
             await asyncio.sleep(_POLL_S)
 
     def _count(self, pool: str) -> int:
-        """Return the number of wanted workers in a pool."""
+        """Return the number of workers that are wanted in a pool."""
         return sum(
             split(slot)[0] == pool and phase is not Phase.LEAVING
             for slot, phase in self._phases().items()
@@ -242,7 +242,7 @@ class Autoscaling:
 
 
 def words(action: Action) -> str:
-    """Describe the action in a message."""
+    """Return a description of the action for messages."""
     if isinstance(action, ChangeRole):
         return f"{action.slot} becomes a {action.role} worker"
     return f"{action.pool} {'gets' if action.by > 0 else 'loses'} a worker"

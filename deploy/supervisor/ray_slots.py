@@ -33,17 +33,17 @@ from deploy.workers.ray_worker import RayWorker, end_at, find, find_all, is_know
 from deploy.workers.worker_actor import PingReply, WorkerActor
 
 ANSWER_S = 3.0
-"""Time without an answer to a ping after which a worker is silent, in seconds."""
+"""Time after which a worker that does not answer a ping counts as silent, in seconds."""
 _DEAF_S = 6.0
 """Time beyond ``ANSWER_S`` that the notification of a silent worker's death may take, in seconds.
 Half of it applies when the control store is known to know of the death."""
 _LONGEST_GAP_S = 5.0
-"""Maximum time between two looks at the registry that counts as time without an entry, in seconds.
-The supervisor itself may have been stopped."""
+"""Limit on the time between two reads of the registry that counts as time without an entry, in
+seconds. The supervisor itself may have been stopped for longer."""
 
 _STALE_S = 5.0
-"""Time without renewal after which an entry lists no worker, or its TTL if that is longer, in
-seconds. Such an entry only exists because the clock of Redis was set back."""
+"""Time after which a registry entry that is not renewed counts as missing, in seconds, or its TTL
+if that is longer. Such an entry exists only because the clock of Redis was set back."""
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +54,10 @@ class SlotObservation:
 
     observed: Observed
     error: str = ""
-    """Why there is no worker."""
+    """Why the slot has no worker."""
     pid: int = 0
     node: str = ""
-    """Ray's id of its node."""
+    """Ray's id of the worker's node."""
 
 
 _ABSENT = SlotObservation(Observed.ABSENT)
@@ -93,7 +93,8 @@ class RaySlots:
         self._death = asyncio.Event()
 
     async def find_running(self) -> None:
-        """Find the running workers. Raises what Ray raises."""
+        """Find the workers that already run, and observe them from now on. Raises what Ray
+        raises."""
         for worker in await self._thread.call(find_all):
             if worker.slot not in self._incarnations:
                 self._incarnations[worker.slot] = _Incarnation(worker, self._death.set)
@@ -104,11 +105,11 @@ class RaySlots:
         return self._incarnations.keys()
 
     async def death(self) -> None:
-        """Wait for a death that was not observed yet."""
+        """Wait until a worker dies whose death was not yet observed."""
         await self._death.wait()
 
     async def refresh(self) -> None:
-        """Read the registry; an observation of every slot follows."""
+        """Read the registry, before the caller observes every slot."""
         self._death.clear()
         entries = await self._list_registry()
         now = time.monotonic()
@@ -125,7 +126,7 @@ class RaySlots:
             incarnation.unlisted_s = incarnation.unlisted_s + passed if lost else 0.0
 
     async def observe(self, slot: str) -> SlotObservation:
-        """Return the current state; does not wait for an answer.
+        """Return the current state of a slot, without waiting for the worker's next answer.
 
         Raises BatonError when Ray's notifications no longer reach this process.
         """
@@ -152,7 +153,8 @@ class RaySlots:
         return seen
 
     def _doubt(self, slot: str, incarnation: _Incarnation, now: float) -> None:
-        """Find out whether the worker or Ray is silent. Raises BatonError if it is Ray."""
+        """Query Ray about a worker that does not answer: either the worker is silent, or Ray's
+        notifications are. Raises BatonError in the second case."""
         if incarnation.dead_since is not None and now - incarnation.dead_since > _DEAF_S / 2:
             raise BatonError(
                 f"Ray reports {slot} dead but sent no notification; the supervisor must restart"
@@ -208,7 +210,8 @@ class RaySlots:
     async def _clear(
         self, incarnation: _Incarnation, first: Callable[[], None] = lambda: None
     ) -> None:
-        """Call ``first``, then end the other ranks of an ended worker, and remove their places.
+        """Call ``first``, then end the other ranks of an ended worker, and remove its placement
+        group.
 
         A rank that was stopped (SIGSTOP) does not end by itself. Raises what Ray raises.
         """
@@ -262,22 +265,23 @@ class RaySlots:
 
 
 class _Incarnation:
-    """One incarnation of a worker, observed by its answers."""
+    """One incarnation of a worker. Its state is derived from the worker's answers to pings."""
 
     def __init__(self, worker: RayWorker, tell_death: Callable[[], None]) -> None:
         self.worker = worker
         self._tell_death = tell_death
         self.whereabouts: Whereabouts | None = None
-        """Its location, after it serves."""
+        """The worker's process and node; None until the worker serves."""
         self.other_ranks: list[Whereabouts] = []
-        """Locations of its other ranks."""
+        """Processes and nodes of the worker's other ranks."""
         self.failed_to_start = False
         self.unlisted_s = 0.0
-        """Time for which the registry has listed other workers and not this one, in seconds."""
+        """Time for which the registry has listed other workers but not this one, in seconds."""
         self.doubted = False
-        """Whether Ray's control store is queried about it."""
+        """Whether Ray's control store is being queried about this worker, or has reported it
+        dead."""
         self.dead_since: float | None = None
-        """Time at which Ray's control store first reported it dead, monotonic."""
+        """Time at which Ray's control store first reported this worker dead, monotonic."""
         self._serves = False
         self._leaves = False
         self._asked_at = time.monotonic()
@@ -285,7 +289,8 @@ class _Incarnation:
         self._asking = asyncio.create_task(self._ask())
 
     def look(self, now: float) -> SlotObservation:
-        """Evaluate the last call, and start the next one."""
+        """Evaluate the worker's answer to the last ping, send the next ping, and return the slot's
+        state."""
         if not self._asking.done():
             return self._seen(silent=self._serves and now - self._asked_at > ANSWER_S)
         error = self._asking.exception()
@@ -301,7 +306,7 @@ class _Incarnation:
         return self._seen(silent=self._serves and now - self._answered_at > ANSWER_S)
 
     def silent_s(self, now: float) -> float:
-        """Return the seconds since its last answer."""
+        """Return the seconds since the worker's last answer."""
         return now - self._answered_at
 
     async def _ask(self) -> dict[str, Any] | PingReply:

@@ -34,7 +34,8 @@ from baton.liveness.silence import SilenceWatch
 FIRST_PAUSE_S = 0.25
 """Pause before the next incarnation of a worker that died once, in seconds."""
 LONGEST_PAUSE_S = 60.0
-"""Maximum pause, in seconds. Each death doubles the pause, up to this."""
+"""Maximum pause between two incarnations of a worker, in seconds. Each death doubles the pause, up
+to this."""
 HEALTHY_S = 30.0
 """Time of serving after which a worker's past deaths are forgotten, in seconds."""
 CRASH_LOOP_DEATHS = 5
@@ -44,11 +45,12 @@ START_S = 600.0
 """Time without serving after which a worker has failed to start, in seconds. The wait for a place
 counts: there may be no node that offers one."""
 SILENCE_S = 30.0
-"""Time without a sign to Ray or to the registry after which a worker hangs, in seconds. It is ended
-and replaced. Routers have moved its requests long before that."""
+"""Time without a sign of a worker to Ray or to the registry after which the worker counts as hung,
+in seconds. It is then ended and replaced. Routers have moved its requests long before that."""
 PATIENCE_S = 10.0
 LEAVE_S = 20.0
-"""Time after its drain's deadline in which an unwanted worker may end by itself, in seconds."""
+"""Time after its drain's deadline within which a worker of an unwanted slot may end by itself, in
+seconds."""
 
 
 class Observed(StrEnum):
@@ -75,7 +77,7 @@ class Phase(StrEnum):
     DRAINING = "draining"
     """The worker leaves; another one follows."""
     LEAVING = "leaving"
-    """No worker is wanted there any more."""
+    """The worker leaves, and no other one follows: the slot is not wanted any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +86,11 @@ class SlotState:
 
     phase: Phase
     deaths: int = 0
-    """Incarnations that ended since the last healthy one."""
+    """Number of incarnations that ended since the last healthy one."""
     last_error: str = ""
-    """Why the last of them ended."""
+    """Why the slot's last incarnation ended."""
     wait_s: float = 0.0
-    """Seconds until the next start; 0 if none is due."""
+    """Seconds until the next start of a worker in the slot; 0 if no start is due."""
 
 
 class SlotAction(StrEnum):
@@ -110,7 +112,7 @@ class _Slot:
     deaths: int = 0
     last_error: str = ""
     start_at: float = 0.0
-    """Earliest time of the next start."""
+    """Earliest time of the next start of a worker, monotonic."""
     action: SlotAction | None = None
     acted_at: float = 0.0
     unwanted_since: float | None = None
@@ -144,7 +146,7 @@ class Reconciler:
             self._slots[name].occupied = True
 
     def observe(self, name: str, observed: Observed, now: float, error: str = "") -> bool:
-        """Record the present state. Returns whether that is a death.
+        """Record the observed state of a slot. Returns whether its worker has just died.
 
         ``error`` is the reason of an absence. ``Observed.ABSENT`` is the death of the worker that
         was there, unless that worker was leaving or not wanted. Observing the same absence again is
@@ -176,7 +178,8 @@ class Reconciler:
         slot.start_at = now + pause_after(slot.deaths)
 
     def failed(self, name: str, error: str) -> None:
-        """Record that an action failed. That is no death: the action is repeated later."""
+        """Record that an action on a slot failed. This does not count as a death: the action is
+        repeated later."""
         if name in self._slots:
             self._slots[name].last_error = error
 

@@ -26,7 +26,7 @@ class SlotStatus:
     pid: int = 0
     """Process id of the serving worker; 0 without one."""
     node: str = ""
-    """Ray's id of its node."""
+    """Ray's id of the worker's node."""
 
 
 @dataclass(frozen=True, slots=True)

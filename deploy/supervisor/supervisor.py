@@ -36,8 +36,8 @@ from deploy.supervisor.status_store import SlotStatus, StatusStore, SupervisionS
 LOOK_S = 0.5
 """Interval between two looks at the workers, in seconds."""
 _PUBLISH_S = 2.0
-"""Maximum interval between two publications, in seconds. The status has a TTL, and is also
-published when it changes."""
+"""Maximum interval between two publications of the status, in seconds. The status has a TTL, and is
+also published when it changes."""
 _FIND_AGAIN_S = 1.0
 _SOON_S = 0.005
 
@@ -96,7 +96,8 @@ class Supervisor:
             self._slots.close()
 
     async def _rest(self, began: float) -> None:
-        """Wait until the next look: sooner after a death, or if a start is due earlier."""
+        """Wait until the workers are due to be looked at again: sooner after a death, or if a start
+        is due earlier."""
         now = time.monotonic()
         waits = (
             state.wait_s for state in self._reconciler.states(now).values() if state.wait_s > 0
@@ -184,7 +185,7 @@ class Supervisor:
             self._published, self._published_at = status, now
 
     def _show(self, states: Mapping[str, SlotState]) -> None:
-        """Update the metrics."""
+        """Update the supervisor's metrics from the states of the slots."""
         for slot, state in states.items():
             for phase in Phase:
                 self._metrics.slots.labels(slot, split(slot)[0], phase.value).set(

@@ -81,11 +81,12 @@ class SupervisorActor:
         threading.Thread(target=self._live, name="supervisor", daemon=True).start()
 
     def ready(self) -> int:
-        """Wait until it watches the workers, and return its process id. Raises TimeoutError."""
+        """Wait until the supervisor watches the workers, and return its process id. Raises
+        TimeoutError."""
         return self._started.result(timeout=_START_S)
 
     def stop(self) -> None:
-        """Stop replacing workers: the cluster ends."""
+        """Stop the supervisor from replacing workers, because the cluster ends."""
         if self._loop is not None and self._supervising is not None:
             self._loop.call_soon_threadsafe(self._supervising.cancel)
 
@@ -158,7 +159,7 @@ class SupervisorActor:
 
 
 async def _keep(supervisor: Supervisor, autoscaling: Autoscaling | None) -> None:
-    """Run both until cancelled."""
+    """Run the supervisor, and the autoscaler if there is one, until cancelled."""
     async with asyncio.TaskGroup() as group:
         group.create_task(supervisor.run())
         if autoscaling is not None:
@@ -209,18 +210,20 @@ class RaySupervisor:
             return None
 
     async def ready(self) -> int:
-        """Wait until it watches the workers, and return its process id. Raises what Ray raises."""
+        """Wait until the supervisor watches the workers, and return its process id. Raises what Ray
+        raises."""
         return int(await asyncio.wrap_future(self._handle.ready.remote().future()))
 
     def kill(self) -> None:
-        """End it without a restart; idempotent. Blocks while Ray's control store is unreachable."""
+        """End the supervisor for good: Ray does not restart it. Idempotent. Blocks while Ray's
+        control store is unreachable."""
         import ray  # noqa: PLC0415
 
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             ray.kill(self._handle)
 
     async def stop(self, deadline_s: float) -> None:
-        """Make it stop replacing workers. Raises TimeoutError, or what Ray raises."""
+        """Make the supervisor stop replacing workers. Raises TimeoutError, or what Ray raises."""
         async with asyncio.timeout(deadline_s):
             await asyncio.wrap_future(self._handle.stop.remote().future())
 
@@ -232,7 +235,7 @@ class SlotSettings:
         """``first`` has the initial slots, at least one of each pool."""
         self._first = {settings.slot: settings for settings in first}
         self.pools = Counter(settings.pool for settings in first)
-        """The number of workers by pool."""
+        """Number of workers in each pool."""
 
     def of(self, slot: str) -> ActorSettings:
         """Return the settings of a slot. Raises KeyError for a slot of an unknown pool."""

@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 
 async def end_with(launcher: ProcessIdentity, redis_url: str, cluster_id: str) -> NoReturn:
-    """End this process when the launcher is gone.
+    """Wait until the launcher is gone, then end this process.
 
-    On the launcher's machine the guardian ends orphans. This is for the case that the guardian was
-    killed as well, and for other machines, which watch the launcher's lease.
+    On the launcher's machine the guardian ends orphans. This function is for the case that the
+    guardian was killed as well, and for other machines, where it watches the launcher's lease.
     """
     if launcher.is_near:
         # The launcher is not a child of this process, so it is polled.

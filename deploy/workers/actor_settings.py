@@ -31,14 +31,14 @@ class ActorSettings(BaseModel):
     cluster_id: str
     launcher: ProcessIdentity
     places: str = ""
-    """Name of its ranks' placement group; empty if it has one rank."""
+    """Name of the Ray placement group of the worker's ranks; empty if the worker has one rank."""
 
     def own_pool(self) -> PoolConfig:
-        """Return the worker's pool."""
+        """Return the configuration of the worker's pool."""
         return self.pool_of(Config(**self.config))
 
     def pool_of(self, config: Config) -> PoolConfig:
-        """Return the worker's pool in ``config``."""
+        """Return the pool in ``config`` to which the worker belongs."""
         return next(pool for pool in config.pools if pool.name == self.pool)
 
     @property

@@ -24,7 +24,8 @@ from deploy.processes.run_directory import RUN_VARIABLE, RunDirectory
 from deploy.workers.actor_settings import ActorSettings
 
 CORE_LINES = 8
-"""Maximum workers that may be added on a node and still share its cores with the earlier ones."""
+"""Maximum number of additional workers, beyond those of the configuration, that can share a node's
+cores dynamically. Workers beyond that take a fixed share."""
 PLACES_VARIABLE = "BATON_NODE_PLACES"
 """Variable with the maximum number of workers of a node that has joined a cluster."""
 _MOST = 1 << 16
@@ -32,32 +33,35 @@ _MOST = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class NodeShare:
-    """The share of one worker in its node."""
+    """What one worker process may use of its node: address, number, log file and cores."""
 
     host: str
-    """Address at which its servers listen and are reached."""
+    """Address at which the worker's servers listen and are reached."""
     run: RunDirectory
     """The node's run directory."""
     log_file: Path
     number: int
-    """Number of the worker on this node, from 0; each rank of a worker has one."""
+    """Number of the worker process on this node, from 0. Each rank of a worker has its own
+    number."""
     workers_here: int
-    """Maximum number of workers on the node; each rank counts."""
+    """Maximum number of workers on the node; each rank counts as one."""
     threads: int
-    """Compute threads on the CPU, if the engine cannot change them from step to step."""
+    """Number of the engine's compute threads on the CPU, if the engine cannot change it from step
+    to step."""
     core_board: str
-    """The file through which the node's workers share its cores; empty with fixed threads."""
+    """Path of the file through which the node's workers share its cores; empty if this worker's
+    number of threads is fixed."""
     core_lines: int
-    """Maximum number of workers on the board."""
+    """Maximum number of workers that share cores through the file ``core_board``."""
 
     @classmethod
     def take(
         cls, settings: ActorSettings, host: str, node: str = "", gcs: str = "", rank: int = 0
     ) -> NodeShare:
-        """Register this process on its node until it ends. Raises OSError.
+        """Register this process on its node until it ends, and return its share. Raises OSError.
 
-        Each rank of a worker has a share. ``host`` is the node's address, ``node`` Ray's id of it,
-        ``gcs`` host:port of Ray's control store.
+        Each rank of a worker registers itself. ``host`` is the node's address, ``node`` Ray's id of
+        the node, ``gcs`` host:port of Ray's control store.
         """
         config = Config(**settings.config)
         run = run_directory_here(settings.cluster_id)
@@ -99,8 +103,8 @@ def workers_of_node(of_cluster: int) -> int:
 def model_paths(settings: ActorSettings) -> tuple[str, str]:
     """Return the folders of the model and of the drafter on this node.
 
-    The launcher's machine has them. Elsewhere one worker of the node downloads and converts them,
-    and the others wait. Raises BatonError.
+    On the launcher's machine the folders exist already. Elsewhere one worker of the node downloads
+    and converts the models, and the others wait. Raises BatonError.
     """
     if settings.launcher.is_near:
         return settings.model_path, settings.draft_model_path
@@ -127,18 +131,18 @@ def model_paths(settings: ActorSettings) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class NodeWorker:
-    """A process with a worker, or with one of its ranks."""
+    """A process that runs a worker, or one rank of a worker."""
 
     slot: str
     process: ProcessIdentity
     drain_s: float
-    """Maximum time to leave after SIGTERM, in seconds."""
+    """Maximum time that the worker may take to exit after SIGTERM, in seconds."""
     node: str = ""
-    """Ray's id of its node."""
+    """Ray's id of the worker's node."""
     gcs: str = ""
     """Address of Ray's control store, host:port."""
     cluster: str = ""
-    """Id of its cluster."""
+    """Id of the worker's cluster."""
 
 
 _NODE_WORKER = TypeAdapter(NodeWorker)
@@ -153,7 +157,8 @@ class NodeWorkers:
     def register(
         self, slot: str, drain_s: float, node: str = "", gcs: str = "", cluster: str = ""
     ) -> int:
-        """Take the lowest free number, until this process ends. Raises OSError."""
+        """Add this process to the node's list until it ends, and return its number: the lowest free
+        one. Raises OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
         me = NodeWorker(slot, ProcessIdentity.own(), drain_s, node, gcs, cluster)
         for number in range(_MOST):
@@ -169,7 +174,7 @@ class NodeWorkers:
         raise OSError(f"no number is free in {self._folder}")
 
     def running(self) -> list[NodeWorker]:
-        """Return the running processes."""
+        """Return the worker processes on the list that are running."""
         found = []
         for path in sorted(self._folder.glob("[0-9]*")):
             with contextlib.suppress(OSError, ValueError):

@@ -42,7 +42,8 @@ log = logging.getLogger(__name__)
 
 
 def request_places(settings: ActorSettings) -> tuple[str, Any]:
-    """Request a group with a bundle for each rank. Returns its name and handle."""
+    """Request a Ray placement group with one bundle per rank. Returns the group's name and
+    handle."""
     import ray  # noqa: PLC0415
 
     pool = settings.own_pool()
@@ -58,14 +59,15 @@ def request_places(settings: ActorSettings) -> tuple[str, Any]:
 
 
 def in_place(group: Any, rank: int) -> Any:
-    """Return the scheduling strategy of an actor in a rank's place."""
+    """Return the scheduling strategy that places an actor in the bundle of ``rank`` in a placement
+    group."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: PLC0415
 
     return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
 
 
 def remove_places(slot: str) -> None:
-    """Remove the places of all incarnations in a slot; idempotent.
+    """Remove the placement groups of all incarnations of the worker in ``slot``; idempotent.
 
     Blocks while Ray's control store is unreachable.
     """
@@ -100,7 +102,8 @@ class RankActor:
         take_sigterm(lambda number, frame: None)
 
     def run(self) -> None:
-        """Compute the steps of rank 0 until that closes. Raises any error that prevents this."""
+        """Compute this rank's part of the steps that rank 0 sends, until rank 0 closes. Raises any
+        error that prevents this."""
         ended: Future[None] = Future()
         threading.Thread(target=self._follow, args=(ended,), name="engine", daemon=True).start()
         ended.result()
@@ -120,7 +123,7 @@ class RankActor:
 
 
 def start_ranks(settings: ActorSettings, address: GroupAddress, on_ended: OnEnded) -> None:
-    """Make Ray start ranks 1 and up in this worker's places; does not wait for them."""
+    """Make Ray start ranks 1 and up in the worker's placement group; does not wait for them."""
     import ray  # noqa: PLC0415
 
     group = ray.util.get_placement_group(settings.places)
@@ -143,7 +146,8 @@ def start_ranks(settings: ActorSettings, address: GroupAddress, on_ended: OnEnde
 
 
 _KEPT: list[Any] = []
-"""Handles are kept, since Ray ends an actor without a handle."""
+"""Handles of the actors of ranks 1 and up. They are kept because Ray ends an actor without a
+handle."""
 
 
 def _watch(ends: dict[Any, int], on_ended: OnEnded) -> None:

@@ -1,4 +1,7 @@
-"""Ray imports this module in each process of a node: see ``deploy.workers.standby``."""
+"""Makes a new Ray process a warm standby if one is requested: see ``deploy.workers.standby``.
+
+Ray imports this module in each worker process of a node.
+"""
 
 # The modules of the actors that Ray may place here are imported first, on the main thread.
 # Otherwise the main thread and the standby's could import them at the same time, and see incomplete

@@ -39,7 +39,8 @@ class RayWorker:
         self._handle = handle
 
     async def ready(self) -> dict[str, Any]:
-        """Wait until it serves; see ``deploy.workers.worker_actor.WorkerThread.record``.
+        """Wait until the worker serves, and return what ``WorkerThread.record`` returns: its
+        registry record and its location.
 
         Raises WorkerFailed with the reason, and what Ray raises if that is not a failure of the
         worker.
@@ -54,20 +55,22 @@ class RayWorker:
             raise WorkerFailed(f"worker {self.slot}: {reason(error)}") from error
 
     async def ping(self, unlisted_s: float = 0.0) -> PingReply:
-        """Return the process's answer; see ``WorkerActor.ping``. Raises what Ray raises."""
+        """Ping the worker's process and return its answer; see ``WorkerActor.ping``. Raises what
+        Ray raises."""
         return PingReply(await result(self._handle.ping.remote(unlisted_s)))
 
     async def drain(self, deadline_s: float) -> None:
-        """Make it reject new requests and exit by itself. Raises what Ray raises."""
+        """Make the worker reject new requests and exit by itself. Raises what Ray raises."""
         await result(self._handle.drain.remote(deadline_s))
 
     async def stop(self, deadline_s: float) -> None:
-        """Make it leave in order. Raises TimeoutError, or what Ray raises when it is gone."""
+        """Make the worker exit in order. Raises TimeoutError, or what Ray raises when the worker is
+        gone."""
         async with asyncio.timeout(deadline_s):
             await result(self._handle.stop.remote())
 
     def kill(self) -> None:
-        """End its process. Blocks while Ray's control store is unreachable."""
+        """End the worker's process. Blocks while Ray's control store is unreachable."""
         import ray  # noqa: PLC0415
 
         ray.kill(self._handle)
@@ -76,8 +79,8 @@ class RayWorker:
 def place(settings: ActorSettings, actor_class: type = WorkerActor) -> RayWorker:
     """Make Ray start a worker. Blocks while Ray's control store is unreachable.
 
-    A worker of several ranks gets places for all of them, and starts the other ranks itself. Raises
-    ValueError if a worker runs in the slot.
+    For a worker of several ranks, it requests a placement group for all of them, and rank 0 starts
+    the others. Raises ValueError if a worker runs in the slot.
     """
     import ray  # noqa: PLC0415
 
@@ -108,7 +111,7 @@ def namespace(cluster_id: str) -> str:
 
 
 async def end_at(whereabouts: Whereabouts, submit: DaemonThread) -> None:
-    """End a process on its node, even a stopped one, by a task there.
+    """Run a Ray task on a process's node that ends the process, even one that is stopped (SIGSTOP).
 
     ``submit`` makes the call, which blocks while Ray's control store is unreachable. Raises
     TimeoutError, or what Ray raises.
@@ -151,5 +154,5 @@ def find_all() -> list[RayWorker]:
 
 
 def result(reference: Any) -> Awaitable[Any]:
-    """Return the value of a Ray reference."""
+    """Return an awaitable that gives the value of a Ray object reference."""
     return asyncio.wrap_future(reference.future())

@@ -36,18 +36,19 @@ _LOOK_S = 0.5
 _NICENESS = 10
 """The niceness of the importing thread, so that serving has precedence."""
 LOOK_S = 5.0
-"""Interval between two looks, in seconds. A dead worker is replaced first: an import at the same
-time would delay that."""
+"""Interval between two checks whether the node has a standby, in seconds. It is long, so that a
+dead worker is replaced first: an import at the same time would delay that."""
 PATIENCE_S = 20.0
-"""Time after which a request is repeated, in seconds. The supervisor may have got the process that
-was started for it. If a process is only slow to start, each repetition adds one idle process."""
+"""Time after which a request for a standby is repeated, in seconds. The process that was started
+for it may have become a worker. If that process is only slow to start, each repetition adds one
+idle process."""
 MAX_ASKS = 6
 PRELOAD_VARIABLE = "RAY_preload_python_modules"
 PRELOAD_MODULE = "deploy.workers.ray_preload"
 _ASK_S = 30.0
 _KEEP_S = 24 * 3600
-"""Time for which Ray keeps the process, in seconds, even with many idle ones; then another one is
-requested."""
+"""Time for which Ray keeps the standby's process, in seconds, even with many idle processes. Then
+another standby is requested."""
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class FileLock:
             self._descriptor = None
 
     def is_held(self) -> bool:
-        """Whether another holder has it now. Raises OSError."""
+        """Whether another process or object holds the lock now. Raises OSError."""
         if not self.take():
             return True
         self.give_back()
@@ -90,21 +91,22 @@ class FileLock:
 
 
 class StandbyFiles:
-    """The files of a node's standby, in Ray's folder: nodes may share a machine, and a folder."""
+    """Lock and request files of a node's warm standby. They are in Ray's folder, which several
+    nodes of one machine may share; their names have the node's id."""
 
     def __init__(self, folder: Path, node: str) -> None:
         self._stem = folder / f"baton-standby-{node}"
 
     @classmethod
     def own(cls) -> StandbyFiles:
-        """Return the files of the node of this process, which is one of Ray's."""
+        """Return the standby files of this process's Ray node."""
         import ray  # noqa: PLC0415
 
         return cls(session_folder(), ray.get_runtime_context().get_node_id())
 
     @property
     def lock(self) -> FileLock:
-        """Return the standby's lock."""
+        """Return the lock that the standby process holds."""
         return FileLock(self._stem.with_suffix(".lock"))
 
     @property
@@ -117,7 +119,7 @@ class StandbyFiles:
         self._asked.touch(mode=0o600)
 
     def take_request(self) -> bool:
-        """Whether a standby is requested; removes the request. Raises OSError."""
+        """Return whether a standby is requested, and remove the request. Raises OSError."""
         try:
             self._asked.unlink()
         except FileNotFoundError:
@@ -130,18 +132,18 @@ class StandbyFiles:
 
 
 class Standby:
-    """Makes this process a standby, if one is requested."""
+    """Makes this process a warm standby, if one is requested."""
 
     def __init__(
         self, place: StandbyFiles, prepare: Callable[[], None], fresh_s: float = FRESH_S
     ) -> None:
-        """``prepare`` imports what a worker needs."""
+        """``prepare`` imports the modules that a worker needs."""
         self._place, self._prepare, self._fresh_s = place, prepare, fresh_s
         self._taken = threading.Event()
         self._thread = threading.Thread(target=self._stand_by, name="standby", daemon=True)
 
     def begin(self) -> None:
-        """Start the thread; called once."""
+        """Start the thread that waits for a request and then imports; called once."""
         self._thread.start()
 
     def leave(self) -> None:
@@ -211,7 +213,10 @@ class StandbyWatch:
         self._asked_at = float("-inf")
 
     def look(self, now: float, *, stands_by: bool) -> bool:
-        """Whether to request one; ``now`` is monotonic, in seconds."""
+        """Return whether to request a standby now.
+
+        ``stands_by``: whether the node has a standby. ``now`` is monotonic, in seconds.
+        """
         if stands_by:
             self._missing, self._asks = 0, 0
             self._asked_at = float("-inf")
@@ -225,7 +230,7 @@ class StandbyWatch:
 
     @property
     def gave_up(self) -> bool:
-        """Whether the last requests all failed."""
+        """Whether the last ``MAX_ASKS`` requests all led to no standby."""
         return self._asks >= MAX_ASKS
 
 

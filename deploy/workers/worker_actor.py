@@ -53,14 +53,15 @@ if TYPE_CHECKING:
     from worker.process import WorkerProcess
 
 UNLISTED_S = 60.0
-"""Time without a listing after which a worker without connections ends, in seconds. It counts only
-while the registry lists other workers."""
+"""Time for which the registry must have omitted a worker before that worker ends, in seconds, if it
+has no connections. Only time in which the registry lists other workers counts."""
 _STOP_S = 10.0
 _TELL_S = 2.0
-"""Maximum wait of a drained worker for the supervisor's ping, in seconds."""
+"""Maximum time that a drained worker waits for a ping of the supervisor before it ends, in
+seconds."""
 _RESOLVER_THREADS = 2
 _ANSWER_S = 0.1
-"""Time for an answer to leave this process, in seconds."""
+"""Pause before the process ends, so that the answer to a ping can leave it, in seconds."""
 LOOK_S = 1.0
 STUCK_S = 60.0
 """Time without a heartbeat after which the event loop counts as stuck, in seconds. A heartbeat
@@ -124,11 +125,12 @@ class WorkerThread:
         self._leaving_known = threading.Event()
         self._terms = 0
         self._leave_by: float | None = None
-        """Deadline of its running requests after this process has to leave; monotonic."""
+        """Deadline of the running requests once this process has to exit, monotonic; None before
+        that."""
         self._life = threading.Thread(target=self._live, name="worker", daemon=True)
 
     def begin(self) -> None:
-        """Start the threads; called once."""
+        """Start the worker's thread and the watchdog's thread; called once."""
         self._life.start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
@@ -142,7 +144,8 @@ class WorkerThread:
         return self._started.result(timeout=timeout_s)
 
     def ask(self, unlisted_s: float) -> bool:
-        """Whether the worker leaves. One that no process can reach ends: see ``UNLISTED_S``."""
+        """Return whether the worker is leaving. A worker that no process can reach is ended: see
+        ``UNLISTED_S``."""
         process = self._process
         if process is not None and process.leave_by is not None:
             self._leaving_known.set()
@@ -185,7 +188,7 @@ class WorkerThread:
         return self._started.done() and not self._failed() and not self._stopping
 
     def _failed(self) -> bool:
-        """Whether it failed to start: then the process stays, to report why."""
+        """Whether the worker failed to start. The process then stays, to report why."""
         return self._started.done() and self._started.exception() is not None
 
     def _is_reached(self) -> bool:
@@ -331,7 +334,7 @@ class WorkerActor:
     """
 
     build = staticmethod(build_process)
-    """Makes the worker."""
+    """Makes the worker from the actor's settings and the process's share of its node."""
 
     def __init__(self, settings_json: str) -> None:
         take_here()

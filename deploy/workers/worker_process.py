@@ -30,7 +30,7 @@ def import_worker() -> None:
 
 
 def build_process(settings: ActorSettings, share: NodeShare) -> WorkerProcess:
-    """Make a worker with the roles of the product."""
+    """Make a worker that can take either role, prefill or decode."""
     from decode_worker.role import DecodeRole  # noqa: PLC0415
     from prefill_worker.role import PrefillRole  # noqa: PLC0415
     from worker.process import WorkerProcess  # noqa: PLC0415
@@ -40,7 +40,7 @@ def build_process(settings: ActorSettings, share: NodeShare) -> WorkerProcess:
 
 
 def worker_settings(settings: ActorSettings, share: NodeShare) -> WorkerSettings:
-    """Return the worker's settings. Raises BatonError if its node cannot get the model."""
+    """Return the worker's settings. Raises BatonError if the worker's node cannot get the model."""
     from worker.settings import WorkerSettings  # noqa: PLC0415
 
     config = Config(**settings.config)
@@ -71,7 +71,8 @@ def build_following(
     address: Mapping[str, str | int],
     process: str,
 ) -> FollowerWorker:
-    """Make a rank above 0 of a worker; ``address`` has the fields of a ``GroupAddress``."""
+    """Make the process of a rank above 0; ``address`` has the fields of the ``GroupAddress`` of
+    rank 0."""
     from engine.parallel.step_channel import GroupAddress  # noqa: PLC0415
     from worker.follower import FollowerWorker  # noqa: PLC0415
 
