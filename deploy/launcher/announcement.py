@@ -22,9 +22,10 @@ def announcement(
     needs_key: bool = False,
     tls: TlsFiles | None = None,
 ) -> str:
-    """Return the addresses (host:port), none if routers run elsewhere, and a command to paste.
+    """Return a text with the cluster's addresses (host:port) and a command for the user to try.
 
-    ``commit`` is that of a Hugging Face model; ``tls`` is what the command shows and trusts.
+    If routers run elsewhere, ``http`` is empty, and the text has neither. ``commit`` is the commit
+    of a Hugging Face model. ``tls`` has the CA and the client certificate that the command uses.
     """
     shown = f"{model} (commit {commit})" if commit else model
     if not http:

@@ -26,7 +26,7 @@ from deploy.processes.child import Child
 from deploy.processes.run_directory import ClusterMark, RunDirectory
 
 RELEASE = b"released\n"
-"""Written by the launcher when it has ended everything itself."""
+"""Sent by the launcher to the guardian after the launcher has ended all other processes itself."""
 GRACE_S = 2.0
 _DEADLINE_S = 30.0
 _POLL_S = 0.05
@@ -110,7 +110,7 @@ class Guardian:
         return self._child.pid
 
     async def start(self) -> None:
-        """Start the process; also to replace a dead one. Raises OSError."""
+        """Start the guardian process; also to replace a dead one. Raises OSError."""
         arguments = [sys.executable, "-P", "-m", "deploy.launcher.guardian"]
         arguments += [self._mark.cluster_id, str(self._mark.run_directory)]
         self._child = await Child.spawn(
@@ -118,12 +118,13 @@ class Guardian:
         )
 
     async def wait(self) -> str:
-        """Wait for an unexpected end of the process. Returns how it ended."""
+        """Wait for an unexpected end of the guardian process. Returns how it ended."""
         assert self._child is not None
         return await self._child.wait()
 
     async def release(self) -> None:
-        """End the process without a sweep, after everything was ended in order."""
+        """End the guardian without a sweep, after the launcher has ended all other processes in
+        order."""
         if self._child is None:
             return
         await self._child.say(RELEASE)

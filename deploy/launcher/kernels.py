@@ -25,7 +25,7 @@ _NVIDIA = Path("/dev/nvidiactl")
 
 
 def kernels_of(config: Config) -> tuple[Path, ...]:
-    """Return the folders whose libraries the workers of a cluster on this machine use."""
+    """Return the folders of the C++ libraries that the workers of a cluster on this machine use."""
     gpu = _NVIDIA.exists()
     computes = any(
         pool.device == "cpu" or (pool.device == "auto" and not gpu) for pool in config.pools

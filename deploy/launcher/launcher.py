@@ -113,7 +113,7 @@ class Launcher:
         """``supervisor_class`` is as for ``run_cluster``."""
         self._config = checked.config
         self._redis_urls = dict(checked.redis_urls)
-        """Addresses of the store, by user."""
+        """Addresses of the store, by store user: each user has its own permissions."""
         self._shared_secret = SharedSecret.of(self._config, self._redis_urls.get("supervisor", ""))
         self._run = run
         self._mark = ClusterMark(self._config.cluster_id or secrets.token_hex(6), run.path)
@@ -126,13 +126,14 @@ class Launcher:
         self._parts = _Parts(Guardian(self._mark, run), ray)
         self._model: PreparedModel | None = None
         self._pids: dict[str, int] = {}
-        """Process ids on this machine, by name."""
+        """Process ids of the cluster's parts on this machine, by name."""
         self._ready = False
         self.hangs = False
-        """Whether a thread of this process may never end."""
+        """Whether a thread of this process may never end, because a call to Ray hangs."""
 
     async def run(self) -> int:
-        """Do the whole run, and return the exit code."""
+        """Start the cluster, serve until it must stop, end all of its parts, and return the exit
+        code."""
         # Every process that this one starts from here on can be found by its mark.
         os.environ.update(self._mark.variables)
         log_file = LogFile(self._run, "launcher", self._config.log_format)
@@ -172,7 +173,7 @@ class Launcher:
             self._announce(workers)
 
     async def _start(self, lasting: asyncio.TaskGroup) -> tuple[ClusterWorkers, dict[str, int]]:
-        """Start all parts. Returns the workers, and their process ids by slot.
+        """Start all parts of the cluster. Returns the workers, and their process ids by slot.
 
         ``lasting`` is for tasks that continue after the start.
         """
@@ -388,7 +389,7 @@ class Launcher:
     async def _end(self) -> None:
         """End all parts in order if there is time, then kill the rest.
 
-        A second signal shortens it.
+        A second signal shortens the time.
         """
         in_order = asyncio.create_task(self._end_in_order())
         hurry = asyncio.create_task(self._signals.hurry.wait())

@@ -121,7 +121,7 @@ def run_node(
 
 
 class NodeAgent:
-    """One session of this machine in a cluster. Owned by one event loop."""
+    """One session of this machine as a node of a Ray cluster. Owned by one event loop."""
 
     def __init__(
         self,
@@ -144,7 +144,8 @@ class NodeAgent:
         self._signals = StopSignals()
 
     async def run(self) -> int:
-        """Join, work and leave; returns the exit code."""
+        """Join the Ray cluster, run its workers until a signal, and leave; returns the exit
+        code."""
         run = RunDirectory.create()
         mark = ClusterMark(f"node-{secrets.token_hex(6)}", run.path)
         os.environ.update({**mark.variables, PLACES_VARIABLE: str(self._places)})
@@ -168,7 +169,8 @@ class NodeAgent:
         return 0
 
     async def _serve(self, guardian: Guardian, node: RayNode, run: RunDirectory) -> str | None:
-        """Stay until a signal. Returns the error, or None."""
+        """Stay in the Ray cluster until a signal. Returns the error that ended the session, or
+        None."""
         stopped = asyncio.create_task(self._signals.stop.wait())
         works = asyncio.create_task(self._work(guardian, node, run))
         await asyncio.wait({stopped, works}, return_when=asyncio.FIRST_COMPLETED)
@@ -183,7 +185,7 @@ class NodeAgent:
         return error.message if isinstance(error, BatonError) else repr(error)
 
     async def _work(self, guardian: Guardian, node: RayNode, run: RunDirectory) -> None:
-        """Join and stay. Raises BatonError when the node is lost."""
+        """Join the Ray cluster and stay. Raises BatonError when the node is lost."""
         await guardian.start()
         with self._progress.step(f"joining Ray at {self._address}"):
             await node.start(self._resources, self._cpus, self._gpus, self._port)

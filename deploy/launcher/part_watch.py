@@ -22,7 +22,7 @@ from deploy.supervisor.status_store import SlotStatus, StatusStore, SupervisionS
 
 SUPERVISOR = "supervisor"
 GCS = "gcs"
-"""Names in lists of process ids; the second is Ray's control store."""
+"""Name of Ray's control store in lists of process ids."""
 _POLL_S = 0.5
 _LONGEST_PAUSE_S = 4.0
 _MAX_DEATHS = 5
@@ -94,7 +94,7 @@ class PartWatch:
     async def supervision(self, store: StatusStore, pids: Mapping[str, int]) -> NoReturn:
         """Show what the supervisor reports, and pass on new process ids.
 
-        ``pids`` are those known so far, of the workers and the supervisor.
+        ``pids`` are the process ids of the workers and the supervisor that are known so far.
         """
         slots = SlotWatch(self._report, self._note_pid, pids)
         while True:
@@ -104,7 +104,7 @@ class PartWatch:
 
 
 class SlotWatch:
-    """Shows changes in the supervisor's reports."""
+    """Shows what changes from one of the supervisor's reports to the next."""
 
     def __init__(
         self,
@@ -112,14 +112,14 @@ class SlotWatch:
         note_pid: Callable[[str, int], None],
         pids: Mapping[str, int],
     ) -> None:
-        """The arguments are as for ``PartWatch``; ``pids`` are those known so far."""
+        """The arguments are as for ``PartWatch``; ``pids`` are the process ids known so far."""
         self._report = report
         self._note_pid = note_pid
         self._pids = dict(pids)
         self._known: dict[str, SlotStatus] = {}
 
     def take(self, status: SupervisionStatus | None) -> None:
-        """Show what is new in a report; None changes nothing."""
+        """Show what is new in a report of the supervisor; None changes nothing."""
         if status is None:
             return
         if self._is_new(SUPERVISOR, status.pid):
@@ -160,7 +160,7 @@ class Restarts:
         self._deaths: deque[float] = deque()
 
     def pause(self, now: float) -> float | None:
-        """Seconds to wait before the next start; None when there were too many deaths."""
+        """Return the seconds to wait before the next start, or None after too many deaths."""
         while self._deaths and now - self._deaths[0] > _WINDOW_S:
             self._deaths.popleft()
         self._deaths.append(now)

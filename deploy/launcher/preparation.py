@@ -68,9 +68,10 @@ async def prepare_model(config: Config, progress: Progress) -> PreparedModel:
 async def prepare_kernels(
     config: Config, progress: Progress, report: Callable[[str], None]
 ) -> None:
-    """Compile what the workers of this machine need. Otherwise each of them would wait for it.
+    """Compile the C++ libraries that this machine's workers need, so that no worker has to wait for
+    that.
 
-    A failure is reported; steps then run in torch.
+    A failure is reported; the workers then compute their steps in torch.
     """
     thread, step = DaemonThread("kernels"), "compiling kernels for this CPU (first start only)"
     try:

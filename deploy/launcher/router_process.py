@@ -38,7 +38,8 @@ _HEALTHY_S = 60.0
 _PROBE_S = 2.0
 _POLL_S = 0.1
 _OTHER_S = 0.01
-"""Pause before the next try when another process answered, in seconds."""
+"""Pause before the next query of /health, after another router process on the same port answered
+it, in seconds."""
 _STOP_S = 8.0
 WHAT_IF = (sys.executable, "-P", "-m", "planning.what_if")
 """The simulator that answers the console's what-if questions: a program and its arguments."""
@@ -47,9 +48,9 @@ log = logging.getLogger(__name__)
 
 
 class RouterProcess:
-    """A child process that reads its settings from standard input.
+    """A router as a child process, which reads its settings from standard input.
 
-    A command line would show the password.
+    On a command line, other users could read the store's password.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class RouterProcess:
         model_name: str,
         number: int = 0,
     ) -> None:
-        """``number`` is below ``config.routers``."""
+        """``number`` identifies this router process; it is below ``config.routers``."""
         self.name = "router" if config.routers == 1 else f"router-{number}"
         self._number = number
         self._shares_port = config.routers > 1
@@ -89,7 +90,7 @@ class RouterProcess:
         return self._child.pid
 
     async def start(self) -> None:
-        """Start the process; also to replace a dead one. Raises OSError."""
+        """Start the router process; also to replace a dead one. Raises OSError."""
         arguments = [sys.executable, "-P", "-m", "router.main"]
         variables = {}
         if self._shares_port:
@@ -100,7 +101,7 @@ class RouterProcess:
         await self._child.say(json.dumps(self._settings).encode() + b"\n")
 
     async def wait(self) -> str:
-        """Wait for its death. Returns how it ended."""
+        """Wait for the death of the router process. Returns how it ended."""
         assert self._child is not None
         how = await self._child.wait()
         if self._shares_port:
@@ -128,7 +129,7 @@ class RouterProcess:
             ) from None
 
     async def stop(self, drain_s: float | None = None) -> None:
-        """Stop the process within ``drain_s`` seconds for its requests; SIGKILL follows 8 s
+        """Stop the process. Its requests may take ``drain_s`` seconds to end; SIGKILL follows 8 s
         later."""
         if self._child is None:
             return

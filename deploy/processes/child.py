@@ -61,7 +61,8 @@ class Child:
         return self._process.returncode is None
 
     async def say(self, words: bytes) -> None:
-        """Write ``words`` to its standard input and close that; ignores a child that is gone."""
+        """Write ``words`` to the child's standard input and close the input; ignores a child that
+        is gone."""
         stdin = self._process.stdin
         assert stdin is not None
         with contextlib.suppress(OSError):
@@ -81,7 +82,8 @@ class Child:
                 self._process.kill()
 
     async def end(self, grace_s: float, number: signal.Signals = signal.SIGTERM) -> None:
-        """Send the signal ``number``, and SIGKILL if it has not ended after ``grace_s`` seconds."""
+        """Send the signal ``number`` to the child, and SIGKILL if it has not ended after
+        ``grace_s`` seconds."""
         if not self.running:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -94,7 +96,7 @@ class Child:
             await self._process.wait()
 
     def last_lines(self, count: int = 5) -> str:
-        """Return the end of its log, for a message."""
+        """Return the last lines of the child's log, for a message."""
         return last_lines(self.log, count)
 
 

@@ -41,13 +41,14 @@ class ClusterState:
 
     @property
     def tls_files(self) -> TlsFiles | None:
-        """Return the files for these commands; None without TLS."""
+        """Return the TLS files with which this machine's commands connect to the cluster; None
+        without TLS."""
         if not self.tls:
             return None
         return TlsFiles(*map(_path, (self.certificate, self.certificate_key, self.authority)))
 
     def save(self) -> None:
-        """Write the file, readable by its owner alone; readers see the old or the new one."""
+        """Write the state file, readable by its owner alone; readers see the old or the new one."""
         path = Path(self.run_directory) / FILE_NAME
         fresh = path.with_suffix(".new")
         descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

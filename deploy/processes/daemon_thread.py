@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 class DaemonThread:
-    """Makes blocking calls.
+    """Makes blocking calls on a thread of its own.
 
     Unlike an executor's thread, it lets the process end while a call hangs.
     """

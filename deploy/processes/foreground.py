@@ -21,7 +21,7 @@ class StopSignals:
         self.stop = asyncio.Event()
         """Set by the first signal."""
         self.hurry = asyncio.Event()
-        """Set by the second one."""
+        """Set by the second signal."""
         self.drains = False
         """Whether requests may end first: after SIGTERM, but not after Ctrl-C in a terminal."""
         self.take()
@@ -46,7 +46,7 @@ class LogFile:
         logging.getLogger().addHandler(self._handler)
 
     def close(self) -> None:
-        """Stop writing."""
+        """Stop writing the log, and close its file."""
         self._handler.close()
         logging.getLogger().removeHandler(self._handler)
 

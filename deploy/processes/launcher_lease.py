@@ -136,9 +136,9 @@ class LauncherClaim:
         self._key = workers_hash_key(cluster_id)
 
     async def take(self) -> bool:
-        """Take the lease. Returns whether workers with another configuration may be left.
+        """Take the lease. Returns whether workers of another configuration may still run.
 
-        Raises BatonError if another launcher has it, and ``redis.RedisError``.
+        Raises BatonError if another launcher has the lease, and ``redis.RedisError``.
         """
         await self._lease.take()
         before = await self._client.getset(self._key, self._hash)
@@ -153,7 +153,7 @@ class LauncherClaim:
         await self._lease.give_up()
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to Redis."""
         await self._client.aclose()
 
 

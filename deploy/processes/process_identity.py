@@ -16,7 +16,8 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _STATE, _START_TICKS = 0, 19
-"""Indexes of fields 3 and 22 in /proc/<pid>/stat, counted after the name."""
+"""Indexes of the state and the start time in /proc/<pid>/stat, counted after the process's name.
+They are fields 3 and 22 of the file."""
 _ENDED = ("Z", "X")
 """States of a process that has ended: a zombie only waits for its parent."""
 
@@ -27,7 +28,8 @@ class ProcessIdentity:
 
     pid: int
     start_ticks: int
-    """Clock ticks from the boot to its start. Later, another process may have its pid."""
+    """Clock ticks from the boot to the start of the process. They distinguish it from a later
+    process with the same pid."""
     space: str
     """The boot and pid namespace in which the pid is valid; see ``pid_space``."""
 
@@ -44,13 +46,13 @@ class ProcessIdentity:
 
     @property
     def age_s(self) -> float:
-        """Return the seconds since its start. The process must be visible from here."""
+        """Return the seconds since the start of the process, which must be visible from here."""
         started_s = self.start_ticks / os.sysconf("SC_CLK_TCK")
         return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
 
     @property
     def is_near(self) -> bool:
-        """Whether the process is visible from here."""
+        """Whether the process is in this process's pid namespace, and so visible from here."""
         return self.space == pid_space()
 
     @property
@@ -103,7 +105,7 @@ class Whereabouts:
 
     process: ProcessIdentity
     node: str
-    """Ray's id of the node."""
+    """Ray's id of the process's node."""
 
     @classmethod
     def own(cls, node: str) -> Whereabouts:

@@ -14,9 +14,9 @@ from rich.status import Status
 from rich.text import Text
 
 STILL_S = 10.0
-"""Interval in which a long step reports that it continues, without a spinner. Seconds."""
+"""Interval in seconds at which a long step reports that it continues, where there is no spinner."""
 _SHOWN_S = 0.5
-"""Shorter steps are not listed at the end. Seconds."""
+"""Steps shorter than this are left out of the list of the longest steps, in seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
         still_s: float = STILL_S,
     ) -> None:
-        """``clock`` returns seconds; ``still_s`` is as ``STILL_S``."""
+        """``clock`` returns seconds; ``still_s`` replaces ``STILL_S``."""
         self._console = console
         self._clock = clock
         self._still_s = still_s
@@ -54,8 +54,8 @@ class Progress:
 
     @property
     def detail_every_s(self) -> float:
-        """Return the seconds between two details of a long step: more if each is a separate
-        line."""
+        """Return the minimum seconds between two progress messages of a step: more without a
+        spinner, since each message is then a separate line."""
         return 10.0 if self._status is None else 0.5
 
     @contextlib.contextmanager
@@ -93,9 +93,10 @@ class Progress:
             self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def longest(self, count: int = 3) -> str:
-        """Return the longest steps, as in ``starting Ray 3.1 s, …``; they may have overlapped.
+        """Return a text with the longest steps, as in ``starting Ray 3.1 s, …``; they may have
+        overlapped.
 
-        Empty if all were short.
+        Empty if all steps were short.
         """
         worth = [(took, name) for name, took in self._ended.items() if took >= _SHOWN_S]
         return ", ".join(f"{name} {took:.1f} s" for took, name in sorted(worth)[::-1][:count])
@@ -116,7 +117,7 @@ class Progress:
                 self._status.stop()
 
     def shown(self) -> str:
-        """Return the running steps, and for how long each has run."""
+        """Return a text with the running steps, and for how long each has run."""
         now = self._clock()
         return ", ".join(step.shown(now) for step in list(self._running.values()))
 

@@ -72,7 +72,8 @@ class RunDirectory:
 
     @property
     def ray(self) -> Path:
-        """Return Ray's own directory, whose name is short because of its sockets."""
+        """Return the path of Ray's own directory. The name is short, because paths of sockets are
+        limited."""
         return self.path / "ray"
 
     @property
@@ -81,7 +82,7 @@ class RunDirectory:
         return self.path / "router-metrics"
 
     def log(self, name: str) -> Path:
-        """Return the log file of a process."""
+        """Return the path of a process's log file."""
         return self.logs / f"{name}.log"
 
     def write_secret(self, name: str, content: str) -> Path:
@@ -97,7 +98,7 @@ class RunDirectory:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def keep_logs(self) -> Path:
-        """Delete all but the logs, and move Ray's logs next to the others."""
+        """Delete all of the run directory but the logs, and move Ray's logs next to the others."""
         with contextlib.suppress(OSError):
             (self.ray / "session_latest" / "logs").resolve(strict=True).rename(self.logs / "ray")
         for entry in self.path.iterdir():

@@ -30,8 +30,8 @@ from deploy.processes.run_directory import ClusterMark, RunDirectory
 _POLL_S = 0.2
 _STOP_S = 3.0
 SILENT_S = 15.0
-"""Time without an answer after which it is killed, in seconds. A start that reads the store takes
-less."""
+"""Time without an answer after which the control store is killed, in seconds. A start that reads
+its state from its store takes less."""
 _ASK_S = 2.0
 _EACH_S = 1.0
 _KEY = b"baton"
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class GcsProcess:
-    """The control store's process; a ``deploy.launcher.part_watch.Part``."""
+    """The process of Ray's control store (GCS), as a ``deploy.launcher.part_watch.Part``."""
 
     def __init__(
         self,
@@ -61,11 +61,11 @@ class GcsProcess:
         return self._first.pid if self._child is None else self._child.pid
 
     async def start(self) -> None:
-        """Start the next process. Raises OSError."""
+        """Start the next process of the control store. Raises OSError."""
         self._child = await Child.spawn("gcs", self._command, self._mark, self._run.log("gcs"))
 
     async def wait(self) -> str:
-        """Wait for the death of the process. Returns how it ended."""
+        """Wait for the death of the control store's process. Returns how it ended."""
         if self._child is not None:
             return await self._child.wait()
         # The process is Ray's child, not this process's, so it is polled.
@@ -74,7 +74,7 @@ class GcsProcess:
         return "it died"
 
     def kill(self) -> None:
-        """Send SIGKILL, if the process runs."""
+        """Send SIGKILL to the control store's process, if it runs."""
         if self._child is not None:
             self._child.kill()
             return
@@ -82,7 +82,8 @@ class GcsProcess:
             self._first.kill()
 
     async def stop(self) -> None:
-        """End a process that was started here; Ray ends its own."""
+        """End the control store if the launcher started it. A process that Ray started is left to
+        Ray."""
         if self._child is not None:
             await self._child.end(_STOP_S)
 
@@ -126,9 +127,10 @@ class GcsWatch:
         report: Callable[[str], None],
         max_s: float = SILENT_S,
     ) -> None:
-        """``ask(timeout_s)`` returns when the control store has read from its store.
+        """``ask(timeout_s)`` returns when the control store has read from its store. Otherwise it
+        raises an error after about ``timeout_s`` seconds.
 
-        Otherwise it raises an error after about that time. ``report`` shows a line.
+        ``report`` shows a line.
         """
         self._gcs = gcs
         self._ask = ask
@@ -138,7 +140,7 @@ class GcsWatch:
         self._answers = 0
 
     async def run(self) -> NoReturn:
-        """Watch until cancelled."""
+        """Query the control store regularly, and kill it when it is silent, until cancelled."""
         while True:
             await self._ask_it()
             # The next process gets the same time to start.
@@ -165,13 +167,14 @@ class RemoteGcsWatch:
         report: Callable[[str], None],
         max_s: float = SILENT_S,
     ) -> None:
-        """Take the arguments of ``GcsWatch``."""
+        """Take the same arguments as ``GcsWatch``, except ``gcs``."""
         self._ask = ask
         self._report = report
         self._max_s = max_s
 
     async def run(self) -> NoReturn:
-        """Watch until cancelled."""
+        """Query the control store regularly, and report when it is silent or back, until
+        cancelled."""
         silence, answers, reported = SilenceWatch[str](self._max_s), 0, False
         while True:
             try:

@@ -27,21 +27,21 @@ log = logging.getLogger(__name__)
 EMBEDDED = "embedded"
 """The value of ``gcs_store`` that starts a separate Valkey."""
 PROGRAM = "gcs_server"
-"""Name of the program in the run directory."""
+"""Name of the program in the run directory that starts the control store."""
 _FORGET_S = 5.0
 _FOREVER_S = 10 * 365 * 24 * 3600
 
 
 @dataclass(frozen=True, slots=True)
 class GcsStore:
-    """The address of the store. It holds the password: keep it out of logs."""
+    """The address of the control store's store. It holds the password: keep it out of logs."""
 
     url: str
     namespace: str
-    """The prefix of this cluster's keys."""
+    """The prefix of this cluster's keys in the store."""
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables of Ray's daemons and workers."""
+        """Return the environment variables with which Ray's daemons and workers find the store."""
         return {
             # Otherwise they would end after a minute without a GCS.
             "RAY_gcs_rpc_server_reconnect_timeout_s": str(_FOREVER_S),
@@ -59,7 +59,8 @@ class GcsStore:
             log.warning("cannot delete Ray's tables in Redis: %s", error)
 
     def flags(self) -> list[str]:
-        """Return the arguments of Ray's ``gcs_server``; the password comes from its environment."""
+        """Return the arguments of Ray's ``gcs_server`` for the store; the password comes from its
+        environment."""
         parts = urlsplit(self.url)
         flags = [
             f"--redis_address={parts.hostname}",

@@ -69,7 +69,8 @@ def check_token() -> None:
 
 
 def joined_environment() -> dict[str, str]:
-    """Return the environment variables of a joined cluster. Set them before Ray is imported."""
+    """Return the environment variables for Ray when a cluster is joined. Set them before Ray is
+    imported."""
     return {
         "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token"),
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(_GCS_AWAY_S),
@@ -109,7 +110,8 @@ class RayNode:
     async def start(
         self, resources: Mapping[str, float], cpus: int, gpus: int, port: int = 0
     ) -> None:
-        """Join with these Ray resources. Raises BatonError.
+        """Start this machine's node, which joins the cluster with these Ray resources. Raises
+        BatonError.
 
         ``port`` is the port of its node manager; 0 takes any.
         """
@@ -155,14 +157,14 @@ class RayNode:
         return self._node.host
 
     async def lost(self) -> str:
-        """Wait for the death of its node manager. Returns the name."""
+        """Wait for the death of the node's manager process. Returns the name of the process."""
         assert self._raylet is not None, "it has started"
         while runs(self._raylet):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
         return "Ray's node manager"
 
     async def stop(self) -> None:
-        """Stop its daemons, and everything that Ray runs on the node; idempotent."""
+        """Stop the node's daemons, and everything that Ray runs on the node; idempotent."""
         if self._node is None:
             return
         node, self._node = self._node, None
@@ -204,7 +206,8 @@ class JoinedRay:
         self._started = False
 
     async def start(self, gcs_store: GcsStore | None = None) -> None:
-        """Connect. Raises BatonError. ``gcs_store`` is ignored: that Ray has its store already."""
+        """Connect to the Ray cluster. Raises BatonError. ``gcs_store`` is ignored: that cluster has
+        its store already."""
         check_token()
         if self._node is not None:
             await self._node.start({}, cpus=0, gpus=0)
@@ -233,7 +236,7 @@ class JoinedRay:
         )
 
     async def lost(self) -> str:
-        """Wait for the death of the launcher's own node; forever, if it has none."""
+        """Wait for the death of the launcher's own node; wait forever if the launcher has none."""
         if self._node is None:
             await asyncio.Event().wait()
         assert self._node is not None
@@ -244,7 +247,8 @@ class JoinedRay:
         await self._questions.ask(timeout_s)
 
     async def stop(self) -> bool:
-        """Disconnect, and stop the own node. False if that took too long and may hang."""
+        """Disconnect from Ray, and stop the launcher's own node. Returns False if that took too
+        long: it may hang."""
         if not self._started:
             return True
         try:

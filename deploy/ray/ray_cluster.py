@@ -27,7 +27,7 @@ from deploy.workers.ray_worker import namespace
 from deploy.workers.standby import PRELOAD_MODULE, PRELOAD_VARIABLE
 
 OBJECT_STORE_BYTES = 80 << 20
-"""Object store size, about Ray's minimum: Baton stores no objects in it."""
+"""Size of Ray's object store in bytes, about Ray's minimum: Baton stores no objects in it."""
 _DAEMONS = ("gcs_server", "raylet")
 _PLACES = 1024
 """Maximum number of workers: a pool may grow while the cluster runs."""
@@ -134,7 +134,8 @@ class RayCluster:
         await self._questions.ask(timeout_s)
 
     async def stop(self) -> bool:
-        """Disconnect and stop the daemons; False if that took too long and may hang."""
+        """Disconnect from Ray and stop its daemons. Returns False if that took too long: it may
+        hang."""
         if not self._started:
             return True
         try:
@@ -185,7 +186,8 @@ _DAEMON_NAMES = {"gcs_server": "Ray's control store", "raylet": "Ray's node mana
 
 
 def _totals(config: Config) -> dict[str, int]:
-    """Return the sum of the workers' resources besides places. The one machine offers this sum."""
+    """Return the sums of the Ray resources that the pools' configuration gives all workers. This
+    machine must offer all of them."""
     totals: dict[str, float] = {}
     for pool in config.pools:
         for name, amount in pool.resources.items():
@@ -195,7 +197,8 @@ def _totals(config: Config) -> dict[str, int]:
 
 
 def _gpus(asked: int) -> int | None:
-    """Return the GPUs for Ray. None makes Ray search for GPUs, which takes time."""
+    """Return the number of GPUs to pass to Ray. None makes Ray search for GPUs, which takes
+    time."""
     return None if asked else 0
 
 

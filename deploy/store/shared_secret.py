@@ -32,8 +32,8 @@ class SharedSecret:
 
     @classmethod
     def of(cls, config: Config, redis_url: str) -> SharedSecret | None:
-        """Return the cluster's secret; None if the configuration has one, or no other process reads
-        it."""
+        """Return the shared secret of the cluster; None if the configuration has one, or no other
+        process reads it."""
         if config.cluster_secret or not config.redis_url or not config.cluster_id:
             return None
         return cls(redis_url, config.cluster_id)
@@ -54,7 +54,8 @@ class SharedSecret:
         return found.decode()
 
     async def keep(self, secret: str) -> NoReturn:
-        """Write it repeatedly: Redis may lose its data, and a router may start after that."""
+        """Write ``secret`` to Redis repeatedly: Redis may lose its data, and a router may start
+        after that."""
         async with redis_client(self._url) as client:
             while True:
                 await asyncio.sleep(_AGAIN_S)

@@ -23,15 +23,16 @@ from deploy.processes.run_directory import ClusterMark, RunDirectory
 from deploy.store.redis_access import STORE_USERS, StoreUser, url_with_user, user_rules
 
 REST_BYTES = 128 * MIB
-"""Memory for everything except the prefix index, in bytes. The server refuses writes beyond both,
-and evicts nothing: a lost entry of the registry would look like a dead worker."""
+"""Maximum memory of the store for everything except the prefix index, in bytes. Beyond both, the
+server refuses writes and evicts nothing: a lost entry of the registry would look like a dead
+worker."""
 _START_S = 10.0
 _STOP_S = 3.0
 _ATTEMPTS = 3
 
 
 class EmbeddedValkey:
-    """A Valkey on a free port of the loopback interface, with a random password."""
+    """A Valkey server on a free port of the loopback interface, with a random password."""
 
     def __init__(
         self,
@@ -42,9 +43,9 @@ class EmbeddedValkey:
         name: str = "valkey",
         keeps: bool = False,
     ) -> None:
-        """``index_mib`` is the maximum memory of the prefix index; ``name`` is that of the log.
+        """``index_mib`` is the maximum memory of the prefix index; ``name`` is the name of the log.
 
-        With ``keeps``, the server writes its data to a file, and has it after a restart.
+        With ``keeps``, the server writes its data to a file, and reads the file after a restart.
         """
         self.name = name
         self._keeps = keeps
@@ -64,12 +65,12 @@ class EmbeddedValkey:
 
     @property
     def url(self) -> str:
-        """Return its address with the password: keep it out of logs and command lines."""
+        """Return the server's address with the password: keep it out of logs and command lines."""
         assert self._port is not None
         return self._url(self._port)
 
     def url_of(self, user: StoreUser) -> str:
-        """Return the address for the user of a role, with that role's permissions."""
+        """Return the server's address for the user of a role, with that role's permissions."""
         return url_with_user(self.url, user, self._passwords[user])
 
     @property
@@ -78,10 +79,11 @@ class EmbeddedValkey:
         return self._child.pid
 
     async def start(self) -> None:
-        """Start it, or restart it after a death; returns when it answers. Raises Unavailable.
+        """Start the server, or restart it after a death; returns when it answers. Raises
+        Unavailable.
 
         The first start chooses another port if the free one was taken in the meantime. Later starts
-        keep it, since the cluster knows the address.
+        keep the port, since the cluster knows the address.
         """
         if self._port is not None:
             await self._start(self._port)
@@ -97,12 +99,12 @@ class EmbeddedValkey:
                 return
 
     async def wait(self) -> str:
-        """Wait for its death. Returns how it ended."""
+        """Wait for the death of the server. Returns how it ended."""
         assert self._child is not None
         return await self._child.wait()
 
     async def stop(self) -> None:
-        """Stop it; SIGKILL follows after 3 seconds."""
+        """Stop the server; SIGKILL follows after 3 seconds."""
         if self._child is not None:
             await self._child.end(_STOP_S)
 
