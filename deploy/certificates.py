@@ -48,17 +48,17 @@ _HOST = re.compile(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A certificate, as `baton certs show` displays it."""
+    """A certificate's facts, as `baton certs show` displays them."""
 
     name: str
-    """Name of its file, without .pem."""
+    """Name of the certificate's file, without .pem."""
     roles: tuple[str, ...]
     names: tuple[str, ...]
     """Hosts and addresses for which it is valid."""
     expires: datetime
     has_key: bool
     fault: str = ""
-    """Why it is unusable; empty if it is usable."""
+    """Why the certificate is unusable; empty if it is usable."""
 
 
 def init(
@@ -109,9 +109,10 @@ def issue(
     days: int = CERTIFICATE_DAYS,
     now: datetime | None = None,
 ) -> Path:
-    """Sign a certificate with a new key, ``name``.pem and ``name``.key; returns the former.
+    """Sign a certificate with a new key. Writes ``name``.pem and ``name``.key, and returns the path
+    of the former.
 
-    An old one of that name is replaced. Raises ConfigError if the CA's key is not there.
+    An old certificate of that name is replaced. Raises ConfigError if the CA's key is not there.
     """
     if not _NAME.fullmatch(name) or name == _AUTHORITY:
         raise ConfigError(
@@ -155,9 +156,11 @@ def renew(
     days: int = CERTIFICATE_DAYS,
     now: datetime | None = None,
 ) -> list[str]:
-    """Replace certificates, all of them by default, by new ones for the same hosts and ``hosts``.
+    """Replace certificates, all of them by default, by new ones for the same hosts and for
+    ``hosts``.
 
-    Returns their names. Servers that run take them up by themselves. Raises ConfigError.
+    Returns the names of the certificates. Servers that run load them without a restart. Raises
+    ConfigError.
     """
     _authority(folder)
     wanted = list(names) or [name for name in certificate_names(folder) if name != _AUTHORITY]

@@ -28,14 +28,14 @@ _PYTHON = (3, 11)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check."""
+    """The result of one check of `baton doctor`."""
 
     what: str
     usable: bool
     detail: str
-    """What was found, or why it cannot be used."""
+    """What the check found, or why that cannot be used."""
     needed: bool = False
-    """Whether Baton cannot run without it."""
+    """Whether Baton cannot run without what was checked."""
 
     @property
     def state(self) -> str:
@@ -50,11 +50,11 @@ class Missing(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing to check."""
+    """A check of `baton doctor`: what it examines, and the function that does so."""
 
     what: str
     look: Callable[[], str]
-    """Returns what was found. Raises Missing."""
+    """Runs the check, and returns what it found. Raises Missing."""
     needed: bool = False
 
 
@@ -88,7 +88,7 @@ def document(findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def is_fit(findings: Iterable[Finding]) -> bool:
-    """Whether everything that is needed was found."""
+    """Whether the checks have found everything that Baton needs."""
     return all(finding.usable or not finding.needed for finding in findings)
 
 
@@ -102,7 +102,8 @@ def draw_steps(steps: Iterable[PairStep]) -> Table:
 
 
 def nccl_devices() -> tuple[str, str]:
-    """Return the two GPUs of the self-test. Raises ConfigError if there are fewer."""
+    """Return the names of the two GPUs for the NCCL self-test. Raises ConfigError if there are
+    fewer."""
     torch = import_module("torch")
     if not torch.distributed.is_nccl_available():
         raise ConfigError(

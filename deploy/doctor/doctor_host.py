@@ -33,13 +33,13 @@ GIB = 1 << 30
 MIN_SHARED_MEMORY = GIB // 4
 """Minimum bytes of /dev/shm, where Ray keeps its objects and process groups their buffers."""
 MIN_FILES = 4096
-"""Minimum open files of a process: a router has one for each connection, and one for each
-worker."""
+"""Minimum limit on the open files of a process: a router has one for each connection, and one for
+each worker."""
 MIN_PROCESSES = 2048
 MAX_SKEW_S = 0.5
 MIN_GB_PER_S = 0.25
-"""Minimum rate between two workers. A lower one delays the second token of a long prompt too
-much."""
+"""Minimum rate of copies between two workers, in GB/s. A lower rate delays the second token of a
+long prompt too much."""
 _REDIS_S = 3.0
 _RAY_S = 3.0
 _TOOL_S = 10.0
@@ -191,7 +191,7 @@ def _gpus() -> str:
 
 
 def _nvidia_smi() -> list[str]:
-    """Return a line for each GPU; empty without the tool."""
+    """Return a line of ``nvidia-smi`` for each GPU; empty without the tool."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -246,7 +246,8 @@ def _hard(limit: int) -> str:
 
 
 def _clock(url: str) -> str:
-    """Compare the clock with Redis' if there is one, and check whether NTP synchronizes it."""
+    """Compare this machine's clock with that of Redis, if there is a URL, and check whether NTP
+    synchronizes it."""
     kept = "synchronized by NTP" if _is_synchronized() else "not synchronized"
     if url:
         try:
@@ -264,7 +265,8 @@ def _clock(url: str) -> str:
 
 
 async def _skew(url: str) -> tuple[float, float]:
-    """Return how far this clock is ahead, and the maximum error of that."""
+    """Return by how many seconds this machine's clock is ahead of Redis', and the maximum error of
+    that figure."""
     async with asyncio.timeout(_REDIS_S), redis_client(url) as client:
         await client.ping()
         before = time.time()
@@ -284,7 +286,8 @@ def _is_synchronized() -> bool:
 
 
 def _interconnect() -> str:
-    """Measure the rate between two processes of this machine, like two workers."""
+    """Measure the rate of copies between two processes of this machine, which stand for two
+    workers."""
     imported("torch")
     from deploy.doctor.pair_check import check_pair  # noqa: PLC0415
     from kvtransfer.transports.process_group.transport import Backend  # noqa: PLC0415

@@ -33,16 +33,16 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class PairStep:
-    """An exchange that succeeded."""
+    """One exchange between the two processes that succeeded."""
 
     what: str
     bytes: int
-    """Bytes in both directions together."""
+    """Number of bytes sent in both directions together."""
     seconds: float
 
     @property
     def gb_per_s(self) -> float:
-        """Return the rate in 10^9 bytes per second."""
+        """Return the rate of the exchange in 10^9 bytes per second."""
         return self.bytes / self.seconds / 1e9
 
 
@@ -96,7 +96,8 @@ def _wait(ends: list[subprocess.Popen[bytes]], devices: tuple[str, str], logs: l
 
 
 def _run(backend: str, rank: int, device: str, folder: Path) -> None:
-    """Run one of the two processes. Rank 0 writes its steps to a file in ``folder``."""
+    """Run one of the two processes. Rank 0 writes the successful exchanges to a file in
+    ``folder``."""
     import torch  # noqa: PLC0415
     from torch import distributed  # noqa: PLC0415
 

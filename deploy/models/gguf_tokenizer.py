@@ -82,10 +82,10 @@ class _PreTokenizer:
     gpt2_pattern: bool = False
     """Whether GPT-2's pattern comes last."""
     ignore_merges: bool = False
-    """Whether a piece that is a whole token is used without merges."""
+    """Whether a piece of text that is a whole token is used without merges."""
     nfc: bool = False
     add_bos: bool = False
-    """The value of an absent ``add_bos_token``."""
+    """Value of ``add_bos_token`` for a file without that key."""
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

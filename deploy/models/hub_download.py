@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 ASK_S = 10.0
 """Deadline of a request to the hub, in seconds."""
 _SILENCE_S = 600.0
-"""Maximum time without progress, as a last resort, in seconds. The library itself retries five
-times after 10 s without a byte. It only reports chunks of 10 MB, so a slow connection is silent for
-minutes."""
+"""Maximum time without progress, in seconds, after which a download fails. It is long: the library
+itself retries five times after 10 s without a byte, and it reports only chunks of 10 MB, so a slow
+connection is silent for minutes."""
 _THREADS = 4
 _POLL_S = 0.2
 _GRACE_S = 2.0
 _SPEED_S = 60.0
 _PART = ".incomplete"
 _STALE_S = 900.0
-"""Time without growth after which a part of a file belongs to no running download, in seconds."""
+"""A partial file that has not grown for this time belongs to no running download, in seconds."""
 _TOKEN = "set HF_TOKEN to a token of an account with access, or run `hf auth login`"  # noqa: S105
 
 
@@ -52,7 +52,8 @@ class DownloadWatch:
     every_s: float = 10.0
     """Seconds between two reports."""
     cancelled: threading.Event = field(default_factory=threading.Event)
-    """Set it to end the download at its next chunk: it raises ``Cancelled``."""
+    """Event that cancels the download: after it is set, the download raises ``Cancelled`` at its
+    next chunk."""
 
 
 class Meter:
@@ -74,7 +75,7 @@ class Meter:
     def has(self, name: str, count: int) -> None:
         """Record that ``count`` bytes of a file exist.
 
-        Several bars may count one file: the largest wins.
+        Several progress bars may count one file: the largest count is used.
         """
         with self._lock:
             if (count := min(count, self._sizes[name])) > self._got[name]:
@@ -82,7 +83,8 @@ class Meter:
                 self.changed_at = time.monotonic()
 
     def report(self) -> str:
-        """Return a text such as ``1.2 of 15.2 GB (8%), 95.1 MB/s, 2 min 27 s left``."""
+        """Return a text on the progress, such as ``1.2 of 15.2 GB (8%), 95.1 MB/s, 2 min 27 s
+        left``."""
         now, got = time.monotonic(), self.got
         self._history.append((now, got))
         while len(self._history) > 2 and self._history[1][0] < now - _SPEED_S:
@@ -191,7 +193,7 @@ class HubDownload:
     def _own_parts(self) -> Iterator[Path]:
         """Yield the partial files that this process writes.
 
-        The folder may also have those of others.
+        The folder may also have partial files of other processes.
         """
         for descriptor in Path("/proc/self/fd").iterdir():
             with suppress(OSError):  # another thread has closed it
@@ -200,7 +202,7 @@ class HubDownload:
                     yield file
 
     def _remove_stale_parts(self) -> None:
-        """Remove partial files that a killed process of any program has left: they are never used
+        """Remove partial files that a killed process of any program has left: no program uses them
         again."""
         for part in self._blobs.glob(f"*{_PART}"):
             with suppress(OSError):  # its process has finished the file
@@ -210,7 +212,7 @@ class HubDownload:
     def _wait(
         self, outcomes: queue.SimpleQueue[Exception | None], threads: int, meter: Meter
     ) -> None:
-        """Wait until all threads have succeeded; raises the first error."""
+        """Wait until all download threads have succeeded; raises the first error."""
         told_at = time.monotonic()
         while threads:
             try:
@@ -304,8 +306,8 @@ def _bar_class(name: str, meter: Meter, ended: threading.Event) -> type[tqdm]:
 
 
 def explained(error: Exception, model_id: str, revision: str, kept: str = "") -> ConfigError:
-    """Return the error with what to do. Raise it ``from None``: its cause may show signed
-    addresses.
+    """Return a ConfigError for ``error`` that also says what to do. Raise it ``from None``: the
+    original error may show signed addresses.
 
     ``kept`` describes what a download has left for the next one.
     """
@@ -316,7 +318,8 @@ def explained(error: Exception, model_id: str, revision: str, kept: str = "") ->
 
 
 def reason(error: Exception) -> str:
-    """Return a short reason without addresses: those of downloads may carry a signature."""
+    """Return a short text for ``error``, without addresses: download addresses may carry a
+    signature."""
     from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
 
     if isinstance(error, ConfigError):

@@ -50,7 +50,7 @@ class HubModel:
     size: int = 0
     """Size on disk in bytes, if it was listed."""
     is_compared: bool = False
-    """Whether its files were compared with the hub's list."""
+    """Whether the snapshot's files were compared with the hub's list."""
 
 
 def is_id(text: str) -> bool:
@@ -59,7 +59,7 @@ def is_id(text: str) -> bool:
 
 
 def is_commit(revision: str) -> bool:
-    """Whether it is the full hash of a commit, not a branch or tag."""
+    """Whether ``revision`` is the full hash of a commit, not a branch or tag."""
     return _COMMIT.fullmatch(revision) is not None
 
 
@@ -196,9 +196,9 @@ def _sizes(model_id: str, commit: str, wait_s: float) -> dict[str, int]:
 
 
 def _is_whole(here: HubModel, sizes: Mapping[str, int], *, weights: bool) -> bool:
-    """Whether a snapshot has everything on the hub's list that Baton needs.
+    """Return whether a snapshot has all files on the hub's list that Baton needs.
 
-    The result is stored.
+    If it has, the list is saved.
     """
     with contextlib.suppress(ConfigError):
         listing = _listing(here.model_id, sizes, here.path)
@@ -217,7 +217,8 @@ def _download(
     *,
     weights: bool,
 ) -> HubModel:
-    """Download by the commit's hash, so that the cache's branches do not change before the end."""
+    """Download a snapshot by its commit's hash, so that the cache's branches do not change before
+    the end."""
     from huggingface_hub import hf_hub_download  # noqa: PLC0415
 
     def config_file() -> str:
@@ -242,7 +243,8 @@ def _download(
 
 
 def _listing(model_id: str, sizes: Mapping[str, int], folder: Path) -> HubListing:
-    """Return what Baton needs of a commit; ``folder`` has the index of its weights, if any."""
+    """Return the names of the files of a commit that Baton needs; ``folder`` has the index of its
+    weights, if any."""
     by_index = WEIGHTS not in sizes and INDEX in sizes
     weights = shards(folder / INDEX) if by_index else weight_files(_top(sizes))
     if lost := [name for name in weights if name not in sizes]:
@@ -251,7 +253,7 @@ def _listing(model_id: str, sizes: Mapping[str, int], folder: Path) -> HubListin
 
 
 def _set_ref(found: HubModel, revision: str) -> None:
-    """Store the commit of a branch or tag for later starts offline, as the library does."""
+    """Store which commit a branch or tag means, for later starts offline, as the library does."""
     if revision == found.commit:
         return
     ref = found.path.parents[1] / "refs" / revision
@@ -306,10 +308,11 @@ Outcome = TypeVar("Outcome")
 
 
 def _within(seconds: float, work: Callable[[], Outcome]) -> Outcome:
-    """Return or raise what ``work`` does; TimeoutError when it takes longer than ``seconds``.
+    """Call ``work`` and return its result; raises what it raises, and TimeoutError after
+    ``seconds``.
 
     It runs on a separate thread, because name lookups have no timeout. The thread cannot block the
-    exit.
+    exit of the process.
     """
     outcome: Future[Outcome] = Future()
 
@@ -329,7 +332,7 @@ class HubListing(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     small: tuple[str, ...]
-    """Files of configuration, tokenizer and templates."""
+    """Names of the files of configuration, tokenizer and templates."""
     weights: tuple[str, ...]
 
     @classmethod

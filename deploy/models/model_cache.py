@@ -36,7 +36,7 @@ FORMS = (_PLAIN, _CODES)
 
 
 class Receipt(BaseModel):
-    """The contents of a cached folder; written last."""
+    """The list of the files in a cached folder; written last, when the folder is complete."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -47,7 +47,7 @@ class Receipt(BaseModel):
 
     @property
     def size(self) -> int:
-        """Return the size of all files, in bytes."""
+        """Return the total size of the folder's files, in bytes."""
         return sum(self.files.values())
 
 
@@ -159,7 +159,7 @@ def converted_folder(sha256: str, form: str) -> Path:
 
 
 def converted_folders() -> Iterator[tuple[Path, Receipt]]:
-    """Yield all complete converted folders."""
+    """Yield all complete folders of converted GGUF files, with their receipts."""
     for form in FORMS:
         for folder in cache_dir().glob(f"converted/*-v{CONVERTER_VERSION}{form}"):
             if (receipt := read_receipt(folder)) is not None:
@@ -167,7 +167,7 @@ def converted_folders() -> Iterator[tuple[Path, Receipt]]:
 
 
 def converted(gguf: Path, form: str, progress: Callable[[str], None]) -> Path:
-    """Return the folder of the converted file, which is hashed and converted first if needed.
+    """Return the folder of a converted GGUF file. The file is hashed and converted first if needed.
 
     Raises ConfigError for a file that cannot be converted.
     """
@@ -176,7 +176,8 @@ def converted(gguf: Path, form: str, progress: Callable[[str], None]) -> Path:
 
 
 def load_converter() -> Callable[..., None]:
-    """``deploy.models.gguf_convert.convert``. Raises ConfigError without the extra ``gguf``."""
+    """Return ``deploy.models.gguf_convert.convert``. Raises ConfigError without the extra
+    ``gguf``."""
     from deploy.models.gguf_convert import convert  # noqa: PLC0415
 
     return convert
@@ -190,7 +191,8 @@ def convert_once(
     source: str,
     progress: Callable[[str], None],
 ) -> Path:
-    """Convert a file whose hash is known; ``name`` and ``source`` go into the receipt."""
+    """Convert a GGUF file whose hash is known, unless its converted folder exists. Returns that
+    folder. ``name`` and ``source`` go into its receipt."""
 
     def fill(folder: Path) -> None:
         convert = load_converter()
@@ -217,9 +219,9 @@ def _keep_beside(gguf: Path, folder: Path) -> None:
 
 
 def _remembered_sha256(gguf: Path, progress: Callable[[str], None]) -> str:
-    """Return the hash from a cache.
+    """Return the SHA-256 of a GGUF file, from a cache if the file is unchanged.
 
-    Hashing takes seconds per gigabyte, so an unchanged file is hashed once.
+    Hashing takes seconds per gigabyte.
     """
     memory = cache_dir() / "sha256.json"
     stat = gguf.stat()

@@ -39,7 +39,8 @@ def check_folder(folder: Path, *, weights: bool = True) -> None:
 
 
 def _numbered(names: Collection[str]) -> list[str]:
-    """Return the files whose names include the number of all parts."""
+    """Return the names of all shards that ``names`` imply: a shard's name has the number of all
+    shards."""
     counts = {(found[1], found[2]) for name in names if (found := _SHARD.fullmatch(name))}
     return [
         f"{stem}-{number:05}-of-{count}.safetensors"
@@ -65,9 +66,9 @@ def check_config(folder: Path) -> None:
 
 
 def shards(index: Path) -> list[str]:
-    """Return the names of the weight files of an index, sorted.
+    """Return the names of the weight files that an index file lists, sorted.
 
-    Raises ConfigError for a broken one.
+    Raises ConfigError for a broken index.
     """
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
@@ -79,7 +80,8 @@ def shards(index: Path) -> list[str]:
 
 
 def weight_files(names: Collection[str]) -> list[str]:
-    """Return the weight files if no index lists them; empty if there are none.
+    """Return which of a folder's files are the weights if no index lists them; empty if there are
+    none.
 
     ``consolidated*`` is a copy of the weights in another format.
     """

@@ -28,22 +28,22 @@ _HEADS = ("eagle", "medusa")
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A Hugging Face folder and the model's id in the API."""
+    """The folder of a model in Hugging Face's format, and the model's id in the API."""
 
     name: str
     path: Path
     commit: str = ""
-    """Commit of a model of the hub."""
+    """Commit of a model of the hub; empty for any other model."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """A line of ``baton model list``."""
+    """A model, as a line of ``baton model list`` shows it."""
 
     name: str
     cached: bool
     size: int
-    """Size on disk in bytes; 0 if it is not cached."""
+    """Size of the model on disk in bytes; 0 if the model is not cached."""
     source: str
     path: Path | None
 
@@ -88,7 +88,7 @@ def resolve(
 
 
 def look(model: str, revision: str = "") -> ModelEntry:
-    """Return what is on this machine of a model; nothing is downloaded or converted.
+    """Return which files of a model are on this machine; nothing is downloaded or converted.
 
     Raises ConfigError as ``resolve`` does.
     """
@@ -129,7 +129,7 @@ def list_models() -> list[ModelEntry]:
 
 
 def _path(model: str) -> Path | None:
-    """Return the existing folder or .gguf file of that name."""
+    """Return the existing folder or .gguf file that ``model`` names; None if there is none."""
     path = Path(model).expanduser().absolute()
     exists = path.is_dir() or (path.suffix == ".gguf" and path.is_file())
     return path if exists else None
