@@ -183,7 +183,8 @@ def _keys(file: Path) -> list[KeyConfig]:
 
 @contextmanager
 def _writable(file: Path) -> Iterator[None]:
-    """Report why the file cannot be written."""
+    """End the command with a message if the code within raises OSError, because ``file`` cannot be
+    written."""
     try:
         yield
     except OSError as error:
@@ -199,9 +200,9 @@ def _later(text: str) -> datetime.datetime:
 
 
 def _document(key: KeyConfig) -> dict[str, Any]:
-    """Return a key's JSON document; docs/reference/command-line.md lists the fields.
+    """Return a JSON document on a key; docs/reference/command-line.md lists the fields.
 
-    It has only the beginning of the hash.
+    The document has only the beginning of the key's hash.
     """
     return {
         "name": key.name,

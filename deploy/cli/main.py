@@ -42,8 +42,8 @@ def _group(
 ) -> typer.Typer:
     """Make a group that shows its commands in these panels, in this order.
 
-    ``completes``: whether it has the options that install shell completion. ``moved``: what
-    replaces removed commands, by their names.
+    ``completes``: true if the group has the options that install shell completion. ``moved`` gives,
+    by the names of removed commands, the commands that replace them.
     """
     order = [name for commands in panels.values() for name in commands]
 

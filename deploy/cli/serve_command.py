@@ -63,7 +63,7 @@ class ServeCommand(BatonCommand):
         show_help(self, ctx, leave_out=rare, note=note)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run ``serve``, which reads the values from the context."""
+        """Run ``serve``, which reads the options' values from the context."""
         assert self.callback is not None
         return ctx.invoke(self.callback)
 
@@ -123,7 +123,8 @@ def _flags(given: dict[str, Any]) -> Iterator[Flag]:
 
 
 def _with_address(config: Config, host: str | None, port: int | None) -> Config:
-    """Apply ``--host`` and ``--port``, each a part of ``http``."""
+    """Return ``config`` with ``--host`` and ``--port`` applied; each is a part of the field
+    ``http``."""
     from baton.config.fields import split_host_port  # noqa: PLC0415
 
     if host is None and port is None:
@@ -156,7 +157,7 @@ def _parameters() -> list[Any]:
     ]
 
     def options() -> None:
-        """Carry the signature with all options."""
+        """Do nothing: typer makes the options from the signature that is set on this function."""
 
     options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     options.__annotations__ = {one.name: one.annotation for one in parameters}

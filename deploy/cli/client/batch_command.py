@@ -32,18 +32,18 @@ T = TypeVar("T", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class BatchFiles:
-    """Paths of the results."""
+    """Paths of the files with a batch's results."""
 
     output: Path
 
     @property
     def errors(self) -> Path:
-        """Path for lines without an answer, next to the answers."""
+        """Path of the file for lines without an answer, next to the file of answers."""
         return self.output.with_name(f"{self.output.stem}.errors{self.output.suffix}")
 
 
 class BatchCommand:
-    """One batch, from its file to its results. Raises BatonError and OSError."""
+    """Runs one batch, from the upload of its file to the results. Raises BatonError and OSError."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class BatchCommand:
                 time.sleep(self._poll_s)
 
     def finish(self, batch: BatchObject, files: BatchFiles) -> ExitCode:
-        """Write the results, and return the exit code.
+        """Write the results to ``files``, and return the exit code.
 
         Raises InvalidRequest if the file was invalid.
         """

@@ -12,7 +12,7 @@ from baton.v1.inference_pb2 import FINISH_REASON_LENGTH, ChatMessage
 from baton.v1.sampling_pb2 import SamplingParameters
 
 _BURST_S = 0.02
-"""Tokens that arrive within this time give no rate: they were read together. Seconds."""
+"""If all tokens arrive within this time, in seconds, no rate is shown: they were read together."""
 
 Write = Callable[[str], None]
 """Shows a piece of text immediately."""
@@ -39,7 +39,8 @@ class ChatReply:
     reasoning_tokens: int = 0
     """The part of ``tokens`` that is reasoning, which is not shown."""
     forgotten: int = 0
-    """Number of old questions that were removed from the conversation to make room."""
+    """Number of old questions that were removed from the conversation because the context was
+    full."""
 
     @property
     def figures(self) -> str:
@@ -77,7 +78,7 @@ class Chat:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.system = ""
-        """The system prompt; empty: none is sent."""
+        """The system prompt; if it is empty, none is sent."""
         self._client = client
         self._sampling = sampling
         self._clock = clock
@@ -109,7 +110,8 @@ class Chat:
         return replace(answer, forgotten=forgotten)
 
     def take_back(self) -> str:
-        """Remove and return the last question with its answer; empty: there is none."""
+        """Remove the last question with its answer from the conversation, and return the question;
+        empty if there is none."""
         if not self._failed and self._turns:
             self._failed = self._turns.pop().question
         return self._failed

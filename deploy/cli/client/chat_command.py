@@ -166,7 +166,8 @@ def _converse_plainly(chat: Chat) -> None:
 
 
 def _answer(chat: Chat, question: str, console: Console | None) -> bool:
-    """Ask, and show the answer, as plain text without a console; False if Ctrl-C ended it.
+    """Ask the question and show the answer, as plain text if ``console`` is None. Returns False if
+    Ctrl-C ended the answer.
 
     Raises BatonError.
     """

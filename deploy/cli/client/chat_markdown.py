@@ -101,7 +101,7 @@ class MarkdownAnswer:
 
 
 class RenderedText:
-    """Renders Markdown: its blocks with a blank line between them, and none around them.
+    """Renders a Markdown text: its blocks have a blank line between them, and none around them.
 
     Line breaks stay as they are, and the addresses of links are visible.
     """
@@ -119,7 +119,8 @@ class RenderedText:
 
 
 class _OpenBlock:
-    """The end of an answer, as much as the screen can hold; a spinner before the first text."""
+    """Renders the open block of an answer, as much of it as the screen can hold; before the first
+    text, a spinner."""
 
     def __init__(self) -> None:
         self.text = ""

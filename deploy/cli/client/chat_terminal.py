@@ -44,7 +44,7 @@ class ChatTerminal:
         console: Console,
         complain: Callable[[str], None],
     ) -> None:
-        """``complain`` shows an error."""
+        """``complain`` shows an error message to the user."""
         self._chat = chat
         self._questions = questions
         self._console = console
@@ -59,7 +59,7 @@ class ChatTerminal:
         self._ended = False
 
     def run(self) -> None:
-        """Converse until /quit or Ctrl-D."""
+        """Read questions and show answers until /quit or Ctrl-D."""
         while not self._ended:
             try:
                 self._take(self._questions.read())
@@ -114,7 +114,8 @@ class ChatTerminal:
 
 
 def show_answer(chat: Chat, question: str, console: Console) -> bool:
-    """Ask, and show the answer and its figures; False if Ctrl-C ended it. Raises BatonError."""
+    """Ask the question, and show the answer and its figures. Returns False if Ctrl-C ended the
+    answer. Raises BatonError."""
     with MarkdownAnswer(console) as shown:
         answer = chat.ask(question, shown.write)
     _note(console, answer.figures)
@@ -179,7 +180,8 @@ class _Kept(FileHistory):
 
 
 def _shorten(path: Path) -> None:
-    """Keep the newest entries in a file that only its owner can read; make it if there is none."""
+    """Keep only the newest entries in a history file that only its owner can read; make the file if
+    there is none."""
     newest: list[str] = []
     size = 0
     for entry in FileHistory(path).load_history_strings():

@@ -37,7 +37,7 @@ Quantization = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The model and its settings, for `baton profile` and `baton bench quality`."""
+    """The model and its settings, as options of `baton profile` and `baton bench quality`."""
 
     model: Model = DEFAULT_MODEL
     dtype: Annotated[Dtype, typer.Option(help="Data type of activations.")] = "bfloat16"
@@ -47,7 +47,7 @@ class EngineOptions:
     ] = "auto"
 
     def settings(self, quantization: str, kv_dtype: str) -> EngineSettings:
-        """Settings of an engine with these formats. Raises BatonError."""
+        """Return the settings of an engine with these formats. Raises BatonError."""
         from engine.engine import EngineSettings  # noqa: PLC0415
 
         return EngineSettings(
@@ -60,7 +60,8 @@ class EngineOptions:
         )
 
     def folder(self, quantization: str) -> Path:
-        """Return the model's folder, with files for such weights. Raises BatonError."""
+        """Return the model's folder, with the files that weights in this format need. Raises
+        BatonError."""
         from deploy.models import model_store  # noqa: PLC0415
 
         return model_store.resolve(self.model, say, quantization).path

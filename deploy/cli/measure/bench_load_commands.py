@@ -130,7 +130,8 @@ def soak(
 
 
 def _watched(url: str, tls: TlsFiles | None) -> WatchedCluster:
-    """Return what this machine knows of the cluster at ``url``."""
+    """Return the cluster at ``url`` as `baton bench soak` watches it: its processes and its store
+    if it runs on this machine, otherwise only its metrics."""
     from loadtest.generator.soak import WatchedCluster  # noqa: PLC0415
 
     http = urlsplit(url).netloc

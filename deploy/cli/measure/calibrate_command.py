@@ -74,7 +74,7 @@ def _formula(values: list[float], first: str, second: str) -> str:
 async def _measured(
     cluster: ClusterState, *, chunk_tokens: int, is_cpu: bool, seed: int
 ) -> dict[str, Any]:
-    """Measure the profile's fields. Raises BatonError."""
+    """Measure the fields of the hardware profile. Raises BatonError."""
     from baton.client.http_api import open_async_api  # noqa: PLC0415
     from baton.errors import ConfigError  # noqa: PLC0415
     from engine.scheduling.sequence import SchedulerLimits  # noqa: PLC0415
@@ -139,7 +139,8 @@ async def _measured(
 
 
 async def local_prompts(client: httpx.AsyncClient, url: str) -> float:
-    """Return how many prompts a router has left to decode workers; ``url`` is that of its metrics.
+    """Return how many prompts a router has left to decode workers; ``url`` is the address of the
+    router's metrics.
 
     Raises BatonError.
     """
@@ -158,7 +159,8 @@ async def local_prompts(client: httpx.AsyncClient, url: str) -> float:
 
 
 async def the_decode_worker(cluster: ClusterState) -> WorkerRecord:
-    """Return the only decode worker. Raises Unavailable, or ConfigError if there are several."""
+    """Return the registry record of the only decode worker. Raises Unavailable, or ConfigError if
+    there are several."""
     import redis  # noqa: PLC0415
 
     from baton.errors import ConfigError, Unavailable  # noqa: PLC0415

@@ -27,7 +27,7 @@ _LENGTHS = "128, uniform:64-256, normal:MEAN,DEVIATION[,MAX] or lognormal:MEDIAN
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions(TlsOptions):
-    """The server under load, the load, and the requests that count."""
+    """Options that describe the server under load, the load, and which requests meet the SLOs."""
 
     url: Annotated[
         str,
@@ -253,7 +253,7 @@ class LoadOptions(TlsOptions):
         concurrency: int | None = None,
         requests: int | None = None,
     ) -> LoadSettings:
-        """Make the settings of a load. Raises ConfigError."""
+        """Make the settings of a load from the options. Raises ConfigError."""
         from loadtest.generator.load_settings import LoadSettings, PaceSettings  # noqa: PLC0415
         from loadtest.generator.results.summary import parse_bounds  # noqa: PLC0415
         from planning.common.slo import Slo  # noqa: PLC0415
@@ -274,7 +274,7 @@ class LoadOptions(TlsOptions):
         )
 
     def outputs(self) -> Outputs:
-        """Return where the report goes."""
+        """Return the files to which the command writes its report and its records."""
         from loadtest.generator.load_bench import Outputs  # noqa: PLC0415
 
         return Outputs(self.json, self.html, self.records)

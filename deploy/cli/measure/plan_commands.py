@@ -18,7 +18,7 @@ from deploy.cli.options.option_group import takes
 
 @dataclass(frozen=True, slots=True)
 class TraceOptions:
-    """How to read the trace, and the model that serves it."""
+    """Options on how to read a trace of requests, and on the model that serves it."""
 
     model_config: Annotated[
         str,

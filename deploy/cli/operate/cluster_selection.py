@@ -131,11 +131,12 @@ class Target:
     """The cluster that a command acts on."""
 
     http: str | None
-    """The address that the user gave, with or without a scheme; None: the cluster's own. If the
-    user gave the API's address of a cluster on this machine, it is that of its operators'
-    endpoints."""
+    """The address that the user gave, with or without a scheme; None means the cluster's own. If
+    the user gave the API's address of a cluster on this machine, this is the address of the
+    cluster's operators' endpoints instead."""
     cluster: ClusterState | None
-    """Its state file's contents; None if it runs elsewhere, or as another user."""
+    """The contents of the cluster's state file; None if the cluster runs elsewhere, or as another
+    user."""
 
     @property
     def address(self) -> str:
@@ -145,7 +146,7 @@ class Target:
         return DEFAULT_HTTP if self.cluster is None else self.cluster.operators
 
     def __str__(self) -> str:
-        """Describe the cluster and the queried router for the user."""
+        """Describe the cluster and its router for the user."""
         if self.cluster is None:
             return f"the cluster at {self.address}"
         return f"cluster {self.cluster.cluster_id} at {self.address} (model {self.cluster.model})"
@@ -159,7 +160,7 @@ def select(
     cluster_id: str | None = None,
     only_reads: bool = False,
 ) -> Target:
-    """Choose by the rules above.
+    """Choose a cluster by the rules in this module's docstring.
 
     ``clusters`` are those that this user runs here. Raises NoChoice.
     """
@@ -203,7 +204,10 @@ def cluster_of_client(
 
 
 def cluster_of_grpc(address: str, cluster_id: str | None) -> ClusterState | None:
-    """Return the cluster on this machine with this gRPC address. It excludes a ``cluster_id``."""
+    """Return the cluster on this machine with this gRPC address; None if there is none.
+
+    Ends the command if ``cluster_id`` is given too.
+    """
     from deploy.processes.cluster_state import running_clusters  # noqa: PLC0415
 
     if cluster_id is not None:
@@ -241,7 +245,8 @@ def is_same_address(given: str, known: str) -> bool:
 
 
 def _host_and_port(address: str) -> tuple[frozenset[str], int | None] | None:
-    """Return the host's names, and the port; None if ``address`` has no host or a bad port."""
+    """Return the names of an address's host, and its port; None if ``address`` has no host or a bad
+    port."""
     try:
         parts = urlsplit(f"//{address_of(address)}")
         host, port = parts.hostname, parts.port
@@ -251,7 +256,8 @@ def _host_and_port(address: str) -> tuple[frozenset[str], int | None] | None:
 
 
 def _at(http: str, clusters: Sequence[ClusterState]) -> Target:
-    """Return the cluster at the user's address."""
+    """Return the cluster in ``clusters`` whose address the user gave, or else a cluster
+    elsewhere."""
     for one in clusters:
         if is_same_address(http, one.operators):
             return Target(http, one)

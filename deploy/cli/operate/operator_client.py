@@ -13,7 +13,8 @@ from deploy.cli.options.exit_codes import ExitCode
 from deploy.cli.options.tls_options import TlsOptions
 
 _ANSWER_S = 20.0
-"""Time after the deadline of a drain within which the router answers, in seconds."""
+"""Time after the deadline of a drain or a role change within which the router answers, in
+seconds."""
 _CONFLICT = 409
 
 
@@ -27,11 +28,11 @@ class WorkerFacts:
     running: int
     waiting: int
     is_last: bool
-    """Whether no other worker of its role is ready."""
+    """Whether no other worker of the same role is ready."""
 
     @property
     def fate(self) -> str:
-        """Return what happens to its requests when it leaves its role."""
+        """Return a text on what happens to the worker's requests when it leaves its role."""
         state = "" if self.state == "ready" else f"it is {self.state}; "
         requests = f"{self.running} running and {self.waiting} waiting requests"
         return f"{state}{requests} end there or move to other workers"
@@ -53,7 +54,8 @@ class ClusterFacts:
         return f"cluster {self.id} at {self.address} (model {self.model})"
 
     def worker(self, slot: str) -> WorkerFacts:
-        """Return a worker. Ends the command if there is no such worker."""
+        """Return the report on the worker in ``slot``. Ends the command if there is no such
+        worker."""
         found = {one.slot: one for one in self.workers}
         if slot not in found:
             fail(f"{self} has no worker {slot!r}; its workers: {', '.join(found) or 'none'}")
@@ -66,7 +68,8 @@ class OperatorClient:
     def __init__(
         self, tls: TlsOptions, target: Target, api_key: str, *, operators: bool = True
     ) -> None:
-        """``operators``: whether the endpoints are those of ``admin_http``, if there is one."""
+        """``operators``: true to call the endpoints at ``admin_http``, if the cluster has that
+        address."""
         self._tls = tls
         self._target = target
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -76,7 +79,8 @@ class OperatorClient:
         self._url = tls.url_of(http, target.cluster, operators=operators)
 
     def look(self) -> ClusterFacts:
-        """The current report. Ends the command if the router is of another cluster."""
+        """Return the router's current report on its cluster. Ends the command if the router belongs
+        to another cluster."""
         address = self._target.address
         try:
             facts = _facts(self._ask("GET", "cluster"), address)
@@ -141,7 +145,7 @@ class OperatorClient:
 
 
 def _facts(answered: dict[str, Any], address: str) -> ClusterFacts:
-    """Parse a router's report. Raises KeyError and TypeError for anything else."""
+    """Parse a router's report on its cluster. Raises KeyError and TypeError for anything else."""
     fields = WorkerFacts.__dataclass_fields__
     return ClusterFacts(
         answered["id"],

@@ -26,12 +26,12 @@ from deploy.supervisor.status_store import StatusStore, SupervisionStatus
 _DEADLINE_S = 5.0
 _UNKNOWN = "-"
 _COUNTS = {"baton_sequences": "state", "baton_kv_blocks": "state", "baton_kv_tier_blocks": "tier"}
-"""The metrics that are shown, and the label that divides each."""
+"""Metrics that `baton status` reads, and the label by which each is divided into columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRow:
-    """A worker's line; counts of sequences and of blocks."""
+    """A worker's line in the table, with its numbers of sequences and of KV blocks."""
 
     slot: str
     role: str
@@ -43,7 +43,7 @@ class WorkerRow:
     used_blocks: int
     cached_blocks: int
     host_blocks: int = 0
-    """Blocks in the tiers behind the pool."""
+    """Number of KV blocks in the host memory tier."""
     disk_blocks: int = 0
     ranks: int = 1
     """Number of ranks (tensor parallelism)."""
@@ -60,14 +60,14 @@ class PairRow:
 
 @dataclass(frozen=True, slots=True)
 class SlotRow:
-    """The supervisor's view of a worker's slot."""
+    """A slot's line in the table: the supervisor's view of the slot and its worker."""
 
     slot: str
     state: str
     """``running``, ``starting``, ``backing off for 4 s``, ``crash loop``, ``draining``,
     ``leaving``."""
     deaths: int
-    """Failures since the worker was last healthy for a while."""
+    """Number of failures since the slot's worker was last healthy for a while."""
     last_error: str
 
 
@@ -236,14 +236,14 @@ def pairs_table(status: Status) -> Table:
 
 
 def supervisor_line(supervision: SupervisionStatus | None) -> str:
-    """Return a line that shows whether a supervisor replaces dead workers."""
+    """Return a line of text that shows whether a supervisor replaces dead workers."""
     if supervision is None:
         return "not running: workers keep serving, and dead ones are not replaced until it is back"
     return f"process {supervision.pid}, metrics at {supervision.metrics_address}"
 
 
 def slots_of(supervision: SupervisionStatus | None) -> tuple[SlotRow, ...]:
-    """The slots in the supervisor's last status, sorted by name."""
+    """Return the slots in the supervisor's last status, sorted by name."""
     slots = {} if supervision is None else supervision.slots
     return tuple(
         SlotRow(slot, _state_text(one.state), one.state.deaths, one.state.last_error)
@@ -292,7 +292,7 @@ def table(status: Status) -> Table:
 
 
 def _health_text(answer: httpx.Response) -> str:
-    """Return the health text; empty if the answer is not a router's."""
+    """Return the text of a router's health; empty if the answer is not a router's."""
     try:
         body = answer.json()
     except ValueError:
@@ -312,7 +312,8 @@ def _error_text(answer: httpx.Response) -> str:
 
 
 def _known(cluster: ClusterState) -> tuple[list[WorkerRecord], SupervisionStatus | None] | None:
-    """Read the registry; None if Redis does not answer, and the router's page must do."""
+    """Read the workers and the supervisor's status from the cluster's Redis; None if Redis does not
+    answer. The metrics page of the router is used then."""
     try:
         return asyncio.run(_read(cluster))
     except (redis.RedisError, OSError, TimeoutError):

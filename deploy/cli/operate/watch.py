@@ -30,13 +30,14 @@ from router.console.rates import Percentiles
 from router.console.snapshot import ClassView, Snapshot, WorkerView
 
 SILENCE_S = 5.0
-"""Maximum time without an event, in seconds. A stream has one event per second."""
+"""Maximum time without an event of the stream, in seconds. A stream has one event per second."""
 AGAIN_S = 1.0
 _JITTER_S = 0.5
-"""Maximum time by which an event may come early, in seconds."""
+"""Maximum time by which an event of the stream may come early, in seconds."""
 _SNAPSHOT = TypeAdapter(Snapshot)
 WIDE, MIDDLE, NARROW = 110, 72, 56
-"""Minimum columns of a terminal for all columns of the tables, for most of them, and for some."""
+"""Minimum width of a terminal, in columns of text, for all columns of the tables, for most of them,
+and for some."""
 _DASH = "-"
 _HEALTH = {"ok": "green", "degraded": "yellow", "down": "red"}
 _STATES = {"ready": "green", "draining": "yellow"}
@@ -53,7 +54,8 @@ def watch(
     sleep: Callable[[float], None] = time.sleep,
     tls: TlsFiles | None = None,
 ) -> None:
-    """Draw until Ctrl-C, at most every ``interval_s`` seconds: in place on a terminal.
+    """Draw the router's snapshots until Ctrl-C, at most every ``interval_s`` seconds; on a
+    terminal, in place.
 
     ``http`` is host:port, or a URL without a path; ``tls`` has the CA to trust and the client's
     certificate. Raises Unavailable, Forbidden, KeyboardInterrupt.
@@ -89,7 +91,8 @@ def _followed(
     sleep: Callable[[float], None],
     tls: TlsFiles | None,
 ) -> Iterator[tuple[Snapshot, str]]:
-    """Yield snapshots without end. When the stream ends: the last snapshot and the error."""
+    """Yield snapshots without end. After each end of the stream, yield the last snapshot again,
+    with the error."""
     snapshot: Snapshot | None = None
     shown_at = float("-inf")
     while True:
@@ -172,17 +175,17 @@ def _screen(console: Console) -> Screen:
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """The size and abilities of the terminal."""
+    """The size of the terminal, and what it can show."""
 
     width: int
     height: int | None = None
     """Number of lines; None: unlimited."""
     has_blocks: bool = True
-    """Whether it can show block elements; otherwise bars are made of ASCII."""
+    """Whether the terminal can show block elements; otherwise bars are made of ASCII."""
 
 
 def draw(snapshot: Snapshot, screen: Screen, complaint: str = "") -> RenderableType:
-    """Draw a snapshot. ``complaint``: why there is no newer one."""
+    """Draw a snapshot of the cluster. ``complaint`` is the reason why there is no newer one."""
     texts = [_head(snapshot)]
     if complaint:
         texts.append(Text(complaint, style="red"))

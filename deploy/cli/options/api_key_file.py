@@ -32,7 +32,7 @@ def taken_from_environment() -> tuple[KeyConfig, ...]:
 
 
 def keys_in(path: Path) -> tuple[KeyConfig, ...]:
-    """Return the keys in a file, one on each line. Raises ConfigError."""
+    """Return the API keys in a file, one on each line. Raises ConfigError."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_BYTES:
@@ -54,7 +54,7 @@ def keys_in(path: Path) -> tuple[KeyConfig, ...]:
 
 
 def requiring(config: Config, keys: Sequence[KeyConfig]) -> Config:
-    """Return ``config`` with more keys; clients must show a key. Raises ConfigError."""
+    """Return ``config`` with ``keys`` added; clients then must send a key. Raises ConfigError."""
     if not keys:
         return config
     known = {key.sha256 for key in config.keys}

@@ -15,7 +15,7 @@ from deploy.cli.options.exit_codes import ExitCode
 
 
 class BatonCommand(TyperCommand):
-    """A command whose help has a line for each option, and its description below."""
+    """A command whose help has a line for each option, with the option's description below it."""
 
     def __init__(self, *arguments: Any, **fields: Any) -> None:
         super().__init__(*arguments, **fields)
@@ -39,7 +39,7 @@ class BatonGroup(TyperGroup):
         self.help = _reflowed(self.help)
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters. Flags are shown without a value."""
+        """Return the group's parameters. Flags are shown without a value."""
         parameters = list(super().get_params(ctx))
         for one in parameters:
             if isinstance(one, TyperOption) and one.is_flag and one.metavar is None:
@@ -69,9 +69,9 @@ class BatonGroup(TyperGroup):
 
 
 def _report(error: typer.TyperException) -> int:
-    """Report an error and return the exit code.
+    """Report an error of the command line and return the exit code.
 
-    Without arguments a group shows its help instead.
+    A group without arguments shows its help instead.
     """
     unknown: Any = error
     if getattr(error, "possibilities", None):

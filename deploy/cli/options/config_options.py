@@ -72,7 +72,8 @@ _PANEL_FROM: Mapping[str, str] = MappingProxyType(
         "advanced": "Advanced",
     }
 )
-"""The panel of a field. It also holds for the fields after it, up to the next one named here."""
+"""The help panel of a field. It also holds for the fields after it, up to the next field named
+here."""
 _COMMON = frozenset(
     (
         *("revision", "served_model_name", "max_model_len", "dtype", "quantization"),
@@ -87,7 +88,7 @@ _COMMON = frozenset(
         *("log_level", "log_format", "log_requests", "otlp_endpoint"),
     )
 )
-"""The options that `baton serve --help` shows; --help-all shows all of them."""
+"""Names of the options that `baton serve --help` shows; --help-all shows all options."""
 _LISTS: Mapping[str, str] = MappingProxyType(
     {
         "pools": "pool",
@@ -96,7 +97,7 @@ _LISTS: Mapping[str, str] = MappingProxyType(
         "class_prices": "class_price",
     }
 )
-"""The option for one entry, by list of tables."""
+"""The name of the option that adds one entry to a list of tables, by the list's field."""
 _MANY_CHOICES = 10
 _NO_OPTION = frozenset({"keys", "cluster_secret"})
 _SHORT: Mapping[Path, str] = MappingProxyType(
@@ -108,7 +109,7 @@ _SHORT: Mapping[Path, str] = MappingProxyType(
         ("autoscaler", "enabled"): "autoscaler",
     }
 )
-"""Options of tables that omit the table's name."""
+"""Names of options for fields of tables, where the option omits the table's name."""
 _POOL_OPTIONS: tuple[tuple[str, str, PoolsOf], ...] = (
     ("prefill", "count", "prefill"),
     ("decode", "count", "decode"),
@@ -122,7 +123,8 @@ _POOL_OPTIONS: tuple[tuple[str, str, PoolsOf], ...] = (
     ("kv_pool_mib", "kv_pool_mib", "all"),
     ("gpu_memory_fraction", "gpu_memory_fraction", "all"),
 )
-"""Name, field, and pools of an option. `--pool` sets the other fields of pools."""
+"""Name of an option, the field that it sets, and the pools for which it sets the field. `--pool`
+sets all other fields of pools."""
 _HELP: Mapping[str, str] = MappingProxyType(
     {
         "prefill": "Number of prefill workers.",
@@ -141,7 +143,7 @@ _HELP: Mapping[str, str] = MappingProxyType(
         " name=batch,input=0.07,output=0.3. It replaces the class prices of the file.",
     }
 )
-"""Help texts of options that the field's description does not fit."""
+"""Help texts of options for which the field's description is not suitable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,31 +153,31 @@ class ConfigOption:
     flags: tuple[str, ...]
     """Flags as the user types them, the usual one first."""
     path: Path
-    """The field, within a pool if there are ``pools``."""
+    """The path of the field in the configuration, or within a pool if there are ``pools``."""
     panel: str
     """The panel of the option in the help; empty: no help shows it."""
     pools: PoolsOf = ""
     constant: Any = None
-    """The value that the flag stands for; None if it takes a value."""
+    """The value that the flag sets; None if the flag takes a value."""
 
     @property
     def name(self) -> str:
-        """Return the name as an identifier."""
+        """Return the option's name as a Python identifier."""
         return self.flags[0].lstrip("-").replace("-", "_")
 
     @property
     def is_common(self) -> bool:
-        """Whether `baton serve --help` shows it."""
+        """Whether `baton serve --help` shows the option."""
         return self.name in _COMMON
 
     @property
     def is_entry(self) -> bool:
-        """Whether its value is an entry of a list of tables."""
+        """Whether the option's value is an entry of a list of tables."""
         return not self.pools and self.path[-1] in _LISTS
 
     @property
     def field(self) -> FieldInfo:
-        """Return the configuration's field."""
+        """Return the configuration's field that the option sets."""
         table: Any = PoolConfig if self.pools else Config
         for part in self.path[:-1]:
             table = table.model_fields[part].annotation
@@ -183,16 +185,17 @@ class ConfigOption:
         return found
 
     def given(self, value: Any) -> Flag:
-        """Return the flag with a value from the command line. Raises typer.BadParameter."""
+        """Return the option's flag with a value from the command line. Raises
+        typer.BadParameter."""
         if self.is_entry:
             value = [_entry_in(text, self.flags[0]) for text in value]
         set_to = value if self.constant is None else self.constant
         return Flag(self.flags[0], self.path, set_to, self.pools)
 
     def parameter(self) -> inspect.Parameter:
-        """Return the option as typer reads parameters.
+        """Return the option in the form in which typer reads parameters.
 
-        Its value is None if the user has not given it.
+        Its value is None if the user has not given the option.
         """
         kind: Any = list[str] if self.is_entry else option_type(self.field)
         kind = bool if self.constant is not None else kind
@@ -236,7 +239,8 @@ class ConfigOption:
         return f"{text} Repeatable." if repeatable else text
 
     def _flag_of(self, name: str) -> str:
-        """Return the flag of a field of the same table or the cluster; a command in quotes.
+        """Return how a help text shows ``name``: the flag of a field of the same table or of the
+        cluster, or a command in backticks.
 
         Anything else stays as it is.
         """
@@ -248,7 +252,7 @@ class ConfigOption:
         return flag_name(name) if pool_flags(name) == [flag_name(name)] else name
 
     def _chosen(self, value: str | None, choices: Sequence[str]) -> str | None:
-        """Return Baton's word for ``value``, which may be vLLM's."""
+        """Return Baton's name of the choice ``value``, which may be vLLM's name."""
         if value is None or value in choices:
             return value
         word = WORDS.get(self.path[-1], {}).get(value)
@@ -294,7 +298,8 @@ def option_type(field: FieldInfo) -> Any:
 
 
 def option_flag(path: Path) -> str:
-    """Return the flag of a field, or of one entry of a list of tables; empty for secrets."""
+    """Return the flag that sets a field, or that adds one entry to a list of tables; empty for
+    secrets."""
     if path[0] in _NO_OPTION:
         return ""
     if path[0] in _LISTS:
@@ -303,17 +308,18 @@ def option_flag(path: Path) -> str:
 
 
 def pool_flags(name: str) -> list[str]:
-    """Return the flags that set the field of pools without ``--pool``."""
+    """Return the flags, other than ``--pool``, that set this field of pools."""
     return [flag_name(option) for option, field, _ in _POOL_OPTIONS if field == name]
 
 
 def flag_name(name: str) -> str:
-    """``max_queue_s`` as a flag: ``--max-queue-s``."""
+    """Return the flag for a field's name, such as ``--max-queue-s`` for ``max_queue_s``."""
     return f"--{name.replace('_', '-')}"
 
 
 def _entry_in(text: str, flag: str) -> dict[str, Any]:
-    """Parse ``FIELD=VALUE,…`` or a JSON object, which also allows lists and tables as values.
+    """Parse an entry of a list of tables: ``FIELD=VALUE,…``, or a JSON object, which also allows
+    lists and tables as values.
 
     Raises typer.BadParameter. Values of the first form are strings, which the configuration parses
     like environment variables.

@@ -51,7 +51,8 @@ _MAX_SUMMARY = 110
 
 
 def unit_of(name: str) -> str:
-    """Return the unit of a numeric field, by its name; empty for fields without one."""
+    """Return the unit of a numeric field, which follows from its name; empty for fields without a
+    unit."""
     return next((unit for pattern, unit in _UNITS if re.search(pattern, name)), "")
 
 
@@ -66,7 +67,7 @@ def placeholder(name: str, kind: Any) -> str | None:
 
 
 def type_text(annotation: Any) -> str:
-    """The type of a field in plain words: ``integer``, ``one of `a`, `b` ``."""
+    """Return the type of a field in plain words, such as ``integer`` or ``one of `a`, `b` ``."""
     arguments = [one for one in get_args(annotation) if one is not type(None)]
     origin = get_origin(annotation)
     if origin is Literal:
@@ -87,7 +88,7 @@ _TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: 
 
 
 def default_text(field: FieldInfo) -> str:
-    """Return a field's default as the help shows it; empty for none."""
+    """Return a field's default as the help shows it; empty if there is no default."""
     value = field.default
     if value in (PydanticUndefined, None, "", ()):
         return ""

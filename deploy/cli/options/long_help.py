@@ -67,7 +67,8 @@ def _entries(parameters: Iterable[Any], ctx: typer.Context) -> Group:
 
 
 def _heading(parameter: Any, ctx: typer.Context) -> Text:
-    """``--policy predictive|round_robin`` or ``--prefill N (1 to 1024)``."""
+    """Return an option's first line, such as ``--policy predictive|round_robin`` or ``--prefill N
+    (1 to 1024)``."""
     if parameter.param_type_name == "argument":
         heading = Text(str(parameter.metavar), style="bold cyan")
     else:
@@ -85,7 +86,7 @@ def _heading(parameter: Any, ctx: typer.Context) -> Text:
 
 
 def value_of(parameter: Any, ctx: typer.Context) -> str:
-    """The placeholder of an option's value."""
+    """Return the placeholder of an option's value."""
     if parameter.metavar is not None:
         return str(parameter.metavar)
     kind: str = parameter.display_type(ctx).strip("<>").removesuffix(" range")
@@ -94,7 +95,8 @@ def value_of(parameter: Any, ctx: typer.Context) -> str:
 
 
 def _notes(parameter: Any) -> Iterable[str]:
-    """Yield the bounds, and the other sources of a value."""
+    """Yield the bounds of an option's value, whether it is required, and its environment
+    variable."""
     lower, upper = parameter.min, parameter.max
     if upper is not None:
         yield f"{lower or 0} to {upper}"
@@ -107,7 +109,8 @@ def _notes(parameter: Any) -> Iterable[str]:
 
 
 def _default(parameter: Any) -> str:
-    """Return the default; empty if nothing is set, or if the help already gives it."""
+    """Return a sentence with the option's default; empty if there is none, or if it is not to be
+    shown."""
     value = parameter.default
     if not parameter.show_default or value is None or value is False or value in ("", [], ()):
         return ""

@@ -55,7 +55,8 @@ class TlsOptions:
     ] = None
 
     def files(self, cluster: ClusterState | None, address: str = "") -> TlsFiles | None:
-        """Return the files; None without TLS. ``address``: the user's, with or without https."""
+        """Return the TLS files for connections to a cluster; None without TLS. ``address`` is the
+        user's, with or without https."""
         from baton.security.tls import TlsFiles  # noqa: PLC0415
 
         if bool(self.certificate) != bool(self.certificate_key):
@@ -69,9 +70,10 @@ class TlsOptions:
     def url_of(
         self, http: str | None, cluster: ClusterState | None, *, operators: bool = False
     ) -> str:
-        """Return the URL of the router without a path.
+        """Return the URL of the cluster's router, without a path.
 
-        ``http``: the user's address. Without it, ``operators`` selects the operators' endpoints.
+        ``http`` is the address that the user gave. Without it, ``operators`` selects the operators'
+        endpoints.
         """
         known = DEFAULT_HTTP
         if cluster is not None:

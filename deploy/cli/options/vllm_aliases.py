@@ -49,24 +49,25 @@ WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
     }
 )
-"""Baton's word for each word of vLLM or SGLang, by field."""
+"""Baton's name for each choice of vLLM or SGLang, by field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """An option that sets a field of Baton's configuration."""
+    """An option of vLLM that sets a field of Baton's configuration."""
 
     flags: tuple[str, ...]
     field: tuple[str, ...]
-    """The field, of a pool if there are ``pools``."""
+    """The path of the field in the configuration, or in pools if there are ``pools``."""
     pools: Literal["", "all"] = ""
     constant: Any = None
-    """The value that the flag stands for; None if it takes a value."""
+    """The value that the flag sets; None if the flag takes a value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A flag without effect, since Baton always does what it requests."""
+    """A flag of vLLM that Baton accepts without effect, since it always does what the flag
+    requests."""
 
     flags: tuple[str, ...]
     note: str
@@ -74,13 +75,14 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """An option without a counterpart in Baton. ``reason`` explains that, and what to do."""
+    """An option of vLLM without a counterpart in Baton. ``reason`` explains that, and what to
+    do."""
 
     flags: tuple[str, ...]
     reason: str
     takes_value: bool = True
     harmless: str = ""
-    """A value without effect, which is accepted."""
+    """A value with which the option is accepted, because it changes nothing."""
 
 
 RENAMED = (
