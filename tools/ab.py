@@ -39,13 +39,13 @@ _INSTALL_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One commit and its command."""
+    """One side of the comparison: a commit, and the benchmark command to run at it."""
 
     name: str
     commit: str
     command: tuple[str, ...]
     root: Path
-    """Path of its worktree."""
+    """Path of the commit's worktree."""
     environment: Mapping[str, str]
 
 
@@ -62,7 +62,7 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def resolve(repository: Path, ref: str) -> str:
-    """The commit of ``ref``.
+    """Return the hash of the commit that ``ref`` names.
 
     Raises ConfigError if there is none, or if it is checked out with changes to tracked files,
     which would silently not be measured.
@@ -83,7 +83,7 @@ def resolve(repository: Path, ref: str) -> str:
 def parse_command(name: str, text: str) -> tuple[str, ...]:
     """Split a side's command into words.
 
-    Raises ConfigError if it cannot be run or writes no file.
+    Raises ConfigError if the command cannot be run or writes no file.
     """
     if not text:
         raise ConfigError(f"side {name} has no command: give --{name.lower()} or --command")
@@ -113,7 +113,8 @@ def _pins(root: Path) -> tuple[bytes | None, ...]:
 
 
 def _environment(programs: Path, root: Path) -> dict[str, str]:
-    """Return an environment with the programs of ``programs`` and the modules of ``root``.
+    """Return the environment variables of a side: ``programs`` comes first in PATH, and ``root`` in
+    PYTHONPATH.
 
     PYTHONPATH precedes an editable install.
     """
@@ -136,7 +137,8 @@ def _execute(
     log: Path,
     timeout_s: float,
 ) -> None:
-    """Run a command. Raises Unavailable with the last lines of the log on failure and timeout."""
+    """Run a command with its output in a log. Raises Unavailable with the last lines of the log on
+    failure and timeout."""
     try:
         with process_group(command, environment, log, folder=root) as process:
             code = process.wait(timeout_s)
@@ -167,7 +169,8 @@ def _prepare(
     folder: Path,
     commits: Iterable[tuple[str, str, tuple[str, ...]]],
 ) -> list[Side]:
-    """Make worktrees, which ``stack`` removes; packages are installed once for equal pins."""
+    """Make a worktree for each commit, which ``stack`` removes; packages are installed once for
+    equal pins."""
     environments = {_pins(repository): Path(sys.prefix) / "bin"}
     sides = []
     for name, commit, command in commits:

@@ -25,7 +25,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number of the benchmark: a value for each pair of runs and side."""
+    """One number of the benchmark, with its values: one for each pair of runs, on each side."""
 
     path: str
     a: tuple[float, ...]
@@ -37,11 +37,11 @@ class Figure:
         return len({*self.a, *self.b}) == 1
 
     def ratio(self) -> float | None:
-        """Median of B over median of A; None if the latter is 0."""
+        """Return the median of B divided by the median of A; None if the latter is 0."""
         return _ratio(statistics.median(self.a), statistics.median(self.b))
 
     def spread(self) -> tuple[float, float] | None:
-        """Smallest and largest B/A of a single pair; None if a value of A is 0."""
+        """Return the smallest and the largest B/A of a single pair; None if a value of A is 0."""
         ratios = [_ratio(a, b) for a, b in zip(self.a, self.b, strict=True)]
         found = [ratio for ratio in ratios if ratio is not None]
         return (min(found), max(found)) if len(found) == len(ratios) else None
@@ -49,17 +49,17 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All pairs of runs."""
+    """The comparison of both sides: every number of the benchmark, over all pairs of runs."""
 
     figures: tuple[Figure, ...]
     constant: int
-    """Numbers left out because no run changed them."""
+    """How many numbers are left out because no run changed them."""
     unmatched: tuple[str, ...]
-    """Paths that no pair has on both sides."""
+    """Paths of numbers that no pair of runs has on both sides."""
 
 
 def numbers(document: object) -> dict[str, list[float]]:
-    """All finite numbers of a benchmark's JSON, by path.
+    """Return all finite numbers of a benchmark's JSON, by path.
 
     A list of numbers is one path with several values, and so are rows that differ only in their
     ``repetition``. Other equal rows are identified by position.
@@ -126,7 +126,7 @@ def _ratio(a: float, b: float) -> float | None:
 
 
 def show(console: Console, comparison: Comparison, pairs: int, title: str) -> None:
-    """Print the table under ``title``, and what it leaves out."""
+    """Print the comparison as a table under ``title``, and say how many numbers it leaves out."""
     table = whole_table("number", "A", "B", "B/A", "smallest", "largest", title=title)
     for figure in comparison.figures:
         ratio, spread = figure.ratio(), figure.spread()

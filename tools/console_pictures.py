@@ -48,7 +48,8 @@ def agent_prompts(path: Path) -> None:
 
 
 def fonts(folder: Path, browser: Browser) -> Path:
-    """Write a configuration with fonts that have all of the console's signs, such as triangles."""
+    """Write a fontconfig file with fonts that have all characters of the console, such as
+    triangles. Returns its folder."""
     own = Path(browser.environment["FONTCONFIG_PATH"], "fonts")
     more = Path(matplotlib.get_data_path(), "fonts", "ttf")
     folders = "".join(f"<dir>{one}</dir>" for one in (own, more))
@@ -57,7 +58,8 @@ def fonts(folder: Path, browser: Browser) -> Path:
 
 
 def loads(prompts: Path, scale: float) -> dict[str, list[str]]:
-    """The arguments of `baton bench serve`, by kind of traffic. `scale` multiplies all rates."""
+    """Return the arguments of `baton bench serve`, by kind of traffic. `scale` multiplies all
+    rates."""
     return {
         "chats": [
             *("--rate", f"{1.0 * scale}"),
@@ -72,7 +74,7 @@ def loads(prompts: Path, scale: float) -> dict[str, list[str]]:
 
 
 async def take(arguments: argparse.Namespace) -> None:
-    """Send the traffic, drain the worker, and take the pictures."""
+    """Send the traffic, drain a worker, and take the three pictures."""
     url = f"http://{arguments.http}"
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -146,7 +148,8 @@ async def _ask(page: Page, prefill: str, decode: str) -> None:
 
 
 async def _picture(page: Page, first: str, last: str, path: Path) -> None:
-    """Take what lies between the top of `first` and the bottom of `last`."""
+    """Write a picture of the page to `path`, from the top of element `first` to the bottom of
+    `last`."""
     top = await page.locator(first).bounding_box()
     bottom = await page.locator(last).bounding_box()
     if top is None or bottom is None:

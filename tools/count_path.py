@@ -61,10 +61,11 @@ def main() -> None:
 
 
 def counts(processes: list[Mapping[str, Any]]) -> dict[str, dict[str, list[str]]]:
-    """Return, by role, the names of modules, functions and classes that only a request runs.
+    """Return, by role, the names of modules, functions and classes that run only for a request.
 
-    A process has the role whose package it runs for a request. With several, the busiest counts:
-    others only import that package. A role without a process is an error.
+    A process has the role whose package it runs for a request. If several processes have a role,
+    the busiest one is counted: the others only import that package. A role without a process is an
+    error.
     """
     found: dict[str, dict[str, list[str]]] = {}
     for process in processes:
@@ -164,7 +165,7 @@ def _ask(address: str, model: str, text: str) -> None:
 
 
 def _free_addresses(count: int) -> list[str]:
-    """Return addresses with different ports."""
+    """Return ``count`` addresses (host:port) whose ports are free and different."""
     with contextlib.ExitStack() as held:
         probes = [held.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:

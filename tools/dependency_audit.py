@@ -37,7 +37,7 @@ def verdict(report: dict[str, Any]) -> tuple[int, list[str]]:
 
 
 def main() -> int:
-    """Run the audit."""
+    """Run pip-audit and print the result. Returns the exit code."""
     program, folder = sys.argv[1:]
     command = [program, "--format", "json", "--progress-spinner", "off", "--skip-editable"]
     try:

@@ -24,23 +24,25 @@ FOLDER = ROOT / "requirements"
 SERVING = ("bench", "gguf", "otel", "tls")
 """The extras that ``cuda.lock`` and ``cpu.lock`` hold: a checkout and the images install them."""
 EXTRAS = {"dev": ("cuda",), "fuzz": ("cuda", "dev"), "nixl": ("cuda",)}
-"""Files that are installed before an extra's own, by extra."""
+"""Lock files to install before the lock file of an extra, by extra."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
 _TRITON = "triton>=3.2; sys_platform == 'linux'"
-"""As in pyproject.toml."""
+"""The requirement of triton; it must be the same as in pyproject.toml."""
 _CUDA_ONLY = re.compile(r"(nvidia|cuda)-")
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]*(?===)")
 _CPU_WHEEL = re.compile(r"torch-([0-9.]+)\+cpu-.*_(x86_64|aarch64)\.whl")
 _PYTHON, _PLATFORM = "3.11", "x86_64-manylinux_2_28"
-"""The oldest Python that Baton supports; newer ones need no additional packages."""
+"""Versions are resolved for the oldest Python that Baton supports; newer ones need no additional
+packages."""
 _UV_S, _INDEX_S = 600.0, 60.0
 
 Blocks = dict[str, str]
-"""Lines of a package in a lock file, its pin and its hashes, by name."""
+"""Packages of a lock file: the lines of each, which are its pin and its hashes, by name."""
 
 
 def blocks_of(text: str) -> Blocks:
-    """Return the packages of a lock file. Raises ValueError for lines that belong to none."""
+    """Return the packages of a lock file. Raises ValueError for a line that belongs to no
+    package."""
     found: Blocks = {}
     name = ""
     for line in text.splitlines():
@@ -79,7 +81,7 @@ def cpu_blocks(cuda: Mapping[str, str], triton: str, wheels: Mapping[str, str]) 
 
 
 class _Links(HTMLParser):
-    """Collects the hashes of a package's files, by name, from a page of a package index."""
+    """Collects the hashes of a package's files, by file name, from a page of a package index."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,19 +96,20 @@ class _Links(HTMLParser):
 
 
 def wheels_of(page: str) -> dict[str, str]:
-    """Return the SHA-256 by file name, from a page of a package index."""
+    """Return the SHA-256 of each file of a package, by file name, from a page of a package
+    index."""
     links = _Links()
     links.feed(page)
     return links.hashes
 
 
 def pins_of(text: str) -> str:
-    """Return the versions of a lock file, without the hashes."""
+    """Return the package versions of a lock file, one per line, without the hashes."""
     return "".join(f"{lines.split(maxsplit=1)[0]}\n" for lines in blocks_of(text).values())
 
 
 def check_hashes(locks: Mapping[str, Mapping[str, str]]) -> None:
-    """Raise ValueError for a hash that two versions of packages have, in one lock or in two."""
+    """Raise ValueError if two different versions have the same hash, in one lock file or in two."""
     owners: dict[str, str] = {}
     for name, blocks in locks.items():
         for lines in blocks.values():
@@ -117,9 +120,10 @@ def check_hashes(locks: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def compile_lock(target: Path, options: Iterable[str], wanted: str = "") -> Blocks:
-    """Resolve with uv. Versions in the file ``target`` are kept; the file does not change.
+    """Resolve requirements with uv. Versions in the file ``target`` are kept; the file does not
+    change.
 
-    ``wanted`` is a requirement; empty takes those of pyproject.toml.
+    ``wanted`` is a requirement; if it is empty, the requirements of pyproject.toml are resolved.
     """
     source = "-" if wanted else "pyproject.toml"
     command = ["uv", "pip", "compile", source, "--generate-hashes", "--no-annotate"]
@@ -150,7 +154,7 @@ def _page(source: str) -> str:
 
 
 def main() -> None:
-    """Write the lock files."""
+    """Write all lock files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--upgrade", action="store_true", help="use the newest versions")
     parser.add_argument("--cpu-index", default=CPU_INDEX, help="the page of torch's CPU builds")

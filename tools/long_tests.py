@@ -27,9 +27,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/lab-notes/long-tests.md"
 SHARD_MINUTES = 10.0
 _UNKNOWN_S = 60.0
-"""Assumed time of a file that has never run, in seconds."""
+"""Assumed duration of the tests in a file that has never run, in seconds."""
 _PATIENCE = 2.0
-"""A shard is ended after this multiple of its expected time."""
+"""Factor on a shard's expected time, after which the shard is ended."""
 _END_S = 120.0
 """Time in which an ended shard can stop its clusters, in seconds."""
 _COLLECT_S = 600.0
@@ -38,7 +38,8 @@ import signal, sys, pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.exit(pytest.main())
 """
-"""Ends pytest's fixtures at SIGINT, even if this program ignores it, as background jobs do."""
+"""A program that runs pytest so that SIGINT ends its fixtures, even where SIGINT is ignored, as in
+background jobs."""
 _WHOLE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
 """pytest's exit codes after a complete run."""
 _INTRODUCTION = """# Long tests
@@ -54,19 +55,19 @@ class Row:
     """Results of one file's long tests."""
 
     file: str
-    """Path relative to the repository."""
+    """Path of the test file, relative to the repository."""
     date: str
-    """Date as YYYY-MM-DD, UTC."""
+    """Date of the last run as YYYY-MM-DD, UTC."""
     commit: str
     passed: int
     failed: int
-    """Failed tests, including errors outside the test."""
+    """Number of failed tests, including errors outside the test."""
     skipped: int
     seconds: float
 
 
 def shards(seconds: Mapping[str, float], bound_s: float) -> list[tuple[str, ...]]:
-    """Group files by duration, with at most ``bound_s`` per group.
+    """Group test files by duration, with at most ``bound_s`` seconds per group.
 
     A file that takes longer is a separate group. The same files and times give the same groups.
     """
@@ -92,7 +93,8 @@ def shard_of(commit: str, count: int) -> int:
 
 
 def rows_of(results: str, date: str, commit: str) -> dict[str, Row]:
-    """Parse pytest's ``--junitxml`` output with ``junit_family=xunit1``, by file."""
+    """Parse pytest's ``--junitxml`` output with ``junit_family=xunit1`` into one row per test
+    file."""
     found: dict[str, Row] = {}
     for case in ElementTree.fromstring(results).iter("testcase"):  # noqa: S314 - of pytest
         file = case.get("file")
@@ -115,7 +117,7 @@ def rows_of(results: str, date: str, commit: str) -> dict[str, Row]:
 
 
 def page_of(rows: Iterable[Row]) -> str:
-    """Return the page with these rows."""
+    """Return the text of the results page with these rows."""
     ordered = sorted(rows, key=lambda row: row.file)
     passed, failed, skipped = (
         sum(getattr(row, name) for row in ordered) for name in ("passed", "failed", "skipped")
@@ -135,7 +137,7 @@ def page_of(rows: Iterable[Row]) -> str:
 
 
 def read_page(text: str) -> dict[str, Row]:
-    """Return the rows of a page, by file."""
+    """Return the rows of a results page, by test file."""
     found = {}
     for line in text.splitlines():
         if line.startswith("| `"):
@@ -148,7 +150,7 @@ def read_page(text: str) -> dict[str, Row]:
 
 
 def long_files(root: Path = ROOT) -> list[str]:
-    """Return the files with long tests. Raises CalledProcessError with pytest's output."""
+    """Return the test files with long tests. Raises CalledProcessError with pytest's output."""
     command = (sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "long")
     done = subprocess.run(  # noqa: S603 - a command of our own
         command, cwd=root, capture_output=True, text=True, timeout=_COLLECT_S, check=True
@@ -157,7 +159,7 @@ def long_files(root: Path = ROOT) -> list[str]:
 
 
 def run_shard(files: Sequence[str], limit_s: float, root: Path = ROOT) -> dict[str, Row]:
-    """Run the files' long tests and show pytest's output.
+    """Run the long tests of files and show pytest's output. Returns the results by file.
 
     When ``limit_s`` is over, or pytest ends early, the running file has failed, and so have the
     remaining ones.
@@ -207,7 +209,7 @@ def _say(text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    """Run the command. The exit code is 1 if a test failed."""
+    """Run the long tests that the arguments select. Returns 1 if a test failed."""
     parser = argparse.ArgumentParser(prog="python -m tools.long_tests", description=__doc__)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--commit", help="run the shard of this commit's hash")

@@ -51,22 +51,22 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("mutations")
 """
-"""Text for the copies' conftest.py: the first failing example is enough."""
+"""Text for conftest.py in the copies: hypothesis then stops at the first failing example."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """A row of the table."""
+    """A row of a table of mutations: a change of a line, and the tests that must fail then."""
 
     name: str
     """Description of what breaks."""
     file: str
-    """The changed module, from the root of the repository."""
+    """The module to change, as a path from the root of the repository."""
     old: str
-    """Text that occurs once in it."""
+    """Text to replace; it occurs once in the module."""
     new: str
     tests: tuple[str, ...]
-    """Test files, or tests of them. At least one must fail."""
+    """Test files, or single tests in them. At least one must fail after the change."""
 
 
 class Outcome(enum.Enum):
@@ -84,11 +84,11 @@ class Judged:
     mutation: Mutation
     outcome: Outcome
     output: str
-    """The last lines of its tests."""
+    """The last lines that the mutation's tests printed."""
 
 
 def read_mutations(*tables: Path) -> list[Mutation]:
-    """Return the rows of tables. Raises ConfigError."""
+    """Return the mutations in tables. Raises ConfigError."""
     found: list[Mutation] = []
     for path in tables:
         rows: list[dict[str, Any]] = tomllib.loads(path.read_text()).get("mutation", [])
@@ -103,7 +103,7 @@ def read_mutations(*tables: Path) -> list[Mutation]:
 
 
 def changed_text(mutation: Mutation, root: Path = ROOT) -> str:
-    """Return the text of the changed module.
+    """Return the text of a mutation's module with the change made.
 
     Raises ConfigError if the row no longer applies: its text is missing or occurs several times, or
     a test is missing.
@@ -130,7 +130,8 @@ class TreeCopy:
     """A copy of the working tree, in which tests run."""
 
     def __init__(self, folder: Path, root: Path = ROOT) -> None:
-        """Copy Git's tracked files, and new files that it does not ignore. Raises ConfigError."""
+        """Copy the working tree: Git's tracked files, and new files that Git does not ignore.
+        Raises ConfigError."""
         self.root = folder
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         try:
@@ -148,7 +149,7 @@ class TreeCopy:
         self._times = itertools.count(1_000_000_000)
 
     def judge(self, mutation: Mutation) -> Judged:
-        """Change the copy, run the mutation's tests, and change it back."""
+        """Change the copy as the mutation says, run its tests, and change the copy back."""
         path = self.root / mutation.file
         original = path.read_text()
         try:
@@ -160,7 +161,7 @@ class TreeCopy:
         return Judged(mutation, outcomes.get(code, Outcome.BROKEN), output)
 
     def run(self, tests: Iterable[str], *options: str) -> tuple[int, str]:
-        """Run tests.
+        """Run tests in the copy.
 
         Returns pytest's exit code and its last lines; a run that takes too long has failed.
         """

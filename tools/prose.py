@@ -72,7 +72,7 @@ _FILLER = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A line of a file, and what to write instead."""
+    """A line of a file that the style refuses, and what to write instead."""
 
     path: str
     line: int
@@ -93,7 +93,7 @@ def check(path: str, source: str) -> list[Finding]:
 
 
 def _blank(code: re.Match[str]) -> str:
-    """Replace code by a word without a meaning.
+    """Return a word without a meaning, in place of code.
 
     Line ends stay, so that line numbers do not change.
     """
@@ -206,7 +206,7 @@ def files(paths: list[str]) -> list[str]:
 
 
 def main() -> int:
-    """Return 0 if there are no findings."""
+    """Print the findings. Returns 0 if there are none."""
     parser = argparse.ArgumentParser(prog="python -m tools.prose", description=__doc__)
     parser.add_argument("paths", nargs="*", help="Files and folders; all by default.")
     names = files(parser.parse_args().paths)

@@ -55,7 +55,8 @@ class Box:
     kind: str = "box"
 
     def svg(self) -> str:
-        """Return its rectangle, with the title at the top and a line of small text below."""
+        """Return the SVG of the box: a rectangle, with the title at the top and a line of small
+        text below."""
         middle = self.x + self.width // 2
         if self.kind == "pool":
             title_y, text_y = self.y + 22, self.y + self.height - 12

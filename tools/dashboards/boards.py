@@ -25,11 +25,11 @@ BOARDS = {
     "costs": COSTS,
     "slo": SLO,
 }
-"""The dashboards, by their files' names."""
+"""The dashboards, by the names of their files."""
 
 
 def text_of(board: Dashboard) -> str:
-    """Return the file's text."""
+    """Return the JSON text of a dashboard's file."""
     return json.dumps(board.to_json(), indent=2, ensure_ascii=False) + "\n"
 
 

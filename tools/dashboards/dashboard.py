@@ -36,11 +36,12 @@ class Panel:
     unit: str = "short"
     """Grafana's name of the unit: ``s``, ``bytes``, ``percentunit``, ``reqps`` …"""
     meaning: str = ""
-    """Description of the panel for its reader."""
+    """Description that Grafana shows with the panel."""
     kind: Kind = "timeseries"
     stacked: bool = False
     limit: float | None = None
-    """A threshold below or above which the value should stay."""
+    """A threshold, which the panel draws as a dashed line; the value should stay on one side of
+    it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """One dashboard page."""
+    """One Grafana dashboard: rows of panels on a page."""
 
     uid: str
     title: str
@@ -81,7 +82,7 @@ class Dashboard:
 
     @property
     def panels(self) -> list[Panel]:
-        """Return all panels."""
+        """Return all panels of the dashboard, row by row."""
         return [panel for row in self.rows for panel in row.panels]
 
 
@@ -176,12 +177,13 @@ def _source_variable() -> dict[str, Any]:
 
 
 RATE = "[$__rate_interval]"
-"""Grafana chooses an interval that suits the graph and the scrape interval."""
+"""Range of a PromQL rate. Grafana chooses an interval that suits the graph and the scrape
+interval."""
 
 
 def quantiles(series: str, by: str, *shares: float) -> tuple[Query, ...]:
-    """Return quantiles of a histogram, one line for each share and each value of the label
-    ``by``."""
+    """Return queries for quantiles of a histogram: one per share, with a line for each value of the
+    label ``by``."""
     return tuple(
         Query(
             f"histogram_quantile({share}, sum by ({by}, le) (rate({series}_bucket{RATE})))",
@@ -192,7 +194,7 @@ def quantiles(series: str, by: str, *shares: float) -> tuple[Query, ...]:
 
 
 def rated(series: str, *by: str, where: str = "") -> Query:
-    """Return the rate of a counter, summed to the labels ``by``."""
+    """Return a query for the rate of a counter, summed over all labels but ``by``."""
     found = f"rate({series}{{{where}}}{RATE})" if where else f"rate({series}{RATE})"
     if not by:
         return Query(f"sum({found})", series.removeprefix("baton_").removesuffix("_total"))
@@ -201,7 +203,7 @@ def rated(series: str, *by: str, where: str = "") -> Query:
 
 
 def summed(series: str, *by: str, where: str = "") -> Query:
-    """Return a gauge, summed to the labels ``by``."""
+    """Return a query for a gauge, summed over all labels but ``by``."""
     labels = ", ".join(by)
     shown = f"{series}{{{where}}}" if where else series
     return Query(f"sum by ({labels}) ({shown})", " ".join(f"{{{{{label}}}}}" for label in by))

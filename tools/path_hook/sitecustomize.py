@@ -42,7 +42,8 @@ class _Recorder:
         self._seen_classes: set[str] = set()
 
     def profile(self, frame: FrameType, event: str, _argument: Any) -> None:
-        """Record a function; Python calls this for every call and return."""
+        """Record a function when it is called; Python calls this method for every call and
+        return."""
         functions = self._seen_functions
         if functions is None or event != "call":
             return
@@ -60,7 +61,7 @@ class _Recorder:
                 self._seen_classes.add(f"{made.__module__}.{made.__qualname__}")
 
     def follow(self) -> None:
-        """Switch phases as the file requires, until the end."""
+        """Switch to each phase that the file ``phase`` names, until the phase ``end``."""
         file, known = self._folder / "phase", ""
         while known != "end":
             time.sleep(_POLL_S)

@@ -10,7 +10,8 @@ from tools.reference.pages import PAGES
 
 
 def main() -> int:
-    """Return 1 where ``--check`` finds a page that is not what the code says."""
+    """Write the pages that differ from the code; with ``--check``, only list them, and return 1 if
+    there are any."""
     parser = argparse.ArgumentParser(prog="python -m tools.reference", description=__doc__)
     parser.add_argument(
         "--check", action="store_true", help="Write nothing; list the pages that differ."

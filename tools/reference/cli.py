@@ -43,7 +43,7 @@ _VALUES = {
     "MIB": "integer, MiB",
     "BYTES": "integer, bytes",
 }
-"""Placeholders that name a type or a unit, in plain words."""
+"""Words for the type or unit that a placeholder of help names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +51,15 @@ class Command:
     """A command without subcommands."""
 
     path: str
-    """As it is typed: ``baton keys create``."""
+    """The command as it is typed: ``baton keys create``."""
     panel: str
-    """The group of commands in which help shows it."""
+    """The panel in which help shows the command."""
     command: Any
     context: Any
 
     @property
     def parameters(self) -> list[Any]:
-        """Arguments and options that help shows."""
+        """Return the arguments and options of the command that help shows."""
         return [
             one
             for one in self.command.get_params(self.context)
@@ -68,7 +68,7 @@ class Command:
 
 
 def commands() -> tuple[Command, ...]:
-    """All commands, in the order of help."""
+    """Return all commands, in the order of help."""
     root: Any = typer.main.get_command(app)
     return tuple(_leaves(root, root.make_context("baton", [], resilient_parsing=True), ""))
 
@@ -87,7 +87,7 @@ def _leaves(group: Any, context: Any, panel: str) -> Iterator[Command]:
 
 
 def exit_code_meanings() -> dict[ExitCode, str]:
-    """The documentation of each exit code."""
+    """Return the documentation of each exit code."""
     tree = ast.parse(inspect.getsource(exit_codes))
     (members,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef))
     found = {}
@@ -102,7 +102,7 @@ def exit_code_meanings() -> dict[ExitCode, str]:
 
 
 def reference() -> str:
-    """The page's text."""
+    """Return the Markdown text of the page on commands."""
     found = commands()
     parts = [_HEAD]
     for panel in dict.fromkeys(one.panel for one in found):
@@ -140,7 +140,8 @@ def _section(one: Command) -> str:
 
 
 def _description(help_text: str) -> str:
-    """Paragraphs; indented ones are examples."""
+    """Return a command's help as Markdown; indented paragraphs are examples, and become code
+    blocks."""
     parts = []
     for paragraph in help_text.split("\n\n"):
         if paragraph.startswith(" "):
@@ -175,7 +176,7 @@ def _row(one: Command, parameter: Any, option: ConfigOption | None) -> tuple[str
 
 
 def _of_field(meaning: str, option: ConfigOption) -> tuple[str, str]:
-    """Help without the default, and the default."""
+    """Return an option's help without the sentence on its default, and the default."""
     default = default_text(option.field)
     return meaning.replace(f" Default: {default}.", "") if default else meaning, (
         code(default) if default else ""
@@ -191,7 +192,7 @@ def _names(one: Command, parameter: Any) -> str:
 
 
 def _value(parameter: Any, context: Any) -> str:
-    """What an option takes: its placeholder or choices, its unit and bounds."""
+    """Return the text on an option's value: its placeholder or choices, its unit and bounds."""
     if parameter.param_type_name == "argument":
         return ""
     if parameter.is_flag:
@@ -214,7 +215,7 @@ def _value(parameter: Any, context: Any) -> str:
 
 
 def _choices(shown: str) -> str:
-    """``a|b`` as a list of choices; other placeholders stay."""
+    """Return a placeholder such as ``a|b`` as a list of choices; other placeholders become code."""
     if "|" in shown and shown == shown.lower():
         return ", ".join(code(one.strip()) for one in shown.strip("[]").split("|"))
     return code(shown)

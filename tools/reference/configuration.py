@@ -54,7 +54,7 @@ _EXAMPLES = (
         "a `[[pools]]` table",
     ),
 )
-"""A field of each kind, and how it is set."""
+"""Fields of each kind, and how each is set: by an option, a variable, and in the file."""
 _HEAD = f"""# Configuration
 
 A field comes from an option of [`baton serve`](cli.md#baton-serve), from an environment variable,
@@ -158,7 +158,7 @@ kv_pool_mib = 2048
 
 
 def reference() -> str:
-    """The page's text."""
+    """Return the Markdown text of the page on configuration fields."""
     parts = [_HEAD]
     for title, where, model, path in _SECTIONS:
         rows = (_row((*path, name), field) for name, field in model.model_fields.items())
@@ -167,7 +167,7 @@ def reference() -> str:
 
 
 def place_of(path: tuple[str, ...]) -> str:
-    """The anchor of a field on this page."""
+    """Return the anchor of a field on the configuration page."""
     return ".".join(path)
 
 
@@ -186,7 +186,7 @@ def _row(path: tuple[str, ...], field: Any) -> tuple[str, ...]:
 
 
 def _option(flag: str) -> str:
-    """An option, with a link to its place on the page of commands."""
+    """Return an option as Markdown, with a link to its place on the page of commands."""
     if flag in ("MODEL", "--model"):
         # The page of commands has the argument.
         return code(flag)

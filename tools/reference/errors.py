@@ -31,7 +31,7 @@ retries itself. Metrics count requests by code:
 
 
 def reference() -> str:
-    """The page's text."""
+    """Return the Markdown text of the page on errors."""
     kinds = [kind for name, kind in classes_by_code().items() if name]
     rows = (_row(kind) for kind in sorted(kinds, key=lambda kind: (kind.http_status, kind.code)))
     head = ("code", "HTTP, gRPC, type", "meaning", "retry", "what to do")
@@ -39,7 +39,8 @@ def reference() -> str:
 
 
 def advice(kind: type[BatonError]) -> tuple[str, str]:
-    """The meaning of an error, and what to do about it: the paragraphs of the class's docstring."""
+    """Return the meaning of an error, and what to do about it: the paragraphs of the class's
+    docstring."""
     meaning, _, what_to_do = inspect.cleandoc(kind.__doc__ or "").partition("\n\n")
     return meaning, what_to_do
 

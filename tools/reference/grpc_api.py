@@ -42,7 +42,7 @@ Comments = dict[str, str]
 
 
 def reference() -> str:
-    """The page's text."""
+    """Return the Markdown text of the page on the gRPC API."""
     files, comments = _sources()
     services = {one.name: one for file in files.file for one in file.service}
     messages = {one.name: one for file in files.file for one in file.message_type}
@@ -75,7 +75,8 @@ def reference() -> str:
 
 
 def _sources() -> tuple[FileDescriptorSet, Comments]:
-    """The files, and the comments by ``Message.field`` or ``Service.Method``."""
+    """Return the compiled files of proto/, and their comments by ``Message.field`` or
+    ``Service.Method``."""
     program = Path(sys.executable).with_name("buf")
     built = subprocess.run(  # noqa: S603 - the compiler of the development tools
         [program, "build", "proto", "--exclude-imports", "--output", "-#format=binpb"],
@@ -93,7 +94,8 @@ def _sources() -> tuple[FileDescriptorSet, Comments]:
 
 
 def _names(file: Any, path: list[int]) -> Iterator[str]:
-    """The names along a path of numbers of fields and indices."""
+    """Yield the names of the elements on a path of a proto file, which consists of field numbers
+    and indices."""
     here = file
     while len(path) >= 2:
         field, index, *path = path
@@ -102,7 +104,8 @@ def _names(file: Any, path: list[int]) -> Iterator[str]:
 
 
 def _reach(kind: str, messages: dict[str, Any], reached: list[str]) -> None:
-    """Note a type and all types of its fields, in the order of a reader."""
+    """Add a message type and all types of its fields to ``reached``, in the order in which a reader
+    meets them."""
     name = kind.removeprefix(_PACKAGE)
     if not kind.startswith(_PACKAGE) or name in reached:
         return

@@ -21,13 +21,14 @@ schema, and refuse names that are not listed here.
 {made_from(f"`{CHART}/values.yaml` and `values.schema.json`")}
 """
 _WHOLE = ("config", "resources", "requests", "limits")
-"""Tables that are one value: their entries are Kubernetes' or the configuration's."""
+"""Names of tables that the page shows as one value: their entries are defined by Kubernetes or by
+the configuration."""
 _KEY = re.compile(r"( *)(\w+):(.*)")
 Path = tuple[str, ...]
 
 
 def reference() -> str:
-    """The page's text."""
+    """Return the Markdown text of the page on Helm values."""
     source = (ROOT / CHART / "values.yaml").read_text()
     schema = json.loads((ROOT / CHART / "values.schema.json").read_text())
     values, about = yaml.safe_load(source), comments(source)
@@ -47,7 +48,7 @@ def reference() -> str:
 
 
 def comments(source: str) -> dict[Path, str]:
-    """The comment above each key."""
+    """Return the comment above each key of a YAML file, by the key's path."""
     found: dict[Path, str] = {}
     path: list[str] = []
     comment: list[str] = []
@@ -65,7 +66,7 @@ def comments(source: str) -> dict[Path, str]:
 
 
 def leaves(path: Path, value: Any, source: str) -> Iterator[Path]:
-    """The values that a user sets: those below tables."""
+    """Yield the paths of the values that a user sets, which are the leaves of the tables."""
     if not _is_table(path, value):
         yield path
     elif re.search(rf"^ *{path[-1]}: \*\w+$", source, re.MULTILINE):
@@ -91,7 +92,8 @@ def _table(
 def _row(
     path: Path, values: Any, schema: Mapping[str, Any], left: dict[Path, str]
 ) -> tuple[str, ...]:
-    """``left``: comments that no row has yet; that of a table goes to the first of its values."""
+    """Return a value's row. ``left`` has the comments that no row has shown yet: a table's comment
+    goes to the first of its values."""
     value = values
     for part in path:
         value = value[part]

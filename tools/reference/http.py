@@ -69,7 +69,7 @@ _UNNAMED = ("Successful Response", "The request is refused.")
 
 
 def reference() -> str:
-    """The page's text."""
+    """Return the Markdown text of the page on the HTTP API."""
     description = asyncio.run(_description())
     schemas = description["components"]["schemas"]
     groups: dict[str, list[tuple[str, str, Any]]] = {title: [] for title in _GROUPS.values()}
@@ -99,7 +99,8 @@ def reference() -> str:
 
 
 async def _description() -> dict[str, Any]:
-    """The description that a router serves. Its parts that answer requests are stand-ins."""
+    """Return the OpenAPI description that a router serves. The parts that answer requests are
+    stand-ins."""
     config = Config(cluster_id="reference")
     stats = RequestStats(RouterMetrics(CollectorRegistry()))
     absent: Any = MagicMock()
@@ -122,7 +123,7 @@ def _heading_link(method: str, path: str) -> str:
 
 
 def _place(method: str, path: str) -> str:
-    """The anchor that readers of Markdown give the heading."""
+    """Return the anchor that Markdown renderers give an endpoint's heading."""
     return f"{method.lower()}-" + re.sub(r"[^\w-]", "", path.lower())
 
 
@@ -132,7 +133,7 @@ def _scope(path: str) -> str:
 
 
 def _about(operation: Mapping[str, Any]) -> str:
-    """The description without the scope, which the page shows by itself."""
+    """Return an endpoint's description without its scope, which the page shows separately."""
     about = str(operation.get("description", ""))
     return re.sub(r"\s*Requires a key with scope \w+\.", "", about)
 
@@ -212,7 +213,8 @@ def _fields(schema: Mapping[str, Any], schemas: Mapping[str, Any], objects: list
 
 
 def _type(schema: Mapping[str, Any], schemas: Mapping[str, Any], objects: list[str]) -> str:
-    """A type in plain words, with its bounds."""
+    """Return a JSON schema's type in plain words, with its bounds. Adds objects that it refers to
+    to ``objects``."""
     if "$ref" in schema:
         name = _name(schema)
         target = schemas[name]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDER = "docs/reference"
-"""Where the pages are; links are relative to it."""
+"""Folder of the reference pages; links are relative to it."""
 
 _CODE = re.compile(r"`[^`]+`")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
@@ -17,7 +17,7 @@ _PAGE = re.compile(r"\bdocs/([\w/.-]+\.md)(#[\w.-]+)?")
 
 
 def text(source: str) -> str:
-    """Text of the source code as one line of Markdown.
+    """Return text of the source code as one line of Markdown.
 
     Double backticks of reStructuredText become single ones, and names of pages become links.
     """
@@ -39,7 +39,7 @@ def _link(found: re.Match[str]) -> str:
 
 
 def code(value: object) -> str:
-    """A value in the type of code, also within a table."""
+    """Return a value as Markdown code, also within a table."""
     shown = str(value)
     if "|" not in shown:
         return f"`{shown}`"
@@ -49,12 +49,12 @@ def code(value: object) -> str:
 
 
 def codes(values: Iterable[object]) -> str:
-    """Values in the type of code, with commas."""
+    """Return values as Markdown code, with commas between them."""
     return ", ".join(map(code, values))
 
 
 def cell(source: str) -> str:
-    """Text of the source code for a cell of a table."""
+    """Return text of the source code as Markdown for a cell of a table."""
     parts = re.split(f"({_CODE.pattern})", text(source))
     return "".join(
         code(part[1:-1]) if _CODE.fullmatch(part) else part.replace("|", "&#124;") for part in parts
@@ -62,17 +62,18 @@ def cell(source: str) -> str:
 
 
 def anchor(name: str) -> str:
-    """A place that ``#name`` leads to, for what has no heading."""
+    """Return an HTML anchor that the link ``#name`` leads to, for text without a heading."""
     return f'<a id="{name}"></a>'
 
 
 def option_place(command: str, flag: str) -> str:
-    """The anchor of an option of a command: ``baton-serve--http``."""
+    """Return the anchor of a command's option, such as ``baton-serve--http``."""
     return f"{command.replace(' ', '-')}{flag}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table. Columns without any text are left out; cells are Markdown already."""
+    """Return a Markdown table. Columns without any text are left out; cells are Markdown
+    already."""
     body = [tuple(row) for row in rows]
     used = [place for place, _ in enumerate(head) if any(row[place] for row in body)]
     lines = [[head[place] for place in used], ["---"] * len(used)]
@@ -81,5 +82,5 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def made_from(source: str) -> str:
-    """The line of a page that says where it comes from."""
+    """Return the sentence with which a page says from which source it is made."""
     return f"This page is made from {source} by `make reference`; a test keeps the two equal."

@@ -27,31 +27,32 @@ _UNITS = {
     "flight": "lines",
     "memory": "steps",
 }
-"""By a name's last word; any other word is what is counted itself."""
+"""Unit of a metric, by the last word of its name. Any other word names what the metric counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One family of series."""
+    """One family of metric series, such as a counter with its labels."""
 
     page: str
-    """Whose page has it: ``router``, ``worker`` or ``supervisor``."""
+    """The process whose metrics page has the family: ``router``, ``worker`` or ``supervisor``."""
     name: str
-    """Without a counter's ``_total``."""
+    """Name of the family, without a counter's ``_total``."""
     kind: str
-    """``counter``, ``gauge`` or ``histogram``."""
+    """Type of the metric: ``counter``, ``gauge`` or ``histogram``."""
     labels: tuple[str, ...]
-    """Without a histogram's ``le``."""
+    """Names of the labels, without a histogram's ``le``."""
     meaning: str
 
     @property
     def shown_name(self) -> str:
-        """As queries write it; of a histogram without ``_bucket``, ``_sum`` and ``_count``."""
+        """Return the name as queries write it; for a histogram, without ``_bucket``, ``_sum`` and
+        ``_count``."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
     @property
     def unit(self) -> str:
-        """What a value of 1 is."""
+        """Return what a value of 1 means."""
         last = self.name.rpartition("_")[2]
         return _UNITS.get(last, last)
 
@@ -131,7 +132,8 @@ LABELS = {
 
 
 def reference() -> str:
-    """The page's text. Raises KeyError for a label that is not described."""
+    """Return the Markdown text of the page on metrics. Raises KeyError for a label that is not
+    described."""
     found = families()
     parts = [_HEAD]
     known: set[str] = set()
@@ -147,7 +149,8 @@ def reference() -> str:
 
 
 def _row(family: Family, *, first: bool) -> tuple[str, ...]:
-    """``first``: no page before has the family. An anchor must be unique."""
+    """Return a family's row. With ``first``, the row has an anchor: the family is on no earlier
+    page, and anchors must be unique."""
     return (
         f"{anchor(family.shown_name) if first else ''}{code(family.shown_name)}",
         family.kind,

@@ -19,4 +19,4 @@ PAGES: Mapping[str, Callable[[], str]] = MappingProxyType(
         f"{FOLDER}/helm-values.md": helm.reference,
     }
 )
-"""By the path of the page: what returns its text."""
+"""Functions that return the text of a page, by the path of the page."""

@@ -21,7 +21,7 @@ from tools.release.trial import try_application, try_client, try_image_context
 
 
 def main() -> None:
-    """Build, and try all of it. SystemExit at the first fault."""
+    """Build the release, and try all parts of it. Raises SystemExit at the first fault."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         *("--python", "-p"), action="append", help="an interpreter for the client (default: this)"

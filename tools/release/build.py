@@ -36,7 +36,8 @@ _CHART = ROOT / "deploy" / "helm" / "baton"
 
 
 def run(*command: object, cwd: Path | None = None, timeout_s: float = _BUILD_S) -> str:
-    """The standard output of a command; SystemExit with all that it wrote where it fails."""
+    """Run a command and return its standard output. Raises SystemExit with all of its output if it
+    fails."""
     words = list(map(str, command))
     done = subprocess.run(  # noqa: S603 - commands of this package
         words,
@@ -53,7 +54,8 @@ def run(*command: object, cwd: Path | None = None, timeout_s: float = _BUILD_S) 
 
 
 def environment() -> dict[str, str]:
-    """Variables of child processes: no path of modules, and the commit's time for archives."""
+    """Return environment variables for child processes: without PYTHONPATH, and with the commit's
+    time for archives."""
     left = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     committed = subprocess.run(  # noqa: S603
         ["git", "-C", str(ROOT), "log", "-1", "--format=%ct"],  # noqa: S607
@@ -66,9 +68,9 @@ def environment() -> dict[str, str]:
 
 
 def build_distributions(dist: Path, folder: Path) -> tuple[Path, Path]:
-    """Write sdists and wheels into ``dist``; ``folder`` is empty. Returns both wheels.
+    """Write sdists and wheels into ``dist``; ``folder`` is empty. Returns the paths of both wheels.
 
-    SystemExit where a wheel holds other files than it owns.
+    Raises SystemExit if a wheel holds other files than those that belong to it.
     """
     owned: tuple[tuple[str, Callable[[Path], None], Files], ...] = (
         (CLIENT, stage_client, client_files(tracked_files())),
@@ -87,7 +89,7 @@ def build_distributions(dist: Path, folder: Path) -> tuple[Path, Path]:
 
 
 def wheel_files(wheel: Path) -> Files:
-    """What a wheel installs, except its metadata."""
+    """Return the files that a wheel installs, except its metadata."""
     with zipfile.ZipFile(wheel) as archive:
         names = map(PurePosixPath, archive.namelist())
         return frozenset(name for name in names if not name.parts[0].endswith(".dist-info"))
@@ -107,7 +109,8 @@ def build_image_context(dist: Path, folder: Path) -> Path:
 
 
 def build_chart(dist: Path, helm: str) -> Path:
-    """Package the chart with the version of Baton, after Helm has found no fault."""
+    """Package the Helm chart with the version of Baton, after a check by Helm. Returns the
+    archive's path."""
     run(helm, "lint", "--strict", _CHART)
     versions = ("--version", VERSION, "--app-version", VERSION)
     run(helm, "package", _CHART, "--destination", dist, *versions)

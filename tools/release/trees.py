@@ -30,7 +30,7 @@ Files = frozenset[PurePosixPath]
 
 
 def tracked_files(root: Path = ROOT) -> Files:
-    """The files that Git knows and that are there."""
+    """Return the files that Git tracks and that exist."""
     listed = subprocess.run(  # noqa: S603 - Git's list of files
         ["git", "-C", str(root), "ls-files", "-z"],  # noqa: S607 - the one on the path
         capture_output=True,
@@ -43,7 +43,7 @@ def tracked_files(root: Path = ROOT) -> Files:
 
 
 def distributed_files(files: Files) -> Files:
-    """The files that pyproject.toml installs: modules, and package data."""
+    """Return which of ``files`` pyproject.toml installs: modules, and package data."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     found = settings["packages"]["find"]
     data = settings["package-data"]
@@ -66,7 +66,8 @@ def distributed_files(files: Files) -> Files:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """The dotted names that a module imports anywhere; of a ``from``, also each name with it."""
+    """Yield the dotted names that a module imports anywhere. For ``from a import b``, these are
+    ``a`` and ``a.b``."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -76,7 +77,8 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def client_files(files: Files) -> Files:
-    """Those of ``files`` that the client owns: its folders, and all that they import."""
+    """Return which of ``files`` the client owns: those in its folders, and all that these
+    import."""
     typed = PurePosixPath(_TYPED)
     owned = {typed} if typed in files else set()
     waiting = [file for file in files if str(file.parent) in _ROOTS]
@@ -98,12 +100,12 @@ def _module(name: PurePosixPath) -> PurePosixPath:
 
 
 def application_files(files: Files) -> Files:
-    """Those of ``files`` that the application owns."""
+    """Return which of ``files`` the application owns."""
     return distributed_files(files) - client_files(files)
 
 
 def stage_client(folder: Path) -> None:
-    """Make the client's tree in ``folder``, which is empty."""
+    """Write the client's source tree into ``folder``, which is empty."""
     _copy(client_files(tracked_files()), folder)
     for name, source in (
         ("pyproject.toml", HERE / "client.toml"),
@@ -115,7 +117,7 @@ def stage_client(folder: Path) -> None:
 
 
 def stage_application(folder: Path) -> None:
-    """Make the application's tree in ``folder``, which is empty."""
+    """Write the application's source tree into ``folder``, which is empty."""
     _copy(application_files(tracked_files()), folder)
     for name in ("README.md", "LICENSE"):
         shutil.copyfile(ROOT / name, folder / name)
@@ -126,7 +128,8 @@ def stage_application(folder: Path) -> None:
 
 
 def image_context() -> Files:
-    """The files that the images are built from: what .dockerignore admits, and the Dockerfile."""
+    """Return the files from which the images are built: those that .dockerignore admits, and the
+    Dockerfile."""
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     rules = [line for line in lines if line and not line.startswith(("#", "**"))]
     admitted = {rule[1:] for rule in rules if rule.startswith("!")} | {"Dockerfile"}
@@ -139,7 +142,7 @@ def image_context() -> Files:
 
 
 def stage_image_context(folder: Path) -> None:
-    """Make the images' build context in ``folder``, which is empty."""
+    """Write the images' build context into ``folder``, which is empty."""
     _copy(image_context(), folder)
 
 

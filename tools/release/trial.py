@@ -16,7 +16,8 @@ from tools.release.build import environment, run, wheel_files
 from tools.release.trees import Files
 
 IMPORT_S = 0.3
-"""Maximum of ``import baton.client``, in seconds of CPU time: other processes do not add to it."""
+"""Maximum time of ``import baton.client``, in seconds of CPU time, to which other processes do not
+add."""
 _IMPORT = """
 import sys, time
 begin = time.process_time()
@@ -37,7 +38,8 @@ _PACKAGES, _MODULES = ("worker", "deploy", "baton"), ("router", "engine", "plann
 
 
 def try_client(python: str, wheel: Path, folder: Path) -> Path:
-    """Install the client's wheel in an empty environment and import it; returns its Python."""
+    """Install the client's wheel in an empty environment and import it. Returns the environment's
+    Python."""
     own = _environment(python, folder)
     run(own, "-m", "pip", "install", "--quiet", wheel)
     run(own, "-m", "pip", "check")
@@ -55,9 +57,10 @@ def try_client(python: str, wheel: Path, folder: Path) -> Path:
 
 
 def try_application(wheels: Sequence[Path], client: Path, folder: Path, python: str) -> None:
-    """Install both wheels next to this Python's packages, serve, and ask with ``client``.
+    """Install both wheels next to this Python's packages, run `baton serve`, and send it a question
+    through the Python ``client``.
 
-    It is started in a folder that has modules with the names of Baton's own.
+    The server is started in a folder that has modules with the names of Baton's own.
     """
     own = _environment(python, folder / "venv")
     # After the own folder: requirements come from there, and Baton does not.
@@ -91,14 +94,14 @@ def try_image_context(context: Path, files: Files, folder: Path, python: str) ->
 
 
 def _environment(python: str, folder: Path) -> Path:
-    """A new virtual environment; returns its Python."""
+    """Make a virtual environment, and return the path of its Python."""
     run(python, "-m", "venv", folder)
     return folder / "bin" / "python"
 
 
 @contextlib.contextmanager
 def _served(baton: Path, folder: Path) -> Iterator[str]:
-    """`baton serve` in ``folder``, with the demo model; host:port of its gRPC API."""
+    """Run `baton serve` in ``folder``, with the demo model. Yields host:port of its gRPC API."""
     http, grpc = (f"127.0.0.1:{_free_port()}" for _ in range(2))
     log = folder.with_name("serve.log")
     with log.open("wb") as output:
