@@ -41,7 +41,8 @@ _SERVES: frozenset[PeerRole] = frozenset({"router", "worker", "supervisor", "red
 _CALLS: frozenset[PeerRole] = frozenset({"router", "worker", "supervisor", "client", "monitor"})
 _ROLE_DOMAIN = role_name("worker").partition(".")[2]
 _EARLY = timedelta(minutes=5)
-"""Validity begins this much earlier, since clocks of other machines may be behind."""
+"""A certificate's validity begins this much before the time of its creation, since clocks of other
+machines may be behind."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 
@@ -54,7 +55,7 @@ class Shown:
     """Name of the certificate's file, without .pem."""
     roles: tuple[str, ...]
     names: tuple[str, ...]
-    """Hosts and addresses for which it is valid."""
+    """Hosts and addresses for which the certificate is valid."""
     expires: datetime
     has_key: bool
     fault: str = ""

@@ -177,8 +177,8 @@ class ClusterWorkers:
             await self._claim.close()
 
     async def _running(self) -> Sequence[RayWorker]:
-        """Return all workers, also those of the supervisor; the first ones if Ray does not
-        answer."""
+        """Return all running workers, including those that the supervisor placed. Without an answer
+        of Ray, return only the workers that this launcher placed."""
         if not self._serve:
             return self._first
         try:

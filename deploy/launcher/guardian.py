@@ -63,7 +63,8 @@ def sweep(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Watch standard input; sweep when it closes. Returns the exit code."""
+    """Watch standard input, which is the launcher's pipe, and sweep when it closes without a
+    release. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="deploy.launcher.guardian")
     parser.add_argument("cluster_id")
     parser.add_argument("run_directory", type=Path)

@@ -42,7 +42,8 @@ class Part(Protocol):
 
 
 class PartWatch:
-    """Each method watches one part, until it is cancelled or raises."""
+    """Watches parts of a running cluster. Each method watches one part, until it is cancelled or
+    raises."""
 
     def __init__(self, report: Callable[[str], None], note_pid: Callable[[str, int], None]) -> None:
         """``report`` shows a line; ``note_pid`` gets a part's name and its new process id.
@@ -65,7 +66,8 @@ class PartWatch:
             how = await self._run_again(name, part)
 
     async def keep_forever(self, name: str, part: Part) -> NoReturn:
-        """Restart ``part`` without end: something that it needs may be unavailable for long."""
+        """Restart part whenever it dies, however often: something that it needs may be unavailable
+        for long."""
         deaths, began = 0, time.monotonic()
         how = await part.wait()
         while True:
@@ -154,7 +156,7 @@ class SlotWatch:
 
 
 class Restarts:
-    """Counts deaths within the last minute. ``now`` is monotonic, in seconds."""
+    """Counts deaths of a part within the last minute. ``now`` is monotonic, in seconds."""
 
     def __init__(self) -> None:
         self._deaths: deque[float] = deque()

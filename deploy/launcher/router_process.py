@@ -199,7 +199,8 @@ def serve_router(config: Config) -> None:
 
 
 async def _revision(config: Config, redis_url: str) -> str:
-    """Return the workers' commit of the model; the configured revision if it is unknown."""
+    """Return the commit of the model that the workers serve; the configured revision if the commit
+    is unknown."""
     async with redis_client(redis_url) as client:
         try:
             records = await Registry(client, config.cluster_id).all()

@@ -69,7 +69,7 @@ class Meter:
 
     @property
     def got(self) -> int:
-        """Return the number of received bytes."""
+        """Return the number of bytes received so far, of all files."""
         return sum(self._got.values())
 
     def has(self, name: str, count: int) -> None:

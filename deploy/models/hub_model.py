@@ -34,7 +34,7 @@ from deploy.models.model_folder import (
 )
 
 _CACHED_ASK_S = 4.0
-"""Deadline of each request if the model is cached, in seconds."""
+"""Deadline of each request to the hub in seconds, if the model is cached."""
 _ID = re.compile(r"(?!\.)[\w.-]{1,96}/(?!\.)[\w.-]{1,96}", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAIN = "main"
@@ -48,13 +48,13 @@ class HubModel:
     commit: str
     path: Path
     size: int = 0
-    """Size on disk in bytes, if it was listed."""
+    """Size of the snapshot on disk in bytes; 0 if it was not computed."""
     is_compared: bool = False
     """Whether the snapshot's files were compared with the hub's list."""
 
 
 def is_id(text: str) -> bool:
-    """Whether the text has the form ``org/name``."""
+    """Whether the text has the form ``org/name`` of a Hugging Face model id."""
     return _ID.fullmatch(text) is not None and not text.endswith(".gguf")
 
 
@@ -337,7 +337,7 @@ class HubListing(BaseModel):
 
     @classmethod
     def read(cls, model_id: str, commit: str) -> Self | None:
-        """Return the saved listing; None if there is none that can be read."""
+        """Return the saved listing of a commit; None if there is none that can be read."""
         try:
             return cls.model_validate_json(_file(model_id, commit).read_bytes())
         except (OSError, ValidationError):
@@ -353,7 +353,8 @@ class HubListing(BaseModel):
             os.replace(draft, file)
 
     def is_in(self, folder: Path, *, weights: bool) -> bool:
-        """Whether a snapshot has the small files and, if requested, the weights."""
+        """Whether a snapshot in ``folder`` has the small files of this listing and, if requested,
+        the weights."""
         names = self.small + self.weights if weights else self.small
         return all((folder / name).is_file() for name in names)
 

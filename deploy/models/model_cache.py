@@ -149,12 +149,14 @@ def _sync(path: Path) -> None:
 
 
 def form_of(quantization: str) -> str:
-    """Return the form of ``FORMS`` that a GGUF file takes for weights of this quantization."""
+    """Return the form, of ``FORMS``, to which a GGUF file is converted for this
+    ``quantization``."""
     return _CODES if quantization == "auto" else _PLAIN
 
 
 def converted_folder(sha256: str, form: str) -> Path:
-    """Return the folder of the converted file with that hash, whether or not it exists."""
+    """Return the folder for the conversion of the GGUF file with that hash, whether or not the
+    folder exists."""
     return cache_dir() / "converted" / f"{sha256}-v{CONVERTER_VERSION}{form}"
 
 
@@ -206,7 +208,7 @@ def convert_once(
 
 
 def sha256_of(path: Path) -> str:
-    """Return the file's hash, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from deploy.processes.run_directory import ClusterMark
 
 TAIL_BYTES = 64 << 10
-"""Size of the end of a log in which its last lines are searched."""
+"""How many bytes at the end of a log are searched for its last lines."""
 
 
 class Child:
@@ -72,11 +72,11 @@ class Child:
             await stdin.wait_closed()
 
     async def wait(self) -> str:
-        """Wait for the end of the process, without a deadline. Returns how it ended."""
+        """Wait for the end of the child process, without a deadline. Returns how it ended."""
         return _describe(await self._process.wait())
 
     def kill(self) -> None:
-        """Send SIGKILL, if the process runs."""
+        """Send SIGKILL to the child, if it runs."""
         if self.running:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()

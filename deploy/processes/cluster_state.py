@@ -30,13 +30,13 @@ class ClusterState:
     processes: dict[str, int]
     """Process ids by name: the router, the store, the workers by slot."""
     admin_http: str = ""
-    """Address of metrics and the operators' endpoints, if not ``http``."""
+    """Address of metrics and the operators' endpoints, if it differs from ``http``."""
     tls: bool = False
     """Whether the listeners serve TLS."""
     authority: str = ""
     """CA file that this machine's commands trust for the listeners; empty: the system's CAs."""
     certificate: str = ""
-    """Client certificate of these commands, where the listeners require one."""
+    """Client certificate file of this machine's commands, if the listeners require one."""
     certificate_key: str = ""
 
     @property

@@ -40,7 +40,7 @@ class LogFile:
     """Writes this process's log to a file of the run directory until it is closed."""
 
     def __init__(self, run: RunDirectory, name: str, kind: str = "text") -> None:
-        """``kind`` is ``text`` or ``json``."""
+        """``name`` is the name of the log, ``kind`` its format: ``text`` or ``json``."""
         self._handler = logging.FileHandler(run.log(name))
         self._handler.setFormatter(formatter(kind))
         logging.getLogger().addHandler(self._handler)

@@ -127,7 +127,8 @@ def _key(cluster_id: str) -> str:
 
 
 class LauncherClaim:
-    """The lease, and the hash of the workers' configuration. Owned by the launcher's event loop."""
+    """The launcher's lease of a cluster, and the hash of its workers' configuration. Owned by the
+    launcher's event loop."""
 
     def __init__(self, config: Config, redis_url: str, cluster_id: str) -> None:
         self._hash = workers_hash(config)
@@ -158,7 +159,7 @@ class LauncherClaim:
 
 
 def workers_hash(config: Config) -> str:
-    """Return a hash of all parts of a configuration that matter to workers."""
+    """Return a hash of all parts of a configuration on which its workers depend."""
     left_out: dict[str, Any] = {
         **dict.fromkeys(OF_ROUTERS | OF_LAUNCHERS, True),
         "advanced": set(_ADVANCED),
@@ -169,5 +170,5 @@ def workers_hash(config: Config) -> str:
 
 
 def workers_hash_key(cluster_id: str) -> str:
-    """Return the key in Redis of the hash of a cluster's workers."""
+    """Return the key in Redis under which the hash of a cluster's workers is stored."""
     return f"baton:{{{cluster_id}}}:told"

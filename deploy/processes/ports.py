@@ -45,7 +45,8 @@ def reachable(address: str) -> str:
 
 
 def join_host_port(host: str, port: int) -> str:
-    """The inverse of ``baton.config.cluster.split_host_port``."""
+    """Return host:port, with brackets around an IPv6 address. Inverse of
+    ``baton.config.cluster.split_host_port``."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -78,7 +78,8 @@ class RunDirectory:
 
     @property
     def router_metrics(self) -> Path:
-        """Return the path of the shared metrics of several router processes."""
+        """Return the path of the folder through which several router processes share their
+        metrics."""
         return self.path / "router-metrics"
 
     def log(self, name: str) -> Path:
@@ -86,7 +87,7 @@ class RunDirectory:
         return self.logs / f"{name}.log"
 
     def write_secret(self, name: str, content: str) -> Path:
-        """Write a new file that only its owner can read."""
+        """Write a secret to a new file that only its owner can read."""
         path = self.path / name
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:

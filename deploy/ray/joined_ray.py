@@ -49,7 +49,8 @@ _CONNECT_S = 60.0
 
 
 def check_token() -> None:
-    """Raise ConfigError unless this Ray supports tokens and finds the cluster's, or needs none."""
+    """Raise ConfigError if this Ray does not support tokens, or if the cluster's token is needed
+    and missing."""
     check_ray()
     mode = os.environ.get("RAY_AUTH_MODE", "token")
     if mode == "disabled":

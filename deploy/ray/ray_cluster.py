@@ -30,7 +30,8 @@ OBJECT_STORE_BYTES = 80 << 20
 """Size of Ray's object store in bytes, about Ray's minimum: Baton stores no objects in it."""
 _DAEMONS = ("gcs_server", "raylet")
 _PLACES = 1024
-"""Maximum number of workers: a pool may grow while the cluster runs."""
+"""Maximum number of workers that this machine offers Ray to run: pools may grow while the cluster
+runs."""
 _POLL_S = 0.5
 _START_S = 60.0
 _SHUTDOWN_S = 10.0
@@ -111,7 +112,8 @@ class RayCluster:
             self.gcs = self._gcs(gcs_store, address)
 
     def _gcs(self, store: GcsStore, address: str) -> GcsProcess:
-        """Return the control store's process, and the command that restarts it at its address."""
+        """Return a handle of the control store's process, which can restart it at the same
+        address."""
         first = next(daemon for daemon in self._daemons if _name(daemon) == "gcs_server")
         self._daemons.remove(first)
         # The arguments are those after Ray's program name, without those that the program adds.

@@ -94,7 +94,8 @@ class RayPlace:
 
     @classmethod
     def own(cls) -> RayPlace:
-        """Return the node of this process, which is a worker process of Ray's or a driver."""
+        """Return the Ray node of this process, which must be a worker process of Ray or a
+        driver."""
         import ray  # noqa: PLC0415
 
         context = ray.get_runtime_context()

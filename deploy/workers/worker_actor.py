@@ -323,7 +323,7 @@ class PingReply(StrEnum):
 
     SERVING = "serving"
     LEAVING = "leaving"
-    """It rejects new requests and ends: that is no death."""
+    """The worker rejects new requests and is about to end, which does not count as a death."""
 
 
 class WorkerActor:

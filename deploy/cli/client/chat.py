@@ -28,7 +28,7 @@ class ChatReply:
     first_s: float | None = None
     """Seconds until the first token; None without one."""
     tokens_per_s: float | None = None
-    """Rate after the first message; None if it is unknown."""
+    """Tokens per second after the first message of the answer; None if the rate is unknown."""
     is_cut: bool = False
     """Whether the answer ended at its maximum of tokens."""
     interrupted: bool = False

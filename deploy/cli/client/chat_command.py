@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 MAX_TOKENS = 512
 """Default maximum tokens of an answer. If the context is smaller than twice this, half of it."""
 _SIGNALED = 128
-"""A shell reports a process that a signal ended with this number plus the signal's."""
+"""Added to a signal's number, this is the exit code that a shell reports for a process that the
+signal ended."""
 
 
 @takes(TlsOptions)
