@@ -44,7 +44,7 @@ def skip_optional_processes() -> None:
 
 
 def job_without_folders() -> Any:
-    """The ``job_config`` of ``ray.init`` for a job whose workers get no folder to import from.
+    """Return a ``job_config`` for ``ray.init`` whose workers get no folder to import modules from.
 
     Ray puts the current folder of the connecting process first in the import path of its workers:
     a ``router.py`` or ``worker/`` there would replace Baton's.

@@ -86,7 +86,7 @@ async def take(arguments: argparse.Namespace) -> None:
             stack.callback(_end, sent)
         playwright = await stack.enter_async_context(async_playwright())
         found = chromium()
-        # Its sandbox needs namespaces, which a container may not have.
+        # The browser's sandbox needs namespaces, which a container may not have.
         browser = await playwright.chromium.launch(
             executable_path=str(found.program),
             env={**os.environ, **found.environment, "FONTCONFIG_PATH": str(fonts(folder, found))},
@@ -100,12 +100,12 @@ async def take(arguments: argparse.Namespace) -> None:
         for page in (light, dark):
             await page.set_viewport_size({"width": WIDTH, "height": 2400})
         row = light.locator("#worker-rows tr", has_text=arguments.drain)
-        # So that it drains for long enough.
+        # The worker must have several requests, so that it drains for long enough.
         await row.get_by_text(re.compile(r"^([4-9]|\d\d) / ")).wait_for()
         drain = [*_BATON, "drain", arguments.drain, "--http", arguments.http, "--yes"]
         drained = await asyncio.create_subprocess_exec(*drain, "--deadline", str(_DRAIN_S))
         await row.get_by_text("draining").wait_for()
-        # At once: a drain may last for seconds only.
+        # Both pictures are taken at once, since a drain may last only seconds.
         await asyncio.gather(
             _picture(light, "#workers", "#latency", IMAGES / "console-light-workers.png"),
             _picture(dark, "header.bar", "#pools", IMAGES / "console-dark.png"),
@@ -119,7 +119,7 @@ async def take(arguments: argparse.Namespace) -> None:
 
 
 def _end(process: asyncio.subprocess.Process) -> None:
-    # It may have ended by itself.
+    # The process may have ended by itself.
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
 

@@ -31,7 +31,7 @@ _UNKNOWN_S = 60.0
 _PATIENCE = 2.0
 """Factor on a shard's expected time, after which the shard is ended."""
 _END_S = 120.0
-"""Time in which an ended shard can stop its clusters, in seconds."""
+"""Time that a shard has after SIGINT to stop its clusters, in seconds."""
 _COLLECT_S = 600.0
 _PYTEST = """
 import signal, sys, pytest

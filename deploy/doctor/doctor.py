@@ -59,7 +59,7 @@ class Check:
 
 
 def examine(checks: Iterable[Check]) -> list[Finding]:
-    """Run the checks, and return their findings in order."""
+    """Run the checks, and return what each has found, in the same order."""
     return [_look(check) for check in checks]
 
 

@@ -157,11 +157,11 @@ class ClusterWorkers:
             await self._supervisor.stop(_STOP_S)
 
     async def end(self) -> None:
-        """End all workers, in order if they respond."""
+        """Make all workers exit in order. On several machines, then kill those that are left."""
         workers = await self._running()
         await asyncio.gather(*(worker.stop(_STOP_S) for worker in workers), return_exceptions=True)
         if self.is_claimed:
-            # Ray keeps running, and would keep their processes.
+            # Ray keeps running, and would keep the workers' processes.
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(_STOP_S):
                     await self._calls.call(lambda: self._kill(workers))

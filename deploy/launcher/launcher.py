@@ -55,7 +55,7 @@ def run_cluster(
     progress: Progress,
     supervisor_class: type[SupervisorActor] = SupervisorActor,
 ) -> int:
-    """Serve until SIGINT, SIGTERM or SIGHUP, or a failure. Returns the exit code: 0, or 1.
+    """Run a cluster until SIGINT, SIGTERM or SIGHUP, or a failure. Returns the exit code: 0, or 1.
 
     ``supervisor_class`` is the class of the supervisor, which also chooses that of the workers.
     """

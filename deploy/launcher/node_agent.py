@@ -112,7 +112,8 @@ def run_node(
     port: int,
     progress: Progress,
 ) -> int:
-    """Serve until SIGINT, SIGTERM or SIGHUP, or a failure. Returns the exit code: 0, or 1."""
+    """Run this machine as a node of a Ray cluster until SIGINT, SIGTERM or SIGHUP, or a failure.
+    Returns the exit code: 0, or 1."""
 
     async def run() -> int:
         return await NodeAgent(address, places, cpus, gpus, resources, port, progress).run()

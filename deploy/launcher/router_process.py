@@ -105,7 +105,7 @@ class RouterProcess:
         assert self._child is not None
         how = await self._child.wait()
         if self._shares_port:
-            # Its gauges are removed; its counters stay.
+            # This removes the dead process's gauges from the shared metrics; its counters stay.
             mark_process_dead(  # type: ignore[no-untyped-call]
                 self.pid, str(self._run.router_metrics)
             )

@@ -64,7 +64,7 @@ KNOWN_MODELS = (
 
 
 def known_model(name: str) -> KnownModel | None:
-    """Return the model of that name; None if it is unknown."""
+    """Return the demo model with that short name; None if the name is unknown."""
     return next((model for model in KNOWN_MODELS if model.name == name), None)
 
 

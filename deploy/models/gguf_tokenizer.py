@@ -65,7 +65,8 @@ class TokenizerMetadata(BaseModel):
         return None if token_id is None else self.tokens[token_id]
 
     def end_ids(self) -> list[int]:
-        """Return the ids that end an answer: of the sequence, of a turn, of a message."""
+        """Return the ids of the tokens that end an answer: the end of the sequence, of a turn, of a
+        message."""
         return list(dict.fromkeys(i for i in (self.eos, self.eot, self.eom) if i is not None))
 
 
@@ -162,7 +163,7 @@ def tokenizer_config(metadata: TokenizerMetadata, max_length: int) -> dict[str, 
 
 
 def adds_bos(metadata: TokenizerMetadata) -> bool:
-    """Whether plain text gets a beginning-of-sequence token."""
+    """Whether the tokenizer puts a beginning-of-sequence token before plain text."""
     if metadata.bos is None:
         return False
     if metadata.add_bos is not None:

@@ -266,7 +266,8 @@ def _set_ref(found: HubModel, revision: str) -> None:
 
 
 def _top(names: Iterable[str]) -> list[str]:
-    """Return the files in the top folder. Subfolders hold other formats of the same model."""
+    """Return those of ``names`` that are in the top folder. Subfolders hold other formats of the
+    same model."""
     return [name for name in names if "/" not in name]
 
 

@@ -112,10 +112,10 @@ class RunDirectory:
 
 @dataclass(frozen=True, slots=True)
 class ClusterMark:
-    """Marks the processes of one cluster.
+    """The mark of all processes of one run of a cluster, by which they are found.
 
-    The cluster id is not enough: it is also a setting, so an operator's shell may have it. No two
-    runs share a run directory.
+    The cluster id alone is not enough as a mark: it is also a setting, so an operator's shell may
+    have it. No two runs share a run directory.
     """
 
     cluster_id: str

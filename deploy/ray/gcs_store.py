@@ -25,7 +25,7 @@ from deploy.processes.run_directory import RunDirectory
 log = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"
-"""The value of ``gcs_store`` that starts a separate Valkey."""
+"""The value of ``gcs_store`` that starts a Valkey server for Ray's control store."""
 PROGRAM = "gcs_server"
 """Name of the program in the run directory that starts the control store."""
 _FORGET_S = 5.0
@@ -34,7 +34,8 @@ _FOREVER_S = 10 * 365 * 24 * 3600
 
 @dataclass(frozen=True, slots=True)
 class GcsStore:
-    """The address of the control store's store. It holds the password: keep it out of logs."""
+    """The address of the server in which Ray's control store (GCS) keeps its state. It holds the
+    password: keep it out of logs."""
 
     url: str
     namespace: str
@@ -43,7 +44,7 @@ class GcsStore:
     def environment(self) -> dict[str, str]:
         """Return the environment variables with which Ray's daemons and workers find the store."""
         return {
-            # Otherwise they would end after a minute without a GCS.
+            # Without this, Ray's daemons and workers would end after a minute without a GCS.
             "RAY_gcs_rpc_server_reconnect_timeout_s": str(_FOREVER_S),
             "RAY_external_storage_namespace": self.namespace,
         }

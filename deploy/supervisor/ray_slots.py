@@ -35,8 +35,9 @@ from deploy.workers.worker_actor import PingReply, WorkerActor
 ANSWER_S = 3.0
 """Time after which a worker that does not answer a ping counts as silent, in seconds."""
 _DEAF_S = 6.0
-"""Time beyond ``ANSWER_S`` that the notification of a silent worker's death may take, in seconds.
-Half of it applies when the control store is known to know of the death."""
+"""Time, in addition to ``ANSWER_S``, within which Ray must report the death of a silent worker to
+this process, in seconds. Half of it applies once the control store is known to know of the
+death."""
 _LONGEST_GAP_S = 5.0
 """Limit on the time between two reads of the registry that counts as time without an entry, in
 seconds. The supervisor itself may have been stopped for longer."""
@@ -238,7 +239,7 @@ class RaySlots:
         try:
             await end_at(whereabouts, self._far_ends)
         except Exception as error:
-            # Its node may be gone, and the process with it.
+            # The node may be gone, and the process with it.
             log.info("%s was not ended on its node: %s", slot, reason(error))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:

@@ -75,7 +75,7 @@ class Phase(StrEnum):
     BACKING_OFF = "backing off"
     CRASH_LOOP = "crash loop"
     DRAINING = "draining"
-    """The worker leaves; another one follows."""
+    """The worker leaves, and the supervisor starts another one in the slot."""
     LEAVING = "leaving"
     """The worker leaves, and no other one follows: the slot is not wanted any more."""
 

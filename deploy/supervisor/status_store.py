@@ -69,7 +69,7 @@ def _parse(stored: bytes | str) -> SupervisionStatus | None:
         slots = {name: _slot(news) for name, news in fields.pop("slots").items()}
         return SupervisionStatus(**fields, slots=slots)
     except (ValueError, TypeError, KeyError):
-        # A supervisor of another version wrote it.
+        # A supervisor of another version wrote this status.
         return None
 
 

@@ -135,7 +135,7 @@ class Supervisor:
         self._reconciler.want(self._wanted.slots())
 
     async def _reconcile(self, now: float) -> None:
-        """Observe each slot, decide, and start the actions."""
+        """Observe each slot, decide on actions, and start them."""
         await self._slots.refresh()
         known = self._reconciler.states(now).keys() | self._slots.names
         for slot in sorted(slot for slot in known if split(slot)[0] in self._pools):
@@ -200,6 +200,6 @@ class Supervisor:
 
     def _status(self, slot: str, state: SlotState) -> SlotStatus:
         seen = self._observed[slot]
-        # Rounded to seconds: otherwise every look would change it.
+        # The wait is rounded to seconds: otherwise every look would change the status.
         shown = SlotState(state.phase, state.deaths, state.last_error, float(round(state.wait_s)))
         return SlotStatus(shown, seen.pid, seen.node)

@@ -66,7 +66,7 @@ class SupervisorSettings(BaseModel):
 
 
 class SupervisorActor:
-    """Lives in a Ray worker process, and ends that process when the supervisor has failed."""
+    """The supervisor's Ray actor, which ends its own process when the supervisor has failed."""
 
     worker_class: type = WorkerActor
 
@@ -188,7 +188,7 @@ class RaySupervisor:
             get_if_exists=True,
             lifetime="detached",
             num_cpus=0,
-            # It runs on the launcher's node, while that exists.
+            # The supervisor runs on the launcher's node, as long as that node exists.
             scheduling_strategy=NodeAffinitySchedulingStrategy(RayPlace.own().node, soft=True),
             max_restarts=-1,
             max_task_retries=-1,

@@ -72,7 +72,7 @@ class NodeShare:
         workers = workers_of_node(config.ranks)
         own_threads = settings.pool_of(config).threads
         lines = workers + CORE_LINES
-        # Workers without a line on the board take a fixed share of the cores.
+        # Workers for which the file has no line take a fixed share of the cores.
         shares = not own_threads and number < lines
         return cls(
             host=host,
@@ -95,7 +95,8 @@ def run_directory_here(cluster_id: str) -> RunDirectory:
 
 
 def workers_of_node(of_cluster: int) -> int:
-    """Return how many of a cluster's ``of_cluster`` workers this node has room for."""
+    """Return for how many of a cluster's ``of_cluster`` workers this node has room; each rank
+    counts."""
     places = os.environ.get(PLACES_VARIABLE, "")
     return max(1, min(of_cluster, int(places))) if places.isdecimal() else of_cluster
 

@@ -136,7 +136,8 @@ def find(slot: str) -> RayWorker | None:
 
 
 def is_known(slot: str) -> bool:
-    """Whether Ray's control store knows a worker in a slot. Blocks while it is unreachable.
+    """Return whether Ray's control store knows a worker in a slot. Blocks while the control store
+    is unreachable.
 
     The control store is queried, since this process's own view of actors may be old.
     """

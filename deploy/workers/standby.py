@@ -187,7 +187,7 @@ class _Own:
 
 
 def begin_here(prepare: Callable[[], None]) -> None:
-    """Make this process, which Ray has just started, a standby if one is requested."""
+    """Make this process, which Ray has just started, a warm standby if one is requested."""
     _Own.standby = Standby(StandbyFiles.own(), prepare)
     _Own.standby.begin()
 

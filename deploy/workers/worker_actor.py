@@ -192,7 +192,7 @@ class WorkerThread:
         return self._started.done() and self._started.exception() is not None
 
     def _is_reached(self) -> bool:
-        """Whether a client is connected to the worker's server."""
+        """Whether any client is connected to the worker's gRPC server."""
         process = self._process
         assert process is not None, "it serves"
         assert process.record is not None, "it serves"

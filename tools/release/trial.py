@@ -63,7 +63,8 @@ def try_application(wheels: Sequence[Path], client: Path, folder: Path, python: 
     The server is started in a folder that has modules with the names of Baton's own.
     """
     own = _environment(python, folder / "venv")
-    # After the own folder: requirements come from there, and Baton does not.
+    # A .pth folder comes after the environment's own packages in the import path. Requirements are
+    # imported from there, and Baton from its new wheels.
     packages = run(own, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
     (Path(packages) / "requirements.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     run(own, "-m", "pip", "install", "--quiet", "--no-deps", *wheels)

@@ -15,7 +15,7 @@ _BURST_S = 0.02
 """If all tokens arrive within this time, in seconds, no rate is shown: they were read together."""
 
 Write = Callable[[str], None]
-"""Shows a piece of text immediately."""
+"""A function that shows a piece of an answer's text immediately."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,7 +195,8 @@ def target(http: str | None, cluster_id: str | None, *, only_reads: bool = False
 def cluster_of_client(
     cluster_id: str | None, http: str | None = None, *, default: str = DEFAULT_HTTP
 ) -> ClusterState | None:
-    """Return the cluster on this machine that a client uses; None: none, or ``http`` is elsewhere.
+    """Return the cluster on this machine that a client uses. None if no cluster runs here, or if
+    ``http`` is the address of a cluster elsewhere.
 
     Ends the command if several run and neither argument names one. If none runs and there is no
     ``http``, a message says that the client uses ``default``.

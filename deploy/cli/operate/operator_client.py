@@ -63,7 +63,8 @@ class ClusterFacts:
 
 
 class OperatorClient:
-    """Calls one router; every failure ends the command with a message."""
+    """Calls the operators' endpoints of one router; every failure ends the command with a
+    message."""
 
     def __init__(
         self, tls: TlsOptions, target: Target, api_key: str, *, operators: bool = True
