@@ -85,7 +85,7 @@ class WorkerProcess:
         self._start_engine, self._measure = start_engine, measure
         self._fail = fail
         self.drained = False
-        """Whether a drain has emptied the worker, so that the process ends."""
+        """Whether a drain is over, so that the process ends."""
         self.leave_by: float | None = None
         """Deadline of the current drain, in seconds of the monotonic clock."""
         self.beats = 0

@@ -93,7 +93,7 @@ class Push:
 
     @property
     def is_open(self) -> bool:
-        """Whether the push still sends: it has neither failed nor ended."""
+        """Whether the push has neither failed nor completed."""
         return self._error is None and not self.done.done()
 
     @property

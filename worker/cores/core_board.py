@@ -115,8 +115,8 @@ class CoreBoard:
     def begin(self) -> int:
         """Announce a step on the board. Returns the number of threads that it should take.
 
-        Before that, it waits for a pause that is due, and for helpers of other workers: a tenth of
-        a second at most.
+        It waits for a pause that is due, and for helpers of other workers: a tenth of a second at
+        most.
         """
         if not self._yields and self._prompts_wait():
             self._sleep_until(self._ended + pause_after(self._ended - self._began))

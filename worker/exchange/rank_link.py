@@ -130,7 +130,7 @@ class RankLink:
         return f"rank {self.rank} of this worker"
 
     def heartbeat(self, now: float) -> None:
-        """Fail the link if the rank has not answered for too long."""
+        """Send a heartbeat to the rank; fail the link if the rank is silent for too long."""
         if self.broken.done():
             return
         if not self._owes:
