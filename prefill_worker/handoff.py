@@ -231,7 +231,7 @@ class Handoff:
             self._span.end()
         if not self._committed and self._pair is not None:
             self._committed = True
-            # Aborts first: the receiver then drops the bytes in flight and confirms it.
+            # Aborts first: the receiver then drops the bytes in flight, and confirms that.
             await self._abort()
         if self._push is not None:
             await asyncio.wait([self._push.done])

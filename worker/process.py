@@ -89,8 +89,7 @@ class WorkerProcess:
         self.leave_by: float | None = None
         """Deadline of the current drain, in seconds of the monotonic clock."""
         self.beats = 0
-        """Number of heartbeats so far; other threads may read it to see that the event loop
-        runs."""
+        """Number of the worker's heartbeats so far; other threads may read it."""
         self._roles = roles
         self._session: WorkerSession | None = None
         self._changing = asyncio.Lock()

@@ -56,7 +56,7 @@ class Inbound:
         limits: PairLimits,
         rank_addresses: Sequence[str] = (),
     ) -> None:
-        """``transports`` are registered.
+        """``transports`` have registered this worker's blocks.
 
         ``rank_addresses`` has host:port of each rank's gRPC server, if the worker has several.
         """

@@ -27,7 +27,7 @@ class Fit(enum.Enum):
     """How the blocks of two workers compare."""
 
     EQUAL = "equal"
-    """Whole blocks move unchanged."""
+    """The layouts are equal: whole blocks are sent unchanged."""
     SHARED = "shared"
     """Tensor parallelism differs: each rank sends only the heads that the peer's rank has, too."""
     CONVERTIBLE = "convertible"

@@ -149,7 +149,7 @@ class Outbound:
         limits: PairLimits,
         executor: Executor,
     ) -> None:
-        """``transports`` are registered; ``executor`` reads blocks."""
+        """``transports`` have registered this worker's blocks; ``executor`` reads them."""
         self.peer = peer
         self.transport = ""
         self.geometry = identity.geometry

@@ -24,7 +24,7 @@ class Identity:
     fingerprint: str
     geometry: Geometry
     rank: int = 0
-    """Number of the rank."""
+    """Number of the rank in its worker."""
 
     @property
     def name(self) -> str:
@@ -34,7 +34,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class PairLimits:
-    """Limits of a worker's pairs."""
+    """Limits of a worker's pairs: bytes in flight, silence, and time for a batch."""
 
     window_bytes: int = 32 << 20
     """Maximum bytes of a pair that are announced and have not arrived."""

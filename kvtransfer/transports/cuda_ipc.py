@@ -5,8 +5,8 @@ driver enables peer access from there. Only addresses are kept: CUDA_VISIBLE_DEV
 writer's GPU, and torch refuses memory of a GPU that it does not see.
 
 Functions and constants are those of the CUDA Driver API, "Memory Management", "Unified Addressing"
-and "Primary Context Management". Nothing of CUDA is loaded before it is used. It has not run on a
-GPU yet.
+and "Primary Context Management". Nothing of CUDA is loaded before it is used. This module
+has not run on a GPU yet.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Transfer:
         self._wanted_end: BaseException | None = None
         self._calls: list[Callable[[Transfer], None]] = []
 
-    # For threads that wait for it
+    # For threads that wait for the transfer
 
     def poll(self) -> bool:
         """Whether the transfer is over. Raises its error, or CancelledError if it was cancelled."""

@@ -72,7 +72,7 @@ class AnnouncedBatch:
     number: int
     """Number of the batch in its pair; numbers ascend in the order of sending."""
     source: Parts
-    """Where the parts are at the writer."""
+    """Where the parts are in the writer's blocks."""
     target: Parts
     """Where the parts belong in this worker's blocks: as many blocks, and the same offset and
     length."""

@@ -126,7 +126,7 @@ class EngineCore:
         self.steps = 0
         """Number of steps that ended without an error."""
         self._prompt_tokens = 0
-        """Number of tokens in all prompts that were computed, for the prefix cache's hit rate."""
+        """Number of tokens in all computed prompts, including those that were cached."""
         self._cached_prompt_tokens = 0
         """Number of tokens in these prompts whose KV was in the prefix cache."""
         is_cpu = engine.runner.device.type == "cpu"

@@ -49,7 +49,7 @@ class Exchange:
         plane: WorkerPlane = OPEN_PLANE,
         recall: Recall | None = None,
     ) -> None:
-        """``transports`` are registered; ``executor`` reads blocks.
+        """``transports`` have registered this worker's blocks; ``executor`` reads them.
 
         ``address`` is host:port of this worker's gRPC server; empty if it receives nothing.
         ``ranks`` are open links to the worker's other ranks; None if it has only one rank.

@@ -42,9 +42,10 @@ class OutboundPairs:
         connect: Callable[[str], grpc.aio.Channel] = open_channel,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``transports`` are registered; ``executor`` reads blocks; ``connect`` makes channels.
+        """``transports`` have registered the blocks, and ``executor`` reads them.
 
-        ``clock`` measures the silence of peers, in seconds; see ``baton.liveness.listening``.
+        ``connect`` makes channels. ``clock`` measures the silence of peers, in seconds; see
+        ``baton.liveness.listening``.
         """
         self._clock = clock
         self._identity = identity

@@ -190,7 +190,7 @@ class TierLoader:
 
     def _returning(self, sequence: engine_sequence.Sequence) -> _Load | None:
         load = self._choose(self._hashes(sequence), sequence.deadline)
-        # It is the first in the queue: only running sequences come before it.
+        # The sequence is the first in the queue: only running sequences come before it.
         needed = self._blocks_of(sequence) + len(self._scheduler.running)
         return load if load is not None and self._has_room(load, needed) else None
 

@@ -52,7 +52,7 @@ class OwnLease:
         if stood_since is None or self._renewed_at is None:
             return False
         stood_still = now - stood_since > self._heartbeat_s
-        # If it was not renewed as usual until then, the registry caused the lapse.
+        # If the entry was not renewed as usual until then, the registry caused the lapse.
         was_alive = stood_since - self._renewed_at <= 2 * self._heartbeat_s
         if not (stood_still and was_alive and now - self._renewed_at > self._ttl_s):
             return False

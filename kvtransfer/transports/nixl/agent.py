@@ -119,7 +119,7 @@ class NixlAgent:
 
     def close(self) -> None:
         """End the agent, which is unusable afterwards. Registered memory may then be freed."""
-        # Its destructor is the only way to do this.
+        # The agent's destructor is the only way to close it.
         del self._agent
 
     def _place(self, device: str) -> tuple[Any, int]:
