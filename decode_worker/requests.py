@@ -282,8 +282,7 @@ class DecodeRequests:
         self.reserves.serve_soon()
 
     def hand_back(self) -> None:
-        """Hand back the sequences that have lost their blocks to their routers, after all their
-        tokens."""
+        """Hand sequences that have lost their blocks back to their routers, after all tokens."""
         for sequence in self.context.engine.scheduler.take_handed_back():
             if sequence in self.sequences:
                 self._forget(attempt_of(sequence), sequence.choice)

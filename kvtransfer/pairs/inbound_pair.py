@@ -320,7 +320,7 @@ class _Copy:
     """Numbers of the ticket's missing blocks into which the batch is copied."""
     transfer: Transfer
     expected: tuple[int, ...] | None = None
-    """Checksums from the writer that the transfer's must equal.
+    """Checksums from the writer, which those that the transfer computes must equal.
 
     Empty if the transfer compares them itself; None until the writer sends them.
     """

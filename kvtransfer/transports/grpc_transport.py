@@ -151,7 +151,7 @@ class GrpcTransport:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A message of a batch that is to be sent."""
+    """A message that is to be sent, with parts of one batch."""
 
     number: int
     frame: Frame

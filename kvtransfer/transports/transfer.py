@@ -32,8 +32,7 @@ class Transfer:
 
     def __init__(self) -> None:
         self.found: tuple[int, ...] = ()
-        """Checksums of the placed parts, if the writer's checksums were not known when it was
-        received."""
+        """Checksums of the placed parts, if the writer's checksums were not known yet."""
         self._changed = threading.Condition()
         self._state = _State.PENDING
         self._error: BaseException | None = None

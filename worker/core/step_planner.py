@@ -122,8 +122,7 @@ class StepPlanner:
         return self._last_plan is not None and self._last_plan.decodes_only
 
     def _max_prompt_tokens(self) -> int | None:
-        """Return the maximum number of prompt tokens in the next step; None if no sequence decodes
-        in it."""
+        """Return the maximum prompt tokens of the next step; None if the budget does not apply."""
         if self._budget is None:
             return None
         decoding = self._scheduler.decoding

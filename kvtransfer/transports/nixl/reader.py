@@ -144,7 +144,7 @@ class NixlReader:
     # For any thread
 
     def open(self, source: Source) -> None:
-        """Read the batches of a source from now on."""
+        """Let the thread read the batches of ``source`` from now on."""
         self._new.append(source)
         self._wake.set()
         if self._stopping:
