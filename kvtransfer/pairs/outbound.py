@@ -121,7 +121,7 @@ class Push:
         self._in_flight += count
 
     def landed(self, count: int) -> None:
-        """Record that a batch of ``count`` bytes of this push has arrived."""
+        """Record that a batch of ``count`` bytes of this push is no longer in flight."""
         self._in_flight -= count
         self._bytes += count
         self._settle()

@@ -81,7 +81,7 @@ def _makers(
     *,
     between_gpus: bool = False,
 ) -> dict[str, Maker]:
-    """Return a function that makes each transport, by the transport's name.
+    """Return the functions that make the transports, by transport name.
 
     ``staging`` is the maximum number of bytes that one pair holds between blocks and wire.
     """
