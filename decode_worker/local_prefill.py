@@ -24,7 +24,8 @@ from worker.role import WorkerContext
 
 
 class LocalPrefill:
-    """Opens sinks for local prompts. Local prompts and waiting reserves take turns."""
+    """Opens the sinks of prompts that are computed here. Local prompts and waiting reserves take
+    turns."""
 
     def __init__(
         self,
@@ -35,10 +36,11 @@ class LocalPrefill:
         end: Callable[[Sequence], None],
         turn: Callable[[], int | None],
     ) -> None:
-        """``keep`` receives each sequence before it is queued; ``end`` ends it, if it is still
-        there.
+        """``keep`` receives each sequence before it is queued. ``end`` ends a sequence if it is
+        still here.
 
-        ``turn`` returns the number of answered reserves while others wait, and None otherwise.
+        ``turn`` returns the number of reserves that were answered from the queue if others still
+        wait, and None otherwise.
         """
         self.context = context
         self.receiver = receiver
@@ -46,7 +48,8 @@ class LocalPrefill:
         self.end = end
         self._turn = turn
         self._placed_at: int | None = None
-        """The turn in which a local prompt was last placed while reserves waited."""
+        """Value of ``turn`` when a local prompt last took its turn while reserves waited; else
+        None."""
 
     def open(
         self,
@@ -55,7 +58,10 @@ class LocalPrefill:
         updates: PromptUpdates,
         deadline: float,
     ) -> LocalSink:
-        """See ``worker.prefill.flow.OpenSink``. Raises HandoffError, TicketEnded."""
+        """Make the sink of a prompt that is computed here; see ``worker.prefill.flow.OpenSink``.
+
+        Raises HandoffError, TicketEnded.
+        """
         own = self.context.incarnation
         if request.decode_incarnation != own:
             raise HandoffError(
@@ -69,13 +75,14 @@ class LocalPrefill:
         return LocalSink(self, updates, deadline)
 
     def check_turn(self, spec: SequenceSpec) -> None:
-        """Raise NoRoom if the next turn belongs to a waiting reserve."""
+        """Raise NoRoom if a waiting reserve has the next turn. Preempted sequences need no turn."""
         turn = self._turn()
         if turn is not None and turn == self._placed_at and not spec.preemptions:
             raise NoRoom("reserves wait for room here", retry_after=RETRY_AFTER_S)
 
     def take_turn(self) -> None:
-        """Record that a prompt takes this turn."""
+        """Record that a local prompt takes this turn, so that a waiting reserve has the next
+        one."""
         self._placed_at = self._turn()
 
 
@@ -94,10 +101,10 @@ class LocalSink:
         self._updates = updates
         self._deadline = deadline
         self._queued: Sequence | None = None
-        """The sequence, from its queueing until its commit."""
+        """The sequence from its queueing until its commit; None at other times."""
 
     async def reserve(self, sequence: Sequence) -> None:
-        """Check the room before anything is fetched for the prompt.
+        """Check that there is room for the sequence, before anything is fetched for its prompt.
 
         Raises NoRoom, HandoffError.
         """
@@ -109,9 +116,10 @@ class LocalSink:
         self._receiver.check_room(self._missing(sequence, held), held, spec, now)
 
     def _held(self, sequence: Sequence) -> list[int]:
-        """The cached blocks before the last token, whose logits are always needed.
+        """Return the prompt's cached blocks, without the one with its last token, whose logits are
+        always needed.
 
-        Empty for a prompt that is scored, since that needs all logits.
+        It returns none for a prompt that is scored, since that needs the logits of all tokens.
         """
         if sequence.scores_prompt:
             return []
@@ -122,13 +130,14 @@ class LocalSink:
         return self._pool.match(hashes[:most])
 
     def _missing(self, sequence: Sequence, leading: list[int]) -> int:
-        """Number of blocks to allocate after ``leading``, including one for each sibling's first
-        write."""
+        """Return how many blocks to allocate after ``leading``, including one for each sibling's
+        first write."""
         prompt = -(-len(sequence.token_ids) // self._limits.block_size)
         return prompt - len(leading) + sequence.spec.choices - 1
 
     async def compute(self, sequence: Sequence, blocks: list[int]) -> list[FirstToken]:
-        """Take the other blocks, queue the sequence, and return the first tokens of its choices.
+        """Allocate the remaining blocks, queue the sequence, and return the first tokens of its
+        choices.
 
         Raises NoRoom, DeadlineExceeded, and the error that has ended the sequence.
         """
@@ -143,8 +152,10 @@ class LocalSink:
         raise deadline_passed()
 
     def _queue(self, sequence: Sequence, leading: list[int]) -> None:
-        """Take the blocks after ``leading``. The sequence owns ``leading`` now, or they are
-        released."""
+        """Allocate the blocks after ``leading`` and queue the sequence.
+
+        The sequence then owns ``leading``. If there is no room, ``leading`` is released.
+        """
         held = self._held(sequence)
         if len(held) > len(leading):
             self._pool.pin(held)

@@ -41,22 +41,26 @@ class Offer:
     writer: str
     spec: SequenceSpec
     deadline: float | None = None
-    """Deadline in seconds of this worker's monotonic clock. None until blocks are promised."""
+    """Deadline of the request, in seconds of this worker's monotonic clock. None until blocks are
+    promised."""
     hashes: list[bytes] | None = None
-    """Hashes of the tokens' full hash blocks, once they have been needed."""
+    """Hashes of the full hash blocks of the prompt's tokens; None until they are needed."""
     min_blocks: int = 0
-    """Blocks that must be available before another lookup in the cache is worthwhile."""
+    """Number of blocks that must be available before it is worthwhile to look the prompt up in the
+    cache again."""
     spare: list[int] = field(default_factory=list)
-    """Blocks for the first writes of siblings, one each; set with the ticket."""
+    """Blocks for the first writes of the sequence's siblings, one each; allocated with the
+    ticket."""
 
     @property
     def attempt(self) -> AttemptName:
-        """The request's id, and the number of this attempt."""
+        """The request's id, and the number of the attempt to which the offer belongs."""
         return self.spec.request_id, self.spec.attempt
 
 
 class HandoffReceiver:
-    """Checks offers, and reserves their blocks through the block receiver."""
+    """Checks the handoffs that writers offer, and reserves their blocks through the block
+    receiver."""
 
     def __init__(
         self,
@@ -74,19 +78,20 @@ class HandoffReceiver:
         self._promised: dict[str, Offer] = {}
         """Offers with an open ticket, by ticket id."""
         self._spare = 0
-        """Number of blocks promised to siblings. The same number of places is promised."""
+        """Number of blocks promised to siblings of promised sequences. Each sibling is promised a
+        place in the batch, too."""
         self._room = Room(scheduler)
         self._unsubscribe = blocks.subscribe(self._released)
 
     def close(self) -> None:
-        """Unsubscribe from tickets; idempotent."""
+        """Stop receiving reports of released tickets; idempotent."""
         self._unsubscribe()
 
     def reserve(self, offer: Offer, now: float) -> Ticket:
-        """Promise blocks. Raises HandoffError, NoRoom or ContextLengthExceeded.
+        """Promise blocks to an offer. Returns its ticket.
 
-        If the counts alone show that there is no room, the prompt is not hashed. The offer keeps
-        hashes that were computed.
+        Raises HandoffError, NoRoom or ContextLengthExceeded. If the counts alone show that there is
+        no room, the prompt is not hashed. The offer keeps hashes that were computed.
         """
         self.check_offer(offer)
         spec, attempt = offer.spec, offer.attempt
@@ -122,7 +127,8 @@ class HandoffReceiver:
         return ticket
 
     def check_offer(self, offer: Offer) -> None:
-        """Check that the offer would be accepted if there were room."""
+        """Raise HandoffError, ContextLengthExceeded or TicketEnded if the offer cannot be accepted
+        even with room."""
         writer = Identity(offer.writer, offer.fingerprint, offer.geometry)
         check_peer(self._identity, writer, offer.incarnation)
         spec = offer.spec
@@ -138,24 +144,28 @@ class HandoffReceiver:
         self.blocks.book.check_alive(offer.attempt)
 
     def _blocks(self, spec: SequenceSpec) -> int:
-        """Number of blocks for the tokens, and one for each sibling's first write."""
+        """Return the number of blocks for a sequence's tokens, plus one for each sibling's first
+        write."""
         return -(-len(spec.token_ids) // self._scheduler.limits.block_size) + spec.choices - 1
 
     def check_room(self, count: int, pinned: list[int], spec: SequenceSpec, now: float) -> None:
-        """See ``Room.check``. Raises NoRoom, HandoffError."""
+        """Check that there is room for a sequence: see ``Room.check``. Raises NoRoom,
+        HandoffError."""
         self._room.check(count, pinned, spec, promised=self._places, now=now)
 
     def check_count(self, count: int, spec: SequenceSpec, now: float) -> None:
-        """Check the room without a cache lookup: see ``Room.check_count``. Raises NoRoom."""
+        """Check the room for a sequence without a cache lookup: see ``Room.check_count``. Raises
+        NoRoom."""
         self._room.check_count(count, spec, promised=self._places, now=now)
 
     @property
     def _places(self) -> int:
-        """Number of promised places in the batch."""
+        """Number of places in the batch that are promised to sequences with tickets and to their
+        siblings."""
         return len(self.blocks.book) + self._spare
 
     def promised(self, ticket_id: str) -> SequenceSpec | None:
-        """The sequence that an open ticket is for; None if there is no such ticket."""
+        """Return the sequence for which a ticket is open; None if there is no such ticket."""
         found = self._promised.get(ticket_id)
         return None if found is None else found.spec
 
@@ -167,8 +177,8 @@ class HandoffReceiver:
         )
 
     def commit(self, ticket_id: str, writer: str, now: float) -> tuple[Offer, Ticket]:
-        """End a ticket because its sequence may run. Its blocks are the pinned, then the missing
-        ones.
+        """End a ticket because its sequence may run. The sequence gets the pinned blocks, then the
+        missing ones.
 
         Raises HandoffError if bytes are missing.
         """
@@ -178,7 +188,7 @@ class HandoffReceiver:
         return offer, ticket
 
     def _released(self, ticket: Ticket, error: BatonError) -> None:
-        """Forget a ticket that ended before its commit."""
+        """Forget a ticket that ended before its commit, and release its siblings' blocks."""
         promised = self._promised.pop(ticket.ticket_id, None)
         if promised is not None:
             self._spare -= len(promised.spare)
@@ -192,28 +202,30 @@ FULL_RETRY_S = 1.0
 
 
 _Waiting = tuple[Offer, asyncio.Future[Ticket]]
-"""An offer, and its answer. The answer is done if the caller has left, or was answered early."""
+"""An offer, and the future of its ticket. The future is done if the caller has left, or the offer
+was answered early."""
 
 
 class ReserveQueue:
-    """Queue of offers: answered at once if there is room, and else in order."""
+    """Queue of offers that wait for room: each is answered at once if there is room, and else in
+    order."""
 
     def __init__(self, reserve: Callable[[Offer], Ticket], max_waiting: int = MAX_WAITING) -> None:
-        """``reserve`` promises blocks; it raises NoRoom if there are none."""
+        """``reserve`` promises blocks to an offer; it raises NoRoom if there are none."""
         self._reserve = reserve
         self._max_waiting = max_waiting
         self._preempted: deque[_Waiting] = deque()
         self._others: deque[_Waiting] = deque()
         self._serves_soon = False
         self.answered = 0
-        """Number of reserves that were answered from the queue; read only."""
+        """Number of reserves that were answered from the queue; other code only reads it."""
 
     def __len__(self) -> int:
         """The number of waiting reserves."""
         return len(self._preempted) + len(self._others)
 
     def add(self, offer: Offer) -> asyncio.Future[Ticket]:
-        """Promise blocks as soon as there is room and it is the offer's turn.
+        """Promise blocks to an offer as soon as there is room and it is the offer's turn.
 
         A caller that cancels the future leaves the queue. Raises what ``reserve`` raises if the
         offer need not wait, and NoRoom if the queue is full.
@@ -232,7 +244,7 @@ class ReserveQueue:
         return answer
 
     def serve(self) -> None:
-        """Answer as many reserves as there is room for."""
+        """Answer waiting reserves in order, as long as there is room."""
         self._serves_soon = False
         while queue := self._preempted or self._others:
             offer, answer = queue[0]
@@ -247,24 +259,26 @@ class ReserveQueue:
             queue.popleft()
 
     def serve_soon(self) -> None:
-        """Serve waiting reserves soon, because blocks or places may be free again."""
+        """Answer waiting reserves in the loop's next iteration, because blocks or places may be
+        free again."""
         if len(self) and not self._serves_soon:
             self._serves_soon = True
             asyncio.get_running_loop().call_soon(self.serve)
 
     def check_again(self) -> None:
-        """Serve even if counts show no room: blocks return from readers without a notice."""
+        """Answer waiting reserves even if counts show no room: readers return blocks without a
+        notice."""
         queue = self._preempted or self._others
         if queue:
             queue[0][0].min_blocks = 0
             self.serve_soon()
 
     def end(self, attempt: AttemptName, error: BatonError) -> None:
-        """Fail the waiting reserve of an attempt that is over, if there is one."""
+        """Fail the waiting reserve of an attempt that is over, if there is one, with ``error``."""
         self._refuse(error, lambda offer: offer.attempt == attempt)
 
     def close(self, error: BatonError) -> None:
-        """Fail all waiting reserves: the worker accepts nothing more."""
+        """Fail all waiting reserves with ``error``, because the worker accepts no more work."""
         self._refuse(error, lambda offer: True)
 
     def _refuse(self, error: BatonError, concerns: Callable[[Offer], bool]) -> None:

@@ -36,22 +36,25 @@ from worker.services import Keepalive
 log = logging.getLogger(__name__)
 
 ROUTER_GRACE_S = 5.0
-"""Seconds without an open token stream after which a router's sequences are ended."""
+"""Seconds without an open token stream after which a router counts as gone, and its sequences are
+ended."""
 
 
 class DecodeRequests:
     """All requests of a decode worker. Owned by the worker's event loop."""
 
     def __init__(self, context: WorkerContext, estimates: FetchEstimates | None = None) -> None:
-        """``estimates`` decide when cached blocks of local prompts are fetched; None: new ones."""
+        """``estimates`` decide when cached blocks of local prompts are fetched from other workers.
+        Without it, new ones are learned."""
         self.context = context
         self.closing = asyncio.Event()
-        """Set once the worker stops."""
+        """Set once the worker begins to stop."""
         self.clock = context.exchange.receiver.clock
-        """The clock for the silence of peers. Deadlines use the monotonic clock."""
+        """The clock for the silence of peers. Deadlines use the monotonic clock instead."""
         self.sequences = RunningSequences(context.settings.slot, self.clock)
         self._deadlines: dict[AttemptName, float] = {}
-        """Deadlines of requests that have tickets. The scheduler keeps those of sequences."""
+        """Deadlines of requests that have tickets, in seconds of the monotonic clock. The scheduler
+        keeps those of sequences."""
         self.receiver = HandoffReceiver(
             context.engine.scheduler,
             context.exchange.receiver,
@@ -84,10 +87,10 @@ class DecodeRequests:
     # Handoffs
 
     def request_reserve(self, offer: Offer) -> asyncio.Future[Ticket]:
-        """Call ``reserve`` as soon as there is room and it is the offer's turn.
+        """Promise blocks to an offer as soon as there is room and it is the offer's turn.
 
         A caller that cancels the future leaves the queue. Raises Unavailable if the worker accepts
-        nothing more, and what ``ReserveQueue.add`` raises.
+        no more work, and what ``ReserveQueue.add`` raises.
         """
         if self.closing.is_set():
             raise stopping()
@@ -102,9 +105,10 @@ class DecodeRequests:
         return self.reserves.add(offer)
 
     def reserve(self, offer: Offer) -> Ticket:
-        """See ``HandoffReceiver.reserve``. The grammar is compiled while the blocks arrive.
+        """Promise blocks to an offer: see ``HandoffReceiver.reserve``. Its grammar is compiled
+        while the blocks arrive.
 
-        Raises NoRoom, and Unavailable if the worker accepts nothing more.
+        Raises NoRoom, and Unavailable if the worker accepts no more work.
         """
         self.context.intake.check()
         if offer.deadline is None:
@@ -122,7 +126,7 @@ class DecodeRequests:
         return ticket
 
     def must_wait(self, ticket_id: str) -> bool:
-        """Whether a commit has to wait, for bytes or for its sequence's grammar."""
+        """Whether the commit of a ticket has to wait, for bytes or for its sequence's grammar."""
         spec = self.receiver.promised(ticket_id)
         if spec is not None and spec.sampling.grammar is not None:
             return True
@@ -132,7 +136,8 @@ class DecodeRequests:
     async def commit_when_complete(
         self, ticket_id: str, writer: str, firsts: list[FirstToken]
     ) -> int:
-        """Call ``commit`` once every byte is in place and the grammar is compiled.
+        """Commit a ticket once every byte is in place and the grammar is compiled. Returns the
+        bytes transferred.
 
         Raises the error that has ended the ticket, or InvalidGrammar.
         """
@@ -189,7 +194,10 @@ class DecodeRequests:
         return ticket.expected_bytes
 
     def _fork(self, sequence: Sequence, others: list[FirstToken]) -> list[Sequence]:
-        """Start a sequence's siblings, if there are any. Each of them may have ended afterwards."""
+        """Start a sequence's siblings with the first tokens ``others``, if there are any.
+
+        Returns the siblings. Each of them may have ended with its first token.
+        """
         if not others:
             return []
         scheduler = self.context.engine.scheduler
@@ -200,7 +208,8 @@ class DecodeRequests:
         return forks
 
     def _end_local(self, sequence: Sequence) -> None:
-        """End a local prompt that was given up before its first token, if it is still here."""
+        """End a prompt that is computed here and was given up before its first token, if it is
+        still here."""
         if sequence in self.sequences:
             self.abort(attempt_of(sequence))
 
@@ -215,7 +224,7 @@ class DecodeRequests:
         self.context.core.schedule_steps()
 
     def abort_handoff(self, attempt: AttemptName) -> None:
-        """End the ticket of a writer that gives up; idempotent.
+        """End the ticket of an attempt because its writer gives up; idempotent.
 
         A committed sequence continues, because its writer may not know about the commit. The router
         ends sequences that run.
@@ -234,7 +243,7 @@ class DecodeRequests:
         return gone
 
     def expire(self, now: float) -> None:
-        """End requests whose deadline has passed, and those of routers that are gone."""
+        """End requests whose deadline has passed, and those of routers that no longer read."""
         for attempt, deadline in list(self._deadlines.items()):
             if deadline <= now:
                 self.abort(attempt)
@@ -244,7 +253,7 @@ class DecodeRequests:
                 self.abort(attempt)
 
     def end_all(self) -> None:
-        """End every sequence and ticket. Streams end when they see ``closing``."""
+        """End every sequence and ticket. Token streams end once ``closing`` is set."""
         self.closing.set()
         self.reserves.close(stopping())
         self.receiver.blocks.close()
@@ -260,7 +269,7 @@ class DecodeRequests:
     # Steps
 
     def on_emit(self, updates: list[SequenceUpdate]) -> None:
-        """Send a step's tokens to the routers."""
+        """Send the tokens of a step to the routers of its sequences."""
         for update in updates:
             if update.token_ids:
                 sequence = update.sequence
@@ -273,20 +282,22 @@ class DecodeRequests:
         self.reserves.serve_soon()
 
     def hand_back(self) -> None:
-        """Report the sequences that have lost their blocks, after all their tokens."""
+        """Hand sequences that have lost their blocks back to their routers, after all tokens."""
         for sequence in self.context.engine.scheduler.take_handed_back():
             if sequence in self.sequences:
                 self._forget(attempt_of(sequence), sequence.choice)
                 self.sequences.send_end(sequence)
 
     def on_fail(self, sequences: list[Sequence], error: BatonError) -> None:
-        """End sequences whose step failed, with an error."""
+        """Report ``error`` to the routers of sequences that have ended because their step
+        failed."""
         for sequence in sequences:
             self._fail(sequence, error)
         self.sequences.flush()
 
     def on_expire(self, sequences: list[Sequence]) -> None:
-        """End sequences whose deadline has passed, with an error."""
+        """Report to their routers that these sequences have ended because their deadline has
+        passed."""
         self.on_fail(sequences, DeadlineExceeded("the request's deadline has passed"))
 
     def _fail(self, sequence: Sequence, error: BatonError) -> None:
@@ -303,5 +314,5 @@ def _aborted() -> TicketEnded:
 
 
 def stopping() -> Unavailable:
-    """The error for calls to a worker that is stopping."""
+    """Return the error for calls to a worker that is stopping."""
     return Unavailable("this decode worker is stopping")

@@ -16,7 +16,8 @@ from worker.role import WorkerContext
 
 
 class DecodeRole(DecodeRequests):
-    """Implements ``worker.role.Role``. Owned by the worker's event loop."""
+    """The decode role of a worker. Implements ``worker.role.Role``. Owned by the worker's event
+    loop."""
 
     def __init__(self, context: WorkerContext, estimates: FetchEstimates | None = None) -> None:
         """See ``DecodeRequests``."""
@@ -24,12 +25,14 @@ class DecodeRole(DecodeRequests):
         self._prefills = PrefillServicer(self.flow.run, context.core.load, self.keepalive)
 
     def mount(self, server: grpc.aio.Server) -> None:
-        """Add DecodeService, and PrefillService for prompts that are computed here."""
+        """Add DecodeService, and PrefillService for prompts that are computed here, to the
+        server."""
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(self), server)
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self._prefills, server)
 
     async def heartbeat(self) -> None:
-        """End what has expired. Raises WorkerFailed if the engine hangs."""
+        """End sequences, tickets and cached blocks that have expired. Raises WorkerFailed if the
+        engine hangs."""
         now = time.monotonic()
         self.expire(now)
         self.hand_back()
@@ -43,6 +46,6 @@ class DecodeRole(DecodeRequests):
             self.reserves.check_again()
 
     async def close(self) -> None:
-        """End every sequence and ticket, then the streams."""
+        """End every sequence and ticket, then the streams to routers and writers."""
         self.end_all()
         self._prefills.close()

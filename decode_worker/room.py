@@ -11,39 +11,41 @@ from baton.request import AttemptName, SequenceSpec
 from engine.scheduling.scheduler import Scheduler
 
 RETRY_AFTER_S = 0.05
-"""Seconds after which a writer that found no room may try again: about one decode step."""
+"""Seconds after which a request that found no room may try again: about one decode step."""
 _SHARE_OF_PLACES = 0.25
-"""Maximum share of a worker's places that a request with many choices needs at a time."""
+"""Maximum share of the batch's places that a request with many choices must find free at a time."""
 CLAIM_S = 0.5
-"""Seconds after which a claim lapses unless it is renewed: its request has gone elsewhere."""
+"""Seconds after which the claim of a preempted sequence lapses unless it is renewed: its request
+has gone to another worker."""
 
 
 class Claims:
-    """Preempted sequences that wait for room, in order; they come before new ones.
+    """Attempts of preempted sequences that wait for room, in order; they come before new sequences.
 
-    A claim lasts while its request keeps asking.
+    A claim lasts while the router keeps trying to place its sequence here.
     """
 
     def __init__(self) -> None:
         self._until: dict[AttemptName, float] = {}
 
     def may_go(self, attempt: AttemptName, now: float) -> bool:
-        """Whether no other attempt comes before this one."""
+        """Whether no other attempt has an earlier claim than this one."""
         self._until = {one: until for one, until in self._until.items() if until > now}
         first = next(iter(self._until), attempt)
         return first == attempt
 
     def make(self, attempt: AttemptName, now: float) -> None:
-        """Add an attempt that has found no room; an existing claim keeps its place."""
+        """Add or renew the claim of an attempt that has found no room. A renewed claim keeps its
+        position."""
         self._until[attempt] = now + CLAIM_S
 
     def drop(self, attempt: AttemptName) -> None:
-        """Remove an attempt that has got its room; idempotent."""
+        """Remove the claim of an attempt that has got its room; idempotent."""
         self._until.pop(attempt, None)
 
 
 class Room:
-    """The rule by which tickets and local prompts get room."""
+    """Decides whether there is room for a ticket or a local prompt."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -52,11 +54,12 @@ class Room:
     def check(
         self, count: int, pinned: list[int], spec: SequenceSpec, *, promised: int, now: float
     ) -> None:
-        """Check the room for one more sequence, in addition to ``promised`` places.
+        """Check that there is room for one more sequence, in addition to ``promised`` places in the
+        batch.
 
         The sequence needs the cached blocks ``pinned`` and ``count`` more. Preempted sequences come
-        first, in the order in which they ask. Raises NoRoom, and HandoffError if there can never be
-        room.
+        first, in the order in which they first asked. Raises NoRoom, and HandoffError if there can
+        never be room.
         """
         self.check_ever(count + len(pinned))
         self.check_count(
@@ -65,15 +68,18 @@ class Room:
         self._claims.drop((spec.request_id, spec.attempt))
 
     def check_ever(self, count: int) -> None:
-        """Check that the worker has ``count`` blocks in total. Raises HandoffError."""
+        """Check that the worker has ``count`` blocks in total, free or not. Raises HandoffError
+        otherwise."""
         total = self._scheduler.pool.total
         if count > total:
             raise HandoffError(f"{count} blocks needed: this worker has only {total}")
 
     def check_count(self, count: int, spec: SequenceSpec, *, promised: int, now: float) -> None:
-        """Like ``check``, without a cache lookup: ``count`` blocks must be available.
+        """Check, without a cache lookup, that ``count`` blocks and the sequence's places are
+        available.
 
-        It promises nothing, and makes a claim as ``check`` does. Raises NoRoom.
+        It promises nothing, and makes a claim for a preempted sequence that finds no room. Raises
+        NoRoom.
         """
         attempt = (spec.request_id, spec.attempt)
         try:
@@ -86,7 +92,7 @@ class Room:
             raise
 
     def _check(self, count: int, choices: int, promised: int) -> None:
-        """Check blocks and places. Raises NoRoom.
+        """Raise NoRoom unless the batch has places and the pool has blocks for one more request.
 
         A request with many choices need not have a place for all of them at once. Otherwise it
         would wait until nothing else runs. Beyond a share of the places, its choices take turns.

@@ -22,10 +22,10 @@ from worker.prefill.flow import attempt_of
 
 
 class Outbox:
-    """Outputs for one router: a message per step, with all sequences of the router.
+    """Outputs for one router: each step makes one message, with all sequences of the router.
 
     A new stream replaces the previous one. A router that reads slowly finds several steps in one
-    message. The ``max_tokens`` of its sequences bound what waits for it.
+    message. The ``max_tokens`` of its sequences bound how many outputs wait.
     """
 
     def __init__(self, now: float) -> None:
@@ -36,7 +36,7 @@ class Outbox:
         self._unread_since = now
 
     def put(self, output: TokenOutput) -> None:
-        """Add an output to the next message."""
+        """Add an output to the router's next message."""
         self._outputs.append(output)
 
     def flush(self) -> None:
@@ -45,11 +45,11 @@ class Outbox:
             self._filled.set()
 
     def hurry(self) -> None:
-        """Send the next message at once, even if it is empty."""
+        """Let the stream send its next message at once, even if it is empty."""
         self._filled.set()
 
     def open(self) -> int:
-        """Start to read with a new stream. Returns its number."""
+        """Register a new stream, which replaces the previous one. Returns its number."""
         self._reader += 1
         self._is_read = True
         # The previous stream, if it still waits, finds that it is replaced.
@@ -57,34 +57,35 @@ class Outbox:
         return self._reader
 
     def is_current(self, reader: int) -> bool:
-        """Whether this stream is the newest one."""
+        """Whether stream number ``reader`` is the newest one."""
         return reader == self._reader
 
     def close(self, reader: int, now: float) -> None:
-        """Record that a stream has ended."""
+        """Record that stream number ``reader`` has ended."""
         if self.is_current(reader):
             self._is_read = False
             self._unread_since = now
 
     def unread_for(self, now: float) -> float:
-        """Seconds since a stream was last open; 0 while one is."""
+        """Return the seconds since a stream was last open; 0 while one is open."""
         return 0.0 if self._is_read else now - self._unread_since
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until there are outputs, or until ``timeout_s`` have passed."""
+        """Wait until there are outputs to send, or until ``timeout_s`` have passed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._filled.wait()
 
     def take(self) -> list[TokenOutput]:
-        """Take the outputs that have gathered."""
+        """Remove and return the outputs that have gathered."""
         self._filled.clear()
         outputs, self._outputs = self._outputs, []
         return outputs
 
 
 class RunningSequences:
-    """Sequences by request and choice, their trace spans, and the outboxes of their routers."""
+    """All sequences on this worker by request and choice, their trace spans, and their routers'
+    outboxes."""
 
     def __init__(self, worker: str, clock: Callable[[], float]) -> None:
         """``worker`` is this worker's slot. ``clock`` measures routers' silence, in seconds."""
@@ -93,7 +94,8 @@ class RunningSequences:
         self._choices: dict[AttemptName, dict[int, Sequence]] = {}
         """The choices of each request by number, including those that have not begun."""
         self._spans: dict[int, Span] = {}
-        """The span of each sequence, from its first token here, or its queueing, to its end."""
+        """The trace span of each sequence, from its first token on this worker, or its queueing, to
+        its end."""
         self._outboxes: dict[str, Outbox] = {}
         """The outbox of each router, by its id."""
 
@@ -101,15 +103,15 @@ class RunningSequences:
         return sequence in self._choices.get(attempt_of(sequence), {}).values()
 
     def has(self, attempt: AttemptName) -> bool:
-        """Whether any choice of a request is here."""
+        """Whether any choice of a request is on this worker."""
         return attempt in self._choices
 
     def each(self) -> list[Sequence]:
-        """All sequences."""
+        """Return all sequences on this worker."""
         return [each for choices in self._choices.values() for each in choices.values()]
 
     def attempts(self, router_id: str) -> list[AttemptName]:
-        """The attempts of a router's requests."""
+        """Return the attempts of a router's requests on this worker."""
         return [
             attempt
             for attempt, choices in self._choices.items()
@@ -147,7 +149,7 @@ class RunningSequences:
             self._spans[sequence.sequence_id] = span
 
     def _end_span(self, sequence: Sequence, error: BatonError | None = None) -> None:
-        """End a sequence's span; idempotent."""
+        """End a sequence's trace span; idempotent."""
         span = self._spans.pop(sequence.sequence_id, None)
         if span is None:
             return
@@ -167,7 +169,7 @@ class RunningSequences:
     # Messages to routers
 
     def outbox(self, router_id: str) -> Outbox:
-        """A router's outbox; it is made when it is first needed."""
+        """Return a router's outbox, which is made when it is first needed."""
         if router_id not in self._outboxes:
             self._outboxes[router_id] = Outbox(self._clock())
         return self._outboxes[router_id]
@@ -211,12 +213,13 @@ class RunningSequences:
         self.outbox(spec.router_id).put(output)
 
     def flush(self) -> None:
-        """Send the messages of a step that is over."""
+        """Allow the routers' messages of a step that is over to be sent."""
         for outbox in self._outboxes.values():
             outbox.flush()
 
     def lost_routers(self, grace_s: float) -> list[str]:
-        """Routers that have not read for ``grace_s`` seconds; their outboxes are dropped."""
+        """Return the routers that have not read for ``grace_s`` seconds, and drop their
+        outboxes."""
         now = self._clock()
         lost = [name for name, box in self._outboxes.items() if box.unread_for(now) >= grace_s]
         for router_id in lost:

@@ -34,7 +34,7 @@ HandoffsContext = grpc.aio.ServicerContext[Request, Response]
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
-    """Translates messages into calls of ``DecodeRequests``."""
+    """Implements DecodeService: translates messages into calls of ``DecodeRequests``."""
 
     def __init__(self, requests: DecodeRequests) -> None:
         self._requests = requests
@@ -60,7 +60,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     async def StreamTokens(  # noqa: N802
         self, request: decode_pb2.StreamTokensRequest, context: Context
     ) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
-        """See decode.proto. An empty message without tokens shows that the worker is alive."""
+        """Send a router its sequences' tokens: see decode.proto.
+
+        An empty message without tokens shows that the worker is alive.
+        """
         requests = self._requests
         outbox = requests.sequences.outbox(request.router_id)
         reader = outbox.open()
@@ -79,7 +82,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             outbox.close(reader, requests.clock())
 
     def _messages(self, outputs: list[TokenOutput]) -> Iterator[decode_pb2.StreamTokensResponse]:
-        """Yield at least one message, because it shows that the worker is alive."""
+        """Yield messages with these outputs: at least one, because it shows that the worker is
+        alive."""
         if not outputs:
             yield self._message()
         for some in by_size(map(convert.output_to_proto, outputs)):
@@ -93,17 +97,17 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
 
 class HandoffStream:
-    """The calls of one writer, answered in any order."""
+    """The calls of one writer on one stream, answered in any order."""
 
     def __init__(self, requests: DecodeRequests, context: HandoffsContext) -> None:
         self._requests = requests
         self._context = context
         self._waiting: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
-        """Held while an answer is written."""
+        """Held while an answer is written to the stream."""
 
     async def run(self, calls: AsyncIterator[Request]) -> None:
-        """Answer calls until the writer leaves. Raises Unavailable if the worker stops."""
+        """Answer the writer's calls until it leaves. Raises Unavailable if the worker stops."""
         if self._requests.closing.is_set():
             raise stopping()
         reading = asyncio.create_task(self._read(calls), name="handoffs-read")
@@ -149,7 +153,8 @@ class HandoffStream:
         answer.add_done_callback(lambda _: _give_up(asked))
 
     async def _reserve_in_time(self, request: Request, asked: asyncio.Future[Ticket]) -> None:
-        """Answer once there is room, and all ranks of this worker accept the writer."""
+        """Answer a reserve once there is room, and all ranks of this worker accept the writer's
+        data."""
         response = Response(call=request.call)
         try:
             async with asyncio.timeout(request.timeout_ms / 1000):
@@ -230,6 +235,6 @@ def _refuse(response: Response, failure: Exception) -> None:
 
 
 def _give_up(asked: asyncio.Future[Ticket]) -> None:
-    """Withdraw a reserve whose answer is no longer needed."""
+    """Withdraw the reserve ``asked``, whose answer is no longer needed."""
     if not asked.cancel() and not asked.cancelled():
         asked.exception()

@@ -31,7 +31,7 @@ _Runs = list[tuple[int, int]]
 
 
 class TicketState(enum.Enum):
-    """State of a ticket; see the module's text."""
+    """State of a ticket; the module's docstring shows the transitions."""
 
     RESERVED = "reserved"
     RECEIVING = "receiving"
@@ -40,16 +40,17 @@ class TicketState(enum.Enum):
 
 
 class Purpose(enum.Enum):
-    """The use of a ticket's blocks."""
+    """The use of a ticket's blocks: a handoff or a pull."""
 
     HANDOFF = "handoff"
-    """A sequence that its writer hands over."""
+    """KV of a sequence that the writer hands over."""
     PULL = "pull"
-    """Cached blocks that the worker itself has requested from the writer."""
+    """Cached blocks that the receiving worker itself has requested from the writer."""
 
 
 class Ticket:
-    """A promise of blocks on one rank."""
+    """One rank's promise of blocks to a writer: what is reserved, what has arrived, and its
+    lease."""
 
     def __init__(
         self,
@@ -68,9 +69,9 @@ class Ticket:
     ) -> None:
         """``missing`` are the blocks to be written, ``pinned`` those that are cached already.
 
-        ``shards``: what this rank receives, if the writer or the receiver has several ranks; empty:
-        whole blocks of ``block_bytes``. ``others``: the receiver's other ranks, given on its rank
-        0.
+        ``shards`` are the parts that this rank receives if the writer or the receiver has several
+        ranks. Without them, whole blocks of ``block_bytes`` arrive. ``others`` are the receiver's
+        other ranks, and are given on its rank 0 alone.
         """
         self.ticket_id = ticket_id
         self.attempt = attempt
@@ -85,61 +86,63 @@ class Ticket:
         self.state = TicketState.RESERVED
         self.copies = 0
         self._holds = 0
-        """Number of waiting commits. Their writer no longer renews, since all bytes have
-        arrived."""
+        """Number of waiting commits. While there are any, the lease does not expire, because the
+        writer no longer renews it once all bytes have arrived."""
         self._shards = {shard.shard.source_rank: shard for shard in shards}
         self._awaited = {rank: self._all_of(rank) for rank in self._shards or (0,)}
-        """Runs of bytes (start, end) that no copy has begun for, by writer's rank and missing
+        """Runs of bytes (start, end) for which no copy has begun yet, by writer's rank and missing
         block."""
         self._lacking = set(others)
-        """Ranks whose own part is not complete."""
+        """Other ranks of the receiver whose own part of the ticket is not complete."""
         self._others = frozenset(self._lacking)
         self._copying: set[int] = set()
-        """Ranks where copies may still run although the ticket is released."""
+        """Other ranks of the receiver where copies may still run although the ticket is
+        released."""
         self._bytes_of_others = 0
 
     def _all_of(self, rank: int) -> dict[int, _Runs]:
-        """The runs that a rank of the writer has to send."""
+        """Return all runs of bytes that a rank of the writer has to send, by missing block."""
         size, shard = self._part_bytes(rank), self._shards.get(rank)
         count = range(len(self.missing))
         return {i: [(0, size)] for i in count if shard is None or shard.shard.has(i)}
 
     def _part_bytes(self, rank: int) -> int:
-        """Bytes of a block that a rank of the writer has; 0 if it has none."""
+        """Return how many bytes of each block a rank of the writer sends; 0 if it sends none."""
         if not self._shards:
             return 0 if rank else self.block_bytes
         return self._shards[rank].block_bytes if rank in self._shards else 0
 
     @property
     def is_open(self) -> bool:
-        """Whether its writer may still write."""
+        """Whether the ticket's writer may still write to its blocks."""
         return self.state in (TicketState.RESERVED, TicketState.RECEIVING)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every byte has arrived and was verified."""
+        """Whether every byte of the ticket's blocks has arrived and was verified."""
         return not (any(self._awaited.values()) or self.copies or self._lacking)
 
     @property
     def is_quarantined(self) -> bool:
-        """Whether a copy into its released blocks is still running."""
+        """Whether a copy into the ticket's released blocks is still running."""
         return self.state is TicketState.RELEASED and (self.copies > 0 or bool(self._copying))
 
     @property
     def expected_bytes(self) -> int:
-        """Bytes expected on its own rank, and those that the others have reported."""
+        """Number of bytes expected on this rank, plus those that the other ranks have reported."""
         if not self._shards:
             return len(self.missing) * self.block_bytes
         own = sum(len(self._all_of(rank)) * self._part_bytes(rank) for rank in self._shards)
         return own + self._bytes_of_others
 
     def renew(self, now: float) -> None:
-        """Renew the lease, after a heartbeat or data of the writer."""
+        """Renew the ticket's lease, after a heartbeat or data of the writer."""
         if self.is_open:
             self.expires_at = now + self.lease_s
 
     def hold(self, writer: str) -> None:
-        """Keep the lease until ``let_go``, because a commit waits for the receiver itself.
+        """Keep the lease from expiring until ``let_go``, because a commit waits for the receiver
+        itself.
 
         Raises TicketEnded if the ticket is not open for that writer.
         """
@@ -148,7 +151,7 @@ class Ticket:
         self._holds += 1
 
     def let_go(self, now: float) -> None:
-        """End one ``hold``: a full lease begins."""
+        """Undo one call of ``hold``. The ticket's lease restarts at full length from ``now``."""
         self._holds -= 1
         self.renew(now)
 
@@ -157,7 +160,7 @@ class Ticket:
 
     @property
     def awaited_bytes(self) -> int:
-        """Number of bytes that no copy has begun for."""
+        """Number of bytes for which no copy has begun yet."""
         runs = (run for blocks in self._awaited.values() for run in blocks.values())
         return sum(end - start for each in runs for start, end in each)
 
@@ -166,10 +169,10 @@ class Ticket:
     ) -> tuple[int, ...] | None:
         """Allow one copy of the same part of some missing blocks.
 
-        ``targets`` are numbers of missing blocks from 0; ``rank`` is the writer's. Returns the
-        blocks to write to, or None if all of the part is in place or being copied already. Raises
-        TicketEnded once the ticket is no longer open. Raises HandoffError for impossible parts, or
-        if only some of them are there already.
+        ``targets`` are numbers of missing blocks from 0; ``rank`` is the writer's rank. Returns the
+        blocks to write to, or None if the whole part is in place or being copied already. Raises
+        TicketEnded once the ticket is no longer open. Raises HandoffError for a part that the
+        ticket does not have, or if only some of the blocks still await it.
         """
         if not self.is_open:
             raise TicketEnded(f"ticket {self.ticket_id} has ended: {self.state.value}")
@@ -193,7 +196,11 @@ class Ticket:
         return tuple(self.missing[target] for target in targets)
 
     def _is_awaited(self, blocks: dict[int, _Runs], target: int, start: int, end: int) -> bool:
-        """Whether all of a part is awaited; False if none is. Raises HandoffError for a mixture."""
+        """Whether no copy has begun for any of [start, end) of a block; False if copies cover all
+        of it.
+
+        Raises HandoffError if copies cover only some of it.
+        """
         runs = blocks.get(target, [])
         if runs == [(start, end)]:
             return True
@@ -204,14 +211,15 @@ class Ticket:
         return False
 
     def end_copy(self) -> None:
-        """End a copy for which ``begin_copy`` returned blocks, successful or not."""
+        """Count down the running copies: one for which ``begin_copy`` returned blocks is over,
+        successful or not."""
         self.copies -= 1
 
     def shorten(self, count: int) -> list[int]:
         """Keep only the first ``count`` missing blocks, because the writer has no more.
 
         Returns the blocks that are no longer promised. Raises TicketEnded once the ticket is no
-        longer open, and HandoffError while copies run, since they might be into those blocks.
+        longer open. Raises HandoffError while copies run, since they might write to those blocks.
         """
         if not self.is_open:
             raise TicketEnded(f"ticket {self.ticket_id} has ended: {self.state.value}")
@@ -228,8 +236,10 @@ class Ticket:
         return dropped
 
     def commit(self, writer: str) -> None:
-        """Give the blocks to the sequence. Raises TicketEnded, or HandoffError if bytes are
-        missing."""
+        """Give the ticket's blocks to the sequence.
+
+        Raises TicketEnded once the ticket is no longer open, and HandoffError if bytes are missing.
+        """
         if not self.is_open or writer != self.writer:
             raise TicketEnded(f"ticket {self.ticket_id} is not open for {writer}")
         if not self.is_complete:
@@ -240,7 +250,7 @@ class Ticket:
         self.state = TicketState.COMMITTED
 
     def release(self) -> bool:
-        """End the promise; idempotent. Returns whether this call ended it."""
+        """End the ticket without a commit; idempotent. Returns whether this call ended it."""
         if not self.is_open:
             return False
         self.state = TicketState.RELEASED
@@ -250,18 +260,19 @@ class Ticket:
     # For a receiver's rank 0
 
     def rank_filled(self, rank: int, count: int) -> None:
-        """Record that another rank has all its bytes, ``count``."""
+        """Record that another rank of the receiver has all its bytes; ``count`` is their number."""
         if rank in self._lacking:
             self._lacking.discard(rank)
             self._bytes_of_others += count
 
     def rank_freed(self, rank: int) -> None:
-        """Record that no copy is running on another rank any more, after the release."""
+        """Record that no copy into the released blocks is running any more on another rank."""
         self._copying.discard(rank)
 
 
 def _strike(blocks: dict[int, _Runs], target: int, start: int, end: int) -> None:
-    """Remove a part of a block from the runs, because its copy begins."""
+    """Remove [start, end) of block ``target`` from the awaited runs, because a copy of it
+    begins."""
     if blocks[target] == [(start, end)]:
         del blocks[target]
         return
@@ -282,7 +293,7 @@ MAX_TOMBSTONES = 10_000
 
 
 class TicketBook:
-    """All tickets of a rank, until they end."""
+    """All tickets of a rank until they end, and the tombstones of early aborts."""
 
     def __init__(self) -> None:
         self._tickets: dict[str, Ticket] = {}
@@ -302,29 +313,31 @@ class TicketBook:
         self._of_attempt[ticket.attempt] = ticket.ticket_id
 
     def check_alive(self, attempt: AttemptName) -> None:
-        """Raise TicketEnded for an attempt with a tombstone."""
+        """Raise TicketEnded if an abort of this attempt has left a tombstone."""
         if attempt in self._tombstones:
             raise TicketEnded(f"request {attempt[0]} was aborted before its blocks were reserved")
 
     def get(self, ticket_id: str) -> Ticket:
-        """The ticket with an id. Raises TicketEnded if it is unknown: it has ended, or never
-        existed."""
+        """Return the ticket with an id.
+
+        Raises TicketEnded if there is none: it has ended, or never existed.
+        """
         ticket = self._tickets.get(ticket_id)
         if ticket is None:
             raise TicketEnded(f"ticket {ticket_id} is unknown here")
         return ticket
 
     def find_id(self, ticket_id: str) -> Ticket | None:
-        """The ticket with an id; None if it has ended."""
+        """Return the ticket with an id; None if there is none."""
         return self._tickets.get(ticket_id)
 
     def find(self, attempt: AttemptName) -> Ticket | None:
-        """The ticket of an attempt; None if it has none."""
+        """Return the ticket of an attempt; None if it has none."""
         ticket_id = self._of_attempt.get(attempt)
         return None if ticket_id is None else self._tickets.get(ticket_id)
 
     def bury(self, attempt: AttemptName, now: float) -> None:
-        """Remember that an attempt is over, so that a late reserve is refused."""
+        """Leave a tombstone for an attempt that is over, so that a late reserve is refused."""
         self._tombstones[attempt] = now + TOMBSTONE_S
         self._tombstones.move_to_end(attempt)
         while len(self._tombstones) > MAX_TOMBSTONES:
@@ -336,24 +349,25 @@ class TicketBook:
         self._of_attempt.pop(ticket.attempt, None)
 
     def expired(self, now: float) -> list[Ticket]:
-        """Open tickets whose lease has expired."""
+        """Return the open tickets whose lease has expired."""
         return [ticket for ticket in self._tickets.values() if ticket.has_expired(now)]
 
     def sweep(self, now: float) -> None:
-        """Drop expired tombstones."""
+        """Drop the tombstones that have expired."""
         while self._tombstones and next(iter(self._tombstones.values())) <= now:
             self._tombstones.popitem(last=False)
 
 
 class TicketReceiver:
-    """The shared part of ``kvtransfer.pairs.inbound_pair.TicketKeeper``."""
+    """Checks that only a ticket's own writer sends bytes and renews; implements this part of
+    ``kvtransfer.pairs.inbound_pair.TicketKeeper``."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """``clock`` measures leases, in seconds; see ``baton.liveness.listening``."""
         self.clock = clock
         self.book = TicketBook()
         self._transports: dict[str, str] = {}
-        """The transport that last carried bytes of each ticket."""
+        """Name of the transport that last carried bytes of each ticket, by ticket id."""
 
     def begin_copy(
         self,
@@ -366,7 +380,8 @@ class TicketReceiver:
         now: float,
         rank: int = 0,
     ) -> tuple[int, ...] | None:
-        """See ``Ticket.begin_copy``. Also raises TicketEnded for a ticket of another writer."""
+        """Allow a copy: see ``Ticket.begin_copy``. Also raises TicketEnded for a ticket of another
+        writer."""
         ticket = self.book.get(ticket_id)
         if ticket.writer != writer:
             raise TicketEnded(f"ticket {ticket_id} is not open for {writer}")
@@ -375,7 +390,10 @@ class TicketReceiver:
         return blocks
 
     def renew(self, writer: str, ticket_ids: Sequence[str], now: float) -> list[str]:
-        """Process a writer's heartbeat. Returns the tickets that it must no longer write to."""
+        """Renew the leases of a writer's tickets, after its heartbeat.
+
+        Returns the ids of tickets to which the writer must no longer write.
+        """
         ended = []
         for ticket_id in ticket_ids:
             ticket = self.book.find_id(ticket_id)

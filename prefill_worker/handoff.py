@@ -34,17 +34,20 @@ from worker.role import WorkerContext
 log = logging.getLogger(__name__)
 
 MIN_WIRE_S = 0.02
-"""Layers are sent before their blocks are complete if the wire needs at least this many seconds for
-a step's blocks. Watching the step and sending more batches takes CPU time from the step. On a fast
-wire, that would cost the first token more than it gains."""
+"""Minimum seconds that the wire must need for a step's blocks so that layers are sent before their
+blocks are complete.
+
+Watching the step and sending more batches takes CPU time from the step. On a fast wire, that would
+cost the first token more than it gains.
+"""
 MIN_SLICE_S = 0.01
-"""Minimum seconds that the wire needs for the layers that are sent at a time."""
+"""Minimum seconds that the wire must need for the layers that are sent at a time."""
 ABORT_DEADLINE_S = 2.0
-"""Seconds to wait for an abort to arrive; afterwards the lease ends the ticket."""
+"""Maximum seconds to wait until an abort arrives; afterwards the ticket ends with its lease."""
 
 
 class Handoff:
-    """A ticket at a decode worker, from the writer's side."""
+    """The writer's side of one ticket at a decode worker: reserves, pushes blocks, commits."""
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class Handoff:
         deadline: float,
         on_broken: Callable[[Exception], None],
     ) -> None:
-        """``staging`` holds blocks that must be converted.
+        """``staging`` holds blocks that are converted to the receiver's geometry.
 
         ``deadline`` is the request's, in seconds of this worker's monotonic clock. ``on_broken``
         receives the error of a transfer that fails.
@@ -65,7 +68,7 @@ class Handoff:
         self.ticket_id = ""
         self.pinned_blocks = 0
         self.without_drafter = False
-        """Whether the receiver wants no KV of the drafter; set by ``reserve``."""
+        """Whether the receiver needs no KV of the drafter; set by ``reserve``."""
         self._context = context
         self._spec = spec
         self._deadline = deadline
@@ -79,7 +82,7 @@ class Handoff:
         """The sequence's blocks in the receiver's geometry, if that differs."""
         self._pair: Outbound | None = None
         self._calls: HandoffCalls
-        """The pair's calls; they fail when the pair fails."""
+        """The calls to the receiver that belong to the pair; they fail when the pair fails."""
         self._push: BlockPush | None = None
         self._committed = False
 
@@ -90,7 +93,8 @@ class Handoff:
         return left
 
     async def reserve(self) -> None:
-        """Get a ticket; waits for room until the request's deadline. Raises BatonError."""
+        """Get a ticket from the receiver; waits for room until the request's deadline. Raises
+        BatonError."""
         self._span = begin_span("handoff", self._spec.trace)
         # Makes the receiver's spans children of this one.
         self._spec = replace(self._spec, trace=context_of(self._span, self._spec.trace))
@@ -142,10 +146,10 @@ class Handoff:
         return self._pair.transport
 
     def computed(self, block_table: list[int], tokens: int) -> None:
-        """Push the blocks that are missing at the receiver and complete after ``tokens`` tokens.
+        """Push the blocks that the receiver lacks and that are complete after ``tokens`` tokens.
 
-        The block table has the receiver's block size. The last block is complete when the last
-        token is.
+        ``block_table`` is the sequence's table on this worker. The last block is complete when the
+        last token is.
         """
         assert self._pair is not None, "no pair"
         assert self._push is not None, "no ticket"
@@ -159,16 +163,18 @@ class Handoff:
     def sends_layers(self, tokens: int) -> bool:
         """Whether to send layers of the next ``tokens`` tokens while other layers are computed.
 
-        Converted blocks are sent whole. A layer that rank 0 has stored is stored on all ranks.
+        Converted blocks are always sent whole. A layer that rank 0 has stored is stored on all
+        ranks.
         """
         if self._converted is not None:
             return False
         return self._wire_s(tokens // self._context.engine.cache.block_size) >= MIN_WIRE_S
 
     def computing(self, block_table: list[int], blocks: int, layers: int) -> None:
-        """Push complete layers of blocks that are still being computed, up to block ``blocks``.
+        """Push stored layers of blocks that are still being computed: the first ``layers`` layers,
+        up to block ``blocks``.
 
-        They are pushed only if the wire needs long enough for them.
+        They are pushed only if the wire needs at least MIN_SLICE_S for them.
         """
         puts = self._puts
         wire_s = self._wire_s(blocks - self.pinned_blocks - puts.whole)
@@ -214,7 +220,7 @@ class Handoff:
         return response.commit.bytes
 
     async def close(self) -> None:
-        """End an uncommitted handoff, here and at the receiver. Never raises; idempotent.
+        """End a handoff that was not committed, here and at the receiver. Never raises; idempotent.
 
         Afterwards nothing reads the blocks any more, so they may be released.
         """
@@ -225,7 +231,7 @@ class Handoff:
             self._span.end()
         if not self._committed and self._pair is not None:
             self._committed = True
-            # Aborts first: the receiver then drops the bytes in flight and confirms it.
+            # Aborts first: the receiver then drops the bytes in flight, and confirms that.
             await self._abort()
         if self._push is not None:
             await asyncio.wait([self._push.done])
@@ -246,7 +252,8 @@ class Handoff:
 def _fail_with(
     answer: asyncio.Future[decode_pb2.HandoffsResponse], pushed: asyncio.Future[int]
 ) -> None:
-    """Fail a commit at once if its blocks do not arrive, with the error of the push."""
+    """Fail the commit ``answer`` at once if the push of its blocks fails, with the error of the
+    push."""
     error = pushed.exception()
     if error is not None and not answer.done():
         answer.set_exception(error)

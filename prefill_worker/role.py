@@ -31,14 +31,16 @@ from worker.role import WorkerContext
 from worker.services import Keepalive
 
 LAYER_POLL_S = 0.01
-"""Seconds between two checks of a running step for layers that it has stored."""
+"""Seconds between two checks whether a running step has stored more layers."""
 
 
 class PrefillRole:
-    """Implements ``worker.role.Role``. Owned by the worker's event loop."""
+    """The prefill role of a worker. Implements ``worker.role.Role``. Owned by the worker's event
+    loop."""
 
     def __init__(self, context: WorkerContext, estimates: FetchEstimates | None = None) -> None:
-        """``estimates`` decide when cached blocks are fetched; None: new ones."""
+        """``estimates`` decide when cached blocks are fetched from other workers. Without it, new
+        ones are learned."""
         self.context = context
         self.flow = PrefillFlow(context, self._open, prefill_only=True, estimates=estimates)
         self._service = PrefillServicer(
@@ -47,10 +49,11 @@ class PrefillRole:
         self._staging = Staging(context.settings.config.advanced.transfer_window_mib * MIB)
         self._places = asyncio.Semaphore(context.settings.pool.max_sequences)
         self._handoffs: WeakValueDictionary[Peer, asyncio.Semaphore] = WeakValueDictionary()
-        """Bound of handoffs by receiver; dropped when no handoff to it is in flight."""
+        """Semaphore that bounds the handoffs to each receiver; dropped when no handoff to it is in
+        flight."""
 
     def mount(self, server: grpc.aio.Server) -> None:
-        """Add PrefillService."""
+        """Add PrefillService to the server."""
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self._service, server)
 
     def _open(
@@ -70,10 +73,11 @@ class PrefillRole:
         return RemoteSink(self.context, handoff, bound, self._places, updates, deadline)
 
     def _handoff_bound(self, peer: Peer) -> asyncio.Semaphore:
-        """The bound of handoffs to one receiver, waiting reserves included.
+        """Return the semaphore that bounds the handoffs to one receiver, waiting reserves included.
 
-        Each receiver has its own bound, so that a full one holds up no prompt for another. It also
-        limits the blocks that are promised before prompts are computed to one batch per receiver.
+        Each receiver has its own bound, so that a full receiver holds up no prompt for another. It
+        also limits the blocks that are promised before prompts are computed: to one batch per
+        receiver.
         """
         bound = self._handoffs.get(peer)
         if bound is None:
@@ -96,14 +100,14 @@ class PrefillRole:
             self.flow.end(attempt_of(sequence), deadline_passed())
 
     async def heartbeat(self) -> None:
-        """Schedule again: tickets that ended and readers have released blocks.
+        """Schedule steps again, because tickets that ended and readers have released blocks.
 
         Raises WorkerFailed if the engine hangs.
         """
         self.context.core.beat(time.monotonic())
 
     async def close(self) -> None:
-        """End prefills in flight with an error, then the routers' streams."""
+        """End prefills in flight with an error, then the streams of their routers."""
         self.flow.close(WorkerFailed("the prefill worker is stopping"))
         self._service.close()
 
@@ -123,7 +127,8 @@ class RemoteSink:
         updates: PromptUpdates,
         deadline: float,
     ) -> None:
-        """``bound`` limits the handoffs to the receiver, ``places`` the prompts in the batch."""
+        """``bound`` limits the handoffs to the receiver, and ``places`` the prompts in this
+        worker's batch."""
         self._context = context
         self._handoff = handoff
         self._bound = bound
@@ -134,7 +139,7 @@ class RemoteSink:
         self._taken = ExitStack()
 
     async def reserve(self, sequence: Sequence) -> None:
-        """Get a ticket of the receiver, then a place in the batch. Raises BatonError.
+        """Get a ticket from the receiver, then a place in this worker's batch. Raises BatonError.
 
         The ticket comes first: no prompt is computed before the receiver has blocks for it. A
         prompt with a place then waits for nothing else, so places become free again.
@@ -147,7 +152,7 @@ class RemoteSink:
         await self._take(self._places)
 
     async def _take(self, places: asyncio.Semaphore) -> None:
-        """Hold one of ``places`` until the sink is closed. Raises DeadlineExceeded."""
+        """Take one of ``places``, and hold it until the sink is closed. Raises DeadlineExceeded."""
         try:
             async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
                 await places.acquire()
@@ -156,7 +161,8 @@ class RemoteSink:
         self._taken.callback(places.release)
 
     async def compute(self, sequence: Sequence, blocks: list[int]) -> list[FirstToken]:
-        """Run the chunks after ``blocks``, and push blocks as they fill.
+        """Compute the prompt after its cached ``blocks``, and push blocks to the receiver as they
+        fill.
 
         Returns the first token of each choice.
         """
@@ -182,7 +188,8 @@ class RemoteSink:
         return firsts
 
     async def _next_update(self, sequence: Sequence) -> SequenceUpdate:
-        """Wait for the sequence's next step, and meanwhile push layers that it has stored."""
+        """Wait for the result of the sequence's next step, and meanwhile push layers that the step
+        has stored."""
         handoff = self._handoff
         if handoff is not None and not handoff.sends_layers(self._next_tokens(sequence)):
             handoff = None
@@ -195,12 +202,13 @@ class RemoteSink:
         raise deadline_passed()
 
     def _next_tokens(self, sequence: Sequence) -> int:
-        """Maximum number of tokens of the next chunk."""
+        """Return the maximum number of the sequence's tokens in the next step."""
         left = len(sequence.token_ids) - sequence.computed
         return min(left, self._context.engine.scheduler.limits.max_tokens(sequence.computed))
 
     def _push_layers(self, sequence: Sequence, handoff: Handoff) -> None:
-        """Send what the running step has stored of the sequence so far, where that pays."""
+        """Push the layers that the running step has stored for the sequence so far, where that
+        pays."""
         progress = self._context.core.progress(sequence)
         if progress is not None and progress.layers:
             size = self._context.engine.cache.block_size
@@ -210,7 +218,8 @@ class RemoteSink:
                 handoff.computing(sequence.block_table, blocks, progress.layers)
 
     async def commit(self, firsts: list[FirstToken]) -> prefill_pb2.HandoffCommitted | None:
-        """Let the sequence run at the receiver, unless it has ended. Raises BatonError."""
+        """Let the sequence run at the receiver, unless it ended with its first token. Raises
+        BatonError."""
         handoff = self._handoff
         if handoff is None or all(first.finish_reason for first in firsts):
             return None
@@ -223,7 +232,8 @@ class RemoteSink:
         )
 
     async def close(self) -> None:
-        """Release the blocks and the place once nothing here reads the blocks any more."""
+        """Release the sequence's blocks and its place once nothing on this worker reads the blocks
+        any more."""
         if self._handoff is not None:
             await self._handoff.close()
         if self._sequence is not None:

@@ -25,11 +25,11 @@ from worker.settings import WorkerSettings
 StartEngine = Callable[[WorkerSettings, Allocate, Leader | None], Engine]
 """Makes an engine that is ready for steps. Raises BatonError.
 
-Its KV blocks are in the memory that ``Allocate`` returns. With a ``Leader``, the other ranks
-compute their parts of each step.
+The engine's KV blocks are in the memory that ``Allocate`` returns. With a ``Leader``, the worker's
+other ranks compute their parts of each step.
 """
 Measure = Callable[[WorkerSettings, Engine, CoreBoard | None], StepCosts]
-"""Returns what an engine's steps cost. It may run some steps to find out."""
+"""Returns what an engine's steps cost. It may run some steps to measure them."""
 
 _ENGINE_FIELDS = {
     "max_model_len",
@@ -45,12 +45,11 @@ log = logging.getLogger(__name__)
 
 
 def core_board(settings: WorkerSettings) -> CoreBoard | None:
-    """The board by which the worker's engine thread shares the host's cores.
+    """Return the board by which the worker's engine thread shares the host's cores.
 
-    Raises OSError, ConfigError.
-
-    None where the worker has a fixed share of the cores. None on a CUDA device, too: its thread
-    computes nothing, and a GPU that waits for it is idle, so it needs full priority.
+    Returns None if the worker has a fixed share of the cores, and on a CUDA device: there the
+    engine thread computes nothing, and needs full priority because the GPU is idle while it waits
+    for the thread. Raises OSError, ConfigError.
     """
     if not settings.core_board or device_of(engine_settings(settings)).type != "cpu":
         return None
@@ -64,7 +63,7 @@ def core_board(settings: WorkerSettings) -> CoreBoard | None:
 
 
 def engine_settings(settings: WorkerSettings) -> EngineSettings:
-    """Engine settings of a worker, or of one of its ranks."""
+    """Return the settings of a worker's engine, or of the engine of one of its ranks."""
     pool, config = settings.pool, settings.config
     asked = pool.resources.get("GPU", 0)
     placement = place(
@@ -99,7 +98,8 @@ def engine_settings(settings: WorkerSettings) -> EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A device, by torch's name, and the share of its memory that a worker may use."""
+    """The device that a worker uses, by torch's name, and the share of its memory that it may
+    use."""
 
     device: str
     memory_fraction: float
@@ -108,9 +108,10 @@ class Placement:
 def place(
     device: str, memory_fraction: float, *, number: int, workers_here: int, gpus: int
 ) -> Placement:
-    """Give worker ``number`` of ``workers_here`` its device on a machine with ``gpus`` GPUs.
+    """Choose the device of worker ``number``, one of ``workers_here`` on a machine with ``gpus``
+    GPUs.
 
-    Workers take the GPUs in turn; those that share one divide ``memory_fraction`` evenly.
+    Workers take the GPUs in turn; those that share a GPU divide ``memory_fraction`` evenly.
     """
     if device == "cpu" or (device == "auto" and gpus == 0):
         return Placement("cpu", memory_fraction)
@@ -122,9 +123,10 @@ def place(
 
 
 def start_engine(settings: WorkerSettings, allocate: Allocate, lead: Leader | None) -> Engine:
-    """Load the model; the KV pool's memory comes from ``allocate``. Raises BatonError.
+    """Load the model into an engine. The KV pool's memory comes from ``allocate``. Raises
+    BatonError.
 
-    With the ``lead`` of other ranks it waits for them first.
+    With ``lead``, it also waits for the worker's other ranks.
     """
     built = engine_settings(settings)
     device = device_of(built)
@@ -138,7 +140,8 @@ def start_engine(settings: WorkerSettings, allocate: Allocate, lead: Leader | No
 
 
 def measure(settings: WorkerSettings, engine: Engine, board: CoreBoard | None) -> StepCosts:
-    """What the worker's steps cost. They run as the engine thread runs them; it has not started.
+    """Return what the worker's steps cost. Steps are measured the way the engine thread runs them,
+    before it starts.
 
     Costs that an earlier incarnation of the slot measured on this machine are reused. So are those
     of a worker with a like engine that shares the same cores.

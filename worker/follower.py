@@ -43,28 +43,32 @@ from worker.settings import WorkerSettings
 _TRANSFER_THREADS = 2
 _START_S = 10.0
 _NOWHERE = "none"
-"""Address of a rank that serves no transfers."""
+"""Address that a rank reports if it serves no transfers."""
 
 log = logging.getLogger(__name__)
 
 OnLost = Callable[[str], None]
-"""Ends the process: its thread may be inside a collective operation that waits for other ranks."""
+"""Ends the process at once, with a reason: its thread may be inside a collective operation that
+waits for other ranks."""
 
 
 class FollowerWorker:
-    """Rank ``rank`` (from 1) of the worker that ``settings`` describe."""
+    """Rank ``rank`` (1 or higher) of the worker that ``settings`` describe, in a process of its
+    own."""
 
     def __init__(
         self, settings: WorkerSettings, rank: int, address: GroupAddress, process: str = ""
     ) -> None:
-        """``address`` is where rank 0 listens. ``process`` names this process to rank 0."""
+        """``address`` is where rank 0 listens. ``process`` is the name under which this process
+        reports to rank 0."""
         self._settings = settings
         self._rank = rank
         self._address = address
         self._process = process
 
     def run(self, on_lost: OnLost) -> None:
-        """Compute the steps that rank 0 sends, until it closes. Blocks. Raises BatonError."""
+        """Compute the steps that rank 0 sends, until rank 0 closes the group. Blocks. Raises
+        BatonError."""
         settings, ranks = self._settings, self._settings.pool.ranks
         built = engine_settings(settings)
         device = device_of(built)
@@ -97,7 +101,8 @@ class FollowerWorker:
 
     @contextlib.contextmanager
     def _serving(self, memory: BlockMemory, device: torch.device) -> Iterator[str]:
-        """Send and receive the rank's blocks on an event loop of its own; yields its address.
+        """Send and receive the rank's blocks on an event loop of its own within this context.
+        Yields the server's address.
 
         The loop only directs transfers: other threads copy the blocks.
         """
@@ -126,7 +131,7 @@ class FollowerWorker:
 
 @contextlib.contextmanager
 def _ending_at_once(name: str, device: torch.device, on_lost: OnLost) -> Iterator[None]:
-    """End the process if something fails within on a CUDA device.
+    """End the process at once if something fails within this context on a CUDA device.
 
     An orderly exit would wait for threads that copy blocks. These may wait forever for a device
     that is inside a collective operation.

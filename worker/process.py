@@ -51,18 +51,22 @@ from worker.settings import WorkerSettings
 log = logging.getLogger(__name__)
 
 STOP_DEADLINE_S = 10.0
-"""Maximum wait for each part that stops, in seconds."""
+"""Maximum seconds to wait for each part of the worker to stop."""
 LEAVE_S = 30.0
-"""Maximum time for which sequences keep running after their session's entry has lapsed, seconds."""
+"""Maximum seconds for which sequences keep running after their session's registry entry has
+lapsed."""
 SEEN_S = 1.0
-"""Time for which a draining worker rejects requests before it stops, in seconds. Routers read the
-registry four times a second, and count a worker that does not answer as dead."""
+"""Minimum seconds for which a draining worker rejects requests before it stops.
+
+Routers read the registry four times a second, and count a worker that does not answer as dead.
+"""
 _POLL_S = 0.02
 _LAPSED = "the registry says that its lease has lapsed"
 
 
 class WorkerProcess:
-    """Builds the engine, serves gRPC and metrics, and keeps the registry entry alive."""
+    """One worker: builds the engine, serves gRPC and metrics, and keeps the registry entry
+    alive."""
 
     def __init__(
         self,
@@ -72,7 +76,7 @@ class WorkerProcess:
         measure: Measure = measure,
         fail: Fail = fail,
     ) -> None:
-        """``roles`` maps each role's name to the factory that builds it.
+        """``roles`` maps each role's name to the factory that makes the role.
 
         ``start_engine`` makes the engine, and ``measure`` returns what its steps cost. ``fail``
         ends the process at once, with a reason; any thread may call it.
@@ -81,11 +85,11 @@ class WorkerProcess:
         self._start_engine, self._measure = start_engine, measure
         self._fail = fail
         self.drained = False
-        """Whether the process ends because of a drain."""
+        """Whether a drain is over, so that the process ends."""
         self.leave_by: float | None = None
         """Deadline of the current drain, in seconds of the monotonic clock."""
         self.beats = 0
-        """Number of heartbeats so far; other threads may read it."""
+        """Number of the worker's heartbeats so far; other threads may read it."""
         self._roles = roles
         self._session: WorkerSession | None = None
         self._changing = asyncio.Lock()
@@ -101,16 +105,21 @@ class WorkerProcess:
             lost=self._lost_entry,
         )
         self._lapsed_by: float | None = None
-        """Deadline of a session whose registry entry has lapsed, in seconds of the monotonic clock.
+        """Time at which a session with a lapsed registry entry ends at the latest, in seconds of
+        the monotonic clock.
+
+        None while the entry has not lapsed.
         """
         self._condemned = asyncio.Event()
-        """Set when the registry entry has lapsed: the heartbeat then checks at once for its end."""
+        """Set when the registry entry has lapsed, so that the next heartbeat runs at once and can
+        replace the session."""
         self._memory = PoolMemory(shared=settings.config.transport in ("auto", "shm"))
         self._tasks: list[asyncio.Task[None]] = []
         self._stopped = asyncio.Event()
         ranks = settings.pool.ranks
         self.lead = Leader(settings.group_host, ranks) if ranks > 1 else None
-        """Connection to the worker's other ranks, which connect to ``lead.address``."""
+        """Connection to the worker's other ranks, which connect to ``lead.address``. None if there
+        is only one rank."""
 
     @property
     def session(self) -> WorkerSession:
@@ -125,13 +134,13 @@ class WorkerProcess:
 
     @property
     def context(self) -> WorkerContext | None:
-        """The current role's context; None before the worker has started."""
+        """The context of the current role; None before the worker has started."""
         return None if self._session is None else self._session.context
 
     # Start and end
 
     async def start(self) -> WorkerRecord:
-        """Load the model, start serving, and register. Raises BatonError.
+        """Load the model, start serving, and register the worker. Raises BatonError.
 
         If Redis is unreachable, no router knows the worker yet: a later heartbeat registers it.
         """
@@ -164,7 +173,7 @@ class WorkerProcess:
         return self.session.record
 
     def _watch_ranks(self, lead: Leader, device: torch.device) -> None:
-        """Let the loss of a rank end the worker from now on."""
+        """End the worker when another rank is lost, from now on."""
         if device.type == "cuda":
             # Ends at once, on the thread that notices: the GPU may be inside a collective
             # operation that never ends, and an orderly stop would wait for it.
@@ -173,7 +182,7 @@ class WorkerProcess:
             self._tasks.append(asyncio.create_task(_raise_lost(lead), name="ranks"))
 
     async def run(self) -> None:
-        """Wait until the worker has stopped; raises the error of a background task that fails."""
+        """Wait until the worker has stopped. Raises the error of a background task that fails."""
         stopped = asyncio.create_task(self._stopped.wait())
         try:
             done, _ = await asyncio.wait(
@@ -187,16 +196,17 @@ class WorkerProcess:
             stopped.cancel()
 
     def _end(self, reason: str) -> None:
-        """End the process at once. Any thread may call this."""
+        """End the process at once, for ``reason``. Any thread may call this."""
         self._fail(f"worker {self.settings.slot} ends: {reason}")
 
     async def ended(self) -> None:
-        """Wait until a drain that was requested has stopped the worker."""
+        """Wait until the worker has stopped after a drain, if one was requested."""
         if self._ending is not None:
             await self._ending
 
     async def stop(self) -> None:
-        """Leave the registry, end what is in flight, and stop serving; idempotent."""
+        """Remove the worker's registry entry, end what is in flight, and stop serving;
+        idempotent."""
         if self._stopped.is_set():
             return
         self._stopped.set()
@@ -219,7 +229,7 @@ class WorkerProcess:
         self._lapsed_by = None
 
     async def _replace_session(self, reason: str) -> None:
-        """Begin another session with the same runtime.
+        """End the session, and begin another one with the same runtime.
 
         Raises TimeoutError if the engine does not end the old session's steps.
         """
@@ -233,19 +243,21 @@ class WorkerProcess:
         await self._begin_session(old.runtime)
 
     async def _end_session(self) -> None:
-        """Leave the registry, and end everything that runs with an error."""
+        """Remove the registry entry, and end everything that runs in the session with an error."""
         await self._entry.remove()
         await self.session.end()
 
     async def _replace_lapsed(self, now: float) -> None:
-        """Begin another session if the current one's registry entry has lapsed."""
+        """Begin another session if the current one's registry entry has lapsed, and nothing runs or
+        its time is over."""
         if self.drained or self._lapsed_by is None:
             return
         if now >= self._lapsed_by or self.session.is_empty:
             await self._replace_session(_LAPSED)
 
     def _lost_entry(self, stood_still: bool) -> None:
-        """Accept no more work: all other processes consider this session over."""
+        """Accept no more work because the registry entry has lapsed: all other processes consider
+        this session over."""
         self.session.refuse_work()
         # Routers have dropped a worker that stood still. Otherwise it can still be reached.
         self._lapsed_by = time.monotonic() + (0.0 if stood_still else LEAVE_S)
@@ -260,10 +272,11 @@ class WorkerProcess:
     # Draining, and role changes
 
     async def drain(self, deadline_s: float) -> bool:
-        """Accept no more work, wait until the rest has ended, then stop; idempotent.
+        """Accept no more work, wait until accepted work has ended, then stop the worker;
+        idempotent.
 
-        Returns whether nothing was left at the deadline. What is left ends with an error, and
-        routers place it elsewhere.
+        Returns whether no work was left at the deadline. What is left ends with an error, and
+        routers place it on other workers.
         """
         if self.leave_by is None:
             self.leave_by = time.monotonic() + deadline_s
@@ -276,11 +289,12 @@ class WorkerProcess:
         return self._left_nothing
 
     def hurry(self) -> None:
-        """End the current drain now."""
+        """End the current drain now, as if its deadline had passed."""
         self.leave_by = time.monotonic()
 
     async def change_role(self, role: str, deadline_s: float) -> float:
-        """Change to another role, and keep weights and caches. Returns the seconds that it took.
+        """Change to another role, and keep weights and caches. Returns the seconds that the change
+        took.
 
         Raises InvalidRequest if the role is unknown or the worker's ranks cannot serve it, and
         Unavailable if the worker is stopping.
@@ -308,9 +322,10 @@ class WorkerProcess:
         return time.monotonic() - began
 
     async def _empty(self, deadline: Callable[[], float], at_least_s: float) -> bool:
-        """Wait until all accepted work has ended. The deadline may change meanwhile.
+        """Refuse new work, and wait until all accepted work has ended. The deadline may change
+        meanwhile.
 
-        Returns whether nothing is left.
+        Returns whether no work is left.
         """
         session = self.session
         session.refuse_work()
@@ -334,7 +349,7 @@ class WorkerProcess:
         log.info("%s changed its role to %s", session.record.incarnation, role)
 
     async def _steps_ended(self, context: WorkerContext) -> None:
-        """Wait for running steps: they may include sequences that the deadline ended.
+        """Wait until running steps have ended: they may include sequences that the deadline ended.
 
         Raises WorkerFailed if the engine hangs; the process then ends.
         """
@@ -349,7 +364,7 @@ class WorkerProcess:
     # In the background
 
     async def _heartbeat(self) -> None:
-        """Renew leases, and end what has expired.
+        """Run the session's heartbeats: renew leases, and end what has expired.
 
         It waits for Redis only between two sessions, and then for 2 s at most: a slow Redis must
         not make peers consider this worker dead.
@@ -369,7 +384,8 @@ class WorkerProcess:
                     await self._condemned.wait()
 
     async def _tick(self) -> None:
-        """Detect a pause of the process as soon as it runs again."""
+        """Advance the clock of leases, and detect a pause of the process as soon as it runs
+        again."""
         while True:
             await asyncio.sleep(self.settings.config.advanced.heartbeat_s / TICKS)
             self.session.runtime.clock.tick()
@@ -377,5 +393,5 @@ class WorkerProcess:
 
 
 async def _raise_lost(lead: Leader) -> None:
-    """Wait for the loss of a rank, and raise it as WorkerFailed."""
+    """Wait until a rank is lost, and raise the loss as WorkerFailed."""
     raise WorkerFailed(await asyncio.wrap_future(lead.lost))

@@ -41,17 +41,18 @@ class Intake:
         self.is_open = False
 
     def open(self) -> None:
-        """Accept work again."""
+        """Accept new work again."""
         self.is_open = True
 
     def check(self) -> None:
-        """Raise Unavailable if the worker accepts no work."""
+        """Raise Unavailable if the worker accepts no new work."""
         if not self.is_open:
             raise Unavailable("this worker is draining and accepts no new work")
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """Count a call while it runs. Raises Unavailable if the worker accepts no work."""
+        """Count a call as running within this context. Raises Unavailable if the worker accepts no
+        new work."""
         self.check()
         self.under_way += 1
         try:
@@ -73,14 +74,14 @@ class WorkerContext:
     incarnation: str
     intake: Intake = field(default_factory=Intake)
     tiers: KvTiers | None = None
-    """Offload tiers behind the block pool, if there are any."""
+    """Offload tiers behind the block pool; None if there are none."""
 
     def make_sequence(
         self, spec: SequenceSpec, *, arrived: float, deadline: float, prefill_only: bool = False
     ) -> Sequence:
-        """Make a sequence that arrived at ``arrived``, and its siblings.
+        """Make the sequence, with its siblings, of a request that arrived at ``arrived``.
 
-        Both times are on the monotonic clock.
+        ``arrived`` and ``deadline`` are in seconds of the monotonic clock.
         """
         return make_sequence(
             self.engine,
@@ -94,7 +95,7 @@ class WorkerContext:
 
     @cached_property
     def grammars(self) -> GrammarGate:
-        """Holds back sequences until their grammars are compiled."""
+        """Holds sequences back until their grammars are compiled."""
         seconds = self.metrics.grammar_compile_seconds.labels(role=self.settings.pool.role)
         return GrammarGate(self.engine.grammars, seconds.observe)
 
@@ -112,16 +113,17 @@ class WorkerContext:
 
 
 class Role(StepListener, Protocol):
-    """A role of a worker: prefill or decode."""
+    """The interface of a worker's role: prefill or decode."""
 
     def mount(self, server: grpc.aio.Server) -> None:
-        """Add the role's gRPC services."""
+        """Add the role's gRPC services to the server."""
 
     async def heartbeat(self) -> None:
-        """Renew leases and end what has expired; called every ``heartbeat_s``."""
+        """Renew leases, and end requests and tickets that have expired; called every
+        ``heartbeat_s``."""
 
     async def close(self) -> None:
-        """Accept no more work, and end what is in flight."""
+        """Accept no more work, and end the role's requests in flight."""
 
 
 RoleFactory = Callable[[WorkerContext], Role]

@@ -33,14 +33,14 @@ from worker.offload.kv_tiers import KvTiers, make_storages
 from worker.settings import WorkerSettings
 
 TICKS = 4
-"""Clock ticks per heartbeat."""
+"""Number of ticks of the lease clock per heartbeat."""
 _TRANSFER_THREADS = 2
 _REASON_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRuntime:
-    """The long-lived parts of a worker; ``load_runtime`` makes one."""
+    """The parts of a worker that outlive its sessions; ``load_runtime`` makes them."""
 
     core: EngineCore
     memory: BlockMemory
@@ -48,26 +48,28 @@ class WorkerRuntime:
     metrics: WorkerMetrics
     gauges: WorkerGauges
     metrics_server: MetricsServer
-    """Serves /metrics on its own thread."""
+    """Serves /metrics on a thread of its own."""
     costs: StepCosts
     transfers: ThreadPoolExecutor
     clock: ListeningClock
-    """The clock for leases; the process ticks it ``TICKS`` times per heartbeat."""
+    """The clock of leases; the process ticks it ``TICKS`` times per heartbeat."""
     board: CoreBoard | None
     device_watch: DeviceWatch
     ranks: tuple[str, ...]
-    """Addresses of the worker's other ranks, from rank 1 on, if they exchange blocks. Where ranks
-    divide prompts, rank 0 has whole blocks."""
+    """Addresses of ranks 1 and up, if they exchange blocks; else empty.
+
+    Where ranks divide prompts, they exchange none, because rank 0 has whole blocks.
+    """
 
     def start(self) -> None:
-        """Start to run steps, copy blocks and watch the device."""
+        """Start the threads that run steps, copy blocks and watch the device."""
         self.core.start()
         if self.tiers is not None:
             self.tiers.start()
         self.device_watch.start()
 
     async def stop(self, timeout_s: float) -> None:
-        """End all threads. No session may be active. Each thread gets ``timeout_s`` seconds."""
+        """End all threads, which get ``timeout_s`` seconds each. No session may be active."""
         if self.tiers is not None:
             await self.tiers.stop(timeout_s)
         await asyncio.to_thread(self.core.stop, timeout_s)
@@ -85,7 +87,7 @@ async def load_runtime(
     measure: Measure,
     fail: Fail,
 ) -> WorkerRuntime:
-    """Load the engine, and measure its steps unless costs are stored. Raises BatonError.
+    """Load the engine, and measure its steps unless their costs are stored. Raises BatonError.
 
     ``lead`` is the connection to the worker's other ranks. ``fail`` ends the process; any thread
     may call it.

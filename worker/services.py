@@ -73,7 +73,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     def __init__(
         self, pool: BlockPool, retention: RetentionBook, tiers: BlockTiers | None = None
     ) -> None:
-        """``tiers`` are the offload tiers behind the pool."""
+        """``tiers`` are the offload tiers behind the block pool; None if there are none."""
         self._pool = pool
         self._retention = retention
         self._tiers = tiers
@@ -101,7 +101,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 
 
 class Drainable(Protocol):
-    """The part of a worker process that ControlService calls."""
+    """The parts of ``WorkerProcess`` that ControlService calls."""
 
     async def drain(self, deadline_s: float) -> bool:
         """See ``WorkerProcess.drain``."""
@@ -137,7 +137,7 @@ class RoleServices(grpc.aio.ServerInterceptor):
     """The gRPC services of the current role; they can change while the server runs.
 
     gRPC accepts no methods after a server has started. So the methods of every role are registered
-    before, and this interceptor looks up, call by call, whether the current role has the method.
+    before. For each call, this interceptor looks up whether the current role has the method.
     Generated code adds services to this object as it would to a server.
     """
 
@@ -152,14 +152,15 @@ class RoleServices(grpc.aio.ServerInterceptor):
                 server.add_registered_method_handlers(service.full_name, absent)
 
     def clear(self) -> None:
-        """Remove the services: new calls find no method. Open calls go on."""
+        """Remove the current role's services: new calls find no method. Open calls go on."""
         self._handlers = {}
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """Do nothing: generated code registers the same methods twice."""
+        """Do nothing: generated code also registers the same methods by
+        ``add_registered_method_handlers``."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        """Register methods, as ``grpc.aio.Server`` does."""
+        """Add methods of the current role, as ``grpc.aio.Server`` does."""
         for method, handler in handlers.items():
             self._handlers[f"/{service}/{method}"] = handler
 
@@ -168,30 +169,33 @@ class RoleServices(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """See ``grpc.aio.ServerInterceptor``."""
+        """Serve a call by the current role, if it has the method; see
+        ``grpc.aio.ServerInterceptor``."""
         found = self._handlers.get(handler_call_details.method)
         return found or await continuation(handler_call_details)
 
 
 _PER_HANG = 4
-"""Keepalives in the time after which a router counts a silent worker as hung."""
+"""Number of keepalives within the time after which a router counts a silent worker as hung."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keepalive:
-    """Keepalive intervals of an idle stream, in seconds. They are shorter while a router waits."""
+    """Keepalive intervals of an idle stream, in seconds. They are shorter (``busy_s``) while a
+    router waits for a result."""
 
     busy_s: float
     idle_s: float
 
     @classmethod
     def of(cls, config: Config) -> Keepalive:
-        """Derive the intervals from ``config``."""
+        """Derive the keepalive intervals from ``config``."""
         heartbeat_s, hang_s = config.advanced.heartbeat_s, config.advanced.hang_s
         return cls(min(heartbeat_s, hang_s / _PER_HANG), heartbeat_s)
 
     def next_s(self, *, busy: bool) -> float:
-        """Seconds until the next keepalive."""
+        """Return the seconds until the next keepalive. ``busy``: true while a router waits for a
+        result."""
         return self.busy_s if busy else self.idle_s
 
 

@@ -52,12 +52,15 @@ log = logging.getLogger(__name__)
 
 
 _CHECK_REST = 100
-"""Pause between two checks of all blocks, as a multiple of the last check's duration. A check holds
-up the event loop: half a million of a tiny model's blocks take a tenth of a second and more."""
+"""Pause between two checks of all blocks, as a multiple of the last check's duration.
+
+A check holds up the event loop: half a million of a tiny model's blocks take a tenth of a second
+and more.
+"""
 
 
 class WorkerSession:
-    """One session of a worker; ``begin`` makes one."""
+    """One session of a worker, under one incarnation; ``begin`` makes one."""
 
     def __init__(
         self,
@@ -69,7 +72,8 @@ class WorkerSession:
         record: WorkerRecord,
         publisher: IndexPublisher,
     ) -> None:
-        """``server`` has a port and has not started. It looks up methods in ``role_services``.
+        """``server`` has a port and has not started. It looks up the role's methods in
+        ``role_services``.
 
         ``record`` is the worker's registry record.
         """
@@ -93,7 +97,7 @@ class WorkerSession:
         process: Drainable,
         client: redis.asyncio.Redis,
     ) -> WorkerSession:
-        """Serve under a new incarnation, which is not registered yet.
+        """Begin to serve under a new incarnation, which is not registered yet. Returns the session.
 
         Raises BatonError if another rank cannot be reached.
         """
@@ -134,13 +138,16 @@ class WorkerSession:
         return session
 
     def _mount(self) -> tuple[Role, Callable[[], None]]:
-        """Make and subscribe the role. Returns it, and a function that ends its subscription."""
+        """Make the current role, and subscribe it to the results of steps.
+
+        Returns the role, and a function that ends its subscription.
+        """
         role = self._roles[self.context.settings.pool.role](self.context)
         role.mount(self._role_services)  # type: ignore[arg-type]
         return role, self.context.core.subscribe(role)
 
     def current_record(self) -> WorkerRecord:
-        """The registry record, with the current load."""
+        """Return the session's registry record, with the current load."""
         return replace(self.record, load=self.context.core.load())
 
     def refuse_work(self) -> None:
@@ -149,12 +156,12 @@ class WorkerSession:
         self.record = replace(self.record, state=DRAINING)
 
     async def close_role(self) -> None:
-        """End what still runs, with an error. Another role may follow."""
+        """End the role's requests that still run, with an error. Another role may follow."""
         await self.role.close()
         self._role_services.clear()
 
     def change_role(self, settings: WorkerSettings) -> None:
-        """Take the role of ``settings``. The previous role must be closed and idle."""
+        """Take the role that ``settings`` name. The previous role must be closed and idle."""
         self._unsubscribe()
         self.context = replace(self.context, settings=settings, intake=Intake())
         self.role, self._unsubscribe = self._mount()
@@ -165,14 +172,14 @@ class WorkerSession:
             self.runtime.board.take_turn(yields=pool.role == "prefill")
 
     async def end(self) -> None:
-        """End everything that runs, with an error."""
+        """End everything that runs in the session, with an error."""
         await self.role.close()
         self._unsubscribe()
         await self.context.exchange.close()
         await self.server.stop(grace=1.0)
 
     async def heartbeat(self) -> None:
-        """Renew leases, end what has expired, and update the metrics.
+        """Renew leases, end requests and tickets that have expired, and update the metrics.
 
         Raises WorkerFailed if a rank is lost or the engine hangs, and AssertionError if blocks have
         leaked.
@@ -198,7 +205,8 @@ class WorkerSession:
         runtime.gauges.show_device(memory.used, memory.total, passed * ranks)
 
     def _check_blocks(self, now: float) -> None:
-        """Check that no block is in use while nothing runs."""
+        """Check from time to time that no block is in use while nothing runs. Raises AssertionError
+        otherwise."""
         if now < self._next_check_at:
             return
         context = self.context
@@ -212,14 +220,14 @@ class WorkerSession:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no accepted work is left."""
+        """Whether none of the session's accepted work is left."""
         context = self.context
         idle = context.core.scheduler.is_idle() and context.exchange.is_idle()
         return idle and not context.intake.under_way
 
     @property
     def is_over(self) -> bool:
-        """Whether the engine holds nothing of this session, which has ended."""
+        """Whether the engine has no steps and no blocks of this session left, after its end."""
         context = self.context
         counts = context.engine.pool.counts()
         moves = context.tiers is not None and not context.tiers.is_idle
@@ -232,7 +240,7 @@ def _plane(config: Config) -> WorkerPlane:
 
 
 def _add_services(server: grpc.aio.Server, context: WorkerContext, process: Drainable) -> None:
-    """Add the services that every role has."""
+    """Add the gRPC services that every role has to the server."""
     control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(process), server)
     transfers = TransferServicer(context.exchange)
     transfer_pb2_grpc.add_TransferServiceServicer_to_server(transfers, server)
@@ -308,7 +316,7 @@ def _record(
 
 
 def _block_bytes(engine: Engine) -> int:
-    """Bytes of a KV block on all ranks together."""
+    """Return the bytes of a KV block on all ranks of the worker together."""
     if engine.storage is None:
         return engine.cache.block_bytes
     return round(engine.storage.kv_token_bytes * engine.cache.block_size)

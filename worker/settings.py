@@ -20,32 +20,37 @@ class WorkerSettings:
     redis_url: str
     cluster_id: str
     threads: int
-    """Compute threads on the CPU. A core board, if there is one, sets their number step by step."""
+    """Number of compute threads on the CPU. With a core board, the board sets the number for each
+    step."""
     core_board: str = ""
-    """Path of the file by which the host's workers share its cores; empty: use ``threads``."""
+    """Path of the board file by which the host's workers share its cores; empty: use
+    ``threads``."""
     core_lines: int = 0
-    """Number of workers on the core board; 0: ``workers_here``."""
+    """Number of workers on the core board; 0: as many as ``workers_here``."""
     costs_folder: str = ""
-    """Folder on this machine where step costs are stored for later processes; empty: none."""
+    """Folder on this machine where step costs are stored for workers that start later; empty: do
+    not store them."""
     draft_model_path: str = ""
     """Folder of the draft model; empty if there is none."""
     number: int = 0
-    """Number of this worker on its machine, from 0. Each rank of a worker has its own number."""
+    """Number of this worker on its machine, from 0. Each rank of a worker has a number of its
+    own."""
     workers_here: int = 1
-    """Number of workers on this machine; a worker with several ranks counts once per rank."""
+    """Number of workers on this machine. A worker with several ranks counts once per rank."""
     host: str = "127.0.0.1"
     """Address on which the worker's servers listen."""
 
     @property
     def group_host(self) -> str:
-        """Address on which the ranks connect to each other, unencrypted.
+        """Address on which the worker's ranks connect to each other, unencrypted.
 
         It is the loopback address if all ranks are on one machine.
         """
         return "127.0.0.1" if self.pool.rank_placement == "strict_pack" else self.host
 
     def in_role(self, role: str) -> WorkerSettings:
-        """The settings of this worker in another role: it joins the first pool of that role.
+        """Return the settings of this worker in another role: it joins the first pool with that
+        role.
 
         Memory and threads stay the same.
         """

@@ -34,23 +34,23 @@ _SCALED = frozenset({"int8", "fp8"})
 class KvLayout:
     """The layout of a worker's blocks. Raises GeometryMismatch if it is impossible.
 
-    Sizes and places are those of a block on one rank. For a worker with several ranks, they are
-    refused here; ``of_rank`` has them.
+    Sizes and offsets are those of a block on one rank. If the worker has several ranks, the
+    properties that return them raise GeometryMismatch; call ``of_rank`` first.
     """
 
     block_size: int
     """Number of slots in a block."""
     layers: int
     kv_heads: int
-    """KV heads of the model: those of all ranks together, each counted once."""
+    """Number of KV heads of the model: those of all ranks together, each counted once."""
     head_dim: int
     kv_dtype: str
-    """``float32``, ``bfloat16``, ``float16``, ``int8`` or ``fp8``."""
+    """Type of the codes: ``float32``, ``bfloat16``, ``float16``, ``int8`` or ``fp8``."""
     tensor_parallel: int = 1
-    """Number of ranks that share the heads. With more ranks than heads, several ranks have each
-    head."""
+    """Number of ranks that share the model's KV heads. With more ranks than heads, several ranks
+    have each head."""
     drafter: GroupShape | None = None
-    """The drafter's part, if there is one."""
+    """Shape of the drafter's part of a block; None without a drafter."""
 
     def __post_init__(self) -> None:
         sizes = (self.block_size, self.layers, self.kv_heads, self.head_dim, self.tensor_parallel)
@@ -65,7 +65,7 @@ class KvLayout:
 
     @classmethod
     def of(cls, geometry: Geometry) -> KvLayout:
-        """The layout that a worker's geometry describes. Raises GeometryMismatch."""
+        """Return the layout that a worker's geometry describes. Raises GeometryMismatch."""
         return cls(
             geometry.block_size,
             geometry.layers,
@@ -86,7 +86,7 @@ class KvLayout:
         return self.kv_dtype in _SCALED
 
     def of_rank(self, rank: int) -> KvLayout:
-        """The layout on one rank; unchanged if there is only one rank."""
+        """Return the layout of a block on one rank. It is unchanged if there is only one rank."""
         if self.tensor_parallel == 1:
             return self
         group = self.drafter
@@ -98,29 +98,30 @@ class KvLayout:
 
     @property
     def rows(self) -> int:
-        """Number of rows in a block."""
+        """Number of rows in a block: one per layer, K or V, head and slot."""
         if self.tensor_parallel != 1:
             raise GeometryMismatch(f"{self} has no block size: ask for the layout of one rank")
         return self.layers * 2 * self.kv_heads * self.block_size
 
     @property
     def row_bytes(self) -> int:
-        """Number of bytes in a row's codes."""
+        """Number of bytes in the codes of one row."""
         return self.head_dim * self.value_bytes
 
     @property
     def codes_bytes(self) -> int:
-        """Bytes of a block's codes, which is where its scales begin."""
+        """Number of bytes in a block's codes, and so the offset of its scales."""
         return self.rows * self.row_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of a block's codes and scales, which is where its padding begins."""
+        """Number of bytes in a block's codes and scales, and so the offset of its padding."""
         return self.codes_bytes + self.rows * SCALE_BYTES * self.has_scales
 
     @property
     def target_bytes(self) -> int:
-        """Bytes of the target's part of a block, which is where the drafter's begins."""
+        """Number of bytes in the target model's part of a block, and so the offset of the drafter's
+        part."""
         return _aligned(self.used_bytes)
 
     @property
@@ -133,12 +134,13 @@ class KvLayout:
 
     @property
     def drafter_layout(self) -> KvLayout | None:
-        """The layout of the drafter's part, counted from its own beginning."""
+        """Layout of the drafter's part of a block. Its offsets count from the beginning of that
+        part."""
         return None if self.drafter is None else self._layout_of(self.drafter)
 
     @property
     def filled_offset(self) -> int:
-        """Offset in bytes of the count of filled slots in a drafter's part."""
+        """Offset, within a drafter's part, of the int64 that counts its filled slots."""
         return -(-self.used_bytes // FILLED_BYTES) * FILLED_BYTES
 
     def _layout_of(self, group: GroupShape) -> KvLayout:
@@ -151,16 +153,18 @@ class KvLayout:
         )
 
     def heads_of(self, rank: int) -> range:
-        """The model's KV heads on a rank, in their order there."""
+        """Return the model's KV heads that are on a rank, in the order of its blocks."""
         return head_share.kv_heads_of(rank, self.tensor_parallel, self.kv_heads)
 
     def ranks_of(self, head: int) -> range:
-        """The ranks that have a KV head of the model."""
+        """Return the ranks that have the model's KV head ``head``."""
         return head_share.ranks_of(head, self.tensor_parallel, self.kv_heads)
 
     def row(self, layer: int, which: int, head: int, slot: int) -> int:
-        """The number of a row. ``which`` is 0 for keys, 1 for values; ``head`` counts in the
-        block."""
+        """Return the number of a row in a block.
+
+        ``which`` is 0 for keys and 1 for values. ``head`` counts the heads in the block.
+        """
         plane = (layer * 2 + which) * self.kv_heads + head
         return plane * self.block_size + slot
 
@@ -173,10 +177,11 @@ class KvLayout:
         return self.codes_bytes + row * SCALE_BYTES
 
     def layer_runs(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Where the layers ``first`` … ``last - 1`` are in a block: offset and bytes of runs.
+        """Return the (offset, bytes) pairs of a block at which the layers ``first`` … ``last - 1``
+        are.
 
-        The runs of all layers together cover the block, however the layers are divided. Its padding
-        and the drafter's part belong to the last layer.
+        The runs of all layers together cover the block, however the layers are divided. The block's
+        padding and the drafter's part belong to the last layer.
         """
         if first == last:
             return []

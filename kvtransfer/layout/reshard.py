@@ -21,7 +21,7 @@ from kvtransfer.layout.layout import SCALE_BYTES, KvLayout
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Tokens that are in one block at the source and in one block at the target."""
+    """Tokens that are in one block of the source and in one block of the target."""
 
     source_block: int
     source_slot: int
@@ -32,7 +32,8 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Bytes that move in one piece. Length and offsets are in bytes, offsets within the block."""
+    """Bytes of a block that move in one piece. Length and offsets are in bytes; offsets count
+    within the block."""
 
     source_rank: int
     source_block: int
@@ -45,24 +46,27 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one rank of a source gives one rank of a target: heads of some blocks."""
+    """The part of some blocks that one rank of a source gives one rank of a target: some heads."""
 
     source_rank: int
     target_rank: int
     heads: range
-    """Heads of the model that both ranks have. Only one head if several source ranks have it."""
+    """Heads of the model that both ranks have. It is a single head if several source ranks have
+    it."""
     turn: int = 0
     step: int = 0
     turns: int = 1
-    """Several source ranks with the same head take turns: see ``has``."""
+    """Number of source ranks that have the same head. They take turns, block by block: see
+    ``has``."""
 
     def has(self, block: int) -> bool:
-        """Whether the shard includes block ``block`` of the source, counted as in ``Slice``."""
+        """Whether the shard includes block ``block`` of the source, counted from the sequence's
+        start."""
         return (block * self.step + self.turn) % self.turns == 0
 
 
 def shards(source: KvLayout, target: KvLayout) -> list[Shard]:
-    """The shards of all pairs of ranks that have one, by target rank, then by head.
+    """Return the shards of all pairs of ranks that share heads, by target rank, then by head.
 
     In each block, every head of a target rank comes from one source rank.
     """
@@ -117,7 +121,8 @@ def plan(source: KvLayout, target: KvLayout, first: int, last: int) -> list[Slic
 
 
 def overlaps(source: KvLayout, target: KvLayout, first: int, last: int) -> Iterator[Overlap]:
-    """The tokens [first, last), cut where a block of either side ends; ascending.
+    """Yield the tokens [first, last), cut where a block of the source or the target ends, in
+    ascending order.
 
     Raises HandoffError for an invalid range.
     """
@@ -133,7 +138,8 @@ def overlaps(source: KvLayout, target: KvLayout, first: int, last: int) -> Itera
 
 
 def check_convertible(source: KvLayout, target: KvLayout) -> None:
-    """Raise GeometryMismatch, with both layouts, unless they hold the same rows of both groups.
+    """Raise GeometryMismatch unless two layouts hold the same rows, of the target model and of the
+    drafter.
 
     Block size, tensor parallelism and KV type may differ.
     """
@@ -147,7 +153,7 @@ def check_convertible(source: KvLayout, target: KvLayout) -> None:
 
 
 def _slices(source: KvLayout, target: KvLayout, overlap: Overlap, shard: Shard) -> Iterator[Slice]:
-    """The slices that one source rank gives one target rank for one overlap."""
+    """Yield the slices that one source rank gives one target rank for one overlap."""
     here, there = source.of_rank(shard.source_rank), target.of_rank(shard.target_rank)
 
     def between(source_offset: int, target_offset: int, length: int) -> Slice:
@@ -181,7 +187,8 @@ def _slices(source: KvLayout, target: KvLayout, overlap: Overlap, shard: Shard) 
 
 
 def _is_whole(here: KvLayout, there: KvLayout, overlap: Overlap, heads: range) -> bool:
-    """Whether the two blocks are alike, and contain no tokens before the overlap."""
+    """Whether the overlap's source and target blocks are alike, and hold no tokens before the
+    overlap."""
     return (
         here.block_size == there.block_size
         and len(heads) == here.kv_heads == there.kv_heads
@@ -197,10 +204,10 @@ def _runs(
     target_head: int,
     heads: int,
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield (source row, target row, rows) for rows that are consecutive on both sides.
+    """Yield (source row, target row, number of rows) for rows that are consecutive on both sides.
 
-    The rows are those of ``heads`` heads from ``source_head`` and ``target_head`` on, which count
-    on their ranks.
+    The rows belong to ``heads`` heads. ``source_head`` and ``target_head`` are the first of them,
+    counted in the blocks of the two ranks.
     """
     rows = overlap.tokens
     if rows == source.block_size == target.block_size:

@@ -23,21 +23,21 @@ from kvtransfer.layout.reshard import Shard, shards
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Consecutive bytes of a plane. Offsets and length are in bytes."""
+    """Consecutive bytes within one plane. Offsets and length are in bytes."""
 
     number: int
     packed: int
-    """Where they begin among the packed bytes."""
+    """Offset of the first byte among the packed bytes."""
     place: int
-    """Where they begin in the block."""
+    """Offset of the first byte in the rank's block."""
     length: int
 
 
 class ShardLayout:
-    """The packed bytes of a pair of ranks whose workers have equal block sizes and KV types."""
+    """The packed bytes that two ranks share. Their workers have equal block sizes and KV types."""
 
     def __init__(self, source: KvLayout, target: KvLayout, shard: Shard) -> None:
-        """``source`` and ``target`` are the layouts of the workers."""
+        """``source`` and ``target`` are the layouts of the whole workers, not of their ranks."""
         self.shard = shard
         self._source = source.of_rank(shard.source_rank)
         self._target = target.of_rank(shard.target_rank)
@@ -45,7 +45,7 @@ class ShardLayout:
         self._source_head = first - source.heads_of(shard.source_rank).start
         self._target_head = first - target.heads_of(shard.target_rank).start
         self.is_whole = heads == self._source.kv_heads == self._target.kv_heads
-        """Whether whole blocks are sent unchanged."""
+        """Whether whole blocks are sent unchanged, because both ranks have the same heads."""
         self.layers = source.layers
         self._packed = replace(self._source, kv_heads=heads, drafter=None)
 
@@ -55,7 +55,11 @@ class ShardLayout:
         return self._source.block_bytes if self.is_whole else self._packed.used_bytes
 
     def layer_runs(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Like ``KvLayout.layer_runs``, in packed bytes; all layers together are one run."""
+        """Return the (offset, bytes) pairs of the layers ``first`` … ``last - 1`` in a block's
+        packed bytes.
+
+        See ``KvLayout.layer_runs``. All layers together are one run.
+        """
         if (first, last) == (0, self.layers):
             return [(0, self.block_bytes)]
         if self.is_whole:
@@ -71,12 +75,14 @@ class ShardLayout:
 
     @cached_property
     def source_planes(self) -> tuple[Plane, ...]:
-        """Where the planes are in the writer's block, in the order of the packed bytes."""
+        """The planes of a block, with their offsets in the writer's block, in the order of the
+        packed bytes."""
         return self._planes(self._source, self._source_head)
 
     @cached_property
     def target_planes(self) -> tuple[Plane, ...]:
-        """Where the planes are in the receiver's block."""
+        """The planes of a block, with their offsets in the receiver's block, in the order of the
+        packed bytes."""
         return self._planes(self._target, self._target_head)
 
     def _planes(self, block: KvLayout, first_head: int) -> tuple[Plane, ...]:
@@ -96,7 +102,8 @@ class ShardLayout:
 
 
 def shards_to(source: KvLayout, target: KvLayout, target_rank: int) -> list[ShardLayout]:
-    """What one rank of a receiver gets: a layout for each rank of the writer that shares heads."""
+    """Return what one rank of a receiver gets: a layout for each rank of the writer that shares
+    heads with it."""
     return [
         ShardLayout(source, target, shard)
         for shard in shards(source, target)
@@ -105,7 +112,8 @@ def shards_to(source: KvLayout, target: KvLayout, target_rank: int) -> list[Shar
 
 
 def shard_of(source: KvLayout, target: KvLayout, source_rank: int, target_rank: int) -> ShardLayout:
-    """What one rank gives another. Raises HandoffError if they share no head."""
+    """Return the layout of what one rank gives another. Raises HandoffError if they share no
+    head."""
     for found in shards_to(source, target, target_rank):
         if found.shard.source_rank == source_rank:
             return found

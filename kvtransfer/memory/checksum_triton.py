@@ -28,7 +28,8 @@ def _mix32(x):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_of_products(left, right, index, inside, seed: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The pairs' part of the checksum, int64, from words ``left`` and ``right``, int32 [block]."""
+    """Sum the checksum's products for int32 words ``left`` and ``right`` [block]. Returns an
+    int64."""
     number = (2 * index).to(tl.uint32)
     left = left.to(tl.uint32) + _mix32(number ^ seed)
     right = right.to(tl.uint32) + _mix32((number + 1) ^ seed)
@@ -72,7 +73,7 @@ def copy_kernel(  # type: ignore[no-untyped-def]
 
 
 def checksum_tensor(data: torch.Tensor) -> int:
-    """The checksum of a contiguous uint8 tensor of a multiple of 8 bytes, aligned to 4.
+    """Compute the checksum of a contiguous uint8 tensor: a multiple of 8 bytes, aligned to 4.
 
     It equals ``kvtransfer.memory.checksum.checksum`` of the same bytes. Raises ValueError for other
     tensors.
@@ -86,17 +87,17 @@ def checksum_tensor(data: torch.Tensor) -> int:
 
 
 def can_copy_words(target: int, source: int, size: int) -> bool:
-    """Whether ``copy_words`` supports these: addresses at multiples of 16, a multiple of 8
-    bytes."""
+    """Whether ``copy_words`` supports a copy: both addresses are multiples of 16, and ``size`` of
+    8."""
     return not ((target | source) % 16 or size % 8)
 
 
 def copy_words(target: int, source: int, size: int, device: torch.device) -> int:
     """Copy ``size`` bytes from one address to another; the two ranges must not overlap.
 
-    A kernel on ``device``, which must reach both, copies on its current stream. Returns the
-    checksum of the written bytes, which have then arrived. Raises ValueError if ``can_copy_words``
-    is false.
+    A kernel copies on the current stream of ``device``, which must be able to access both
+    addresses. Returns the checksum of the written bytes; all of them have arrived then. Raises
+    ValueError if ``can_copy_words`` is false.
     """
     if not can_copy_words(target, source, size):
         raise ValueError(
@@ -118,7 +119,8 @@ def _words(data: torch.Tensor) -> torch.Tensor:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a device current: Triton launches there, wherever the tensors are."""
+    """Make a device current within this context. Triton launches kernels on the current device,
+    wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -30,9 +30,10 @@ _TARGET = NATIVE
 
 @lru_cache(maxsize=1)
 def copy_library() -> ctypes.CDLL | None:
-    """The library; None if numpy has to compute, and the reason is logged once.
+    """Return the C++ library that copies and computes checksums.
 
-    The first call may build it, which takes seconds.
+    Returns None, and logs the reason once, if numpy has to compute instead. The first call may
+    build the library, which takes seconds.
     """
     try:
         library = CppLibrary(_FOLDER, _TARGET).load()
@@ -50,7 +51,8 @@ def copy_library() -> ctypes.CDLL | None:
 
 
 def checksum(data: Bytes) -> int:
-    """Compute ``kvtransfer.memory.checksum.checksum`` of up to 16 GiB. Releases the GIL."""
+    """Compute the checksum of up to 16 GiB, as ``kvtransfer.memory.checksum.checksum`` defines it.
+    Releases the GIL."""
     source, library = _bytes_of(data), copy_library()
     if library is None:
         return reference.checksum(source.data)
@@ -60,9 +62,10 @@ def checksum(data: Bytes) -> int:
 def copy(to: Bytes, source: Bytes, *, soon_read: bool = False) -> int:
     """Copy up to 16 GiB without overlap. Returns the checksum of what was written.
 
-    ``source`` is read once, so the checksum is that of the copy even if others write to it
+    ``source`` is read once, so the checksum is that of the copy even if others write to ``source``
     meanwhile. With ``soon_read``, the copy stays in the CPU's caches; otherwise it bypasses them.
-    Releases the GIL. Raises ValueError if the two differ in length, or ``to`` is read-only.
+    Releases the GIL. Raises ValueError if ``to`` and ``source`` differ in length, or ``to`` is
+    read-only.
     """
     target, origin, library = _bytes_of(to), _bytes_of(source), copy_library()
     if target.size != origin.size or not target.flags.writeable:
@@ -76,10 +79,11 @@ def copy(to: Bytes, source: Bytes, *, soon_read: bool = False) -> int:
 def checksum_many(
     source: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], length: int
 ) -> tuple[int, ...]:
-    """Compute ``checksum`` of each part of ``source``: ``length`` bytes from each of ``starts``.
+    """Compute the checksums of several parts of ``source``, each ``length`` bytes from one of
+    ``starts``.
 
     It is a single call, because a call costs more than a small part. Raises ValueError if a part is
-    outside.
+    outside ``source``.
     """
     _check(source, starts, length)
     library = copy_library()
@@ -97,9 +101,11 @@ def copy_many(
     *,
     soon_read: bool = False,
 ) -> tuple[int, ...]:
-    """Do a ``copy`` of each part of ``source``, as in ``checksum_many``, to its place in ``to``.
+    """Copy parts of ``source``, given as in ``checksum_many``, each to its offset in ``to``
+    (``places``).
 
-    Raises ValueError if a part is outside, or ``to`` is read-only.
+    Returns the checksum of each part. Raises ValueError if a part is outside ``source`` or ``to``,
+    or ``to`` is read-only.
     """
     _check(to, places, length)
     _check(source, starts, length)
@@ -125,10 +131,11 @@ def copy_out(
     length: int,
     at: npt.NDArray[np.int64] | None = None,
 ) -> tuple[int, ...]:
-    """Do a ``copy`` of each part of ``source`` into ``outs``, in order; they are soon read.
+    """Copy parts of ``source``, in order, into the buffers ``outs``, which are read soon
+    afterwards.
 
-    Each of ``outs`` is one part; with ``at`` it has a part at each of these places. Raises
-    ValueError if their number differs, they do not fit, or one of ``outs`` is read-only.
+    Each buffer gets one part, or with ``at`` one part at each of these offsets. Raises ValueError
+    if the number of parts differs, they do not fit, or a buffer is read-only.
     """
     _check(source, starts, length)
     targets = [_bytes_of(out) for out in outs]
@@ -155,7 +162,7 @@ def copy_out(
 
 
 def _check(data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], length: int) -> None:
-    """Raise ValueError if a part is outside."""
+    """Raise ValueError if a part of ``length`` bytes from one of ``starts`` is outside ``data``."""
     if starts.size and not (starts.min() >= 0 and starts.max() + length <= data.size):
         raise ValueError(f"parts of {length} bytes lie outside {data.size} bytes")
 
@@ -168,7 +175,10 @@ def _copy_many(
     *,
     soon_read: bool,
 ) -> tuple[int, ...]:
-    """Copy between addresses ``targets`` and ``origins``; without targets nothing is copied."""
+    """Copy from the addresses ``origins`` to the addresses ``targets``, and return the checksums.
+
+    Without ``targets``, only the checksums are computed.
+    """
     sums = np.empty(origins.size, dtype=np.uint64)
     library.kv_copy_many(
         None if targets is None else _address(targets),

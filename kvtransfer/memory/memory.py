@@ -15,7 +15,7 @@ from kvtransfer.memory import copying
 
 @dataclass(frozen=True, slots=True)
 class SharedFile:
-    """Memory that other processes of the host can map."""
+    """An open file whose memory other processes of the host can map."""
 
     descriptor: int
     """Descriptor of the file in this process."""
@@ -31,7 +31,7 @@ class BlockMemory(Protocol):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks."""
+        """Number of blocks in the memory."""
 
     @property
     def block_bytes(self) -> int:
@@ -43,14 +43,14 @@ class BlockMemory(Protocol):
 
     @property
     def address(self) -> int:
-        """Address of the first block on ``device``; the others follow without gaps."""
+        """Address of the first block on ``device``; the other blocks follow without gaps."""
 
     @property
     def shared_file(self) -> SharedFile | None:
         """The file that holds the blocks in order; None if no other process can map them."""
 
     def checksum(self, block: int, offset: int, length: int) -> int:
-        """The ``kvtransfer.memory.checksum.checksum`` of part of a block."""
+        """Compute the checksum of part of a block: see ``kvtransfer.memory.checksum.checksum``."""
 
     def read(self, block: int, offset: int, out: memoryview) -> int:
         """Copy part of a block into ``out`` (bytes, writable). Returns its checksum."""
@@ -59,14 +59,14 @@ class BlockMemory(Protocol):
         """Overwrite part of a block. Returns the checksum of what was written."""
 
     def checksum_many(self, blocks: Sequence[int], offset: int, length: int) -> tuple[int, ...]:
-        """The ``checksum`` of the same part of several blocks."""
+        """Compute the checksum of the same part of each of several blocks."""
 
     def read_many(
         self, blocks: Sequence[int], offset: int, outs: Sequence[memoryview]
     ) -> tuple[int, ...]:
-        """Do ``read`` for the same part of several blocks, each into its own buffer.
+        """Copy the same part of several blocks, each into its own buffer of ``outs``.
 
-        All ``outs`` have the same length.
+        All buffers have the same length. Returns the checksum of each part.
         """
 
     def write_many(
@@ -77,13 +77,18 @@ class BlockMemory(Protocol):
         source: memoryview,
         starts: Sequence[int],
     ) -> tuple[int, ...]:
-        """Do ``write`` for the same part of several blocks, with data from ``starts`` of
-        ``source``."""
+        """Overwrite the same part of several blocks; the data of each begins at one of ``starts``
+        in ``source``.
+
+        Returns the checksum of each part.
+        """
 
 
 class PartByPart:
-    """Implements the methods for several parts one by one, for memory that gains nothing
-    otherwise."""
+    """Implements ``checksum_many``, ``read_many`` and ``write_many`` by one call per block.
+
+    It is for memory that gains nothing from handling several blocks at once.
+    """
 
     def checksum_many(
         self: BlockMemory, blocks: Sequence[int], offset: int, length: int
@@ -199,7 +204,8 @@ class HostMemory:
         return copying.copy_many(self.data, places, origin, origins, length)
 
     def _starts(self, blocks: Sequence[int], offset: int, length: int) -> npt.NDArray[np.int64]:
-        """Where a part of each block begins. Raises HandoffError."""
+        """Return the offset in the memory at which the same part of each block begins. Raises
+        HandoffError for an invalid part."""
         for block in blocks:
             check_part(self, block, offset, length)
         return np.array(blocks, dtype=np.int64) * self.block_bytes + offset

@@ -24,7 +24,7 @@ _MASK64 = (1 << 64) - 1
 
 
 def plane_factor(number: int) -> int:
-    """Factor of a plane's checksum in the checksum of a part."""
+    """Return the odd factor by which a plane's checksum counts in the checksum of a part."""
     return (number + 1) * _PLANE_FACTOR & _MASK64 | 1
 
 
@@ -34,22 +34,24 @@ class _Cut:
 
     length: int
     at: npt.NDArray[np.int64]
-    """Where each begins in the part."""
+    """Offset in the part at which each piece begins."""
     places: npt.NDArray[np.int64]
-    """Where each is in the block."""
+    """Offset in the block at which each piece begins."""
     factors: npt.NDArray[np.uint64]
 
 
 class Pieces:
-    """Where the packed bytes of a block are. Thread-safe."""
+    """Maps the packed bytes of a block to their offsets in the block. Thread-safe."""
 
     def __init__(self, planes: Sequence[Plane]) -> None:
         self._planes = planes
         self.cuts = lru_cache(maxsize=256)(self._cuts)
-        """Returns a part's pieces, grouped by length, for ``(offset, length)`` in packed bytes."""
+        """Returns the pieces of a part, grouped by length. Its arguments are the part's ``(offset,
+        length)`` in packed bytes."""
 
     def of(self, offset: int, length: int) -> list[Plane]:
-        """The planes that contain ``length`` packed bytes from ``offset``."""
+        """Return the planes, or pieces of them, that contain ``length`` packed bytes from
+        ``offset``."""
         found = []
         for plane in self._planes:
             first = max(offset, plane.packed)
@@ -79,7 +81,8 @@ class ShardMemory(PartByPart):
     """Implements ``kvtransfer.memory.memory.BlockMemory`` over packed bytes of another memory."""
 
     def __init__(self, memory: BlockMemory, planes: Sequence[Plane], block_bytes: int) -> None:
-        """``planes`` are in blocks of ``memory``; ``block_bytes`` is their total size."""
+        """``planes`` have offsets in blocks of ``memory``; ``block_bytes`` is the planes' total
+        size."""
         self._memory = memory
         self._pieces = Pieces(planes)
         self._block_bytes = block_bytes
@@ -101,7 +104,7 @@ class ShardMemory(PartByPart):
 
     @property
     def address(self) -> int:
-        """Address of the memory that contains them."""
+        """Address of the whole blocks that contain the packed bytes."""
         return self._memory.address
 
     @property
@@ -180,7 +183,10 @@ class ShardMemory(PartByPart):
     def copy_from(
         self, blocks: Sequence[int], offset: int, length: int, theirs: PeerBlocks
     ) -> tuple[int, ...]:
-        """Write the same part of several blocks, copied from the same number of a peer's blocks."""
+        """Write the same part of several blocks, copied from as many blocks of a peer (``theirs``).
+
+        Returns the checksum of each part.
+        """
         assert self._host is not None, "only blocks in host memory can be copied"
         sums = np.zeros(len(blocks), dtype=np.uint64)
         here, there = self._cuts_for(blocks, offset, length), theirs.pieces.cuts(offset, length)
@@ -199,31 +205,33 @@ class ShardMemory(PartByPart):
 
 @dataclass(frozen=True, slots=True)
 class PeerBlocks:
-    """Some blocks of a peer whose memory is mapped here."""
+    """Some blocks of a peer. Its memory is mapped in this process."""
 
     data: npt.NDArray[np.uint8]
-    """All of the peer's memory, [bytes]."""
+    """All of the peer's memory, uint8 [bytes]."""
     block_bytes: int
     pieces: Pieces
     blocks: Sequence[int]
 
 
 def source_memory(memory: BlockMemory, shard: ShardLayout | None) -> BlockMemory:
-    """A writer's blocks as a shard sees them; the memory itself if blocks are sent whole."""
+    """Return a writer's blocks as one of its peers sees them: packed by ``shard``, or unchanged if
+    blocks are sent whole."""
     if shard is None or shard.is_whole:
         return memory
     return ShardMemory(memory, shard.source_planes, shard.block_bytes)
 
 
 def target_memory(memory: BlockMemory, shard: ShardLayout | None) -> BlockMemory:
-    """A receiver's blocks as a shard sees them; the memory itself if blocks arrive whole."""
+    """Return a receiver's blocks as one of its peers sees them: packed by ``shard``, or unchanged
+    if blocks arrive whole."""
     if shard is None or shard.is_whole:
         return memory
     return ShardMemory(memory, shard.target_planes, shard.block_bytes)
 
 
 def _starts(blocks: Sequence[int], block_bytes: int, cut: _Cut) -> npt.NDArray[np.int64]:
-    """Where each piece of each block begins."""
+    """Return the offset in the memory at which each piece of each block begins."""
     return (np.array(blocks, dtype=np.int64)[:, None] * block_bytes + cut.places).reshape(-1)
 
 

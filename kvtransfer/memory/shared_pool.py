@@ -24,25 +24,28 @@ from kvtransfer.memory.memory import SharedFile
 
 _LARGE_PAGE = 2 << 20
 _MAP_FIXED = 0x10
-"""The value of Linux, on every machine that Baton supports."""
+"""Linux's value of the mmap(2) flag MAP_FIXED, the same on every machine that Baton supports."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPool:
-    """Memory that was allocated here. It lasts until nothing refers to ``data`` any more."""
+    """A pool that this process has allocated. It lasts until nothing refers to ``data`` any
+    more."""
 
     data: npt.NDArray[np.uint8]
-    """The memory, [bytes], initially zeros."""
+    """The pool's memory, uint8 [bytes], initially zeros."""
     file: SharedFile
 
     def close(self) -> None:
-        """Let no other process map the pool; call it once. Existing mappings stay."""
+        """Prevent other processes from mapping the pool from now on; call it once. Existing
+        mappings stay."""
         os.close(self.file.descriptor)
 
 
 def allocate(size: int) -> SharedPool:
-    """Allocate ``size`` bytes at once. Raises ConfigError if the machine has less."""
+    """Allocate a pool of ``size`` bytes at once. Raises ConfigError if the machine has less
+    memory."""
     descriptor = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         return SharedPool(_taken(descriptor, size), SharedFile(descriptor, size))
@@ -67,10 +70,11 @@ def _taken(descriptor: int, size: int) -> npt.NDArray[np.uint8]:
 
 
 def _map_aligned(descriptor: int, size: int) -> tuple[mmap.mmap, int]:
-    """Map the file at a multiple of a large page, the only place where it can have any.
+    """Map the pool's file at an address that is a multiple of a large page; elsewhere it would get
+    no large pages.
 
-    The mapping is inside a larger, empty mapping, and is removed with it. Returns that mapping, and
-    where the file begins in it.
+    The mapping is inside a larger, empty mapping, and is removed together with it. Returns the
+    larger mapping, and the offset of the file's first byte in it.
     """
     room = mmap.mmap(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(room))
@@ -85,16 +89,17 @@ def _map_aligned(descriptor: int, size: int) -> tuple[mmap.mmap, int]:
 
 
 def inode_of(file: SharedFile) -> int:
-    """A number that distinguishes this file from all others on the host, for ``open_shared``."""
+    """Return the inode number of a shared file, by which ``open_shared`` recognizes it on this
+    host."""
     return os.fstat(file.descriptor).st_ino
 
 
 def open_shared(process_id: int, descriptor: int, inode: int, size: int) -> npt.NDArray[np.uint8]:
     """Map another process's pool read-only, [size] bytes; it stays mapped while it is referenced.
 
-    ``descriptor`` is a number in that process; ``inode`` and ``size`` identify the expected file.
-    Raises HandoffError if it cannot be opened (the process has ended, belongs to another user or
-    runs in another container), or is another file.
+    ``descriptor`` is the file's descriptor in that process; ``inode`` and ``size`` identify the
+    expected file. Raises HandoffError if the file cannot be opened (the process has ended, belongs
+    to another user or runs in another container), or if it is another file.
     """
     name = f"the KV pool of process {process_id}"
     try:

@@ -41,11 +41,12 @@ Response = transfer_pb2.TransferResponse
 
 
 _WITHOUT_STAGING = 4
-"""Factor of the window for a pair whose transport copies directly between blocks."""
+"""Factor by which the window of a pair is larger if its transport copies directly between
+blocks."""
 
 
 class Inbound:
-    """All pairs in which this worker receives. Their keeper reports released tickets here."""
+    """All pairs in which this worker receives. The ticket keeper reports released tickets to it."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class Inbound:
         limits: PairLimits,
         rank_addresses: Sequence[str] = (),
     ) -> None:
-        """``transports`` are registered.
+        """``transports`` have registered this worker's blocks.
 
         ``rank_addresses`` has host:port of each rank's gRPC server, if the worker has several.
         """
@@ -65,19 +66,19 @@ class Inbound:
         self._rank_addresses = rank_addresses
         self._transports = {transport.name: transport for transport in transports}
         self._warned: set[tuple[str, str]] = set()
-        """Pairs of wanted and chosen transport that have caused a warning already."""
+        """Pairs of (wanted, chosen) transport names that have caused a warning already."""
         self._pairs: dict[tuple[str, int], InboundPair] = {}
-        """Pairs by the writer's incarnation and rank."""
+        """Open pairs by the writer's (incarnation, rank)."""
         self._transfers = TicketTransfers()
 
     def pairs(self) -> dict[str, str]:
-        """The transport of each open pair, by the writer's incarnation."""
+        """The name of each open pair's transport, by the writer's incarnation."""
         return {writer: pair.transport for (writer, _), pair in self._pairs.items()}
 
     async def serve(
         self, requests: AsyncIterator[transfer_pb2.TransferRequest], context: Context
     ) -> None:
-        """Serve one pair's stream to its end."""
+        """Serve one writer's stream, which is a pair, until it ends."""
         async with grpc_boundary(context):  # type: ignore[arg-type]
             first = await anext(requests, None)
             if first is None or not first.HasField("open"):
@@ -164,15 +165,18 @@ class Inbound:
         )
 
     def _window(self, transport: Transport) -> int:
-        """The window of a pair. It is larger without staging, since blocks are then read in
-        place."""
+        """Return the window of a pair in bytes: what may be announced and not have arrived.
+
+        It is larger for a transport without staging, because the receiver then reads the writer's
+        blocks in place.
+        """
         stages = transport.copies_out or transport.staging_bytes
         return self.limits.window_bytes * (1 if stages else _WITHOUT_STAGING)
 
     # Reports of the keeper
 
     def released(self, ticket: Ticket, error: BatonError) -> None:
-        """Cancel the ticket's copies that have not begun."""
+        """Cancel the copies of a released ticket that have not begun."""
         self._transfers.cancel(ticket.ticket_id)
 
     def sweep(self, now: float) -> None:

@@ -46,7 +46,7 @@ class TicketKeeper(Protocol):
 
     @property
     def clock(self) -> Callable[[], float]:
-        """The clock for leases and for the silence of peers, in seconds."""
+        """The clock for leases and for the silence of peers; it returns seconds."""
 
     def begin_copy(
         self,
@@ -59,32 +59,33 @@ class TicketKeeper(Protocol):
         now: float,
         rank: int = 0,
     ) -> tuple[int, ...] | None:
-        """See ``Ticket.begin_copy``."""
+        """Allow a copy into a ticket's blocks: see ``Ticket.begin_copy``."""
 
     def end_copy(self, ticket_id: str, transport: str, copied: int) -> None:
-        """Record that a copy has succeeded."""
+        """Record that a copy of ``copied`` bytes into a ticket's blocks has succeeded."""
 
     def fail_copy(self, ticket_id: str, error: BatonError, now: float) -> None:
-        """Record that a copy has failed, which ends the ticket."""
+        """Record that a copy into a ticket's blocks has failed, which ends the ticket."""
 
     def drop_copy(self, ticket_id: str) -> None:
         """Record that a copy did not begin, because its ticket had ended."""
 
     def renew(self, writer: str, ticket_ids: Sequence[str], now: float) -> list[str]:
-        """Process a writer's heartbeat. Returns the tickets that have ended."""
+        """Process a writer's heartbeat for its tickets. Returns the ids of those that have
+        ended."""
 
     def writer_gone(self, writer: str, now: float) -> None:
-        """Record that a writer's pair has closed."""
+        """Record that a writer's pair has closed, so nothing more arrives from that writer."""
 
 
 class TicketTransfers:
-    """The transfers in flight for each ticket, over all pairs."""
+    """The transfers in flight for each ticket, over all pairs of this worker."""
 
     def __init__(self) -> None:
         self._transfers: dict[str, set[Transfer]] = {}
 
     def __len__(self) -> int:
-        """Number of tickets with a transfer."""
+        """Number of tickets that have a transfer in flight."""
         return len(self._transfers)
 
     def add(self, ticket_id: str, transfer: Transfer) -> None:
@@ -92,20 +93,20 @@ class TicketTransfers:
         self._transfers.setdefault(ticket_id, set()).add(transfer)
 
     def discard(self, ticket_id: str, transfer: Transfer) -> None:
-        """Remove a transfer that is over."""
+        """Remove a ticket's transfer that is over."""
         transfers = self._transfers.get(ticket_id, set())
         transfers.discard(transfer)
         if not transfers:
             self._transfers.pop(ticket_id, None)
 
     def cancel(self, ticket_id: str) -> None:
-        """Cancel the ticket's copies that have not begun."""
+        """Cancel the copies into a ticket's blocks that have not begun."""
         for transfer in list(self._transfers.get(ticket_id, ())):
             transfer.cancel()
 
 
 class InboundPair:
-    """One stream of a writer."""
+    """The receiver's end of one pair: serves one stream of a writer."""
 
     def __init__(
         self,
@@ -116,7 +117,7 @@ class InboundPair:
         limits: PairLimits,
         transfers: TicketTransfers,
     ) -> None:
-        """``transfers`` are shared by all pairs of this worker."""
+        """``transfers`` holds the transfers of all pairs of this worker."""
         self.writer, self.writer_rank = writer.incarnation, writer.rank
         self._name = writer.name
         self.transport = transport.name
@@ -130,17 +131,18 @@ class InboundPair:
         self._loop = asyncio.get_running_loop()
         self._next = 0
         self._awaited: dict[int, float] = {}
-        """Batches that have not landed, the oldest first, and the time since when."""
+        """Time since which each batch is awaited, by number, the oldest first. Batches that have
+        landed are removed."""
         self._copies: dict[int, _Copy] = {}
-        """Batches that were admitted and have not landed."""
+        """Batches that were admitted and have not landed, by number."""
         self._heard_at = keeper.clock()
 
     async def run(
         self, requests: AsyncIterator[transfer_pb2.TransferRequest], context: Context
     ) -> None:
-        """Serve the stream until the writer ends it.
+        """Serve the writer's stream until the writer ends it.
 
-        Raises BatonError if it must be ended from this side.
+        Raises BatonError if this side has to end it.
         """
         tasks = [
             asyncio.create_task(self._read(requests), name="read"),
@@ -157,7 +159,7 @@ class InboundPair:
             await end_tasks(tasks)
 
     def stuck(self, now: float) -> BatonError | None:
-        """Why the awaited bytes will not arrive; None if they still may."""
+        """Return the reason why the awaited batches will not arrive; None if they still may."""
         if not self._awaited:
             return None
         limits = self._limits
@@ -249,7 +251,8 @@ class InboundPair:
             return
 
     def _sealed(self, message: transfer_pb2.SealBatch) -> None:
-        """Accept the checksums of a batch that was announced without; ignored if it has ended."""
+        """Accept the checksums of a batch that was announced without them. Ignored if the batch has
+        ended."""
         copy = self._copies.get(message.number)
         if copy is None:
             return
@@ -261,7 +264,7 @@ class InboundPair:
         self._compare(copy)
 
     def _over(self, copy: _Copy) -> None:
-        """Process the end of a transfer into the keeper's blocks."""
+        """Process the end of a batch's transfer into blocks: success, failure or cancellation."""
         self._transfers.discard(copy.ticket_id, copy.transfer)
         try:
             copy.transfer.poll()
@@ -275,7 +278,8 @@ class InboundPair:
             self._compare(copy)
 
     def _compare(self, copy: _Copy) -> None:
-        """Count a copy's bytes, once they are placed and their checksums match the writer's."""
+        """Count a batch as landed once its bytes are in place and their checksums match the
+        writer's."""
         if not copy.is_placed:
             return
         if copy.expected is None:
@@ -313,11 +317,13 @@ class _Copy:
     ticket_id: str
     batch: AnnouncedBatch
     targets: tuple[int, ...]
-    """The ticket's missing blocks that are written."""
+    """Numbers of the ticket's missing blocks into which the batch is copied."""
     transfer: Transfer
     expected: tuple[int, ...] | None = None
-    """Checksums that the transfer must have found. Empty if it compares them itself; None until
-    they arrive."""
+    """Checksums from the writer, which those that the transfer computes must equal.
+
+    Empty if the transfer compares them itself; None until the writer sends them.
+    """
     is_placed: bool = False
 
     def __post_init__(self) -> None:

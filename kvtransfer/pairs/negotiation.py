@@ -15,23 +15,27 @@ from kvtransfer.layout.layout import KvLayout
 from kvtransfer.layout.reshard import check_convertible
 
 TRANSPORTS = ("cuda_ipc", "shm", "nixl", "nccl", "grpc", "gloo")
-"""Transports, the best first: one copy within a device or host, then the fastest networks, then
-what runs anywhere. gloo comes after grpc, which needs no new process group after a failure."""
+"""Names of all transports, the best first.
+
+Those with a single copy within a device or host come first, then the fastest networks, then the
+ones that run anywhere. gloo comes after grpc, because grpc needs no new process group after a
+failure.
+"""
 
 
 class Fit(enum.Enum):
     """How the blocks of two workers compare."""
 
     EQUAL = "equal"
-    """Whole blocks move unchanged."""
+    """The layouts are equal: whole blocks are sent unchanged."""
     SHARED = "shared"
-    """Tensor parallelism differs: each rank sends the heads that its peers have."""
+    """Tensor parallelism differs: each rank sends only the heads that the peer's rank has, too."""
     CONVERTIBLE = "convertible"
-    """Block size or KV type differ, and both workers have one rank."""
+    """Block size or KV type differ, so blocks are converted; both workers have one rank."""
 
 
 def rank_transports(offered: Collection[str], supported: Collection[str]) -> tuple[str, ...]:
-    """The transports that the peer offers and this worker supports, the best first.
+    """Return the transports that the peer offers and this worker supports, the best first.
 
     Raises HandoffError, with both lists, if there is none.
     """
@@ -46,7 +50,7 @@ def rank_transports(offered: Collection[str], supported: Collection[str]) -> tup
 
 @lru_cache(maxsize=64)
 def check_geometry(source: Geometry, target: Geometry) -> Fit:
-    """Whether and how blocks of one worker can become those of another.
+    """Check whether and how blocks of one worker can become blocks of another.
 
     Results are cached, because each handoff checks the same few geometries. Raises
     GeometryMismatch, with both geometries, if they cannot.

@@ -40,17 +40,19 @@ Call = grpc.aio.StreamStreamCall[transfer_pb2.TransferRequest, transfer_pb2.Tran
 
 
 _FIRST_GUESS = 1e9
-"""Assumed bytes per second of a pair that has not sent any."""
+"""Bandwidth assumed for a pair that has not sent any bytes yet, in bytes per second."""
 
 
 class Push:
-    """The blocks of one ticket. ``done`` gets the number of bytes that have arrived, or the
-    error."""
+    """Sends the blocks of one ticket to its receiver.
+
+    ``done`` gets the number of bytes that have arrived, or the error.
+    """
 
     def __init__(
         self, outbound: Outbound, ticket_id: str, memory: BlockMemory | None = None
     ) -> None:
-        """``memory`` holds its blocks, unless they are the worker's own."""
+        """``memory`` holds the blocks to send; None: the worker's own blocks."""
         self.ticket_id = ticket_id
         self.memory = memory
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -62,15 +64,17 @@ class Push:
         self._error: BatonError | None = None
 
     def put_layers(self, target: int, source: int, first: int, last: int) -> None:
-        """Send the layers ``first`` … ``last - 1`` of a block, which are complete now; see ``put``.
+        """Send the layers ``first`` … ``last - 1`` of a block, whose KV is complete now; see
+        ``put``.
 
-        A pair of ranks sends its shard's part of them, if any.
+        In a pair of ranks, only the heads that both ranks share are sent.
         """
         for offset, length in self._outbound.runs(target, first, last):
             self.put(target, source, offset, length)
 
     def put(self, target: int, source: int, offset: int, length: int) -> None:
-        """Send part of block ``source``, complete now, as that of missing block ``target``.
+        """Send part of block ``source``, which is complete now, to the ticket's missing block
+        ``target``.
 
         Offset and length are in bytes. Has no effect once the push has failed or was cancelled.
         """
@@ -79,26 +83,26 @@ class Push:
             self._outbound.put(self.ticket_id, target, source, offset, length)
 
     def end(self) -> None:
-        """Declare that no more parts follow."""
+        """Declare that the ticket's blocks have no more parts to send."""
         self._ended = True
         self._settle()
 
     def cancel(self) -> None:
-        """Stop sending. ``done`` fails once nothing is read here any longer; idempotent."""
+        """Stop sending. ``done`` fails once nothing reads the blocks any longer; idempotent."""
         self.fail(TicketEnded(f"ticket {self.ticket_id} was given up by its writer"))
 
     @property
     def is_open(self) -> bool:
-        """Whether its parts are still to be sent."""
+        """Whether the push has neither failed nor completed."""
         return self._error is None and not self.done.done()
 
     @property
     def is_under_way(self) -> bool:
-        """Whether some of its parts have not arrived."""
+        """Whether some of the push's parts are queued or in flight."""
         return bool(self._queued or self._in_flight)
 
     def fail(self, error: BatonError) -> None:
-        """Fail the push; only the first error counts."""
+        """Fail the push with ``error``; only the first error counts."""
         if self.is_open:
             self._error = error
             self._outbound.drop(self.ticket_id)
@@ -112,12 +116,12 @@ class Push:
         self._settle()
 
     def announced(self, count: int) -> None:
-        """Record that ``count`` bytes are in flight."""
+        """Record that a batch of ``count`` bytes of this push is in flight."""
         self._queued = max(0, self._queued - count)
         self._in_flight += count
 
     def landed(self, count: int) -> None:
-        """Record that ``count`` bytes are no longer in flight."""
+        """Record that a batch of ``count`` bytes of this push is no longer in flight."""
         self._in_flight -= count
         self._bytes += count
         self._settle()
@@ -135,7 +139,7 @@ class Push:
 
 
 class Outbound:
-    """The writer's end of a pair."""
+    """The writer's end of a pair: announces and sends batches to one receiver."""
 
     def __init__(
         self,
@@ -145,17 +149,18 @@ class Outbound:
         limits: PairLimits,
         executor: Executor,
     ) -> None:
-        """``transports`` are registered; ``executor`` reads blocks."""
+        """``transports`` have registered this worker's blocks; ``executor`` reads them."""
         self.peer = peer
         self.transport = ""
         self.geometry = identity.geometry
-        """Geometry of the receiver, which the sent blocks must have."""
+        """The receiver's geometry. The blocks that are sent must have it."""
         self.fit = Fit.EQUAL
-        """How the worker's own blocks compare with it; valid once open."""
+        """How the worker's own blocks compare with the receiver's geometry; valid once the pair is
+        open."""
         self.rank_addresses: tuple[str, ...] = ()
         """host:port of the gRPC server of each of the receiver's ranks, if it has several."""
         self.in_flight_bytes = 0
-        """Bytes that were announced and have not arrived."""
+        """Number of bytes of this pair that were announced and have not arrived."""
         self.bandwidth = Bandwidth(_FIRST_GUESS)
         self.broken: asyncio.Future[BatonError] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
@@ -166,7 +171,7 @@ class Outbound:
         self._shard: ShardLayout | None = None
         self._layout = KvLayout.of(self.geometry)
         self._whole_block: list[tuple[int, int]] = []
-        """Layout of a whole block, for a pair without a shard."""
+        """The single run (offset, bytes) that covers a whole block, for a pair without a shard."""
         self._call: Call | None = None
         self._link: SendLink | None = None
         self._reads_in_place = False
@@ -177,7 +182,7 @@ class Outbound:
         self._next = 0
         self._requests: asyncio.Queue[Request] = asyncio.Queue()
         self._reads: asyncio.Queue[tuple[int, PushBatch, asyncio.Future[Packed]]] = asyncio.Queue(1)
-        """Reads in progress, in addition to one that is awaited."""
+        """Batches whose blocks are being read, in order, in addition to the one that is awaited."""
         self._reading: set[asyncio.Future[Packed]] = set()
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -189,7 +194,8 @@ class Outbound:
     # Opening and closing
 
     async def open(self, channel: grpc.aio.Channel, deadline_s: float) -> None:
-        """Agree with the receiver. Raises its refusal, WorkerFailed, or TimeoutError."""
+        """Agree with the receiver on a transport. Raises the receiver's refusal, WorkerFailed, or
+        TimeoutError."""
         hello = transfer_pb2.OpenPair(
             fingerprint=self._identity.fingerprint,
             geometry=convert.geometry_to_proto(self._identity.geometry),
@@ -252,7 +258,8 @@ class Outbound:
         return shard_between(self._identity, theirs)
 
     def runs(self, target: int, first: int, last: int) -> list[tuple[int, int]]:
-        """Offset and size of the layers ``first`` … ``last - 1`` in a block of a ticket."""
+        """Return (offset, bytes) of what to send for the layers ``first`` … ``last - 1`` of block
+        ``target``."""
         if self._shard is not None:
             has = self._shard.shard.has(target)
             return self._shard.layer_runs(first, last) if has else []
@@ -300,8 +307,8 @@ class Outbound:
     def push(self, ticket_id: str, memory: BlockMemory | None = None) -> Push:
         """Start to send blocks to a ticket of the receiver.
 
-        They are the worker's own. If the receiver's ``geometry`` differs, they are those of
-        ``memory``, which must have that geometry.
+        Without ``memory``, the worker's own blocks are sent. If the receiver's ``geometry`` differs
+        from the worker's, ``memory`` holds the blocks, converted to that geometry.
         """
         push = Push(self, ticket_id, memory)
         self._pushes[ticket_id] = push
@@ -310,12 +317,12 @@ class Outbound:
         return push
 
     def put(self, ticket_id: str, target: int, source: int, offset: int, length: int) -> None:
-        """Queue a part; called by ``Push``."""
+        """Queue part of a block to be sent; called by ``Push``."""
         self._queue.put(ticket_id, target, source, offset, length)
         self._wake.set()
 
     def drop(self, ticket_id: str) -> None:
-        """Drop a ticket's queued parts; called by ``Push``."""
+        """Drop the queued parts of a ticket; called by ``Push``."""
         self._queue.drop(ticket_id)
 
     def forget(self, push: Push) -> None:
@@ -323,7 +330,7 @@ class Outbound:
         self._pushes.pop(push.ticket_id, None)
 
     async def _read_ahead(self) -> None:
-        """Read the next batch while earlier ones are in flight."""
+        """Read batches from the blocks, one ahead of the batches in flight."""
         while True:
             while not self._queue:
                 self._wake.clear()
@@ -340,7 +347,7 @@ class Outbound:
                 await self._reads.put((number, batch, self._read(batch, push)))
 
     def _begin(self, batch: PushBatch, push: Push) -> int:
-        """Count a batch as in flight from now on. Returns its number."""
+        """Count a batch as in flight from now on. Returns the batch's number."""
         number, self._next = self._next, self._next + 1
         push.announced(batch.bytes)
         self._in_flight[number] = batch
@@ -376,7 +383,8 @@ class Outbound:
         self._requests.put_nowait(Request(announced=[announcement]))
 
     def _sent(self, transfer: Transfer) -> None:
-        """Report the end of a transfer. Called on a thread of the transport."""
+        """Break the pair if a transfer has failed. Called on a thread of the transport when a
+        transfer ends."""
         try:
             transfer.poll()
         except (BatonError, CancelledError) as error:
@@ -422,7 +430,7 @@ class Outbound:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Check for silence of the receiver within this context, even if no blocks are sent."""
+        """Watch the receiver for silence within this context, even if no blocks are sent."""
         self._users += 1
         try:
             yield
@@ -473,7 +481,7 @@ class Outbound:
 
 
 def _sealed(batch: PushBatch, packed: Packed) -> list[int]:
-    """The parts' checksums, each bound to its place."""
+    """Return the checksum of each part of a batch, bound to the part's ticket, block and offset."""
     return [
         segment_checksum(digest, batch.ticket_id, target, batch.offset)
         for digest, target in zip(packed.checksums, batch.targets, strict=True)

@@ -24,7 +24,7 @@ class Identity:
     fingerprint: str
     geometry: Geometry
     rank: int = 0
-    """Number of the rank."""
+    """Number of the rank in its worker."""
 
     @property
     def name(self) -> str:
@@ -34,7 +34,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class PairLimits:
-    """Limits of a worker's pairs."""
+    """Limits of a worker's pairs: bytes in flight, silence, and time for a batch."""
 
     window_bytes: int = 32 << 20
     """Maximum bytes of a pair that are announced and have not arrived."""
@@ -45,9 +45,10 @@ class PairLimits:
 
 
 def shard_between(writer: Identity, receiver: Identity) -> ShardLayout | None:
-    """What the writer's rank gives the receiver's; None if both workers have one rank.
+    """Return the shard that the writer's rank gives the receiver's; None if both workers have one
+    rank.
 
-    Raises HandoffError if that is nothing, or if a worker has no such rank.
+    Raises HandoffError if the two ranks share no heads, or if a worker has no such rank.
     """
     source, target = KvLayout.of(writer.geometry), KvLayout.of(receiver.geometry)
     if source.tensor_parallel == target.tensor_parallel == 1 and writer.rank == receiver.rank == 0:
@@ -59,9 +60,10 @@ def shard_between(writer: Identity, receiver: Identity) -> ShardLayout | None:
 
 
 def check_peer(own: Identity, peer: Identity, meant: str) -> Fit:
-    """Check whether and how ``peer`` may exchange blocks with incarnation ``meant`` of this worker.
+    """Check whether and how the worker ``peer`` may exchange blocks with this one.
 
-    The fingerprint is checked first. Raises HandoffError, with both sides.
+    ``meant`` is the incarnation of this worker that the peer has addressed. The fingerprint is
+    checked first. Raises HandoffError, with both sides.
     """
     if peer.fingerprint != own.fingerprint:
         raise FingerprintMismatch(
@@ -84,7 +86,7 @@ Message = TypeVar("Message", transfer_pb2.TransferRequest, transfer_pb2.Transfer
 
 
 async def all_at_once(queue: asyncio.Queue[Message]) -> Message:
-    """Merge all queued messages into one; waits for the first.
+    """Merge all queued messages into one; waits for the first message.
 
     Sending a message takes some 0.2 ms, whatever it contains.
     """
@@ -101,7 +103,8 @@ _MASK64 = (1 << 64) - 1
 
 
 def segment_checksum(digest: int, ticket_id: str, block_index: int, offset: int) -> int:
-    """Bind a segment's ``checksum`` to its place, so that it cannot pass for another segment's."""
+    """Bind a segment's checksum ``digest`` to its ticket, block and offset, so that it cannot pass
+    for that of another segment."""
     place = _ticket_place(ticket_id) + (block_index + 1) * _BLOCK_FACTOR + offset * _OFFSET_FACTOR
     return (digest + place) & _MASK64
 
@@ -112,5 +115,5 @@ def _ticket_place(ticket_id: str) -> int:
 
 
 def raw_checksum(sealed: int, ticket_id: str, block_index: int, offset: int) -> int:
-    """The ``checksum`` from which ``segment_checksum`` was made for the same place."""
+    """Undo ``segment_checksum``: return the checksum of the bytes alone."""
     return (sealed - segment_checksum(0, ticket_id, block_index, offset)) & _MASK64

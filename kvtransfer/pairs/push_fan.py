@@ -22,20 +22,21 @@ class BlockPush(Protocol):
     """A push of one ticket's blocks: see ``kvtransfer.pairs.outbound.Push``."""
 
     done: asyncio.Future[int]
-    """Gets the number of bytes that have arrived, or the error."""
+    """Gets the number of bytes that have arrived, or the error of the push."""
 
     def put_layers(self, target: int, source: int, first: int, last: int) -> None:
-        """Send some layers of a block."""
+        """Send the layers ``first`` … ``last - 1`` of block ``source`` to missing block
+        ``target``."""
 
     def end(self) -> None:
-        """Declare that no more parts follow."""
+        """Declare that the ticket's blocks have no more parts to send."""
 
     def cancel(self) -> None:
-        """Stop sending."""
+        """Stop sending the ticket's blocks."""
 
 
 class PushFan:
-    """Implements ``BlockPush`` with several ways at once."""
+    """Implements ``BlockPush`` over several pushes of the same ticket at once."""
 
     def __init__(self, ways: Sequence[BlockPush]) -> None:
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -48,7 +49,7 @@ class PushFan:
             self.done.set_result(0)
 
     def put_layers(self, target: int, source: int, first: int, last: int) -> None:
-        """See ``BlockPush``; each way sends its own part."""
+        """See ``BlockPush``. Each of the pushes sends its own part."""
         for way in self._ways:
             way.put_layers(target, source, first, last)
 
@@ -132,7 +133,7 @@ class LatePush:
 
 
 def fail(done: asyncio.Future[Any], error: BaseException) -> None:
-    """Set the exception unless done, and mark it as retrieved."""
+    """Set the exception of ``done`` unless it is done already, and mark it as retrieved."""
     if not done.done():
         done.set_exception(error)
         done.exception()  # retrieved, so that asyncio does not log it

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PushBatch:
-    """A unit of announcement: the same part of some blocks of one ticket."""
+    """A unit that a writer announces: the same part of some blocks of one ticket."""
 
     ticket_id: str
     targets: tuple[int, ...]
     """Numbers of the ticket's missing blocks."""
     sources: tuple[int, ...]
-    """The blocks on this worker."""
+    """Numbers of the blocks on this worker, one for each target."""
     offset: int
     length: int
 
@@ -29,7 +29,8 @@ class PushBatch:
 _SMALL_BATCH_BYTES = 4 << 20
 """Size in bytes below which a batch is not divided."""
 _Waiting = OrderedDict[tuple[int, int], deque[tuple[int, int]]]
-"""Maps (offset, length) of a part to the (target, source) blocks that wait for it."""
+"""Parts that are still to be sent: maps (offset, length) to the (target, source) pairs of
+blocks."""
 
 
 class PushQueue:
@@ -39,7 +40,7 @@ class PushQueue:
     """
 
     def __init__(self, part_bytes: int, batch_bytes: int) -> None:
-        """The arguments are the maximum bytes of a part and of a batch."""
+        """``part_bytes`` and ``batch_bytes`` are the maximum sizes of a part and of a batch."""
         self._part_bytes = min(part_bytes, batch_bytes)
         self._batch_bytes = batch_bytes
         self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
@@ -48,14 +49,15 @@ class PushQueue:
         return bool(self._waiting)
 
     def put(self, ticket_id: str, target: int, source: int, offset: int, length: int) -> None:
-        """Queue ``length`` bytes from ``offset`` of block ``source``."""
+        """Queue ``length`` bytes from ``offset`` of block ``source``, for the ticket's missing
+        block ``target``."""
         waiting = self._waiting.setdefault(ticket_id, OrderedDict())
         for start in range(offset, offset + length, self._part_bytes):
             part = min(self._part_bytes, offset + length - start)
             waiting.setdefault((start, part), deque()).append((target, source))
 
     def take(self) -> PushBatch:
-        """Take the next batch. Raises KeyError if nothing waits."""
+        """Take the next batch to announce. Raises KeyError if nothing is queued."""
         ticket_id, waiting = self._waiting.popitem(last=False)
         (offset, length), blocks = next(iter(waiting.items()))
         # The first half is placed while the second is read, but each batch also costs some
@@ -75,23 +77,24 @@ class PushQueue:
         return PushBatch(ticket_id, targets, sources, offset, length)
 
     def drop(self, ticket_id: str) -> None:
-        """Send no more of a ticket; idempotent."""
+        """Drop everything that is queued for a ticket; idempotent."""
         self._waiting.pop(ticket_id, None)
 
 
 LayerRun = tuple[int, int, int]
-"""(missing block, first layer, layer after the last one)."""
+"""Layers of a block to send: (number of the missing block, first layer, layer after the last
+one)."""
 
 
 class PutPlan:
-    """In which parts a ticket's blocks are sent, as they become complete in order.
+    """Decides which blocks and layers of a ticket are sent next, as they become complete in order.
 
     Blocks are sent whole, or some layers at a time: a chunk's blocks can leave while its later
     layers are computed. So the last byte arrives sooner on a slow wire, or if the prompt has only
     one chunk.
 
-    ``whole`` blocks were given out in full; of those from there to ``ahead``, the first ``layers``
-    layers were.
+    The first ``whole`` blocks were given out in full. Of the blocks from there to ``ahead``, the
+    first ``layers`` layers were given out.
     """
 
     def __init__(self, layers: int, missing: int) -> None:
@@ -103,7 +106,8 @@ class PutPlan:
         self._missing = missing
 
     def blocks_done(self, blocks: int) -> list[LayerRun]:
-        """Process that the first ``blocks`` missing blocks are complete. Returns the new parts."""
+        """Record that the first ``blocks`` missing blocks are complete. Returns the layers to send
+        now."""
         parts: list[LayerRun] = []
         blocks = min(blocks, self._missing)
         for block in range(self.whole, blocks):
@@ -116,8 +120,11 @@ class PutPlan:
         return parts
 
     def layers_done(self, blocks: int, layers: int) -> list[LayerRun]:
-        """Like ``blocks_done``, for the first ``layers`` layers of the first ``blocks`` missing
-        blocks."""
+        """Record that the first ``layers`` layers of the first ``blocks`` missing blocks are
+        complete.
+
+        Returns the layers to send now.
+        """
         blocks = min(blocks, self._missing)
         is_known = self.ahead in (blocks, self.whole)
         if not is_known or blocks <= self.whole or layers <= self.layers:
@@ -130,26 +137,28 @@ class PutPlan:
 
 
 _WEIGHT = 0.2
-"""Weight of the newest sample."""
+"""Weight of the newest sample in the learned bandwidth."""
 _MIN_BYTES = 64 << 10
-"""Minimum bytes of a sample; a smaller one measures messages instead of bytes."""
+"""Minimum bytes of a bandwidth sample. A smaller one would measure the cost of messages instead of
+bytes."""
 
 
 class Bandwidth:
-    """Learned bytes per second of a pair while there is something to send."""
+    """Bandwidth of a pair, in bytes per second, learned only while it has something to send."""
 
     def __init__(self, bytes_per_s: float) -> None:
-        """``bytes_per_s`` is assumed until there are samples."""
+        """``bytes_per_s`` is the bandwidth that is assumed until there are samples."""
         self.bytes_per_s = bytes_per_s
         self._busy_since: float | None = None
 
     def began(self, now: float) -> None:
-        """Record that bytes are in flight."""
+        """Record that bytes of the pair are in flight from ``now`` on."""
         if self._busy_since is None:
             self._busy_since = now
 
     def landed(self, count: int, now: float, *, is_idle: bool) -> None:
-        """Record that ``count`` bytes have arrived; ``is_idle``: nothing else is in flight."""
+        """Record that ``count`` bytes have arrived. ``is_idle``: true if nothing else is in
+        flight."""
         since, self._busy_since = self._busy_since, None if is_idle else now
         if since is None or count < _MIN_BYTES or now <= since:
             return

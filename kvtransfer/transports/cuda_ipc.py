@@ -5,8 +5,8 @@ driver enables peer access from there. Only addresses are kept: CUDA_VISIBLE_DEV
 writer's GPU, and torch refuses memory of a GPU that it does not see.
 
 Functions and constants are those of the CUDA Driver API, "Memory Management", "Unified Addressing"
-and "Primary Context Management". Nothing of CUDA is loaded before it is used. It has not run on a
-GPU yet.
+and "Primary Context Management". Nothing of CUDA is loaded before it is used. This module
+has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _DEVICE_POINTER = 3
 
 
 class _Handle(ctypes.Structure):
-    """The struct CUipcMemHandle, which the driver takes by value."""
+    """The driver's struct CUipcMemHandle, which its functions take by value."""
 
     _fields_ = (("reserved", ctypes.c_ubyte * _HANDLE_BYTES),)
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedMemory:
-    """Part of an allocation that other processes can open."""
+    """Part of a GPU allocation that other processes can open."""
 
     handle: bytes
-    """Handle of the whole allocation."""
+    """CUDA's handle of the whole allocation."""
     offset: int
     """Offset of the part in the allocation, in bytes."""
 
@@ -77,7 +77,7 @@ class OpenedMemory:
 
     @contextmanager
     def reading(self) -> Iterator[int]:
-        """Yield the address of the memory, which stays mapped meanwhile.
+        """Yield the address of the memory, which stays mapped within this context.
 
         Raises WorkerFailed if it is closed.
         """
@@ -95,7 +95,7 @@ class OpenedMemory:
                 self._unmap()
 
     def close(self) -> None:
-        """Unmap the memory, at once or when the last reader has ended; idempotent."""
+        """Unmap the memory at once, or when the last ``reading`` context has ended; idempotent."""
         with self._lock:
             self._is_closed = True
             is_read = self._readers > 0
@@ -121,7 +121,7 @@ def export(address: int, device: int) -> ExportedMemory:
 
 
 def copy_bytes(target: int, source: int, size: int, device: int, stream: int) -> None:
-    """Start a copy between addresses that GPU ``device`` reaches, on one of its streams.
+    """Start a copy between two addresses that GPU ``device`` can access, on one of its streams.
 
     Any alignment is allowed. Raises HandoffError if the copy cannot start.
     """
@@ -137,7 +137,8 @@ def copy_bytes(target: int, source: int, size: int, device: int, stream: int) ->
 
 
 def device_uuid(device: int) -> str:
-    """A GPU's UUID, which is the same in every process, whatever CUDA_VISIBLE_DEVICES is there.
+    """Return a GPU's UUID, which is the same in every process, whatever CUDA_VISIBLE_DEVICES is
+    there.
 
     Raises ConfigError if there is no such GPU.
     """
@@ -149,7 +150,8 @@ def device_uuid(device: int) -> str:
 
 
 def _reach(address: int, size: int, reader: int) -> int:
-    """CUDA's error if kernels of GPU ``reader`` cannot access all ``size`` bytes; else 0."""
+    """Return 0 if kernels of GPU ``reader`` can access all ``size`` bytes, else CUDA's error
+    code."""
     found = ctypes.c_uint64()
     driver = _driver()
     with _context(reader):
@@ -194,7 +196,7 @@ def _device(device: int) -> ctypes.c_int:
 
 @contextmanager
 def _context(device: int) -> Iterator[None]:
-    """Make the context that torch uses current on this thread, which may be a new one."""
+    """Make the CUDA context that torch uses current on this thread, which may be a new one."""
     driver = _driver()
     number, context = _device(device), ctypes.c_void_p()
     if error := driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number):

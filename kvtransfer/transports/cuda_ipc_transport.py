@@ -24,7 +24,7 @@ from kvtransfer.transports.transport import AnnouncedBatch, Peer
 
 _HANDLE_BYTES = 64
 _ADDRESSES = 1 << 57
-"""Maximum bytes that a GPU can address."""
+"""Upper bound of a peer's sizes, in bytes: what a GPU can address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class _Offer:
     pid_namespace: str
     pid: int
     device: str
-    """UUID of the GPU."""
+    """UUID of the GPU that holds the writer's blocks."""
     handle: str
-    """The handle in base64."""
+    """CUDA's handle of the writer's allocation, in base64."""
     offset: int
     blocks: int
     block_bytes: int
@@ -54,9 +54,9 @@ class CudaIpcTransport:
     staging_bytes = 0
 
     def __init__(self, executor: Executor, *, between_gpus: bool = False) -> None:
-        """``executor`` copies: each of its threads one batch at a time.
+        """``executor`` runs the copies; each of its threads copies one batch at a time.
 
-        ``between_gpus``: whether a receiver may open blocks on a GPU other than its own.
+        ``between_gpus``: true if a receiver may open blocks on a GPU other than its own.
         """
         self._executor = executor
         self._between_gpus = between_gpus
@@ -88,11 +88,11 @@ class CudaIpcTransport:
         self._memory, self._device = memory, int(number)
 
     def offer(self) -> bytes:
-        """See ``Transport``."""
+        """See ``Transport``. It names the GPU and the handle of this worker's blocks."""
         return self._offer
 
     def accept(self, peer: Peer, offer: bytes) -> tuple[CudaIpcReceiveLink, bytes]:
-        """See ``Transport``. Opening takes some milliseconds."""
+        """See ``Transport``. To open the writer's blocks takes some milliseconds."""
         assert self._memory is not None, "not registered"
         theirs = _parse(offer)
         boot_id, pid_namespace = host_of(self.name)
@@ -129,7 +129,8 @@ class CudaIpcTransport:
         return link
 
     def close(self) -> None:
-        """See ``Transport``. The memory belongs to the worker."""
+        """See ``Transport``. The blocks' memory is not released, because it belongs to the
+        worker."""
         for link in list(self._links):
             link.close()
 
@@ -159,7 +160,7 @@ class _Copier:
         self._theirs = cuda_ipc.OpenedMemory(exported, theirs.blocks * theirs.block_bytes, device)
 
     def copy(self, batch: AnnouncedBatch) -> tuple[int, ...]:
-        """See ``Copier``. Raises WorkerFailed if it is closed."""
+        """See ``Copier``. Raises WorkerFailed if the copier is closed."""
         offset, length = batch.target.offset, batch.target.length
         return tuple(
             self._copy_part(source, target, offset, length)
@@ -197,7 +198,7 @@ class CudaIpcReceiveLink(ReadReceiveLink[_Copier]):
 
 
 def _parse(offer: bytes) -> _Offer:
-    """Parse an offer. Raises HandoffError."""
+    """Parse a writer's offer. Raises HandoffError if it is invalid."""
     theirs = read_offer(_Offer, offer, "cuda_ipc")
     try:
         handle = base64.b64decode(theirs.handle, validate=True)

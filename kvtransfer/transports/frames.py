@@ -14,7 +14,7 @@ from baton.v1 import transfer_pb2
 
 _HEAD = struct.Struct("<BQBIB")
 _NUMBER_TAG, _PART_TAG, _DATA_TAG = 1 << 3 | 1, 2 << 3 | 5, 3 << 3 | 2
-"""Field numbers 1, 2 and 3; wire types fixed64, fixed32 and length-delimited."""
+"""Protobuf tags of the fields 1, 2 and 3, with wire types fixed64, fixed32 and length-delimited."""
 
 
 _NUMBER_AT = 1
@@ -26,14 +26,16 @@ _address_of.argtypes, _address_of.restype = (ctypes.py_object,), ctypes.c_void_p
 
 
 class Frame:
-    """A message whose data is filled in place, because gRPC takes only ``bytes``.
+    """A message whose data is filled in place: gRPC takes only ``bytes``, and joining pieces would
+    copy them again.
 
     Python's C interface allows new ``bytes`` to be filled before they are used (docs.python.org,
-    PyBytes_FromStringAndSize). Joining pieces would copy them once more.
+    PyBytes_FromStringAndSize).
     """
 
     def __init__(self, part: int, size: int) -> None:
-        """``size`` bytes of data, from part ``part`` of a batch on."""
+        """Make a message with room for ``size`` bytes of data, the parts of a batch from ``part``
+        on."""
         head = _HEAD.pack(_NUMBER_TAG, 0, _PART_TAG, part, _DATA_TAG) + _varint(size)
         self.size = len(head) + size
         self._message: bytes = _new_bytes(None, self.size)
@@ -42,16 +44,17 @@ class Frame:
         whole[: len(head)] = head
         self._whole = whole
         self.data = whole[len(head) :]
-        """Buffer that must be filled before ``finish``."""
+        """Buffer for the message's data; the caller must fill it before ``finish``."""
 
     def finish(self, number: int) -> bytes:
-        """The message, as a part of batch ``number``."""
+        """Return the finished message, which belongs to batch ``number``."""
         struct.pack_into("<Q", self._whole, _NUMBER_AT, number)
         return self._message
 
 
 def decode_frame(message: bytes) -> tuple[int, int, memoryview]:
-    """Decode (number, part, data). Raises ValueError for other messages."""
+    """Decode a message into (batch number, first part, data). Raises ValueError if it is
+    invalid."""
     found = _decode(message)
     if found is not None:
         return found
@@ -63,7 +66,7 @@ def decode_frame(message: bytes) -> tuple[int, int, memoryview]:
 
 
 def _decode(message: bytes) -> tuple[int, int, memoryview] | None:
-    """Decode a message that ``Frame`` has made; None for another one."""
+    """Decode a message that ``Frame`` has made; None if its fields come in another order."""
     if len(message) <= _HEAD.size:
         return None
     number_tag, number, part_tag, part, data_tag = _HEAD.unpack_from(message)

@@ -37,14 +37,16 @@ from kvtransfer.transports.transfer import OpenTransfers, Transfer
 from kvtransfer.transports.transport import AnnouncedBatch, Packed, Parts, Peer, place
 
 CHUNK_BYTES = 2 << 20
-"""Maximum bytes of a message, unless a single part is larger: 1 MiB costs a quarter of the
-throughput, 4 MiB gains nothing."""
+"""Maximum bytes of a message, unless a single part is larger.
+
+With 1 MiB, a quarter of the throughput is lost; 4 MiB gains nothing.
+"""
 MAX_PAIRS = 256
-"""Maximum pairs; each holds a thread of the server."""
+"""Maximum pairs that send to this worker; each occupies a thread of the server."""
 _METHOD = "/baton.v1.BlockService/SendBlocks"
 _PAIR_KEY = "baton-pair"
 _PATIENCE_S = 5.0
-"""Seconds for which a stream waits until its pair, and then its batch, is known here."""
+"""Seconds for which a stream waits until this worker knows its pair, and then each batch."""
 
 
 class GrpcTransport:
@@ -58,7 +60,7 @@ class GrpcTransport:
     reads_in_place = False
 
     def __init__(self, host: str = "127.0.0.1", tls: TlsFiles | None = None) -> None:
-        """Listens on ``host``, on a port that the system chooses.
+        """Make a transport whose server listens on ``host``, on a port that the system chooses.
 
         With ``tls``, both sides authenticate with certificates of the same CA (mutual TLS).
         """
@@ -72,7 +74,8 @@ class GrpcTransport:
 
     @property
     def staging_bytes(self) -> int:
-        """See ``Transport``: messages that wait to be sent, and one message of each writer."""
+        """See ``Transport``. It counts messages that wait to be sent, and one message of each
+        writer."""
         copies = sum(link.copied_bytes for link in list(self._senders))
         return copies + CHUNK_BYTES * len(self._links)
 
@@ -120,11 +123,11 @@ class GrpcTransport:
 
     @property
     def asks_for_roles(self) -> bool:
-        """Whether a writer must present a worker's certificate."""
+        """Whether a writer must present a worker's certificate, because TLS is in use."""
         return self._tls is not None
 
     def link_of(self, pair: str) -> GrpcReceiveLink | None:
-        """The link of a stream; None if there is no such pair."""
+        """Return the receiving link with the secret name ``pair``; None if there is none."""
         found = None
         for name, link in list(self._links.items()):
             # In constant time, because the name authorizes the writer.
@@ -148,16 +151,16 @@ class GrpcTransport:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A message to be sent."""
+    """A message that is to be sent, with parts of one batch."""
 
     number: int
     frame: Frame
     last: Transfer | None
-    """The transfer that ends with this message; None if more messages follow."""
+    """The batch's transfer, if this is its last message; None if more messages follow."""
 
 
 class GrpcSendLink:
-    """Implements ``SendLink``. A gRPC thread takes the messages from a queue."""
+    """Implements ``SendLink``. A gRPC thread takes the messages from a queue and sends them."""
 
     def __init__(
         self, memory: BlockMemory, peer: str, address: str, pair: str, tls: TlsFiles | None
@@ -191,7 +194,8 @@ class GrpcSendLink:
         return Packed(parts, source.read_many(parts.blocks, parts.offset, outs), frames)
 
     def _new_frame(self, first: int, size: int) -> Frame:
-        """Make a frame. It counts as staging until nothing refers to it."""
+        """Make a frame for parts from ``first`` on. It counts as staging until nothing refers to
+        it."""
         frame = Frame(first, size)
         self._count(frame.size)
         weakref.finalize(frame, self._count, -frame.size)
@@ -274,7 +278,7 @@ class GrpcReceiveLink:
         return transfer
 
     def take(self, message: bytes) -> None:
-        """Put a message's parts in place. Raises HandoffError for an invalid message."""
+        """Copy a message's parts into their blocks. Raises HandoffError for an invalid message."""
         number, first, data = decode_frame(message)
         awaited = self._find(number)
         length = awaited.batch.source.length
@@ -305,7 +309,8 @@ class GrpcReceiveLink:
         place(self._memory, batch, data, range(0, len(data), batch.source.length), first)
 
     def _find(self, number: int) -> _Awaited:
-        """The batch; waits a little, because its bytes may arrive before its announcement."""
+        """Return the batch ``number``; waits a little, because its bytes may arrive before its
+        announcement."""
         with self._told:
             known = self._told.wait_for(
                 lambda: number in self._awaited or self._transfers.error, _PATIENCE_S
@@ -317,14 +322,14 @@ class GrpcReceiveLink:
             return self._awaited[number]
 
     def begin_stream(self, cancel: Callable[[], object]) -> None:
-        """Start the writer's stream; ``cancel`` ends it. Raises HandoffError for a second
-        stream."""
+        """Begin to serve the writer's stream; ``cancel`` ends the stream. Raises HandoffError for a
+        second stream."""
         if self._cancel_stream is not None:
             raise HandoffError(f"{self.peer} sends blocks over another stream already")
         self._cancel_stream = cancel
 
     def end(self, error: BatonError) -> None:
-        """End all transfers, because the stream has ended."""
+        """End all transfers of the link with ``error``, because the writer's stream has ended."""
         self._transfers.end(error)
         with self._told:
             self._told.notify_all()

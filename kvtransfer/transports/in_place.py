@@ -49,9 +49,10 @@ def read_offer(kind: type[Offer], data: bytes, transport: str) -> Offer:
 
 
 def host_of(transport: str) -> tuple[str, str]:
-    """This host's boot ID, and the process namespace, which by default differs in each container.
+    """Return this host's boot ID, and the process namespace, which by default differs in each
+    container.
 
-    Raises ConfigError if the system does not provide them.
+    Raises ConfigError, which names ``transport``, if the system does not provide them.
     """
     try:
         return _BOOT_ID.read_text().strip(), os.readlink(_PID_NAMESPACE)
@@ -62,7 +63,7 @@ def host_of(transport: str) -> tuple[str, str]:
 
 
 def are_on_two_hosts(offer: bytes, other: bytes) -> bool:
-    """Whether two offers of a transport name different hosts. False if either names none."""
+    """Whether two offers of a transport name different hosts. False if an offer names no host."""
     hosts = [_boot_id(each) for each in (offer, other)]
     return None not in hosts and hosts[0] != hosts[1]
 
@@ -75,7 +76,7 @@ def _boot_id(offer: bytes) -> object:
 
 
 class ReadSendLink:
-    """Implements ``SendLink`` with nothing to send, because the receiver reads."""
+    """Implements ``SendLink`` without sending, because the receiver reads the blocks in place."""
 
     def __init__(self, memory: BlockMemory) -> None:
         self._memory = memory
@@ -107,13 +108,14 @@ class Copier(Protocol):
 
     @property
     def part_end(self) -> int:
-        """Where the last part of a block ends, in bytes."""
+        """Offset in bytes beyond which no part of a block may reach."""
 
     def copy(self, batch: AnnouncedBatch) -> tuple[int, ...]:
-        """Copy a batch, whose parts the writer has, on a thread of the executor.
+        """Copy a batch into this worker's blocks, on a thread of the executor. The writer must have
+        its parts.
 
-        Returns the checksums of the written bytes, which have then arrived. Raises HandoffError for
-        targets that this worker does not have.
+        Returns the checksums of the written bytes; all of them have arrived then. Raises
+        HandoffError for targets that this worker does not have.
         """
 
 
@@ -124,14 +126,16 @@ class ReadReceiveLink(Generic[C]):
     """Implements ``ReceiveLink`` where the receiver reads the writer's blocks."""
 
     def __init__(self, copier: C, executor: Executor) -> None:
-        """``executor`` copies: each of its threads one batch at a time."""
+        """``executor`` runs the copies; each of its threads copies one batch at a time."""
         self._copier: C | None = copier
-        """None once the link is closed, so that remaining references keep no mapping."""
+        """The open copier; None once the link is closed, so that remaining references keep no
+        mapping."""
         self._executor = executor
         self._transfers = OpenTransfers()
 
     def receive(self, batch: AnnouncedBatch, deadline_s: float, *, wanted: bool = True) -> Transfer:
-        """See ``ReceiveLink``. A copy only takes as long as moving its bytes."""
+        """See ``ReceiveLink``. A copy takes no longer than moving its bytes, so ``deadline_s`` is
+        not needed."""
         transfer = self._transfers.new()
         copier = self._copier
         if copier is None or not wanted:
@@ -146,18 +150,18 @@ class ReadReceiveLink(Generic[C]):
         return transfer
 
     def close(self) -> None:
-        """See ``ReceiveLink``. The writer's blocks are released with their last copy."""
+        """See ``ReceiveLink``. The writer's blocks are unmapped after the last copy from them."""
         self._transfers.end(WorkerFailed("the pair was closed"))
         copier, self._copier = self._copier, None
         if copier is not None:
             self._let_go(copier)
 
     def _let_go(self, copier: C) -> None:
-        """Release the writer's blocks. No copy begins any more; some may still run."""
+        """Release the writer's blocks after the copies that still run. No copy begins any more."""
 
 
 def _is_inside(batch: AnnouncedBatch, copier: Copier) -> bool:
-    """Whether the writer has what a batch names: peers name parts, and may be wrong."""
+    """Whether the writer has the parts that a batch names; peers may name wrong ones."""
     source, target = batch.source, batch.target
     return (
         min(source.blocks) >= 0

@@ -52,7 +52,7 @@ class ShmTransport:
     staging_bytes = 0
 
     def __init__(self, executor: Executor) -> None:
-        """``executor`` copies: each of its threads one batch at a time."""
+        """``executor`` runs the copies; each of its threads copies one batch at a time."""
         self._executor = executor
         self._memory: BlockMemory | None = None
         self._offer = b""
@@ -111,16 +111,18 @@ class ShmTransport:
         return link
 
     def close(self) -> None:
-        """See ``Transport``. The memory belongs to the worker."""
+        """See ``Transport``. The blocks' memory is not released, because it belongs to the
+        worker."""
         for link in list(self._links):
             link.close()
 
 
 class ShmCopier:
-    """Implements ``Copier`` for blocks that are copied whole."""
+    """Implements ``Copier`` for blocks that are sent whole."""
 
     def __init__(self, memory: BlockMemory, theirs: memoryview, block_bytes: int) -> None:
-        """``theirs`` are the writer's blocks, of ``block_bytes`` each."""
+        """``theirs`` is the mapped memory of the writer's blocks, which have ``block_bytes``
+        each."""
         self.blocks = len(theirs) // block_bytes
         self.part_end = block_bytes
         self._memory = memory
@@ -137,7 +139,8 @@ class ShmCopier:
 
 
 class ShmShardCopier:
-    """Implements ``Copier`` for the heads that this rank needs of a writer's blocks."""
+    """Implements ``Copier`` for a shard: only the heads that this rank needs of the writer's
+    blocks."""
 
     def __init__(self, memory: BlockMemory, theirs: memoryview, shard: ShardLayout) -> None:
         self.blocks = len(theirs) // shard.source_block_bytes
@@ -159,7 +162,7 @@ class ShmReceiveLink(ReadReceiveLink[ShmCopier | ShmShardCopier]):
 
 
 def _parse(offer: bytes) -> _Offer:
-    """Parse an offer. Raises HandoffError."""
+    """Parse a writer's offer. Raises HandoffError if it is invalid."""
     theirs = read_offer(_Offer, offer, "shm")
     if not theirs.block_bytes:
         raise HandoffError("the offer of transport shm has an invalid value: block_bytes")

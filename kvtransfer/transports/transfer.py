@@ -25,21 +25,24 @@ class _State(enum.Enum):
 
 
 class Transfer:
-    """The result of ``send`` and ``receive``; see the module's text for its states."""
+    """One batch in flight: what ``SendLink.send`` and ``ReceiveLink.receive`` return.
+
+    The module's docstring shows its states.
+    """
 
     def __init__(self) -> None:
         self.found: tuple[int, ...] = ()
-        """Checksums of the placed parts, if their expected checksums were not known."""
+        """Checksums of the placed parts, if the writer's checksums were not known yet."""
         self._changed = threading.Condition()
         self._state = _State.PENDING
         self._error: BaseException | None = None
         self._wanted_end: BaseException | None = None
         self._calls: list[Callable[[Transfer], None]] = []
 
-    # For threads that wait for it
+    # For threads that wait for the transfer
 
     def poll(self) -> bool:
-        """Whether it is over. Raises its error, or CancelledError if it was cancelled."""
+        """Whether the transfer is over. Raises its error, or CancelledError if it was cancelled."""
         with self._changed:
             over, error = self._state is _State.OVER, self._error
         if error is not None:
@@ -47,18 +50,21 @@ class Transfer:
         return over
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until it is over. Raises like ``poll``, and TimeoutError."""
+        """Wait until the transfer is over. Raises like ``poll``, and TimeoutError."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._state is _State.OVER, timeout_s):
                 raise TimeoutError(f"a transfer was not over after {timeout_s} s")
         self.poll()
 
     def cancel(self) -> None:
-        """Cancel it: its result is no longer needed."""
+        """Cancel the transfer, because its result is no longer needed."""
         self.give_up(CancelledError())
 
     def give_up(self, error: BaseException) -> None:
-        """End it with an error, for example because its link has ended."""
+        """End the transfer with an error, for example because its link has ended.
+
+        While bytes are being placed, it ends with the next ``pause``.
+        """
         with self._changed:
             if self._state is _State.PLACING:
                 self._wanted_end = self._wanted_end or error
@@ -66,7 +72,8 @@ class Transfer:
         self._end(error)
 
     def when_over(self, call: Callable[[Transfer], None]) -> None:
-        """Call ``call`` when it is over, on the thread that ends it; at once if it is over."""
+        """Call ``call`` when the transfer is over, on the thread that ends it; at once if it is
+        over already."""
         with self._changed:
             if self._state is not _State.OVER:
                 self._calls.append(call)
@@ -76,14 +83,15 @@ class Transfer:
     # For the transport
 
     def begin(self) -> bool:
-        """Begin to place bytes. Returns False if it is over; then nothing may be placed."""
+        """Begin to place bytes. Returns False if the transfer is over; then nothing may be
+        placed."""
         with self._changed:
             if self._state is _State.PENDING:
                 self._state = _State.PLACING
             return self._state is _State.PLACING
 
     def pause(self) -> None:
-        """Pause: no bytes are being placed at the moment."""
+        """Record that no bytes are being placed at the moment. More of them may follow."""
         with self._changed:
             if self._state is not _State.PLACING:
                 return
@@ -93,11 +101,12 @@ class Transfer:
             self._end(wanted)
 
     def finish(self) -> None:
-        """End it successfully; no effect if it is over already."""
+        """End the transfer successfully; no effect if it is over already."""
         self._end(self._wanted_end)
 
     def fail(self, error: BaseException) -> None:
-        """End it with an error; nothing is placed any more. No effect if it is over already."""
+        """End the transfer with an error, when no bytes are being placed any more. No effect if it
+        is over already."""
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
@@ -112,7 +121,7 @@ class Transfer:
 
 
 class OpenTransfers:
-    """The transfers of one link. Thread-safe."""
+    """The transfers in flight on one link. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -121,11 +130,11 @@ class OpenTransfers:
 
     @property
     def error(self) -> BatonError | None:
-        """The error that has ended the link; None while it is open."""
+        """The error that has ended the link; None while the link is open."""
         return self._error
 
     def new(self) -> Transfer:
-        """Make a transfer; on a link that has ended, it has already failed."""
+        """Make a transfer of this link. If the link has ended, the transfer has already failed."""
         transfer = Transfer()
         with self._lock:
             if self._error is None:
@@ -140,7 +149,7 @@ class OpenTransfers:
             self._open.discard(transfer)
 
     def end(self, error: BatonError) -> None:
-        """Fail all transfers, now and later; the first error counts."""
+        """End the link: fail all its transfers, now and later. Only the first error counts."""
         with self._lock:
             if self._error is None:
                 self._error = error

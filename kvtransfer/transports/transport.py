@@ -31,18 +31,18 @@ from kvtransfer.transports.transfer import Transfer
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The other end of a pair."""
+    """The worker, or rank of a worker, at the other end of a pair."""
 
     incarnation: str
     address: str
-    """host:port of its gRPC server, as this worker reaches it."""
+    """host:port of the peer's gRPC server, as this worker reaches it."""
     rank: int = 0
-    """Number of the worker's rank."""
+    """Number of the peer's rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The same part, ``length`` bytes from ``offset``, of some blocks."""
+    """The same part of several blocks: ``length`` bytes from ``offset`` of each."""
 
     blocks: tuple[int, ...]
     offset: int
@@ -55,37 +55,42 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Parts that are ready to be announced."""
+    """Parts of a batch that a writer has prepared, and can announce and send."""
 
     parts: Parts
     checksums: tuple[int, ...]
     """The ``kvtransfer.memory.checksum.checksum`` of each part."""
     payload: Any = None
-    """What the link needs to send them."""
+    """What the link's ``send`` needs in order to send the parts; each transport has its own
+    form."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnnouncedBatch:
-    """Parts as the receiver gets them announced."""
+    """A batch that a writer has announced to the receiver."""
 
     number: int
-    """Number of the batch; ascends within the pair, in the order of sending."""
+    """Number of the batch in its pair; numbers ascend in the order of sending."""
     source: Parts
-    """Where the parts are at the writer."""
+    """Where the parts are in the writer's blocks."""
     target: Parts
-    """Where they belong here: the same number of blocks, the same offset and length."""
+    """Where the parts belong in this worker's blocks: as many blocks, and the same offset and
+    length."""
     checksums: tuple[int, ...]
-    """Checksums of the parts; empty until they are known, if the transport ``reads_in_place``."""
+    """The writer's checksums of the parts. Empty until they are known, if the transport
+    ``reads_in_place``."""
 
 
 class SendLink(Protocol):
-    """A writer's end."""
+    """The writer's end of a transport's connection to one receiver."""
 
     def pack(self, parts: Parts, memory: BlockMemory | None = None) -> Packed:
-        """Prepare parts. Blocks while it reads them, so call it on a transfer thread.
+        """Prepare parts for sending. It blocks while it reads them, so call it on a transfer
+        thread.
 
-        The parts must be complete, and stay unchanged until the batch has arrived. ``memory`` is
-        the registered memory, or any other if the transport ``copies_out``.
+        The parts must be complete, and stay unchanged until the batch has arrived. ``memory`` holds
+        their blocks: the registered memory by default, or any other if the transport
+        ``copies_out``.
         """
 
     def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
@@ -102,7 +107,7 @@ class SendLink(Protocol):
 
 
 class ReceiveLink(Protocol):
-    """A receiver's end."""
+    """The receiver's end of a transport's connection to one writer."""
 
     def receive(self, batch: AnnouncedBatch, deadline_s: float, *, wanted: bool = True) -> Transfer:
         """Start to bring a batch into its target blocks, in the order of numbers. Never blocks.
@@ -121,35 +126,36 @@ class ReceiveLink(Protocol):
 
 
 class Transport(Protocol):
-    """One way of moving bytes for one worker process. Its event loop uses it."""
+    """One way to move blocks between this worker process and others. The event loop calls it."""
 
     @property
     def name(self) -> str:
-        """Name in ``--transport`` and the metrics."""
+        """Name of the transport in ``--transport`` and the metrics."""
 
     @property
     def part_bytes(self) -> int:
-        """Maximum suitable bytes of one part."""
+        """Largest part, in bytes, that suits this transport."""
 
     @property
     def batch_bytes(self) -> int:
-        """Maximum suitable bytes of one batch: at least ``part_bytes``."""
+        """Largest batch, in bytes, that suits this transport: at least ``part_bytes``."""
 
     @property
     def copies_out(self) -> bool:
-        """Whether ``pack`` copies, so that memory other than the registered one may be sent."""
+        """Whether ``pack`` copies the parts, so that memory other than the registered one may be
+        sent."""
 
     @property
     def reads_in_place(self) -> bool:
         """Whether the receiver reads the writer's blocks in place.
 
-        ``receive`` then needs no checksums: the transfer provides those that it ``found``, and they
-        are compared when the writer's are known.
+        ``receive`` then needs no checksums: the transfer computes them (``found``), and they are
+        compared when the writer's are known.
         """
 
     @property
     def staging_bytes(self) -> int:
-        """Memory that currently holds bytes between blocks and wire."""
+        """Number of bytes of the memory that holds data between blocks and wire at present."""
 
     def register(self, memory: BlockMemory) -> None:
         """Prepare the worker's blocks for this transport; called once, first.
@@ -158,7 +164,8 @@ class Transport(Protocol):
         """
 
     def offer(self) -> bytes:
-        """Data with which a peer decides whether both can use this transport, and connects."""
+        """Return the data by which a peer decides whether both can use this transport, and
+        connects."""
 
     def accept(self, peer: Peer, offer: bytes) -> tuple[ReceiveLink, bytes]:
         """Start to receive from a writer. Returns the link and the data to connect. Never blocks.
@@ -179,22 +186,26 @@ class ShardingTransport(Transport, Protocol):
 
     @property
     def carries_shards(self) -> bool:
-        """Always true."""
+        """Always true: the links of this transport can carry shards."""
 
     def accept(
         self, peer: Peer, offer: bytes, shard: ShardLayout | None = None
     ) -> tuple[ReceiveLink, bytes]:
-        """See ``Transport``. With a ``shard`` that is not whole, parts are of its packed bytes."""
+        """See ``Transport``. With a ``shard`` that is not whole, parts consist of its packed
+        bytes."""
 
     def connect(self, peer: Peer, answer: bytes, shard: ShardLayout | None = None) -> SendLink:
-        """See ``Transport``. With a ``shard`` that is not whole, parts are of its packed bytes."""
+        """See ``Transport``. With a ``shard`` that is not whole, parts consist of its packed
+        bytes."""
 
 
 def accept_shard(
     transport: Transport, peer: Peer, offer: bytes, shard: ShardLayout | None
 ) -> tuple[ReceiveLink, bytes]:
-    """Call ``Transport.accept`` for a pair of ranks. Raises HandoffError if it carries no
-    shards."""
+    """Call ``Transport.accept`` for a pair of ranks.
+
+    Raises HandoffError if a shard is to be sent and the transport carries none.
+    """
     if shard is None:
         return transport.accept(peer, offer)
     return _sharding(transport).accept(peer, offer, shard)
@@ -203,8 +214,10 @@ def accept_shard(
 def connect_shard(
     transport: Transport, peer: Peer, answer: bytes, shard: ShardLayout | None
 ) -> SendLink:
-    """Call ``Transport.connect`` for a pair of ranks. Raises HandoffError if it carries no
-    shards."""
+    """Call ``Transport.connect`` for a pair of ranks.
+
+    Raises HandoffError if a shard is to be sent and the transport carries none.
+    """
     if shard is None:
         return transport.connect(peer, answer)
     return _sharding(transport).connect(peer, answer, shard)
@@ -226,9 +239,11 @@ def place(
     starts: Sequence[int],
     first: int = 0,
 ) -> tuple[int, ...]:
-    """Write parts of a batch, from ``first`` on, to their blocks; their data is at ``starts``.
+    """Write parts of a batch, from number ``first`` on, to their blocks; the data of each begins at
+    one of ``starts``.
 
-    Returns their checksums. Raises ChecksumMismatch if one differs from the announced checksum.
+    Returns the checksums of the parts. Raises ChecksumMismatch if one differs from the announced
+    checksum.
     """
     parts, count = batch.target, len(starts)
     blocks = parts.blocks[first : first + count]
@@ -239,5 +254,5 @@ def place(
 
 
 def damaged(number: int) -> ChecksumMismatch:
-    """The error of a batch whose bytes differ from the writer's."""
+    """Return the error of batch ``number``, whose bytes differ from the writer's."""
     return ChecksumMismatch(f"a part of batch {number} arrived damaged")

@@ -26,10 +26,11 @@ from worker.conversion.kv_converter import Converter
 
 
 class Staging:
-    """Converted blocks with parts that are still unread. Thread-safe."""
+    """Converted blocks that are kept because parts of them are still unread. Thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
-        """``limit_bytes`` bounds the held bytes; one block is always allowed."""
+        """``limit_bytes`` is the maximum size of all kept blocks together; one block is always
+        allowed."""
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._blocks: OrderedDict[tuple[ConvertedBlocks, int], npt.NDArray[np.uint8]] = (
@@ -38,17 +39,19 @@ class Staging:
 
     @property
     def bytes(self) -> int:
-        """Number of bytes that are held."""
+        """Number of bytes in the kept blocks."""
         with self._lock:
             return sum(data.nbytes for data in self._blocks.values())
 
     def take(self, owner: ConvertedBlocks, block: int) -> npt.NDArray[np.uint8] | None:
-        """Remove and return a block; None if it is not held."""
+        """Remove and return converted block ``block`` of a sequence (``owner``); None if it is not
+        kept."""
         with self._lock:
             return self._blocks.pop((owner, block), None)
 
     def put(self, owner: ConvertedBlocks, block: int, data: npt.NDArray[np.uint8]) -> None:
-        """Hold a block. Drops the oldest blocks if there are too many."""
+        """Keep converted block ``block`` of a sequence (``owner``). Drops the oldest blocks if
+        there are too many."""
         with self._lock:
             held = sum(data.nbytes for data in self._blocks.values())
             while self._blocks and held + data.nbytes > self._limit_bytes:
@@ -56,22 +59,23 @@ class Staging:
             self._blocks[owner, block] = data
 
     def drop(self, owner: ConvertedBlocks) -> None:
-        """Drop all blocks of ``owner``."""
+        """Drop all kept blocks of a sequence (``owner``)."""
         with self._lock:
             for key in [key for key in self._blocks if key[0] is owner]:
                 del self._blocks[key]
 
 
 class ConvertedBlocks(PartByPart):
-    """Read-only ``kvtransfer.memory.memory.BlockMemory`` over one sequence.
+    """A sequence's blocks in a receiver's geometry. Implements
+    ``kvtransfer.memory.memory.BlockMemory``, read-only.
 
     Block n is the nth block of the sequence as the receiver counts them.
     """
 
     def __init__(self, cache: KvCache, target: Geometry, staging: Staging) -> None:
-        """``staging`` is shared by all conversions of the worker.
+        """``staging`` keeps blocks of all conversions on this worker.
 
-        Raises GeometryMismatch, with both geometries, if ``cache`` cannot be converted.
+        Raises GeometryMismatch, with both geometries, if blocks of ``cache`` cannot be converted.
         """
         source, self._layout = KvLayout.of(cache.geometry), KvLayout.of(target)
         if target.tensor_parallel != 1:
@@ -93,14 +97,15 @@ class ConvertedBlocks(PartByPart):
         self._closed = False
 
     def computed(self, table: Sequence[int], tokens: int) -> None:
-        """Set the sequence's block table ``table`` here, and its number of computed tokens.
+        """Set the block table of the sequence on this worker, and how many of its tokens are
+        computed.
 
         These tokens can be read from now on. A block that still gets tokens must not be read.
         """
         self._computed = (tuple(table), tokens)
 
     def close(self) -> None:
-        """Mark the blocks as no longer read; idempotent."""
+        """Record that the blocks are no longer read, and drop those that are kept; idempotent."""
         self._closed = True
         self._staging.drop(self)
 

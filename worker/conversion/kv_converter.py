@@ -24,25 +24,29 @@ from kvtransfer.layout.layout import FILLED_BYTES, KvLayout
 from kvtransfer.layout.reshard import check_convertible, overlaps
 
 _DTYPES = PLAIN_KV_DTYPES | KV_DTYPES
-"""Torch type of a layout's codes."""
+"""Torch type of a layout's codes, by the layout's ``kv_dtype``."""
 _CPU_VALUES, _GPU_VALUES = 1 << 20, 1 << 26
-"""Maximum values that are converted at once; some fp32 copies of them are made. On a CPU they fit
-into its caches (64 blocks at once took 4 times as long). On a GPU they keep it busy."""
+"""Maximum values that are converted at once, on a CPU and on a GPU; some fp32 copies of them are
+made.
+
+On a CPU they fit into its caches (64 blocks at once took 4 times as long). On a GPU they keep it
+busy.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """Some blocks of one rank, as a view of their bytes."""
+    """Codes and scales of some blocks of one rank, as views of the blocks' bytes."""
 
     codes: torch.Tensor
-    """[block, layer, K/V, head, slot, dim]; uint8 if there are scales, because torch cannot index
-    fp8."""
+    """Codes [block, layer, K/V, head, slot, dim]. They are uint8 if there are scales, because torch
+    cannot index fp8."""
     scales: torch.Tensor | None
-    """fp32 [block, layer, K/V, head, slot]."""
+    """Scales in fp32 [block, layer, K/V, head, slot]; None if the KV type has none."""
 
     @classmethod
     def of(cls, data: torch.Tensor, layout: KvLayout) -> _Blocks:
-        """View uint8 [blocks, block_bytes]."""
+        """View ``data``, uint8 [blocks, block_bytes], as blocks of this layout."""
         shape = (len(data), layout.layers, 2, layout.kv_heads, layout.block_size)
         codes = data[:, : layout.codes_bytes]
         if not layout.has_scales:
@@ -54,31 +58,32 @@ class _Blocks:
         return cls(codes.view(*shape, layout.head_dim), scales)
 
     def slots(self, first: int, count: int) -> _Blocks:
-        """View some slots of every block."""
+        """View ``count`` slots of every block, from slot ``first`` on."""
         scales = None if self.scales is None else self.scales.narrow(4, first, count)
         return _Blocks(self.codes.narrow(4, first, count), scales)
 
     def heads(self, heads: range) -> _Blocks:
-        """View some heads of every block."""
+        """View some heads of every block, as they are counted in the blocks."""
         scales = None
         if self.scales is not None:
             scales = self.scales.narrow(3, heads.start, len(heads))
         return _Blocks(self.codes.narrow(3, heads.start, len(heads)), scales)
 
     def take(self, blocks: torch.Tensor) -> _Blocks:
-        """Copy some blocks, int64 [n]."""
+        """Copy the blocks with these numbers, int64 [n]."""
         scales = None if self.scales is None else self.scales.index_select(0, blocks)
         return _Blocks(self.codes.index_select(0, blocks), scales)
 
     def put(self, blocks: torch.Tensor, found: _Blocks) -> None:
-        """Overwrite blocks, int64 [n], with the same number of other blocks."""
+        """Overwrite the blocks with these numbers, int64 [n], with the n blocks ``found``."""
         self.codes.index_copy_(0, blocks, found.codes)
         if self.scales is not None and found.scales is not None:
             self.scales.index_copy_(0, blocks, found.scales)
 
 
 class Converter:
-    """Converts one layout to one rank of another. Stateless, so thread-safe."""
+    """Converts blocks of one layout to blocks of one rank in another layout. Stateless, so
+    thread-safe."""
 
     def __init__(self, source: KvLayout, target: KvLayout, target_rank: int = 0) -> None:
         """Raises GeometryMismatch if the layouts do not fit, or the source has several ranks."""
@@ -128,7 +133,8 @@ class Converter:
         wanted: Sequence[int],
         out: torch.Tensor,
     ) -> None:
-        """Convert one group's part; zeros follow its codes and scales."""
+        """Convert the part of one cache group, the target's or the drafter's, and zero the bytes
+        after its codes and scales."""
         source = _Blocks.of(cache, self._source).heads(self._heads)
         target = _Blocks.of(out, self._target)
         self._clear(tokens, wanted, out)
@@ -149,7 +155,8 @@ class Converter:
         wanted: Sequence[int],
         out: torch.Tensor,
     ) -> None:
-        """Set in a drafter's parts how many slots are filled, without a gap before them."""
+        """Set, in each drafter's part, how many slots are filled without a gap from the sequence's
+        start."""
         places = torch.tensor(table, device=cache.device)
         filled = _filled(cache, self._source)[places].tolist()
         size, done = self._source.block_size, 0
@@ -169,8 +176,10 @@ class Converter:
     def _places(
         self, tokens: int, wanted: Sequence[int]
     ) -> dict[tuple[int, int, int], list[tuple[int, int]]]:
-        """Group what can be copied at once: (source slot, target slot, tokens) → (source block,
-        row)."""
+        """Group the tokens that can be copied at once.
+
+        Maps (source slot, target slot, number of tokens) to (source block, row of ``out``) pairs.
+        """
         size = self._target.block_size
         places = defaultdict(list)
         for row, block in enumerate(wanted):
@@ -181,14 +190,15 @@ class Converter:
         return places
 
     def _clear(self, tokens: int, wanted: Sequence[int], out: torch.Tensor) -> None:
-        """Zero what no token fills: ``out`` may hold data of another sequence."""
+        """Zero the slots of ``out`` that no token fills, since ``out`` may hold data of another
+        sequence."""
         out[:, self._target.used_bytes :] = 0
         for row, block in enumerate(wanted):
             if (block + 1) * self._target.block_size > tokens:
                 out[row] = 0
 
     def _as_target(self, found: _Blocks) -> _Blocks:
-        """Convert values to the target's KV type."""
+        """Convert values that were read from the source to the target's KV type."""
         if self._source.kv_dtype == self._target.kv_dtype:
             return found
         values = found.codes
@@ -222,6 +232,6 @@ class Converter:
 
 
 def _filled(parts: torch.Tensor, layout: KvLayout) -> torch.Tensor:
-    """Number of filled slots in each of a drafter's parts; a view, int64 [blocks]."""
+    """Return the number of filled slots in each of a drafter's parts: a view, int64 [blocks]."""
     begin = layout.filled_offset
     return parts[:, begin : begin + FILLED_BYTES].view(torch.int64)[:, 0]

@@ -49,24 +49,28 @@ from worker.offload.kv_tiers import KvTiers
 log = logging.getLogger(__name__)
 
 ENGINE_HANG_S = 60.0
-"""A worker ends if its engine has not finished a step after this many seconds. Routers stop using
-it much sooner (``engine_hang_s``). A step on the slowest machine takes less."""
-STEP_TOKENS = 32
-"""Fixed cost of a step, as a number of tokens: the weights are read once, for any number of tokens.
+"""Seconds after which a worker ends if its engine has not finished a step.
+
+Routers stop using it much sooner (``engine_hang_s``). A step on the slowest machine takes less.
 """
+STEP_TOKENS = 32
+"""Fixed cost of a step, as a number of prompt tokens. A step reads the weights once, for any number
+of tokens."""
 _CPU_TOKEN_S = 1e-3
 _GPU_TOKEN_S = 5e-5
-"""Assumed seconds per prompt token until steps are measured. The rough figures are those of a small
-model on two CPU cores, and of an 8B model on one GPU."""
+"""Assumed seconds per prompt token until steps are measured; on a CPU it is ``_CPU_TOKEN_S``.
+
+The rough figures are those of a small model on two CPU cores, and of an 8B model on one GPU.
+"""
 _PRIOR_TOKENS = 64
-"""Weight of the assumed figures against the first measured steps, in tokens."""
+"""Weight, in tokens, of the assumed seconds per token against the first measured steps."""
 
 
 class StepListener(Protocol):
-    """Receives the results of steps: the role that runs on this worker."""
+    """Receives the results of steps. The role that runs on this worker implements it."""
 
     def on_emit(self, updates: list[SequenceUpdate]) -> None:
-        """Receive everything that one step brought; called once per step."""
+        """Receive the tokens and other results of one step; called once per step."""
 
     def on_fail(self, sequences: list[Sequence], error: BatonError) -> None:
         """Receive sequences that have ended because their step failed.
@@ -77,20 +81,20 @@ class StepListener(Protocol):
     def on_expire(self, sequences: list[Sequence]) -> None:
         """Receive sequences that have ended because their deadlines passed.
 
-        This is called while steps are scheduled, and must not schedule any.
+        The engine core calls this while it schedules steps, so the listener must not schedule any.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of the running step with one sequence."""
+    """How far the running step is with one sequence."""
 
     tokens: int
-    """Tokens whose KV will be stored after the step."""
+    """Number of the sequence's tokens whose KV is stored after the step."""
     is_last: bool
-    """Whether no prompt token is left after the step."""
+    """Whether no prompt token of the sequence is left after the step."""
     layers: int
-    """Number of layers whose KV is stored already."""
+    """Number of layers whose KV the step has stored already."""
 
 
 class EngineCore:
@@ -110,8 +114,9 @@ class EngineCore:
         """``board`` shares the host's cores; see ``EngineThread``.
 
         ``budget`` bounds the prompt tokens of a step in which other sequences decode; without it
-        only the step's own limits apply. ``tiers`` are behind the block pool. ``fail`` ends the
-        process when the device is lost, or when too many steps in a row have failed.
+        only the step's own limits apply. ``tiers`` are the offload tiers behind the block pool.
+        ``fail`` ends the process when the device is lost, or when too many steps in a row have
+        failed.
         """
         self.engine = engine
         self.scheduler = engine.scheduler
@@ -121,12 +126,13 @@ class EngineCore:
         self.steps = 0
         """Number of steps that ended without an error."""
         self._prompt_tokens = 0
-        """Number of tokens in the prompts that were computed."""
+        """Number of tokens in all computed prompts, including those that were cached."""
         self._cached_prompt_tokens = 0
-        """Number of these tokens whose KV was in the prefix cache."""
+        """Number of tokens in these prompts whose KV was in the prefix cache."""
         is_cpu = engine.runner.device.type == "cpu"
         self.prompt_cost = UnitCost(_CPU_TOKEN_S if is_cpu else _GPU_TOKEN_S, _PRIOR_TOKENS)
-        """Seconds per prompt token. A step counts as ``STEP_TOKENS`` additional tokens."""
+        """Learned seconds per prompt token. Each step counts as ``STEP_TOKENS`` additional
+        tokens."""
         self._listeners: tuple[StepListener, ...] = ()
         self._gauges = gauges
         self._tiers = tiers
@@ -141,9 +147,9 @@ class EngineCore:
         self._thread = EngineThread(engine.runner, self._on_run, board, fail=fail)
         self._failed_steps = FailedSteps()
         self._broken: list[tuple[StepPlan, Exception]] = []
-        """Failed steps whose sequences have not ended yet, each with its error."""
+        """Failed steps, each with its error, whose sequences have not ended yet."""
         self._planned = 0
-        """Number of the step that was planned last."""
+        """Number of the latest planned step."""
         self._submitted_at: dict[int, float] = {}
         """Submission time of each step in flight, by its number."""
         self._ended_at = 0.0
@@ -155,7 +161,7 @@ class EngineCore:
     # The loop
 
     def schedule_steps(self) -> None:
-        """Submit the steps that can be planned now, without sequences that have expired."""
+        """Submit the steps that can be planned now. Sequences that have expired end before that."""
         try:
             now = time.monotonic()
             if self._broken:
@@ -181,7 +187,7 @@ class EngineCore:
                 self._tiers.after_schedule()
 
     def _on_run(self, plan: StepPlan, result: StepResult | Exception) -> None:
-        """Report that a step has run. Called on an engine thread."""
+        """Pass a step's result to the event loop. Called on an engine thread."""
         ended_at = time.monotonic()
         try:
             self._loop.call_soon_threadsafe(self._apply, plan, result, ended_at)
@@ -251,11 +257,11 @@ class EngineCore:
     # Start and end
 
     def start(self) -> None:
-        """Start to run steps."""
+        """Start the engine thread."""
         self._thread.start()
 
     def subscribe(self, listener: StepListener) -> Callable[[], None]:
-        """Add a listener. Returns a function that removes it."""
+        """Add a listener for the results of steps. Returns a function that removes it."""
         self._listeners = (*self._listeners, listener)
 
         def unsubscribe() -> None:
@@ -264,12 +270,14 @@ class EngineCore:
         return unsubscribe
 
     def begin(self, incarnation: str) -> None:
-        """Report the load under another incarnation from now on. No sequence may be left."""
+        """Report the load under another incarnation from now on. No sequence may be left in the
+        engine."""
         assert self.scheduler.is_idle(), "sequences of an earlier incarnation are left"
         self.incarnation = incarnation
 
     def stop(self, timeout_s: float) -> None:
-        """End the engine thread. Blocks for up to ``timeout_s`` seconds. Nothing else may run."""
+        """End the engine thread. Blocks for up to ``timeout_s`` seconds. No step may be in
+        flight."""
         self._thread.stop(timeout_s)
 
     # Sequences
@@ -279,7 +287,8 @@ class EngineCore:
         return self._next_id
 
     def add(self, sequence: Sequence, blocks: Iterable[int] = ()) -> None:
-        """Queue a sequence whose KV is to be computed; see ``Scheduler.add``."""
+        """Queue a sequence whose KV is to be computed, after the leading ``blocks``; see
+        ``Scheduler.add``."""
         self.scheduler.add(sequence, blocks)
         self.schedule_steps()
 
@@ -289,19 +298,19 @@ class EngineCore:
         self.schedule_soon()
 
     def remove(self, sequence: Sequence) -> None:
-        """End a sequence; idempotent."""
+        """Remove a sequence from the scheduler, in whatever state it is; idempotent."""
         self.scheduler.remove(sequence)
         self.schedule_steps()
 
     def schedule_soon(self) -> None:
-        """Call ``schedule_steps`` in the next iteration of the loop, so that the caller can answer
+        """Schedule steps in the next iteration of the event loop, so that the caller can answer
         first."""
         self._loop.call_soon(self.schedule_steps)
 
     def beat(self, now: float) -> None:
-        """Schedule again, check that steps end, and expire cached blocks and retentions.
+        """Schedule steps, check that they end, and expire cached blocks and retentions.
 
-        Must be called every ``heartbeat_s``, because blocks also return without a step. Raises
+        Must be called every ``heartbeat_s``, because blocks also become free without a step. Raises
         WorkerFailed if the engine hangs.
         """
         computes = {"engine": self.steps} if self.scheduler.plans_in_flight else {}
@@ -327,7 +336,7 @@ class EngineCore:
     def _observe(
         self, plan: StepPlan, result: StepResult, updates: list[SequenceUpdate], wall_s: float
     ) -> None:
-        """Measure a step. Its tokens are emitted even if that fails."""
+        """Measure a step that has ended. Its tokens are emitted even if that fails."""
         try:
             computed = sum(update.computed_prompt_tokens for update in updates)
             self._gauges.step(plan, result, computed)
@@ -341,7 +350,8 @@ class EngineCore:
             log.exception("step %d could not be measured", plan.step)
 
     def progress(self, sequence: Sequence) -> Progress | None:
-        """The running step's progress with a sequence; None if the sequence is not in the step."""
+        """Return how far the running step is with a sequence; None if the sequence is not in that
+        step."""
         found = self._thread.progress()
         if found is None:
             return None
@@ -352,7 +362,7 @@ class EngineCore:
         return None
 
     def load(self) -> LoadSnapshot:
-        """The current load of this worker."""
+        """Return the current load of this worker."""
         counts = self.pool.counts()
         step = self._planner.mean_step()
         in_tiers = {} if self._tiers is None else self._tiers.counts()
@@ -385,7 +395,7 @@ class EngineCore:
 
 
 def _error_of(error: Exception) -> BatonError:
-    """The error that a failed step's sequences end with."""
+    """Return the error with which a failed step's sequences end."""
     if isinstance(error, BatonError):
         return error
     if is_out_of_memory(error):

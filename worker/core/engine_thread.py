@@ -25,12 +25,16 @@ log = logging.getLogger(__name__)
 
 
 class EngineThread:
-    """Owns the runner. ``done`` is called on an engine thread, and must only pass the result on."""
+    """The thread that runs steps on the model runner.
+
+    ``done`` receives each result on an engine thread, and must only pass it on.
+    """
 
     def __init__(
         self, runner: ModelRunner, done: Done, board: CoreBoard | None = None, *, fail: Fail
     ) -> None:
-        """With a ``board``, each step takes the number of threads that the board allows.
+        """Make the thread; with a ``board``, each step takes the number of threads that the board
+        allows.
 
         ``fail`` ends the process. It is called on an engine thread when the device is lost.
         """
@@ -54,7 +58,7 @@ class EngineThread:
         self._plans.put(plan)
 
     def stop(self, timeout_s: float) -> None:
-        """End after the queued steps. Blocks for up to ``timeout_s`` seconds."""
+        """End the thread after the queued steps. Blocks for up to ``timeout_s`` seconds."""
         deadline = time.monotonic() + timeout_s
         self._plans.put(None)
         self._thread.join(timeout_s)
@@ -84,18 +88,20 @@ class EngineThread:
             self._done(plan, result)
 
     def _begun(self, plan: StepPlan) -> Ending | Exception:
-        """Start a step. Returns a function that waits for its end, or an error."""
+        """Start a step. Returns a function that waits for its end, or the error with which it did
+        not start."""
         try:
             return self._runner.start(plan)
         except Exception as error:
             return self._failed(plan, error)
 
     def _failed(self, plan: StepPlan, error: Exception) -> Exception:
-        """Report a step's error, and end the process if the device is lost.
+        """Log a step's error, and end the process if the device is lost. Returns the error to
+        report.
 
-        An error that itself shows a lost device is not followed by a wait. After any other error,
-        wait for everything that was launched. The step's kernels may still write to blocks that its
-        sequences release now, and the wait fails if the device is lost.
+        Unless the error itself shows a lost device, wait for everything that was launched. The
+        step's kernels may still write to blocks that its sequences release now, and the wait fails
+        if the device is lost.
         """
         log.error("engine step %d failed", plan.step, exc_info=error)
         fault = error if is_device_fault(error) else None
@@ -109,8 +115,10 @@ class EngineThread:
         return without_frames(error)
 
     def progress(self) -> tuple[StepPlan, int] | None:
-        """The running step, and the number of layers that have stored their KV. Any thread may call
-        this."""
+        """The running step, and the number of layers whose KV it has stored; None if no step runs.
+
+        Any thread may read it.
+        """
         plan = self._running
         layers = self._runner.layers_done
         # If another step has begun meanwhile, the number belongs to that one.
@@ -126,7 +134,8 @@ class EngineThread:
 
 
 def run_sharing(runner: ModelRunner, board: CoreBoard | None, plan: StepPlan) -> StepResult:
-    """Run a step on the number of threads that the board allows, if there is a board."""
+    """Run a step on the number of CPU threads that the board allows, or on the runner's own number
+    without a board."""
     if board is None:
         return runner.run(plan)
     runner.share_cores(board.share)
@@ -139,11 +148,12 @@ def run_sharing(runner: ModelRunner, board: CoreBoard | None, plan: StepPlan) ->
 
 Done = Callable[[StepPlan, StepResult | Exception], None]
 Failed = Callable[[StepPlan, Exception], Exception]
-"""Examines a step's error, and returns the error to report."""
+"""Examines a step's error, and returns the error to report for the step."""
 
 
 class StepWaiter:
-    """A thread that reports steps in the order in which they were started."""
+    """A thread that waits for started steps, and reports their results in the order of their
+    start."""
 
     def __init__(self, done: Done, failed: Failed, device: torch.device) -> None:
         """``done`` and ``failed`` are called on this thread; ``done`` must only pass results on."""
@@ -158,11 +168,13 @@ class StepWaiter:
         self._thread.start()
 
     def submit(self, plan: StepPlan, ending: Ending | Exception) -> None:
-        """Queue the report of this step: its end, or the error with which it did not start."""
+        """Queue a step for its report. ``ending`` waits for its end, or is the error with which it
+        did not start."""
         self._endings.put((plan, ending))
 
     def stop(self, timeout_s: float) -> None:
-        """End after the steps that were started. Blocks for up to ``timeout_s`` seconds."""
+        """End the thread after the steps that were started. Blocks for up to ``timeout_s``
+        seconds."""
         self._endings.put(None)
         self._thread.join(timeout_s)
 

@@ -18,26 +18,27 @@ MAX_FAILED_STEPS = 3
 
 
 class FailedSteps:
-    """Counts the failed steps in a row."""
+    """Counts the failed steps in a row, and decides when they end the worker."""
 
     def __init__(self) -> None:
         self.count = 0
-        """Number of failed steps that count."""
+        """Number of failed steps in the current row that count."""
         self._planned = 0
-        """Number of the newest step that was already planned at the last counted failure."""
+        """Number of the newest step that was already planned when the last failure was counted."""
         self._common: Set[str] | None = None
-        """Requests that were in all failed steps of the row; None if no step had any left."""
+        """Requests that were in all failed steps of the row. None if no failed step has ended a
+        request."""
 
     def end_row(self) -> None:
-        """Reset the count after a successful step."""
+        """Reset the count, because a step has succeeded."""
         self.count = 0
         self._common = None
 
     def add(self, step: int, planned: int, requests: Set[str]) -> bool:
         """Count failed step ``step``; ``planned`` is the number of the latest planned step.
 
-        ``requests`` are those that the failure has ended; it is empty if all had left before.
-        Returns whether the worker has to end.
+        ``requests`` are those that the failure has ended; it is empty if all of them had ended
+        before. Returns whether the worker has to end.
         """
         if self.count and step <= self._planned:
             return False

@@ -23,14 +23,14 @@ _NO_WORK = Work(0.0, 0.0, 0.0)
 
 
 class UtilizationMeter:
-    """Compares the work of a worker's steps with the ceilings of its device.
+    """Compares the work of a worker's steps with its device's peak FLOPs and bandwidth.
 
-    See ``engine/roofline.py``. Checked drafts do not count as work: they are a cost of the tokens
-    that they bring. Plain Python.
+    See ``engine/roofline.py``. Verified draft tokens do not count as work: they are a cost of the
+    tokens that they bring. Plain Python.
     """
 
     def __init__(self, config: ModelConfig, storage: Storage, ceilings: Ceilings | None) -> None:
-        """``ceilings`` is None if they are not known."""
+        """``ceilings`` are the device's peaks; None if they are not known."""
         self._config = config
         self._storage = storage
         self._ceilings = ceilings
@@ -38,16 +38,16 @@ class UtilizationMeter:
         self._seconds = 0.0
 
     def observe(self, plan: StepPlan, seconds: float) -> Work:
-        """Add a step that took ``seconds``. Returns its work."""
+        """Add a step that took ``seconds``. Returns the step's work."""
         work = step_work(self._config, self._storage, plan.rows)
         self._work += work
         self._seconds += seconds
         return work
 
     def take(self) -> tuple[float, float] | None:
-        """(MFU, MBU) of the steps since the last call; zeros if there were none.
+        """Return (MFU, MBU) of the steps since the last call; zeros if there were none.
 
-        Only the time of the steps counts. None if the ceilings are not known.
+        Only the time of the steps counts. None if the device's peaks are not known.
         """
         work, seconds = self._work, self._seconds
         self._work, self._seconds = _NO_WORK, 0.0
@@ -72,7 +72,8 @@ class WorkerGauges:
     ) -> None:
         """``price_per_hour`` is the worker's price in any currency; 0 if not known.
 
-        ``meter`` is None for an engine without weights, whose steps have no known work.
+        ``meter`` computes MFU and MBU. It is None for an engine without weights, whose steps have
+        no known work.
         """
         self._metrics = metrics
         self._worker = worker
@@ -115,7 +116,8 @@ class WorkerGauges:
             metrics.worker_price_per_hour.labels(**labels).set(self._price_per_hour)
 
     def change_role(self, role: str) -> None:
-        """Report under another role from now on, and remove the current role's gauges."""
+        """Report all metrics under another role from now on, and remove the current role's
+        gauges."""
         self._retire()
         self._label(role)
 
@@ -141,7 +143,7 @@ class WorkerGauges:
                 gauge.remove(*self._labels)
 
     def refresh(self, scheduler: Scheduler, pool: BlockPool) -> None:
-        """Update the counts of sequences and blocks."""
+        """Update the gauges of sequences and blocks."""
         self._running.set(len(scheduler.running) + len(scheduler.held))
         self._waiting.set(len(scheduler.waiting))
         counts = pool.counts()
@@ -155,7 +157,7 @@ class WorkerGauges:
     def transfers(
         self, pairs: Mapping[str, str], in_flight_bytes: int, staging: Mapping[str, int]
     ) -> None:
-        """Update the pairs, the bytes in flight to all receivers, and the staging memory.
+        """Update the gauges of pairs, of bytes in flight to all receivers, and of staging memory.
 
         ``pairs`` maps each receiver's incarnation to its transport. ``staging`` is in bytes, by
         transport.
@@ -178,7 +180,7 @@ class WorkerGauges:
         self._fill.set(ratio)
 
     def queued(self, seconds: float) -> None:
-        """Record how long a sequence waited for its first step."""
+        """Record how many seconds a sequence waited for its first step."""
         self._queue.observe(seconds)
 
     def step(self, plan: StepPlan, result: StepResult, computed_prompt_tokens: int) -> None:
@@ -191,7 +193,8 @@ class WorkerGauges:
             self._memory_bytes.inc(work.bytes)
 
     def show_utilization(self) -> None:
-        """Update MFU and MBU of the steps since the last call, if the device's peaks are known.
+        """Update the gauges of MFU and MBU from the steps since the last call, if the device's
+        peaks are known.
 
         Must be called every ``heartbeat_s``.
         """
@@ -202,14 +205,16 @@ class WorkerGauges:
             self._metrics.model_bandwidth_utilization.labels(*self._labels).set(mbu)
 
     def show_device(self, used_bytes: int, total_bytes: int, seconds: float) -> None:
-        """Update the device's memory. ``seconds`` is the time since the last call, times the
-        devices."""
+        """Update the gauges of the device's memory.
+
+        ``seconds`` is the time since the last call, multiplied by the number of devices.
+        """
         self._device_used.set(used_bytes)
         self._device_total.set(total_bytes)
         self._device_seconds.inc(seconds)
 
     def out_of_memory(self) -> None:
-        """Count a step that failed because memory ran out."""
+        """Count a step that failed because the device or the host ran out of memory."""
         self._out_of_memory.inc()
 
     def registry_call(self) -> AbstractContextManager[None]:
@@ -221,15 +226,17 @@ class WorkerGauges:
         return self._index_calls.one()
 
     def index_published(self, pending_blocks: int, lag_s: float) -> None:
-        """Update how many blocks the prefix index lacks, and for how long it has lacked some."""
+        """Update how many blocks are not in the prefix index yet, and for how many seconds some
+        have been missing."""
         self._index_pending.set(pending_blocks)
         self._index_lag.set(lag_s)
 
     def loop_lag(self, seconds: float) -> None:
-        """Record the lag of the event loop."""
+        """Record the event loop's lag in seconds."""
         self._loop_lag.observe(seconds)
 
     def speculated(self, drafter: str, drafted: int, accepted: int) -> None:
-        """Record how many drafted tokens a step checked and accepted."""
+        """Record how many draft tokens a step verified and accepted. ``drafter`` is the speculative
+        method."""
         self._drafted.labels(drafter=drafter).inc(drafted)
         self._accepted.labels(drafter=drafter).inc(accepted)

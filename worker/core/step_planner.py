@@ -18,26 +18,28 @@ from engine.scheduling.scheduler import ReturnsHere, Scheduler
 from worker.costs.step_costs import StepCosts, UnitCost
 
 MIN_TOKENS = 16
-"""Minimum prompt tokens in a step, whatever the cost for other sequences."""
+"""Minimum prompt tokens that a step may compute, whatever that costs other sequences."""
 PRIOR_MS = 50.0
-"""Weight of the prediction against the first steps, in milliseconds."""
+"""Weight, in milliseconds, of the predicted step times against the first measured ones."""
 _MAX_RATIO = 8.0
-"""Maximum ratio of measured to expected time: a slower step was held up by something else."""
+"""Maximum ratio of measured to predicted step time that is learned: something else delayed a slower
+step."""
 
 
 class PrefillBudget:
     """Prefill token budget: bounds the prompt tokens of a step in which other sequences decode."""
 
     def __init__(self, costs: StepCosts, slo_s: float) -> None:
-        """``slo_s`` is the maximum duration of a step with prompts and decoding sequences."""
+        """``slo_s`` is the maximum duration, in seconds, of a step with prompts and decoding
+        sequences."""
         self._costs = costs
         self._slo_ms = slo_s * 1e3
         self._step = UnitCost(1.0, PRIOR_MS)
         self._chunk = UnitCost(1.0, PRIOR_MS)
 
     def max_tokens(self, batch: int, context_tokens: int, start: int) -> int:
-        """Maximum tokens of a prompt in the next step; ``start`` of its tokens are computed
-        already.
+        """Return how many tokens of a prompt the next step may compute; ``start`` of its tokens are
+        computed already.
 
         ``batch`` sequences decode in the same step, and attend to ``context_tokens`` in total.
         """
@@ -52,7 +54,7 @@ class PrefillBudget:
         return max(MIN_TOKENS, int(2 * left / divisor))
 
     def observe(self, plan: StepPlan, ms: float) -> None:
-        """Record that a step took ``ms`` milliseconds."""
+        """Learn from a step that took ``ms`` milliseconds."""
         decoding = [row for row in plan.rows if row.count == 1]
         context_tokens = sum(row.start + 1 for row in decoding)
         step_ms = self._costs.step_ms(len(decoding), context_tokens)
@@ -69,13 +71,13 @@ def _learn(pace: UnitCost, predicted_ms: float, ms: float) -> None:
 
 
 KEPT = 16
-"""Number of decode steps over which the mean is taken."""
+"""Number of the latest decode steps that the mean covers."""
 _DEPTH = 2
-"""Maximum plans in flight."""
+"""Maximum step plans in flight."""
 
 
 class StepPlanner:
-    """Decides when the next step is planned, and how many prompt tokens it may have."""
+    """Decides when the next step is planned, and how many prompt tokens it may compute."""
 
     def __init__(
         self,
@@ -85,10 +87,10 @@ class StepPlanner:
         is_cpu: bool,
         returns_here: ReturnsHere | None = None,
     ) -> None:
-        """``budget`` bounds the prompt tokens of a step in which others decode.
+        """``budget`` bounds the prompt tokens of a step in which other sequences decode.
 
-        Without it, only the step's own limits apply. ``is_cpu`` says whether steps are computed on
-        a CPU. ``returns_here`` is the argument of ``Scheduler.schedule``.
+        Without it, only the step's own limits apply. ``is_cpu``: true if steps are computed on a
+        CPU. ``returns_here`` is passed to ``Scheduler.schedule``.
         """
         self._scheduler = scheduler
         self._budget = budget
@@ -98,7 +100,8 @@ class StepPlanner:
         self._last_plan: StepPlan | None = None
 
     def next_plan(self) -> StepPlan | None:
-        """The next step; None if it must not be planned yet, or nothing is left to compute."""
+        """Plan the next step. Returns None if it must not be planned yet, or nothing is left to
+        compute."""
         if not self._may_plan():
             return None
         plan = self._scheduler.schedule(self._max_prompt_tokens(), self._returns_here)
@@ -107,7 +110,7 @@ class StepPlanner:
         return plan
 
     def _may_plan(self) -> bool:
-        """Whether the next step may be planned now, while another one runs.
+        """Whether the next step may be planned now, perhaps while another one runs.
 
         Planning ahead means that the engine never waits for a plan. On a CPU nothing is planned
         behind a long step: a request that arrives meanwhile would have to wait for the step after
@@ -119,7 +122,7 @@ class StepPlanner:
         return self._last_plan is not None and self._last_plan.decodes_only
 
     def _max_prompt_tokens(self) -> int | None:
-        """Maximum prompt tokens of the next step; None if no sequence decodes in it."""
+        """Return the maximum prompt tokens of the next step; None if the budget does not apply."""
         if self._budget is None:
             return None
         decoding = self._scheduler.decoding
@@ -130,13 +133,14 @@ class StepPlanner:
         return self._budget.max_tokens(len(decoding), context_tokens, start)
 
     def observe(self, plan: StepPlan, result: StepResult, wall_ms: float) -> None:
-        """Record a step that ended ``wall_ms`` after the previous one or after its submission."""
+        """Record a step that ended ``wall_ms`` milliseconds after the previous step or after its
+        own submission."""
         self._history.observe(plan, result, wall_ms)
         if self._budget is not None:
             self._budget.observe(plan, wall_ms)
 
     def mean_step(self) -> MeanStep:
-        """The mean of the latest steps in which every sequence decoded."""
+        """Return the mean of the latest steps in which every sequence decoded."""
         return self._history.mean()
 
 
@@ -145,13 +149,13 @@ class MeanStep:
     """The mean of the latest decode steps; zeros where there is none."""
 
     ms: float = 0.0
-    """Milliseconds per token of each sequence."""
+    """Milliseconds for one token of each sequence."""
     batch: float = 0.0
     context_tokens: float = 0.0
 
 
 class StepHistory:
-    """The latest steps in which every sequence decoded: their sizes and durations.
+    """Sizes and durations of the latest steps in which every sequence decoded.
 
     If drafts were accepted, a step brings a sequence several tokens. Routers need the time from one
     token to the next. So the milliseconds are those of one token per sequence.
@@ -161,7 +165,7 @@ class StepHistory:
         self._steps: deque[tuple[float, int, int, int]] = deque(maxlen=KEPT)
 
     def observe(self, plan: StepPlan, result: StepResult, ms: float) -> None:
-        """Record a step that ended ``ms`` milliseconds after the previous one, or after its
+        """Record a step that ended ``ms`` milliseconds after the previous step or after its own
         submission."""
         if plan.decodes_only:
             context_tokens = sum(row.start + 1 for row in plan.rows)
@@ -169,11 +173,12 @@ class StepHistory:
             self.add(ms, batch, context_tokens, batch + result.accepted)
 
     def add(self, ms: float, batch: int, context_tokens: int, tokens: int) -> None:
-        """Add a step that brought ``batch`` sequences ``tokens`` tokens in ``ms`` milliseconds."""
+        """Add a step of ``ms`` milliseconds that brought ``batch`` sequences ``tokens`` tokens in
+        total."""
         self._steps.append((ms, batch, context_tokens, tokens))
 
     def mean(self) -> MeanStep:
-        """The mean of the kept steps."""
+        """Return the mean of the kept steps."""
         if not self._steps:
             return MeanStep()
         count = len(self._steps)

@@ -20,16 +20,24 @@ from engine.cpu.library import CoreShare
 from worker.cores.core_sharing import BREAK_S, PATIENCE_S
 
 PAUSE = 1.0
-"""Pause of decode after a step while prompts are computed, as a multiple of the step's time."""
+"""Length of the pause that decode makes after a step while prompts are computed, as a multiple of
+the step's time."""
 _MAX_PAUSE_S = 0.1
 NICENESS = 10
-"""Nice value of threads that compute: about a tenth of the weight of others (sched(7)).
-engine/cpu/board.h has the same value."""
+"""Nice value of the threads that compute: it gives them about a tenth of the weight of others
+(sched(7)).
+
+engine/cpu/board.h has the same value.
+"""
 
 _LINE = struct.Struct("=qiiq40x")
-"""Fields of a line. First, when the step was last seen to run, in nanoseconds of the host's
-monotonic clock; 0 for none (board.h renews it). Then the step's number of urgent threads, and the
-number of helpers with work in hand (board.h writes it). Last, since when there was no break."""
+"""Fields of a worker's line on the board.
+
+First, when its step was last seen to run, in nanoseconds of the host's monotonic clock; 0 for no
+step (board.h renews it). Then the step's number of urgent threads, and the number of helpers that
+have work in hand (board.h writes it). Last, the time since which the worker has computed without a
+break.
+"""
 _TIME, _THREADS = struct.Struct("=q"), struct.Struct("=i")
 _URGENT_AT, _BUSY_SINCE_AT = 8, 16
 _STALE_NS = 5 * 10**9
@@ -37,12 +45,16 @@ _HAND_IN_S, _LOOK_AGAIN_S = 0.001, 0.00002
 
 
 def threads_for(cores: int, yields: bool, others: int) -> int:
-    """Number of threads for a step while ``others`` other workers of the host compute."""
+    """Return the number of threads for a step while ``others`` other workers of the host compute.
+
+    A worker that yields takes all ``cores``; its helper threads leave cores that decode needs.
+    """
     return cores if yields else max(1, cores // (1 + others))
 
 
 def pause_after(step_s: float) -> float:
-    """Seconds between the end of a decode step and the next one, while prompts are computed."""
+    """Return how many seconds decode pauses after a step of ``step_s`` seconds while prompts are
+    computed."""
     return min(_MAX_PAUSE_S, PAUSE * step_s)
 
 
@@ -53,27 +65,28 @@ def give_way() -> None:
 
 
 def host_cores() -> int:
-    """Number of cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Another worker that computes."""
+    """What the board shows of another worker that is computing."""
 
     urgent: int
     helping: int
     busy_s: float
-    """Time without a break, in seconds."""
+    """Seconds for which that worker has computed without a break."""
 
 
 class CoreBoard:
     """One worker's view of its host's core board. Only the engine thread uses it."""
 
     def __init__(self, path: Path, number: int, workers: int, cores: int, *, yields: bool) -> None:
-        """``number`` is this worker's line, of ``workers``. The file is created if it is missing.
+        """``number`` is this worker's line of the board, which has ``workers`` lines. The file is
+        created if it is missing.
 
-        ``yields`` says whether other workers have priority. Raises OSError.
+        ``yields``: true if other workers have priority. Raises OSError.
         """
         self._cores = cores
         self._yields = yields
@@ -89,10 +102,10 @@ class CoreBoard:
         self._began = self._ended = self._busy_since = 0.0
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._lines))
         self.share = CoreShare(start, workers, number, cores, yields)
-        """Parameters for the engine; ``take_turn`` replaces them."""
+        """Parameters with which the engine shares the cores; ``take_turn`` replaces them."""
 
     def take_turn(self, *, yields: bool) -> None:
-        """Set whether other workers have priority, from the next step on.
+        """Set whether other workers have priority over this one, from the next step on.
 
         Call it between steps; any thread may do so.
         """
@@ -100,9 +113,9 @@ class CoreBoard:
         self.share = replace(self.share, yields=yields)
 
     def begin(self) -> int:
-        """Begin a step. Returns the number of threads that it should take.
+        """Announce a step on the board. Returns the number of threads that it should take.
 
-        Waits for a pause that is due, and for helpers of other workers: a tenth of a second at
+        It waits for a pause that is due, and for helpers of other workers: a tenth of a second at
         most.
         """
         if not self._yields and self._prompts_wait():
@@ -121,13 +134,13 @@ class CoreBoard:
         return threads
 
     def end(self) -> None:
-        """Record that the step is over."""
+        """Record on the board that the step is over."""
         _TIME.pack_into(self._lines, self._mine, 0)
         _THREADS.pack_into(self._lines, self._mine + _URGENT_AT, 0)
         self._ended = time.monotonic()
 
     def _running(self) -> list[_Seen]:
-        """The other workers that compute now."""
+        """Return the other workers that compute now."""
         now = time.monotonic_ns()
         lines = (_LINE.unpack_from(self._lines, line) for line in self._others)
         return [
@@ -144,7 +157,8 @@ class CoreBoard:
             time.sleep(min(left, 0.001))
 
     def _wait_for_helpers(self, threads: int) -> None:
-        """Wait until cores are free for these threads or time is up: a hint, not a lock."""
+        """Wait until helpers have left the cores for these threads or time is up. It is a hint, not
+        a lock."""
         deadline = time.monotonic() + _HAND_IN_S
         while time.monotonic() < deadline:
             running = self._running()

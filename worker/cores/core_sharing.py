@@ -23,6 +23,6 @@ their core until its next tick, 4 ms later, once the event loop has used up its 
 from __future__ import annotations
 
 PATIENCE_S = 0.15
-"""Seconds for which prefill computes without a break before decode pauses for it."""
+"""Seconds of uninterrupted prefill after which decode begins to pause between its steps."""
 BREAK_S = 0.005
-"""A gap between two steps that is shorter than this is no break, in seconds."""
+"""Minimum seconds between two steps that count as a break."""

@@ -32,17 +32,18 @@ from engine.scheduling.plan import NewSequence, PlanRow, StepPlan, StepResult
 from worker.costs.step_costs import Coefficients, StepCosts, fit
 
 Run = Callable[[StepPlan], StepResult]
-"""Runs a step on the engine, with the number of threads that it gets in service."""
+"""Runs a step on the engine, with the number of CPU threads that steps get in service."""
 
 BUDGET_S = 0.4
-"""Seconds for the chunks of prompts, and the same again for the decode steps."""
+"""Seconds for measuring chunks of prompts, and the same again for measuring decode steps."""
 LONGEST_WAIT_S = 5.0
-"""Maximum seconds to wait for other workers of the host. After that, both measure at the same
-time."""
+"""Maximum seconds for which a worker waits until others of its host have measured. After that, they
+measure at the same time."""
 _MIN_SHAPES = 3
-"""Number of shapes that are measured however long they take: one per coefficient."""
+"""Number of step shapes that are measured however long they take: one per coefficient."""
 _RUNS = 2
-"""Runs of each shape. The shorter time counts, since disturbances only make a step longer."""
+"""Number of runs of each step shape. The shortest time counts, since disturbances only make a step
+longer."""
 _CHUNKS = (
     (32, 0),
     (128, 0),
@@ -56,16 +57,19 @@ _CHUNKS = (
     (2048, 6144),
     (8192, 0),
 )
-"""Prompt tokens of a step, and number of tokens before them."""
+"""Shapes of measured prompt chunks: (prompt tokens of the step, number of tokens before them)."""
 _BATCHES = ((1, 32), (8, 32), (1, 1024), (4, 256), (16, 64), (8, 512), (32, 64), (64, 256))
-"""Decoding sequences of a step, and number of tokens before it in each of them."""
+"""Shapes of measured decode steps: (number of sequences, number of tokens before the step in each
+of them)."""
 _GREEDY = SamplingParams(temperature=0.0)
 
 
 @contextlib.contextmanager
 def alone(path: Path | None) -> Iterator[None]:
-    """Admit one worker of the host at a time. ``path`` is a file that the workers share, or
-    None."""
+    """Let one worker of the host at a time measure within this context.
+
+    ``path`` is a file that the workers share; None: do not wait.
+    """
     if path is None:
         yield
         return
@@ -79,7 +83,10 @@ def alone(path: Path | None) -> Iterator[None]:
 
 
 def calibrate(engine: Engine, run: Run, budget_s: float = BUDGET_S) -> StepCosts:
-    """Measure for about twice ``budget_s`` seconds. Nothing else may use the engine meanwhile."""
+    """Measure what the engine's steps cost, for about twice ``budget_s`` seconds.
+
+    Nothing else may use the engine meanwhile.
+    """
     chunks = [Shape(count, start, 1) for count, start in _CHUNKS]
     batches = [Shape(1, start, batch) for batch, start in _BATCHES]
     return StepCosts(
@@ -89,7 +96,8 @@ def calibrate(engine: Engine, run: Run, budget_s: float = BUDGET_S) -> StepCosts
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A step of ``batch`` sequences, each with ``count`` tokens after ``start`` others."""
+    """A step to be measured: ``batch`` sequences, each with ``count`` tokens after ``start``
+    others."""
 
     count: int
     start: int
@@ -97,17 +105,19 @@ class Shape:
 
     @property
     def point(self) -> tuple[float, float]:
-        """The factors of the coefficients: see ``StepCosts``."""
+        """The step's x and y, by which the coefficients b and c are multiplied: see
+        ``StepCosts``."""
         if self.count == 1:
             return self.batch, self.batch * (self.start + 1)
         return self.count, self.count * (self.start + self.count / 2)
 
     def blocks(self, block_size: int) -> int:
-        """Blocks of one sequence. A sequence that decodes gets one more token with each run."""
+        """Return the number of blocks that one sequence needs. A sequence that decodes gets one
+        more token with each run."""
         return -(-(self.start + self.count + _RUNS) // block_size)
 
     def fits(self, engine: Engine) -> bool:
-        """Whether the engine's limits and its pool allow such a step."""
+        """Whether the engine's limits and its block pool allow a step of this shape."""
         limits = engine.scheduler.limits
         return (
             self.start + self.count + _RUNS < limits.context_length
@@ -119,7 +129,8 @@ class Shape:
 
 
 def _measure(engine: Engine, run: Run, shapes: Sequence[Shape], budget_s: float) -> Coefficients:
-    """Fit the coefficients to the shapes that the engine and the time allow."""
+    """Run as many of the shapes as the engine and the time allow, and fit the coefficients to
+    them."""
     points: list[tuple[float, float]] = []
     ms: list[float] = []
     ends_at = time.monotonic() + budget_s
@@ -137,7 +148,7 @@ def _measure(engine: Engine, run: Run, shapes: Sequence[Shape], budget_s: float)
 
 
 def _time(engine: Engine, run: Run, shape: Shape) -> float:
-    """Measure a step of this shape, in milliseconds."""
+    """Run a step of this shape, and return its milliseconds."""
     each = shape.blocks(engine.scheduler.limits.block_size)
     blocks = engine.pool.allocate(shape.batch * each)
     tables = [tuple(blocks[n * each : (n + 1) * each]) for n in range(shape.batch)]
@@ -161,7 +172,7 @@ def _time(engine: Engine, run: Run, shape: Shape) -> float:
 
 
 class CostCache:
-    """Stored costs of one engine, in a folder of its machine."""
+    """Reads and stores the step costs of one engine, in a folder of its machine."""
 
     def __init__(self, folder: Path, owner: str, engine: Sequence[Any]) -> None:
         """``engine`` lists all that the costs of steps depend on, as JSON values.
@@ -172,7 +183,7 @@ class CostCache:
         self._path = folder / f"{owner}-{hashlib.sha256(key).hexdigest()[:16]}.json"
 
     def read(self) -> StepCosts | None:
-        """Read the stored costs; None if there are none, or they cannot be read."""
+        """Return the stored costs; None if there are none, or they cannot be read."""
         try:
             prefill, step = json.loads(self._path.read_bytes())
             return StepCosts(_coefficients(prefill), _coefficients(step))
@@ -180,7 +191,7 @@ class CostCache:
             return None
 
     def write(self, costs: StepCosts) -> None:
-        """Store them. Raises OSError."""
+        """Store the costs. Raises OSError."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         draft = self._path.with_suffix(".new")
         draft.write_text(json.dumps([costs.prefill, costs.step]))

@@ -12,62 +12,66 @@ from itertools import combinations
 import numpy as np
 
 KEPT = 0.8
-"""Share of its weight that an observation keeps when the next one arrives."""
+"""Share of its weight that an earlier observation keeps when a new one arrives."""
 
 
 class UnitCost:
-    """Learned seconds per unit. Large observations count more than small ones."""
+    """Learns the seconds per unit of some work. Large observations count more than small ones."""
 
     def __init__(self, unit_s: float, units: float) -> None:
-        """Start as if ``units`` had taken ``unit_s`` seconds each. Both are positive."""
+        """Start as if ``units`` units had taken ``unit_s`` seconds each. Both are positive."""
         self._units = units
         self._seconds = units * unit_s
 
     @property
     def unit_s(self) -> float:
-        """Seconds per unit, positive."""
+        """Learned seconds per unit, positive."""
         return self._seconds / self._units
 
     def observe(self, units: float, seconds: float) -> None:
-        """Record that ``units`` took ``seconds``. An observation of zero is ignored."""
+        """Record that ``units`` units took ``seconds``. An observation of zero is ignored."""
         if units > 0 and seconds > 0:
             self._units = KEPT * self._units + units
             self._seconds = KEPT * self._seconds + seconds
 
 
 Coefficients = tuple[float, float, float]
-"""a, b, c of ``a + b*x + c*y`` milliseconds."""
+"""Coefficients (a, b, c) of ``a + b*x + c*y`` milliseconds."""
 UNKNOWN: Coefficients = (0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Costs of steps, in the form that ``baton.store.registry.WorkerRecord`` has."""
+    """Cost models of an engine's steps, in the form that ``baton.store.registry.WorkerRecord``
+    has."""
 
     prefill: Coefficients = UNKNOWN
-    """For n prompt tokens that attend to ``context`` on average: a + b*n + c*n*context."""
+    """Coefficients of the milliseconds for n prompt tokens that attend to ``context`` on average: a
+    + b*n + c*n*context."""
     step: Coefficients = UNKNOWN
-    """For a step in which ``batch`` sequences decode: a + b*batch + c*context_tokens."""
+    """Coefficients of the milliseconds for a step in which ``batch`` sequences decode: a + b*batch
+    + c*context_tokens."""
 
     def step_ms(self, batch: float, context_tokens: float) -> float:
-        """Milliseconds of a step in which every sequence decodes."""
+        """Predict the milliseconds of a step in which every sequence decodes."""
         a, b, c = self.step
         return a + b * batch + c * context_tokens
 
     def chunk_ms(self, count: float, start: float) -> float:
-        """Milliseconds that ``count`` prompt tokens after ``start`` others add to a step."""
+        """Predict the milliseconds that ``count`` prompt tokens after ``start`` others add to a
+        step."""
         _, b, c = self.prefill
         return b * count + c * count * (start + count / 2)
 
 
 def fit(points: Sequence[tuple[float, float]], ms: Sequence[float]) -> Coefficients:
-    """The non-negative a, b, c that minimize the sum of squared relative errors.
+    """Return the non-negative (a, b, c) that minimize the sum of squared relative errors.
 
     ``points`` are (x, y), and ``ms`` are the positive milliseconds measured at each point. Errors
     are relative, because measured times scatter in proportion to their size. The solution of a
     non-negative least squares problem is the unconstrained solution over some of the columns
     (Lawson and Hanson, Solving Least Squares Problems, 1974, chapter 23). With three columns, all
-    choices are tried. Without points, all are zero.
+    choices are tried. Without points, all three are zero.
     """
     if not points:
         return UNKNOWN

@@ -10,11 +10,11 @@ from baton.host.process_end import Fail
 from worker.device.device_fault import described
 
 LOOK_S = 0.5
-"""Seconds between two checks of the device."""
+"""Seconds between two checks for a lost device."""
 
 
 def use_device(device: torch.device) -> None:
-    """Make a CUDA device the calling thread's current one.
+    """Make ``device`` the calling thread's current CUDA device; does nothing on a CPU.
 
     Each thread that makes CUDA calls must call this first. A new thread starts with device 0, and
     its first call there takes some 0.5 GB of that GPU, which may belong to another worker.
@@ -46,7 +46,7 @@ class DeviceWatch:
     """
 
     def __init__(self, device: torch.device, fail: Fail, look_s: float = LOOK_S) -> None:
-        """``fail`` ends the process; it is called on the thread."""
+        """``fail`` ends the process; it is called on the watch's thread when the device is lost."""
         self._device = device
         self._fail = fail
         self._look_s = look_s
@@ -54,12 +54,12 @@ class DeviceWatch:
         self._thread = threading.Thread(target=self._run, name="device-watch", daemon=True)
 
     def start(self) -> None:
-        """Start to check the device. Has no effect without a CUDA device."""
+        """Start the thread that checks the device. Has no effect without a CUDA device."""
         if self._device.type == "cuda":
             self._thread.start()
 
     def stop(self) -> None:
-        """Stop checking. Does not wait; idempotent."""
+        """Stop checking the device. Does not wait for the thread; idempotent."""
         self._stopped.set()
 
     def _run(self) -> None:

@@ -24,7 +24,7 @@ _LOST = re.compile(
 )
 _NO_HOST_MEMORY = "DefaultCPUAllocator: "
 _ACCELERATOR_ERROR: type[Exception] | None = getattr(torch, "AcceleratorError", None)
-"""None before torch 2.8."""
+"""The exception class that torch raises for CUDA errors; None before torch 2.8."""
 
 
 def is_device_fault(error: BaseException) -> bool:
@@ -33,7 +33,7 @@ def is_device_fault(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device or the host ran out of memory."""
+    """Whether an error means that the device or the host ran out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     # Torch has no exception type for host memory.
@@ -41,7 +41,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def described(error: BaseException) -> str:
-    """An error's type and the first line of its text, because torch adds lines of advice."""
+    """Return an error's type and the first line of its text, because torch adds lines of advice."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -63,7 +63,7 @@ def _is_fault(error: BaseException) -> bool:
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, and those in whose handling it was raised."""
+    """Yield an error, then its causes and the errors in whose handling it was raised."""
     seen: set[int] = set()
     each: BaseException | None = error
     while each is not None and id(each) not in seen:

@@ -11,16 +11,16 @@ from baton.host.host_memory import limit_bytes, resident_bytes
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory of a device, in bytes."""
+    """Used and total memory of a device, in bytes."""
 
     used: int
     """Bytes in use: by all processes on a GPU, by this process on a CPU."""
     total: int
-    """Total bytes of the GPU. On a CPU: of the machine, or its container's limit."""
+    """Total bytes of a GPU. On a CPU, those of the machine, or of its container's limit."""
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """The current memory of a device."""
+    """Return the memory of a device that is in use now, and its total."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return DeviceMemory(total - free, total)

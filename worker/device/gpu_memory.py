@@ -14,11 +14,11 @@ from kvtransfer.memory.memory import PartByPart, SharedFile, check_part
 
 
 class GpuMemory(PartByPart):
-    """``kvtransfer.memory.memory.BlockMemory`` over blocks on a CUDA device.
+    """Implements ``kvtransfer.memory.memory.BlockMemory`` over blocks on a CUDA device.
 
     It is safe while a step runs: a block that is read is complete, and a block that is written is
-    in no plan before its copy has ended. One part at a time goes through the pinned staging memory
-    of one block. The link between host and GPU would not carry two parts faster.
+    in no plan before its copy has ended. One part at a time goes through the pinned staging memory,
+    which has the size of one block. The link between host and GPU would not carry two parts faster.
     """
 
     def __init__(self, data: torch.Tensor) -> None:
@@ -56,7 +56,8 @@ class GpuMemory(PartByPart):
         return None
 
     def checksum(self, block: int, offset: int, length: int) -> int:
-        """Compute the checksum, on the GPU unless the part begins or ends within a word."""
+        """Compute the checksum of a part, on the GPU unless the part begins or ends within a
+        word."""
         part = self._part(block, offset, length)
         if offset % 4 or length % 8:
             with self._lock:
@@ -70,7 +71,8 @@ class GpuMemory(PartByPart):
             return copying.copy(out, self._fetch(part), soon_read=True)
 
     def write(self, block: int, offset: int, data: memoryview) -> int:
-        """Write a part. The checksum is that of the staging memory, which the GPU then reads."""
+        """Write a part to a block. The checksum is that of the staging memory, which the GPU then
+        reads."""
         part = self._part(block, offset, data.nbytes)
         with self._lock, torch.cuda.stream(self._stream):
             staged = self._staging[: data.nbytes]

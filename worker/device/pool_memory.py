@@ -10,25 +10,27 @@ from kvtransfer.memory.shared_pool import SharedPool, allocate
 
 
 class PoolMemory:
-    """Allocates a worker's KV blocks.
+    """Allocates a worker's KV blocks, and returns the view of them that transports use.
 
     ``allocate`` is called once, while the engine is built; ``of`` after that.
     """
 
     def __init__(self, *, shared: bool) -> None:
-        """``shared``: whether other processes of the host may map the blocks, on a CPU."""
+        """``shared``: true if other processes of the host may map the blocks. It applies on a CPU
+        alone."""
         self._shared = shared
         self._pool: SharedPool | None = None
 
     def allocate(self, size: int, device: torch.device) -> torch.Tensor:
-        """Allocate uint8 [size] of zeros. Raises ConfigError if there is too little memory."""
+        """Allocate the KV pool: uint8 [size] of zeros. Raises ConfigError if there is too little
+        memory."""
         if device.type != "cpu" or not self._shared:
             return allocate_plain(size, device)
         self._pool = allocate(size)
         return torch.from_numpy(self._pool.data)
 
     def of(self, cache: KvCache) -> BlockMemory:
-        """The blocks of ``cache``, which are in the allocated memory."""
+        """Return the view of the blocks of ``cache``, which are in the allocated memory."""
         blocks = cache.bytes
         if blocks.is_cuda:
             # Imported here: it is slow to import, and CPUs do not need it.
@@ -38,7 +40,7 @@ class PoolMemory:
         return HostMemory(blocks.numpy(), self._pool.file if self._pool is not None else None)
 
     def close(self) -> None:
-        """Let no other process map the blocks from now on; idempotent."""
+        """Prevent other processes from mapping the blocks from now on; idempotent."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None

@@ -11,12 +11,14 @@ from baton.config.choices import MIB
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _SWITCH_INTERVAL_S = 0.0005
-"""Maximum time for which one thread keeps the interpreter from another, in seconds. With the
-default of 5 ms, a decode step that has ended would wait for the event loop."""
+"""Maximum seconds for which one thread keeps the interpreter from another.
+
+With the default of 5 ms, a decode step that has ended would wait for the event loop.
+"""
 
 
 def keep_buffers() -> None:
-    """Let the C library keep freed memory of some size, if mallopt(3) is available.
+    """Set malloc to keep freed buffers of some size for reuse, if mallopt(3) is available.
 
     Otherwise a message of a megabyte is returned to the system as soon as it is sent, and the
     kernel clears the next one's pages again. That is a third of the time that gRPC takes for a
@@ -29,7 +31,10 @@ def keep_buffers() -> None:
 
 
 def spare_the_interpreter() -> None:
-    """Exclude all that is loaded from garbage collection: to search it would only delay steps."""
+    """Let threads switch sooner, and exclude all objects that exist now from garbage collection.
+
+    A search of these objects would only delay steps.
+    """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()

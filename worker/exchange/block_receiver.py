@@ -23,23 +23,26 @@ from kvtransfer.tickets import Purpose, Ticket, TicketReceiver
 from worker.exchange.rank_link import RankLinks
 
 NO_TRANSPORT = "none"
-"""Transport label of a ticket that ended before any of its bytes arrived."""
+"""Transport label in the metrics for a ticket that ended before any of its bytes arrived."""
 
 
 OnReleased = Callable[[Ticket, BatonError], None]
-"""Receives a ticket that ended before its commit, and the reason."""
+"""Receives a ticket that ended before its commit, and the error that ended it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
-    """A ticket that some ranks have not opened yet."""
+    """A ticket that some of the worker's other ranks have not opened yet."""
 
     awaited: set[int]
     done: asyncio.Future[None]
 
 
 class BlockReceiver(TicketReceiver):
-    """Implements ``kvtransfer.pairs.inbound_pair.TicketKeeper``."""
+    """The tickets of this worker: promises blocks, admits copies and ends both.
+
+    Implements ``kvtransfer.pairs.inbound_pair.TicketKeeper``.
+    """
 
     def __init__(
         self,
@@ -53,12 +56,12 @@ class BlockReceiver(TicketReceiver):
         ranks: RankLinks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``lease_s``: a ticket ends after its writer has been silent for this long.
+        """``lease_s``: seconds without a sign of its writer after which a ticket ends.
 
         ``block_bytes`` is the size of this rank's blocks. ``geometry`` is the worker's; it is
-        needed if this worker or a writer has several ranks. ``ranks`` are this worker's other
-        ranks, if there are any. ``worker`` is the slot's name for metrics. ``clock``: see
-        ``TicketReceiver``.
+        needed if this worker or a writer has several ranks. ``ranks`` are the links to this
+        worker's other ranks, if there are any. ``worker`` is the slot's name for metrics.
+        ``clock``: see ``TicketReceiver``.
         """
         super().__init__(clock)
         self._listeners: dict[object, OnReleased] = {}
@@ -99,11 +102,12 @@ class BlockReceiver(TicketReceiver):
         purpose: Purpose = Purpose.HANDOFF,
         geometry: Geometry | None = None,
     ) -> Ticket:
-        """Take ``missing`` blocks for a writer, and pin those that are cached.
+        """Make a ticket for a writer: allocate ``missing`` blocks, and pin the cached blocks
+        ``pinned``.
 
         ``geometry`` is the writer's; None means that of this worker. If this worker has several
         ranks, the writer must wait for ``opened``. Raises TicketEnded after an abort,
-        ``OutOfBlocks``, and WorkerFailed if a rank is gone; then nothing is taken.
+        ``OutOfBlocks``, and WorkerFailed if a rank is gone; then no block is allocated or pinned.
         """
         self.book.check_alive(attempt)
         if self._ranks is not None:
@@ -137,14 +141,16 @@ class BlockReceiver(TicketReceiver):
         return ticket
 
     def _shards(self, writer: Geometry | None) -> Sequence[ShardLayout]:
-        """The parts that this rank gets from each rank of a writer; empty if both have one rank."""
+        """Return the parts that this rank gets from each rank of a writer. Empty if both workers
+        have one rank."""
         own = self._geometry
         if own is None or writer is None or own.tensor_parallel == writer.tensor_parallel == 1:
             return ()
         return shards_to(KvLayout.of(writer), KvLayout.of(own), 0)
 
     def opened(self, ticket_id: str) -> asyncio.Future[None] | None:
-        """A future that is done once all ranks admit the writer's data; fails if the ticket ends.
+        """Return a future that is done once all ranks admit the writer's data for a ticket. It
+        fails if the ticket ends.
 
         None if there is nothing to wait for.
         """
@@ -152,10 +158,11 @@ class BlockReceiver(TicketReceiver):
         return None if opening is None else opening.done
 
     def whole(self, ticket_id: str) -> asyncio.Future[None] | None:
-        """A future that is done once every byte has arrived on all ranks; fails if the ticket ends.
+        """Return a future that is done once every byte of a ticket has arrived on all ranks. It
+        fails if the ticket ends.
 
-        None if they have arrived already. Raises TicketEnded for a ticket that is unknown or has
-        ended. Callers that may be cancelled must shield the future: others may wait for it.
+        None if all bytes have arrived already. Raises TicketEnded for a ticket that is unknown or
+        has ended. Callers that may be cancelled must shield the future: others may wait for it.
         """
         ticket = self.book.get(ticket_id)
         if ticket.is_complete:
@@ -170,7 +177,7 @@ class BlockReceiver(TicketReceiver):
     # Copies
 
     def end_copy(self, ticket_id: str, transport: str, copied: int) -> None:
-        """Record that ``copied`` bytes are verified and in place."""
+        """Record that ``copied`` bytes of a ticket are verified and in place."""
         ticket = self._end_copy(ticket_id)
         self._count_bytes(ticket, transport, copied)
         self._check_complete(ticket)
@@ -187,7 +194,7 @@ class BlockReceiver(TicketReceiver):
                 whole.set_result(None)
 
     def fail_copy(self, ticket_id: str, error: BatonError, now: float) -> None:
-        """End the ticket, because bytes were damaged or did not arrive."""
+        """End a ticket because bytes of a copy were damaged or did not arrive."""
         outcome = "checksum" if isinstance(error, ChecksumMismatch) else "error"
         ticket = self.book.get(ticket_id)
         if ticket.is_open:
@@ -196,7 +203,7 @@ class BlockReceiver(TicketReceiver):
         self._end_copy(ticket_id)
 
     def drop_copy(self, ticket_id: str) -> None:
-        """End a copy that did not begin, because its ticket has ended."""
+        """Record that a copy did not begin, because its ticket has ended."""
         self._end_copy(ticket_id)
 
     def _end_copy(self, ticket_id: str) -> Ticket:
@@ -214,7 +221,7 @@ class BlockReceiver(TicketReceiver):
     # Reports of this worker's other ranks
 
     def rank_opened(self, ticket_id: str, rank: int) -> None:
-        """Record that writers may send to that rank."""
+        """Record that rank ``rank`` has opened a ticket, so that writers may send to it."""
         opening = self._opening.get(ticket_id)
         if opening is None:
             return
@@ -225,7 +232,8 @@ class BlockReceiver(TicketReceiver):
                 opening.done.set_result(None)
 
     def rank_filled(self, ticket_id: str, rank: int, transport: str, count: int) -> None:
-        """Record that all bytes of that rank, ``count``, are verified and in place."""
+        """Record that all bytes of a ticket on rank ``rank`` are verified and in place; ``count``
+        is their number."""
         ticket = self.book.find_id(ticket_id)
         if ticket is not None:
             self._count_bytes(ticket, transport, count)
@@ -233,7 +241,7 @@ class BlockReceiver(TicketReceiver):
             self._check_complete(ticket)
 
     def rank_failed(self, ticket_id: str, error: BatonError) -> None:
-        """End the ticket: that rank's bytes were damaged, or cannot arrive."""
+        """End a ticket, because bytes for another rank were damaged or cannot arrive."""
         ticket = self.book.find_id(ticket_id)
         if ticket is not None and ticket.is_open:
             self.book.bury(ticket.attempt, self.clock())
@@ -241,7 +249,7 @@ class BlockReceiver(TicketReceiver):
             self._release(ticket, outcome, error)
 
     def rank_freed(self, ticket_id: str, rank: int) -> None:
-        """Record that no copy into that rank's blocks is running any more."""
+        """Record that no copy into a ticket's blocks is running any more on rank ``rank``."""
         ticket = self.book.find_id(ticket_id)
         if ticket is not None:
             was_quarantined = ticket.is_quarantined
@@ -249,7 +257,7 @@ class BlockReceiver(TicketReceiver):
             self._check_quarantine(ticket, was_quarantined=was_quarantined)
 
     def rank_gone(self, error: BatonError) -> None:
-        """End every ticket, because a rank can no longer be reached.
+        """End every ticket, because another rank of this worker can no longer be reached.
 
         The blocks stay quarantined, since copies may still run on that rank. The worker ends with
         its rank.
@@ -260,7 +268,8 @@ class BlockReceiver(TicketReceiver):
     # Ends of tickets
 
     def shorten(self, ticket_id: str, count: int) -> None:
-        """Release the missing blocks that the writer does not have; see ``Ticket.shorten``."""
+        """Keep only the first ``count`` missing blocks of a ticket, because the writer has no more;
+        see ``Ticket.shorten``."""
         dropped = self.book.get(ticket_id).shorten(count)
         if dropped and self._ranks is not None:
             self._ranks.shorten_ticket(ticket_id, count)
@@ -288,7 +297,8 @@ class BlockReceiver(TicketReceiver):
 
     @contextmanager
     def holding(self, ticket_id: str, writer: str) -> Iterator[None]:
-        """Hold a ticket while a commit waits for this worker: see ``Ticket.hold``.
+        """Keep a ticket from expiring within this context, while a commit waits for this worker:
+        see ``Ticket.hold``.
 
         Raises TicketEnded if the ticket is not open for that writer.
         """
@@ -300,7 +310,8 @@ class BlockReceiver(TicketReceiver):
             ticket.let_go(self.clock())
 
     def abort(self, attempt: AttemptName, now: float, outcome: str = "aborted") -> None:
-        """End an attempt's ticket, or prevent it from getting one; idempotent.
+        """End an attempt's ticket, if it has one, and prevent it from getting another one;
+        idempotent.
 
         ``outcome`` is the label for the metrics.
         """
@@ -318,7 +329,7 @@ class BlockReceiver(TicketReceiver):
                 self._release(ticket, "error", error)
 
     def sweep(self, now: float) -> None:
-        """End what has expired."""
+        """End the tickets and tombstones that have expired."""
         for ticket in self.book.expired(now):
             self.book.bury(ticket.attempt, now)
             error = HandoffError(f"{ticket.writer} was silent for {self._lease_s} s")

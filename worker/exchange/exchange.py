@@ -29,11 +29,12 @@ from worker.exchange.rank_link import RankLinks
 from worker.exchange.sender import OutboundPairs, RankedPeer, RankSender
 
 Recall = Callable[[Sequence[bytes]], Awaitable[None]]
-"""Brings the leading blocks of some hashes from a tier into the pool, if that pays."""
+"""Loads the leading blocks of some hashes from an offload tier into the pool, if that is faster
+than computing them."""
 
 
 class Exchange:
-    """Pairs, tickets and calls between this worker and others."""
+    """All pairs, tickets and calls between this worker and others."""
 
     def __init__(
         self,
@@ -48,12 +49,12 @@ class Exchange:
         plane: WorkerPlane = OPEN_PLANE,
         recall: Recall | None = None,
     ) -> None:
-        """``transports`` are registered; ``executor`` reads blocks.
+        """``transports`` have registered this worker's blocks; ``executor`` reads them.
 
         ``address`` is host:port of this worker's gRPC server; empty if it receives nothing.
-        ``ranks`` are links to the worker's other ranks, and open; None if it has only one rank.
-        ``plane`` secures this worker's calls to others. ``recall`` is the tiers' function, if there
-        are tiers.
+        ``ranks`` are open links to the worker's other ranks; None if it has only one rank.
+        ``plane`` secures this worker's calls to others. ``recall`` loads blocks from the offload
+        tiers, if there are any.
         """
         self.identity = identity
         self.address = address
@@ -73,15 +74,16 @@ class Exchange:
         self._calls: dict[Outbound, HandoffCalls] = {}
 
     def channel(self, address: str) -> grpc.aio.Channel:
-        """The only channel to a worker's gRPC server."""
+        """Return the only channel of this worker to a worker's gRPC server."""
         return self._pairs.channel(address)
 
     async def outbound(self, peer: Peer) -> Outbound:
-        """The open pair to a receiver; a new one if there is none. Raises BatonError."""
+        """Return the open pair to a receiver, or open one if there is none. Raises BatonError."""
         return await self._pairs.outbound(peer)
 
     def push(self, pair: Outbound, ticket_id: str, memory: BlockMemory | None = None) -> BlockPush:
-        """Start to send blocks to a receiver's ticket, from all ranks here to all ranks there.
+        """Start to send blocks to a receiver's ticket, from all ranks of this worker to all ranks
+        of the receiver.
 
         ``memory`` is the argument of ``Outbound.push``. Raises HandoffError.
         """
@@ -99,7 +101,8 @@ class Exchange:
         return PushFan(ways)
 
     def handoff_calls(self, pair: Outbound) -> HandoffCalls:
-        """The calls that belong to a pair; they fail with its error when it fails."""
+        """Return the handoff calls that belong to a pair. They fail with its error when it
+        fails."""
         calls = self._calls.get(pair)
         if calls is None:
             calls = HandoffCalls(self.channel(pair.peer.address), pair.peer.incarnation)
@@ -115,8 +118,8 @@ class Exchange:
     ) -> int:
         """Send the leading blocks of ``hashes`` that are cached here to another worker's ticket.
 
-        Returns how many have arrived. They stay pinned while this call runs, which is the reader's
-        ticket. Raises BatonError.
+        Returns how many blocks have arrived. While this call runs, the blocks stay pinned. Raises
+        BatonError.
         """
         if check_peer(self.identity, reader, meant) is Fit.CONVERTIBLE:
             raise GeometryMismatch(
@@ -175,11 +178,11 @@ class Exchange:
         return int(response.blocks)
 
     def is_idle(self) -> bool:
-        """Whether no block is promised here, and none is read for other workers."""
+        """Whether this worker has promised no block, and no other worker reads its blocks."""
         return not len(self.receiver.book) and not self._pulls_served
 
     def heartbeat(self) -> None:
-        """Renew leases, give up silent peers, end what has expired."""
+        """Renew leases, fail pairs of silent peers, and end tickets that have expired."""
         now = self.receiver.clock()
         self._pairs.heartbeat(now)
         if self._ranks is not None:
@@ -193,20 +196,20 @@ class Exchange:
             self._ranks.check()
 
     def pairs(self) -> dict[str, str]:
-        """The transport to each receiver, by the receiver's incarnation."""
+        """The name of the transport to each receiver, by the receiver's incarnation."""
         return self._pairs.transports()
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes that were announced to receivers and have not arrived."""
+        """Number of bytes that were announced to all receivers and have not arrived."""
         return self._pairs.in_flight_bytes
 
     def staging(self) -> dict[str, int]:
-        """Bytes in staging memory between blocks and wire, by transport."""
+        """Number of bytes in staging memory between blocks and wire, by transport."""
         return {transport.name: transport.staging_bytes for transport in self._transports}
 
     async def close(self) -> None:
-        """End every pair and transport."""
+        """End every pair and every transport."""
         await self._pairs.end_opening()
         self.receiver.close()
         self.inbound.close()

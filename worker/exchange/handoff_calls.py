@@ -31,20 +31,20 @@ _LONGEST_MS = 2**32 - 1
 
 
 class HandoffCalls:
-    """The calls to one decode worker. Opens a stream when a call needs one."""
+    """A writer's calls to one decode worker. Opens a stream when a call needs one."""
 
     def __init__(self, channel: grpc.aio.Channel, peer: str) -> None:
-        """``channel`` leads to the decode worker ``peer``."""
+        """``channel`` leads to the decode worker whose incarnation is ``peer``."""
         self._channel = channel
         self._peer = peer
         self._stream: _Stream | None = None
         self._ended: BatonError | None = None
 
     def call(self, request: Request, timeout_s: float) -> asyncio.Future[Response]:
-        """Start a call. ``request`` contains its kind, and no number yet.
+        """Start a call: a reserve, a commit or an abort, without a number yet.
 
-        The answer is of the same kind, or the future fails with a BatonError. If the caller cancels
-        the future, the answer is dropped.
+        The future gets the answer of the same kind, or fails with a BatonError. If the caller
+        cancels the future, the answer is dropped.
         """
         if self._ended is not None:
             raise self._ended
@@ -53,20 +53,20 @@ class HandoffCalls:
         return self._stream.call(request, timeout_s)
 
     def end(self, error: BatonError) -> None:
-        """Fail waiting calls and all later ones; idempotent."""
+        """Fail all calls that wait, and all later ones, with ``error``; idempotent."""
         self._ended = self._ended or error
         if self._stream is not None:
             self._stream.end(error)
 
     async def close(self) -> None:
-        """Call ``end``, and wait until all tasks have ended."""
+        """Fail all calls as ``end`` does, and wait until all tasks have ended."""
         self.end(WorkerFailed(f"the calls to {self._peer} were closed"))
         if self._stream is not None:
             await self._stream.close()
 
 
 class _Stream:
-    """One stream; it is open from the start."""
+    """One stream of calls to a decode worker; it is open from the start."""
 
     def __init__(self, channel: grpc.aio.Channel, peer: str) -> None:
         self.is_open = True
@@ -83,7 +83,7 @@ class _Stream:
         ]
 
     def call(self, request: Request, timeout_s: float) -> asyncio.Future[Response]:
-        """See ``HandoffCalls.call``."""
+        """Start a call on this stream: see ``HandoffCalls.call``."""
         number = request.call = next(self._numbers)
         request.timeout_ms = min(_LONGEST_MS, int(timeout_s * 1000))
         answer = self._waiting[number] = self._loop.create_future()
@@ -138,7 +138,7 @@ class _Stream:
             self.end(as_baton_error(failure))
 
     def end(self, error: BatonError) -> None:
-        """Fail the calls that wait; idempotent."""
+        """Fail the stream's calls that wait, with ``error``; idempotent."""
         if not self.is_open:
             return
         self.is_open = False

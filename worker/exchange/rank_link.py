@@ -38,26 +38,26 @@ Call = grpc.aio.StreamStreamCall[rank_pb2.JoinRequest, rank_pb2.JoinResponse]
 
 
 class RankListener(Protocol):
-    """Receives what the other ranks report about tickets."""
+    """Receives what the worker's other ranks report about tickets."""
 
     def rank_opened(self, ticket_id: str, rank: int) -> None:
-        """Writers may send to that rank now."""
+        """Rank ``rank`` has opened a ticket: writers may send to it now."""
 
     def rank_filled(self, ticket_id: str, rank: int, transport: str, count: int) -> None:
-        """All bytes of that rank, ``count``, are in place."""
+        """All bytes of a ticket on rank ``rank`` are in place; ``count`` is their number."""
 
     def rank_failed(self, ticket_id: str, error: BatonError) -> None:
-        """That rank's bytes were damaged, or cannot arrive."""
+        """A ticket's bytes for another rank were damaged, or cannot arrive."""
 
     def rank_freed(self, ticket_id: str, rank: int) -> None:
-        """No copy into that rank's blocks is running any more."""
+        """No copy into a ticket's blocks is running any more on rank ``rank``."""
 
     def rank_gone(self, error: BatonError) -> None:
-        """The rank can no longer be reached."""
+        """Another rank of this worker can no longer be reached."""
 
 
 class RankLink:
-    """Rank 0's stream to one other rank: commands go out, events come in."""
+    """Rank 0's stream to one other rank: it sends commands, and receives events."""
 
     def __init__(
         self,
@@ -70,7 +70,8 @@ class RankLink:
     ) -> None:
         """``address`` is host:port of the rank's gRPC server; ``limits`` apply to its pairs.
 
-        The link fails if the rank does not answer for ``silence_s``. ``listeners`` may grow.
+        The link fails if the rank does not answer for ``silence_s`` seconds. ``listeners`` may grow
+        later.
         """
         self.rank = rank
         self.address = address
@@ -83,14 +84,14 @@ class RankLink:
         self._commands: asyncio.Queue[Command] = asyncio.Queue()
         self._pushes: dict[str, RankPush] = {}
         self._owes = False
-        """Whether the rank still has to answer a beat."""
+        """Whether the rank has not answered the latest heartbeat yet."""
         self._beats = 0
         self._tasks: list[asyncio.Task[None]] = []
 
     # Opening and closing
 
     async def open(self, identity: Identity) -> None:
-        """Let the rank begin a session as one of this worker's ranks. Raises BatonError."""
+        """Begin a session of this worker on the rank. Raises BatonError."""
         begin = rank_pb2.BeginRank(
             incarnation=identity.incarnation,
             fingerprint=identity.fingerprint,
@@ -129,7 +130,7 @@ class RankLink:
         return f"rank {self.rank} of this worker"
 
     def heartbeat(self, now: float) -> None:
-        """Fail the link if the rank has not answered for too long."""
+        """Send a heartbeat to the rank; fail the link if the rank is silent for too long."""
         if self.broken.done():
             return
         if not self._owes:
@@ -139,7 +140,7 @@ class RankLink:
             self._break(WorkerFailed(f"{self._name} was silent for {self._silence.limit_s:.1f} s"))
 
     async def close(self) -> None:
-        """Close the link; idempotent."""
+        """Close the link to the rank; idempotent."""
         self._break(WorkerFailed(f"the link to {self._name} was closed"))
         await end_tasks(self._tasks)
         await self._channel.close()
@@ -217,7 +218,8 @@ class RankLink:
     # Commands
 
     def open_ticket(self, ticket: Ticket, writer: Geometry) -> None:
-        """Command the rank to admit what a writer's ranks send for a ticket."""
+        """Command the rank to admit what the writer's ranks send for a ticket. ``writer`` is the
+        writer's geometry."""
         message = rank_pb2.OpenTicket(
             ticket_id=ticket.ticket_id,
             writer=ticket.writer,
@@ -233,12 +235,13 @@ class RankLink:
         self._commands.put_nowait(Command(close_ticket=message))
 
     def shorten_ticket(self, ticket_id: str, blocks: int) -> None:
-        """Command the rank to expect only the first of a ticket's missing blocks."""
+        """Command the rank to expect only the first ``blocks`` of a ticket's missing blocks."""
         message = rank_pb2.ShortenTicket(ticket_id=ticket_id, blocks=blocks)
         self._commands.put_nowait(Command(shorten_ticket=message))
 
     def push(self, ticket_id: str, receiver: RankedPeer) -> RankPush:
-        """Command the rank to send its part of blocks to a receiver's ticket."""
+        """Command the rank to send its part of blocks to a receiver's ticket. Returns rank 0's end
+        of the push."""
         push = RankPush(ticket_id, self._commands.put_nowait)
         if self.broken.done():
             push.over(self.broken.result())
@@ -255,15 +258,16 @@ class RankLink:
 
 
 class RankPush:
-    """Implements ``kvtransfer.pairs.push_fan.BlockPush`` through another rank."""
+    """Rank 0's end of a push that another rank carries out. Implements
+    ``kvtransfer.pairs.push_fan.BlockPush``."""
 
     def __init__(self, ticket_id: str, tell: Callable[[Command], None]) -> None:
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._ticket_id = ticket_id
         self._tell = tell
         self._puts: rank_pb2.PutBlocks | None = None
-        """Puts that are sent in the loop's next iteration: blocks of the same layers in one
-        message."""
+        """Blocks of the same layers that are sent as one message in the loop's next iteration; None
+        if there are none."""
         self._ended = False
 
     def put_layers(self, target: int, source: int, first: int, last: int) -> None:
@@ -303,7 +307,7 @@ class RankPush:
             self._tell(Command(end_push=end))
 
     def over(self, error: BatonError | None, count: int = 0) -> None:
-        """Complete the push: that rank no longer reads any of its blocks."""
+        """Complete the push, because the other rank no longer reads any of its blocks."""
         if error is not None:
             fail(self.done, error)
         elif not self.done.done():
@@ -320,10 +324,10 @@ class RankLinks:
         silence_s: float,
         plane: WorkerPlane = OPEN_PLANE,
     ) -> None:
-        """``addresses`` are those of the ranks from 1 on; ``limits`` apply to their pairs with
-        peers.
+        """``addresses`` are those of ranks 1 and up; ``limits`` apply to their pairs with peers.
 
-        ``silence_s`` is the time after which a silent rank counts as lost, as in the compute group.
+        ``silence_s`` is the number of seconds after which a silent rank counts as lost, as in the
+        compute group.
         """
         self._listeners: list[RankListener] = []
         self.links = [
@@ -331,7 +335,7 @@ class RankLinks:
             for rank, address in enumerate(addresses, 1)
         ]
         self.broken: asyncio.Future[BatonError] = asyncio.get_running_loop().create_future()
-        """The error of the first link that has failed."""
+        """Gets the error of the first link that fails."""
         for link in self.links:
             link.broken.add_done_callback(self._broke)
 
@@ -348,7 +352,8 @@ class RankLinks:
         return [link.address for link in self.links]
 
     async def open(self, identity: Identity) -> None:
-        """Open all links. Raises BatonError if one fails; then none is left open."""
+        """Open the links to all other ranks. Raises BatonError if one fails; then none is left
+        open."""
         try:
             await asyncio.gather(*(link.open(identity) for link in self.links))
         except BaseException:
@@ -356,39 +361,43 @@ class RankLinks:
             raise
 
     def subscribe(self, listener: RankListener) -> Callable[[], None]:
-        """Pass on the ranks' reports about tickets. Returns a function that ends this."""
+        """Pass the ranks' reports about tickets on to ``listener``. Returns a function that ends
+        this."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
     def check(self) -> None:
-        """Raise WorkerFailed if a rank is gone."""
+        """Raise WorkerFailed if the link to a rank has failed."""
         if self.broken.done():
             raise WorkerFailed(self.broken.result().message)
 
     def open_ticket(self, ticket: Ticket, writer: Geometry) -> None:
-        """Command all ranks to admit what a writer sends for a ticket."""
+        """Command all other ranks to admit what a writer sends for a ticket. ``writer`` is the
+        writer's geometry."""
         for link in self.links:
             link.open_ticket(ticket, writer)
 
     def close_ticket(self, ticket_id: str) -> None:
-        """Command all ranks to admit nothing more for a ticket."""
+        """Command all other ranks to admit nothing more for a ticket."""
         for link in self.links:
             link.close_ticket(ticket_id)
 
     def shorten_ticket(self, ticket_id: str, blocks: int) -> None:
-        """Command all ranks to expect only the first of a ticket's missing blocks."""
+        """Command all other ranks to expect only the first ``blocks`` of a ticket's missing
+        blocks."""
         for link in self.links:
             link.shorten_ticket(ticket_id, blocks)
 
     def push(self, ticket_id: str, receiver: RankedPeer) -> list[RankPush]:
-        """Command all ranks to send their parts of blocks."""
+        """Command all other ranks to send their parts of blocks to a receiver's ticket. Returns one
+        push per rank."""
         return [link.push(ticket_id, receiver) for link in self.links]
 
     def heartbeat(self, now: float) -> None:
-        """Fail the links to silent ranks."""
+        """Send heartbeats to the other ranks, and fail the links to silent ones."""
         for link in self.links:
             link.heartbeat(now)
 
     async def close(self) -> None:
-        """Close all links."""
+        """Close the links to all other ranks."""
         await asyncio.gather(*(link.close() for link in self.links))

@@ -25,7 +25,8 @@ Event = rank_pb2.RankEvent
 
 
 class RankReceiver(TicketReceiver):
-    """Implements ``kvtransfer.pairs.inbound_pair.TicketKeeper`` at a rank other than rank 0."""
+    """Holds the tickets of a rank other than rank 0. Implements
+    ``kvtransfer.pairs.inbound_pair.TicketKeeper``."""
 
     def __init__(
         self,
@@ -34,7 +35,8 @@ class RankReceiver(TicketReceiver):
         released: Callable[[Ticket, BatonError], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``tell`` sends events to rank 0. ``released`` receives every ticket that ended unfilled.
+        """``tell`` sends events to rank 0. ``released`` receives every ticket that ended before all
+        its bytes arrived.
 
         ``clock``: see ``TicketReceiver``.
         """
@@ -46,7 +48,7 @@ class RankReceiver(TicketReceiver):
         """Ids of closed tickets whose last copy has not ended."""
 
     def open(self, message: rank_pb2.OpenTicket, now: float) -> None:
-        """Admit what a writer sends for a ticket."""
+        """Open a ticket that rank 0 has issued, and admit what its writer sends."""
         source = KvLayout.of(convert.geometry_from_proto(message.geometry))
         target = KvLayout.of(self._identity.geometry)
         ticket = Ticket(
@@ -64,7 +66,8 @@ class RankReceiver(TicketReceiver):
         self._tell(Event(ticket_opened=rank_pb2.TicketOpened(ticket_id=ticket.ticket_id)))
 
     def close(self, ticket_id: str) -> None:
-        """Admit nothing more for a ticket, and report when no copy is running any more."""
+        """Admit nothing more for a ticket, and report to rank 0 when no copy into its blocks is
+        running any more."""
         try:
             ticket = self.book.get(ticket_id)
         except TicketEnded:
@@ -75,8 +78,10 @@ class RankReceiver(TicketReceiver):
         self._drop_ended(ticket)
 
     def shorten(self, ticket_id: str, blocks: int) -> None:
-        """Expect only the first missing blocks. End a ticket if copies run in the dropped
-        blocks."""
+        """Expect only the first ``blocks`` of a ticket's missing blocks.
+
+        The ticket fails if copies are running, since they might write to the other blocks.
+        """
         try:
             ticket = self.book.get(ticket_id)
             ticket.shorten(blocks)
@@ -102,7 +107,7 @@ class RankReceiver(TicketReceiver):
     # Reports of pairs
 
     def end_copy(self, ticket_id: str, transport: str, copied: int) -> None:
-        """Record that ``copied`` bytes are verified and in place."""
+        """Record that ``copied`` bytes of a ticket are verified and in place."""
         ticket = self.book.get(ticket_id)
         ticket.end_copy()
         self._check_filled(ticket)
@@ -118,14 +123,14 @@ class RankReceiver(TicketReceiver):
             self._tell(Event(ticket_filled=filled))
 
     def fail_copy(self, ticket_id: str, error: BatonError, now: float) -> None:
-        """End the ticket, because bytes were damaged or did not arrive."""
+        """End a ticket because bytes of a copy were damaged or did not arrive."""
         ticket = self.book.get(ticket_id)
         ticket.end_copy()
         self._fail(ticket, error)
         self._drop_ended(ticket)
 
     def drop_copy(self, ticket_id: str) -> None:
-        """End a copy that did not begin, because its ticket has ended."""
+        """Record that a copy did not begin, because its ticket has ended."""
         ticket = self.book.get(ticket_id)
         ticket.end_copy()
         self._drop_ended(ticket)
@@ -138,7 +143,7 @@ class RankReceiver(TicketReceiver):
                 self._fail(ticket, error)
 
     def sweep(self, now: float) -> None:
-        """End what has expired. Filled tickets wait for rank 0."""
+        """Fail the tickets that have expired. Those that are complete wait for rank 0."""
         for ticket in self.book.expired(now):
             if not ticket.is_complete:
                 silent = f"{ticket.writer} was silent for {ticket.lease_s} s"

@@ -37,17 +37,18 @@ from worker.exchange.sender import OutboundPairs, RankedPeer, RankSender
 log = logging.getLogger(__name__)
 
 MakeTransports = Callable[[str], Sequence[Transport]]
-"""Makes registered transports over the rank's blocks, for a session of this incarnation."""
+"""Makes transports that are registered for the rank's blocks. Its argument is the incarnation of
+the session that uses them."""
 Event = rank_pb2.RankEvent
 JoinContext = grpc.aio.ServicerContext[rank_pb2.JoinRequest, rank_pb2.JoinResponse]
 PairContext = grpc.aio.ServicerContext[transfer_pb2.TransferRequest, transfer_pb2.TransferResponse]
 
 _BEATS = 4
-"""Checks for silence in the shortest silence that ends a session."""
+"""Number of checks for silence within the shortest silence that ends a session."""
 
 
 class RankServer:
-    """The gRPC server of one rank, and the session that rank 0 has begun there."""
+    """The gRPC server of a rank other than rank 0, and the session that rank 0 has begun there."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class RankServer:
         self._life: RankLife | None = None
 
     async def start(self) -> None:
-        """Serve on a port that the system chooses."""
+        """Start the server on a port that the system chooses."""
         rank_pb2_grpc.add_RankServiceServicer_to_server(_RankServicer(self), self._server)
         transfer_pb2_grpc.add_TransferServiceServicer_to_server(_PairServicer(self), self._server)
         self.address = f"{self._host}:{listen(self._server, f'{self._host}:0', self._plane.tls)}"
@@ -76,7 +77,7 @@ class RankServer:
     async def join(
         self, requests: AsyncIterator[rank_pb2.JoinRequest], context: JoinContext
     ) -> None:
-        """Run one session to its end."""
+        """Serve rank 0's stream, which is one session, until it ends."""
         first = await anext(requests, None)
         if first is None or not first.commands or not first.commands[0].HasField("begin"):
             raise HandoffError("a rank's first command must begin its session")
@@ -95,7 +96,7 @@ class RankServer:
     async def pair(
         self, requests: AsyncIterator[transfer_pb2.TransferRequest], context: PairContext
     ) -> None:
-        """Serve one pair with a rank of a peer, to its end."""
+        """Serve one pair with a rank of a peer until it ends."""
         if self._life is None:
             raise Unavailable("this rank has no session: its worker does not serve")
         await self._life.inbound.serve(requests, context)
@@ -108,7 +109,7 @@ class RankServer:
 
 
 class RankLife:
-    """One incarnation of the worker, at this rank: its pairs, tickets and transports."""
+    """One session of the worker at this rank: its pairs, tickets and transports."""
 
     def __init__(
         self,
@@ -151,7 +152,7 @@ class RankLife:
     async def run(
         self, requests: AsyncIterator[rank_pb2.JoinRequest], context: JoinContext
     ) -> None:
-        """Serve rank 0 until it leaves.
+        """Carry out rank 0's commands until it leaves.
 
         Raises BatonError if rank 0 is silent, or sends a command that cannot be carried out.
         """
@@ -169,7 +170,7 @@ class RankLife:
             await end_tasks(tasks)
 
     async def end(self) -> None:
-        """Admit and send nothing more; idempotent."""
+        """End the session: admit and send nothing more; idempotent."""
         if self._ending is None:
             self._ending = asyncio.create_task(self._end(), name="rank-end")
         # The caller may be cancelled, but the end must complete.
@@ -212,7 +213,7 @@ class RankLife:
     # Commands of rank 0
 
     def take(self, commands: Sequence[rank_pb2.RankCommand]) -> None:
-        """Carry out rank 0's commands. Raises BatonError for one that is impossible."""
+        """Carry out some of rank 0's commands. Raises BatonError for one that is impossible."""
         for each in commands:
             match each.WhichOneof("command"):
                 case "open_ticket":

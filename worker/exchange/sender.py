@@ -31,7 +31,7 @@ from kvtransfer.transports.transport import Peer, Transport
 
 
 class OutboundPairs:
-    """The pairs by which a rank sends, and the channels to its peers."""
+    """The pairs in which a rank sends blocks, and the gRPC channels to its peers."""
 
     def __init__(
         self,
@@ -42,9 +42,10 @@ class OutboundPairs:
         connect: Callable[[str], grpc.aio.Channel] = open_channel,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``transports`` are registered; ``executor`` reads blocks; ``connect`` makes channels.
+        """``transports`` have registered the blocks, and ``executor`` reads them.
 
-        ``clock`` measures the silence of peers, in seconds; see ``baton.liveness.listening``.
+        ``connect`` makes channels. ``clock`` measures the silence of peers, in seconds; see
+        ``baton.liveness.listening``.
         """
         self._clock = clock
         self._identity = identity
@@ -59,14 +60,14 @@ class OutboundPairs:
         self._closing: set[asyncio.Task[None]] = set()
 
     def channel(self, address: str) -> grpc.aio.Channel:
-        """The only channel to a worker's gRPC server."""
+        """Return the only channel of this rank to a worker's gRPC server."""
         if address not in self._channels:
             self._channels[address] = self._connect(address)
         return self._channels[address]
 
     @contextmanager
     def using(self, address: str) -> Iterator[grpc.aio.Channel]:
-        """Keep a channel open within this context, even without a pair."""
+        """Keep the channel to ``address`` open within this context, even without a pair."""
         self._used[address] += 1
         try:
             yield self.channel(address)
@@ -74,7 +75,7 @@ class OutboundPairs:
             self._used[address] -= 1
 
     async def outbound(self, peer: Peer) -> Outbound:
-        """The open pair to a receiver; a new one if there is none. Raises BatonError."""
+        """Return the open pair to a receiver, or open one if there is none. Raises BatonError."""
         pair = self.open_pair(peer)
         if pair is not None:
             return pair
@@ -87,7 +88,7 @@ class OutboundPairs:
         return await asyncio.shield(opening)
 
     def open_pair(self, peer: Peer) -> Outbound | None:
-        """The pair to a receiver, if one is open."""
+        """Return the open pair to a receiver; None if there is none."""
         pair = self._pairs.get(peer)
         return pair if pair is not None and not pair.broken.done() else None
 
@@ -115,9 +116,10 @@ class OutboundPairs:
             self._leave(peer.address)
 
     def heartbeat(self, now: float) -> None:
-        """Renew leases, fail silent pairs, and forget pairs that have ended.
+        """Renew leases, fail pairs of silent receivers, and forget pairs that have ended.
 
-        A channel without a pair stays until then, so that successive calls share it.
+        A channel without a pair stays open until the next heartbeat, so that successive calls share
+        it.
         """
         for peer, pair in list(self._pairs.items()):
             pair.heartbeat(now)
@@ -127,7 +129,7 @@ class OutboundPairs:
             self._leave(address)
 
     def _leave(self, address: str) -> None:
-        """Close a channel that is unused."""
+        """Close the channel to ``address`` if it is unused."""
         peers = (*self._pairs, *self._opening)
         if self._used[address] or any(peer.address == address for peer in peers):
             return
@@ -139,7 +141,7 @@ class OutboundPairs:
             closing.add_done_callback(self._closing.discard)
 
     def transports(self) -> dict[str, str]:
-        """The transport to each receiver, by the receiver's incarnation."""
+        """The name of the transport to each receiver, by the receiver's incarnation."""
         return {
             peer.incarnation: pair.transport
             for peer, pair in self._pairs.items()
@@ -148,20 +150,20 @@ class OutboundPairs:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes that were announced to receivers and have not arrived."""
+        """Number of bytes that were announced to all receivers and have not arrived."""
         return sum(pair.in_flight_bytes for pair in self._pairs.values())
 
     async def end_opening(self) -> None:
-        """Stop opening pairs."""
+        """Stop opening pairs: cancel those that are being opened."""
         await end_tasks(self._opening.values())
 
     async def close_pairs(self) -> None:
-        """End every pair."""
+        """End every open pair."""
         for pair in list(self._pairs.values()):
             await pair.close()
 
     async def close_channels(self) -> None:
-        """Close every channel."""
+        """Close every channel to a peer."""
         for channel in list(self._channels.values()):
             await channel.close()
         await asyncio.gather(*self._closing)
@@ -169,7 +171,7 @@ class OutboundPairs:
 
 @dataclass(frozen=True, slots=True)
 class RankedPeer:
-    """A receiver, and the addresses of its ranks."""
+    """A receiver that may have several ranks, and the addresses of these ranks."""
 
     incarnation: str
     geometry: Geometry

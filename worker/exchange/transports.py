@@ -23,18 +23,23 @@ log = logging.getLogger(__name__)
 Maker = Callable[[], Transport]
 
 _BY_ITSELF = {"cpu": ("shm", "grpc"), "cuda": ("cuda_ipc", "grpc")}
-"""Transports that ``auto`` tries, by the blocks' device. The others must be configured: they accept
-connections from unknown hosts, or need what a machine may lack. See docs/explanation/handoff.md."""
+"""Transports that ``auto`` tries, by the device of the blocks.
+
+The others must be configured: they accept connections from unknown hosts, or need what a machine
+may lack. See docs/explanation/handoff.md.
+"""
 
 
 _NIXL_PAIRS = 4
-"""Number of pairs that may be stuck in NIXL's staging memory at a time; all pairs share it."""
+"""Number of pairs that may be stuck in NIXL's staging memory at a time. All pairs share that
+memory."""
 
 
 def make_transports(
     config: Config, memory: BlockMemory, incarnation: str, host: str, executor: Executor
 ) -> list[Transport]:
-    """Make registered transports: the one that ``config`` names, or all that work with ``auto``.
+    """Make the transports of this worker, and register them: the one that ``config`` names, or with
+    ``auto`` all that work here.
 
     ``host`` is the address on which servers listen, and ``executor`` copies blocks. Raises
     ConfigError, with the reason, if the named transport does not work here.
@@ -76,7 +81,10 @@ def _makers(
     *,
     between_gpus: bool = False,
 ) -> dict[str, Maker]:
-    """``staging`` is the maximum number of bytes of a pair between blocks and wire."""
+    """Return the functions that make the transports, by transport name.
+
+    ``staging`` is the maximum number of bytes that one pair holds between blocks and wire.
+    """
     return {
         "cuda_ipc": lambda: CudaIpcTransport(executor, between_gpus=between_gpus),
         "shm": lambda: ShmTransport(executor),

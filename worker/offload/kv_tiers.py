@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 
 
 def make_storages(config: Config, block_bytes: int) -> dict[str, tuple[int, TierStorage]]:
-    """Number of slots and the storage of each configured tier, the fastest first.
+    """Make the storage of each configured tier, the fastest first: tier name → (number of slots,
+    storage).
 
     Allocates the memory and opens the file, which may take seconds. Raises ConfigError.
     """
@@ -62,7 +63,7 @@ def _disk_folder() -> Path:
 
 
 class KvTiers:
-    """The tiers of one worker, with their threads and metrics."""
+    """The offload tiers of one worker, with their threads and metrics."""
 
     def __init__(
         self,
@@ -76,7 +77,8 @@ class KvTiers:
         role: str,
         estimates: TierEstimates | None = None,
     ) -> None:
-        """Call it on the event loop. ``storages`` comes from ``make_storages`` and is not empty.
+        """Make the tiers on the event loop. ``storages`` comes from ``make_storages`` and is not
+        empty.
 
         ``memories`` returns the pool's blocks; each result may be used by one thread at a time.
         """
@@ -106,16 +108,16 @@ class KvTiers:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Start the threads."""
+        """Start the threads that copy blocks."""
         self._down.start()
         self._up.start()
 
     async def run(self) -> None:
-        """Copy blocks ahead of their eviction, until it is cancelled."""
+        """Copy blocks to the tiers ahead of their eviction, until cancelled."""
         await self.spiller.run()
 
     async def stop(self, timeout_s: float) -> None:
-        """Stop copying. A copy in flight is awaited for up to ``timeout_s`` seconds."""
+        """Stop copying blocks. A copy in flight is awaited for up to ``timeout_s`` seconds."""
         await end_tasks(self._tasks)
         ended = [await asyncio.to_thread(each.stop, timeout_s) for each in (self._down, self._up)]
         if all(ended):
@@ -124,20 +126,20 @@ class KvTiers:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no load fills a block of the pool."""
+        """Whether no load from the tiers fills a block of the pool."""
         return self.loader.is_idle
 
     def counts(self) -> dict[str, int]:
-        """Number of blocks in each tier that can be found."""
+        """Return the number of blocks in each tier that can be found by hash."""
         return {tier.name: len(tier) for tier in self.tiers.tiers}
 
     # Calls of the engine core
 
     def before_schedule(self, schedule: Callable[[], None]) -> None:
-        """Start to bring back the first queued sequence's blocks, if it was preempted and a tier
-        has them.
+        """Start to load the first queued sequence's blocks, if it was preempted and a tier has
+        them.
 
-        ``schedule`` schedules steps once they are back; it is not called within this call.
+        ``schedule`` schedules steps once the blocks are back; it is not called within this call.
         """
         waiting = self._scheduler.waiting
         first = waiting[0] if waiting else None
@@ -158,7 +160,7 @@ class KvTiers:
             schedule()
 
     def after_schedule(self) -> None:
-        """Start copies of blocks that have become idle, and update the metrics."""
+        """Start copies of blocks that have become idle, and update the tiers' metrics."""
         self.spiller.wake()
         for tier in self.tiers.tiers:
             self._series[tier.name].blocks.set(len(tier))

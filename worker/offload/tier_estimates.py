@@ -14,81 +14,85 @@ from collections.abc import Iterable, Mapping
 from worker.costs.step_costs import UnitCost
 
 FIXED_S = 0.002
-"""Seconds to wake two threads, and to plan the next step."""
+"""Fixed seconds of a load: two threads are woken, and the next step is planned."""
 BYTES_PER_S = {"host": 4e9, "disk": 5e8}
-"""Assumed bandwidth until loads are measured: one core's copy, and a modest solid-state disk."""
+"""Assumed bytes per second of each tier until loads are measured: one core's copy, and a modest
+solid-state disk."""
 _PRIOR_BYTES = 4 << 20
-"""Weight of the assumed bandwidth against the first loads, in bytes."""
+"""Weight, in bytes, of the assumed bandwidth against the first loads."""
 _DEADLINE_FACTOR = 4.0
 _SHORTEST_DEADLINE_S = 0.5
-"""Minimum deadline: a shorter one would end loads because a machine was briefly busy."""
+"""Minimum deadline of a load, in seconds. A shorter one would end loads because a machine was
+briefly busy."""
 _FIRST_PAUSE_S = 5.0
 _LONGEST_PAUSE_S = 300.0
 
 
 class LoadSource:
-    """A source of blocks: its bandwidth, and a pause after failures."""
+    """A source of blocks: its learned bandwidth, and a pause after failed loads."""
 
     def __init__(self, bytes_per_s: float, prior_bytes: int) -> None:
-        """``bytes_per_s`` is the assumed bandwidth until loads are measured.
+        """``bytes_per_s`` is the bandwidth that is assumed until loads are measured.
 
-        It has the weight of ``prior_bytes``.
+        It counts as much as a measured load of ``prior_bytes``.
         """
         self._byte_cost = UnitCost(1 / bytes_per_s, prior_bytes)
         self._failures = 0
         self._paused_until = float("-inf")
 
     def load_s(self, size: int) -> float:
-        """Predicted seconds to load ``size`` bytes."""
+        """Predict the seconds to load ``size`` bytes from this source."""
         return size * self._byte_cost.unit_s
 
     def is_paused(self, now: float) -> bool:
-        """Whether the source is not used now, since loads have failed."""
+        """Whether the source is not used at ``now``, because loads from it have failed."""
         return now < self._paused_until
 
     def succeeded(self, size: int, seconds: float) -> None:
-        """Record that ``size`` bytes were loaded."""
+        """Record that a load of ``size`` bytes from this source took ``seconds``."""
         self._failures = 0
         self._byte_cost.observe(size, seconds)
 
     def failed(self, now: float) -> None:
-        """Record that a load failed or took too long."""
+        """Record that a load from this source failed or took too long."""
         pause = min(_FIRST_PAUSE_S * 2.0 ** min(self._failures, 30), _LONGEST_PAUSE_S)
         self._failures += 1
         self._paused_until = now + pause
 
 
 def load_deadline_s(load_s: float, compute_s: float) -> float:
-    """Seconds after which to give up a load that should take ``load_s`` and saves ``compute_s``.
+    """Return the seconds after which to give up a load that should take ``load_s`` and saves
+    ``compute_s``.
 
-    A few times the predicted duration, but not more than the time that it saves.
+    They are a few times the predicted duration, but not more than the time that the load saves.
     """
     return max(_SHORTEST_DEADLINE_S, min(_DEADLINE_FACTOR * load_s, compute_s))
 
 
 class TierEstimates:
-    """Load times by tier."""
+    """Predicts load times from the learned bandwidth of each tier."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        """``names`` are keys of ``BYTES_PER_S``."""
+        """``names`` are the names of the tiers, which are keys of ``BYTES_PER_S``."""
         self._tiers = {name: LoadSource(BYTES_PER_S[name], _PRIOR_BYTES) for name in names}
 
     def load_s(self, sizes: Mapping[str, int]) -> float:
-        """Predicted seconds of a load."""
+        """Predict the seconds to load ``sizes`` bytes, given by tier."""
         return FIXED_S + sum(self._tiers[name].load_s(size) for name, size in sizes.items())
 
     def pays(self, sizes: Mapping[str, int], compute_s: float, now: float) -> bool:
-        """Whether to load instead of computing for ``compute_s`` seconds."""
+        """Whether to load ``sizes`` bytes, given by tier, instead of computing for ``compute_s``
+        seconds."""
         if any(self._tiers[name].is_paused(now) for name in sizes):
             return False
         return self.load_s(sizes) < compute_s
 
     def deadline_s(self, sizes: Mapping[str, int], compute_s: float) -> float:
-        """Seconds after which to give up a load that saves ``compute_s``."""
+        """Return the seconds after which to give up a load that saves ``compute_s``."""
         return load_deadline_s(self.load_s(sizes), compute_s)
 
     def succeeded(self, name: str, size: int, seconds: float) -> None:
-        """Record that ``size`` bytes were loaded from a tier."""
+        """Record that a load of ``size`` bytes from tier ``name`` took ``seconds``."""
         self._tiers[name].succeeded(size, seconds)
 
     def failed(self, names: Iterable[str], now: float) -> None:

@@ -35,49 +35,54 @@ from worker.offload.tier_thread import TierThread
 log = logging.getLogger(__name__)
 
 _SHARE_OF_DEADLINE = 0.5
-"""Maximum share of a request's remaining time that a load may take."""
+"""Maximum share of a request's remaining time that a load from the tiers may take."""
 _RECALL_S = 10.0
-"""Maximum seconds that another worker's pull waits for blocks of a tier."""
+"""Maximum seconds that another worker's pull waits for blocks that a tier holds."""
 _TURNS = 4
-"""Maximum number of other loads of the same prompt's blocks that are awaited."""
+"""Maximum number of other loads of the same prompt's blocks that a request waits for, one after
+another."""
 
 ComputeSeconds = Callable[[int, int], float]
-"""Predicts the seconds to compute a number of tokens after a number of others."""
+"""Predicts the seconds to compute a number of tokens (first argument) after a number of others
+(second)."""
 
 
 @dataclass(slots=True)
 class _Job:
-    """What the thread loads, and its progress. The event loop reads it once the load has ended."""
+    """The blocks that the thread loads, and its progress. The event loop reads it once the load has
+    ended."""
 
     missing: list[Found]
     targets: list[int]
-    """Target block of the pool for each."""
+    """Block of the pool into which each block of ``missing`` is loaded."""
     settled: asyncio.Future[None]
-    """Done once the load has ended, or was given up."""
+    """Done once the load has ended, or was given up: the callers that wait for it continue."""
     loaded: int = 0
     bad: Found | None = None
-    """The copy at which the load ended, and the reason."""
+    """The damaged copy at which the load ended; None if there was none. ``reason`` says what was
+    wrong."""
     reason: str = ""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds that were spent reading, by tier."""
+    """Seconds that the thread has spent reading, by tier."""
     bytes: Counter[str] = field(default_factory=Counter)
     given_up: bool = False
-    """Set by the event loop: no caller waits for the rest."""
+    """Whether the load was given up, so that no caller waits for the rest. The event loop sets
+    it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """A load that pays."""
+    """A load that is predicted to be faster than computing."""
 
     run: list[Found]
     sizes: Mapping[str, int]
-    """Bytes to read from each tier."""
+    """Number of bytes to read from each tier."""
     limit_s: float
     """Seconds after which the load is given up."""
 
 
 class TierLoader:
-    """Loads blocks from the tiers into the pool."""
+    """Loads blocks from the offload tiers into the pool."""
 
     def __init__(
         self,
@@ -91,7 +96,8 @@ class TierLoader:
         estimates: TierEstimates,
         series: Mapping[str, TierSeries],
     ) -> None:
-        """``storages`` and ``series`` are by the tier's name. Only this object uses ``memory``."""
+        """``storages`` and ``series`` have a value for each tier's name. ``memory`` must not be
+        used elsewhere."""
         self._tiers = tiers
         self._pool = tiers.pool
         self._storages = storages
@@ -102,13 +108,14 @@ class TierLoader:
         self.estimates = estimates
         self._series = series
         self._under_way: dict[bytes, asyncio.Future[None]] = {}
-        """Future of the load, by the hash of each block that is being loaded."""
+        """Loads in flight: the future ``settled`` of the load, by the hash of each block that it
+        brings."""
         self._tasks: set[asyncio.Task[None]] = set()
-        """Tasks of loads that have not ended, including those that were given up."""
+        """Tasks of loads that have not ended, including loads that were given up."""
         self._stuck = 0
-        """Number of loads that were given up and have not ended."""
+        """Number of loads that were given up and have not ended yet."""
         self._ahead: Counter[str] = Counter()
-        """Bytes of the loads in flight, by tier."""
+        """Number of bytes that the loads in flight read, by tier."""
 
     @property
     def is_idle(self) -> bool:
@@ -116,7 +123,7 @@ class TierLoader:
         return not self._tasks
 
     def return_s(self, tokens: int) -> float:
-        """Predicted seconds to bring back this number of tokens from the slowest tier."""
+        """Predict the seconds to load the blocks of ``tokens`` tokens from the slowest tier."""
         size = -(-tokens // self._scheduler.limits.block_size) * self._memory.block_bytes
         return max(self.estimates.load_s({tier.name: size}) for tier in self._tiers.tiers)
 
@@ -136,8 +143,9 @@ class TierLoader:
     async def load(self, sequence: engine_sequence.Sequence, deadline: float) -> list[int]:
         """Load the leading blocks of a sequence that is not queued yet.
 
-        Returns them if any was loaded; the caller owns them. Empty if nothing was loaded, for any
-        reason. ``deadline`` is the request's, on this worker's monotonic clock.
+        Returns the leading blocks if any were loaded; the caller owns them. Empty if nothing was
+        loaded, for any reason. ``deadline`` is the request's, in seconds of this worker's monotonic
+        clock.
         """
         hashes = self._hashes(sequence)
         await self._wait_for_others(hashes, deadline)
@@ -163,8 +171,8 @@ class TierLoader:
 
     @property
     def _line(self) -> int:
-        """Blocks reserved for others: those of queued sequences, and the running ones' next
-        blocks."""
+        """Number of blocks reserved for others: those of queued sequences, and the next block of
+        each running one."""
         return self._scheduler.wanted_blocks + len(self._scheduler.running)
 
     def _blocks_of(self, sequence: engine_sequence.Sequence) -> int:
@@ -182,14 +190,15 @@ class TierLoader:
 
     def _returning(self, sequence: engine_sequence.Sequence) -> _Load | None:
         load = self._choose(self._hashes(sequence), sequence.deadline)
-        # It is the first in the queue: only running sequences come before it.
+        # The sequence is the first in the queue: only running sequences come before it.
         needed = self._blocks_of(sequence) + len(self._scheduler.running)
         return load if load is not None and self._has_room(load, needed) else None
 
     def _hashes(self, sequence: engine_sequence.Sequence) -> list[bytes]:
-        """Hashes of the blocks before the last token, whose logits are always needed.
+        """Return the hashes of a sequence's blocks, without the one with its last token, whose
+        logits are always needed.
 
-        Empty for a prompt that is scored, since that needs all logits.
+        Empty for a prompt that is scored, since that needs the logits of all tokens.
         """
         if sequence.scores_prompt:
             return []
@@ -207,7 +216,10 @@ class TierLoader:
             await asyncio.wait([other], timeout=left)
 
     def _choose(self, hashes: Sequence[bytes], deadline: float) -> _Load | None:
-        """Choose what to load; None if nothing can be loaded, or computing is faster."""
+        """Choose what to load for a prompt with these block hashes.
+
+        Returns None if nothing can be loaded, or computing is faster.
+        """
         if self._stuck:
             # Another load would only take blocks, and wait behind the stuck one.
             return None
@@ -230,12 +242,14 @@ class TierLoader:
         return _Load(run, sizes, limit_s)
 
     def _has_room(self, load: _Load, needed: int) -> bool:
-        """Whether ``needed`` blocks are free, counting those of the load that the pool holds."""
+        """Whether the pool has room for ``needed`` blocks, counting blocks of the prompt that it
+        holds already."""
         held = [found.block for found in load.run if found.block is not None]
         return needed - len(held) <= self._pool.available - self._pool.evictable(held)
 
     async def _run(self, load: _Load) -> bool:
-        """Run a load. Returns whether at least a part of it arrived in time."""
+        """Run a load until it has ended or is given up. Returns whether at least a part of it
+        arrived in time."""
         missing = [found for found in load.run if found.tier is not None]
         held = [found.block for found in load.run if found.block is not None]
         self._pool.pin(held)
@@ -253,7 +267,7 @@ class TierLoader:
         return job.loaded > 0 and not job.given_up
 
     def _settle(self, job: _Job) -> None:
-        """Wake the callers that wait for a load; idempotent."""
+        """Let the callers that wait for a load continue; idempotent."""
         if job.settled.done():
             return
         job.settled.set_result(None)
@@ -286,7 +300,8 @@ class TierLoader:
             self._settle(job)
 
     def _copy_all(self, job: _Job) -> None:
-        """Read one block after another, up to the first damaged one. Runs on the thread."""
+        """Read the blocks of a load one after another, up to the first damaged one. Runs on the
+        thread."""
         slots: dict[str, list[int]] = {}
         for found in job.missing:
             assert found.tier is not None

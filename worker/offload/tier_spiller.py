@@ -23,10 +23,11 @@ from worker.offload.tier_thread import TierThread
 log = logging.getLogger(__name__)
 
 BYTES_PER_S = {"host": 4e9, "disk": 2.5e8}
-"""Maximum bandwidth of copies to each tier: decode needs the same memory, and others use the
-disk."""
+"""Maximum bytes per second of copies to each tier: decode needs the same memory, and other programs
+use the disk."""
 _BATCH_BYTES = 4 << 20
-"""Bytes per batch. After each batch the event loop checks again which blocks are oldest."""
+"""Maximum bytes of a batch of copies. After each batch the event loop checks again which blocks are
+oldest."""
 
 
 class TierSpiller:
@@ -40,7 +41,8 @@ class TierSpiller:
         thread: TierThread,
         series: Mapping[str, TierSeries],
     ) -> None:
-        """``storages`` and ``series`` are by the tier's name. Only this object uses ``memory``."""
+        """``storages`` and ``series`` have a value for each tier's name. ``memory`` must not be
+        used elsewhere."""
         self._tiers = tiers
         self._storages = storages
         self._memory = memory
@@ -49,12 +51,13 @@ class TierSpiller:
         self._awake = asyncio.Event()
 
     def wake(self) -> None:
-        """Start copying if blocks have to be copied. Cheap: it is called after every step."""
+        """Wake the spiller if blocks have to be copied. It is cheap, because it is called after
+        every step."""
         if self._tiers.wants_spill:
             self._awake.set()
 
     async def run(self) -> None:
-        """Copy whenever there are blocks to copy, until cancelled."""
+        """Copy blocks whenever there are some to copy, until cancelled."""
         while True:
             self._awake.clear()
             while spills := self._take():
@@ -74,7 +77,8 @@ class TierSpiller:
         return spills
 
     def _copy_all(self, spills: list[Spill]) -> list[OSError | ChecksumMismatch | None]:
-        """Copy the blocks. Returns the error of each, or None. Runs on the thread."""
+        """Copy blocks as ``spills`` describe. Returns the error of each copy, or None. Runs on the
+        thread."""
         return [self._copy(spill) for spill in spills]
 
     def _copy(self, spill: Spill) -> OSError | ChecksumMismatch | None:

@@ -19,35 +19,37 @@ from baton.errors import ChecksumMismatch, ConfigError
 from baton.host.host_memory import take_memory
 
 Fill = Callable[[memoryview], int]
-"""Writes a block's bytes into the buffer; returns their checksum."""
+"""Writes a block's bytes into the buffer that it gets. Returns their checksum."""
 Take = Callable[[memoryview], int]
-"""Copies a block's bytes from the buffer; returns the checksum of the copy."""
+"""Copies a block's bytes from the buffer that it gets. Returns the checksum of the copy."""
 
 
 class TierStorage(Protocol):
-    """The bytes of one tier's slots. Block sizes are in bytes."""
+    """Holds the bytes of one tier's slots. Block sizes are in bytes."""
 
     def store(self, slot: int, fill: Fill) -> None:
-        """Store what ``fill`` writes. Raises OSError if there is no room for it."""
+        """Store in a slot the bytes that ``fill`` writes. Raises OSError if there is no room for
+        them."""
 
     def load(self, slot: int, take: Take) -> int:
-        """Pass a slot's bytes to ``take``; returns their checksum.
+        """Pass a slot's bytes to ``take``. Returns their checksum.
 
-        Raises ChecksumMismatch if the bytes differ from those that were stored, and OSError.
+        Raises ChecksumMismatch if the bytes differ from those that were stored, and OSError if they
+        cannot be read.
         """
 
     def expect(self, slots: Iterable[int]) -> None:
-        """Prepare for loads of these slots."""
+        """Prepare for loads from these slots, which follow soon."""
 
     def close(self) -> None:
-        """Release all resources; idempotent."""
+        """Release the memory or the file of the slots; idempotent."""
 
 
 class HostStorage:
     """Implements ``TierStorage`` in host memory."""
 
     def __init__(self, slots: int, block_bytes: int) -> None:
-        """Allocates all memory at once. Raises ConfigError if the machine has less."""
+        """Allocate the memory of all slots at once. Raises ConfigError if the machine has less."""
         self._block_bytes = block_bytes
         self._memory = take_memory(slots * block_bytes, "kv_host_mib")
         self._sums = np.zeros(slots, dtype=np.uint64)
@@ -83,7 +85,7 @@ class DiskStorage:
     """
 
     def __init__(self, folder: Path, slots: int, block_bytes: int) -> None:
-        """Raises ConfigError if the folder cannot be used."""
+        """Open the file in ``folder``. Raises ConfigError if the folder cannot be used."""
         self._block_bytes = block_bytes
         self._sums = np.zeros(slots, dtype=np.uint64)
         self._stored, self._loaded = bytearray(block_bytes), bytearray(block_bytes)

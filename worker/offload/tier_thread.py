@@ -23,12 +23,13 @@ Result = TypeVar("Result")
 
 
 class TierThread:
-    """Runs jobs. The event loop makes and uses it; only the jobs run on the thread."""
+    """Runs jobs on a thread of its own. The event loop makes and uses it; only the jobs run on the
+    thread."""
 
     def __init__(self, name: str, device: torch.device, *, gives_way: bool) -> None:
-        """``device`` is that of the blocks.
+        """``device`` is the device of the pool's blocks.
 
-        ``gives_way``: whether the thread has a lower priority on a busy CPU.
+        ``gives_way``: true if the thread has a lower priority on a busy CPU.
         """
         self._loop = asyncio.get_running_loop()
         self._device = device
@@ -40,7 +41,7 @@ class TierThread:
         self._thread.start()
 
     def submit(self, job: Callable[[], Result]) -> asyncio.Future[Result]:
-        """Queue a job. The future gets its result or its exception."""
+        """Queue a job. The future gets the job's result or its exception."""
         future: asyncio.Future[Result] = self._loop.create_future()
 
         def run() -> None:
@@ -55,7 +56,7 @@ class TierThread:
         return future
 
     def stop(self, timeout_s: float) -> bool:
-        """End after the queued jobs. Blocks for up to ``timeout_s`` seconds.
+        """End the thread after the queued jobs. Blocks for up to ``timeout_s`` seconds.
 
         Returns whether the thread has ended.
         """

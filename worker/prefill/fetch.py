@@ -34,40 +34,41 @@ _SHARE_OF_DEADLINE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class PrefixSource:
-    """A worker that holds leading blocks of a prompt, and how many, as the router knows."""
+    """A worker that holds leading blocks of a prompt, and how many of them, according to the
+    router."""
 
     holder: Peer
     blocks: int
-    """Number of hash blocks, as the prefix index counts them."""
+    """Number of hash blocks that the worker holds, as the prefix index counts them."""
     tensor_parallel: int = 0
-    """Number of ranks that hold the blocks; 0: the same number as here."""
+    """Number of ranks that hold the blocks; 0: as many as this worker has."""
 
 
 def source_of(source: prefill_pb2.PrefixSource) -> PrefixSource:
-    """The worker that holds more of a request's prompt, as the router names it."""
+    """Return the worker that, according to the router, holds more of a request's prompt."""
     holder = Peer(source.incarnation, source.address)
     return PrefixSource(holder, source.blocks, source.tensor_parallel)
 
 
 @dataclass(frozen=True, slots=True)
 class _Fetch:
-    """A planned fetch that is predicted to be faster than computing."""
+    """A fetch that is predicted to be faster than computing, and how to carry it out."""
 
     holder: Peer
     transport: str
-    """Transport of the open pair; empty if no pair is open."""
+    """Transport of the open pair to the holder; empty if no pair is open."""
     own: list[int]
-    """Leading blocks that this worker has already."""
+    """Leading blocks of the prompt that this worker has already."""
     hashes: list[bytes]
-    """Hashes of the blocks after these."""
+    """Hashes of the blocks to fetch, which follow ``own``."""
     limit_s: float
     """Seconds after which the fetch is given up."""
     geometry: Geometry | None
-    """The holder's geometry; None if it is the same as here."""
+    """The holder's geometry; None if it is that of this worker."""
 
 
 class Fetcher:
-    """Gets leading blocks of prompts from workers that hold them."""
+    """Fetches leading blocks of prompts from other workers that hold them."""
 
     def __init__(self, context: WorkerContext, estimates: FetchEstimates) -> None:
         self._context = context
@@ -80,7 +81,7 @@ class Fetcher:
     async def fetch(self, sequence: Sequence, source: PrefixSource, deadline: float) -> list[int]:
         """Fetch the leading blocks of a sequence that is not queued yet.
 
-        Returns the leading blocks that were here and those that were fetched. The caller owns them.
+        Returns the leading blocks that were here and those that were fetched; the caller owns them.
         Empty if nothing was fetched, for any reason. ``deadline`` is the request's, in seconds of
         this worker's monotonic clock.
         """
@@ -113,9 +114,10 @@ class Fetcher:
             self._receiver.abort(ticket.attempt, self._receiver.clock(), outcome)
 
     def _choose(self, sequence: Sequence, source: PrefixSource, deadline: float) -> _Fetch | None:
-        """Choose what to fetch; None if nothing can be fetched, or computing is faster.
+        """Choose what to fetch from ``source``; None if nothing can be fetched, or computing is
+        faster.
 
-        Ranks that divide prompts fetch nothing: the blocks would reach only rank 0.
+        Workers whose ranks divide prompts fetch nothing: the blocks would reach only rank 0.
         """
         if self._context.settings.pool.cp > 1:
             return None
@@ -145,7 +147,7 @@ class Fetcher:
         return _Fetch(source.holder, transport, own, missing, limit_s, geometry)
 
     def _promise(self, sequence: Sequence, fetch: _Fetch) -> Ticket | None:
-        """Make a ticket for the missing blocks; None if there is no room."""
+        """Make a ticket for the blocks to fetch; None if there is no room for them."""
         scheduler = self._context.engine.scheduler
         needed = -(-len(sequence.token_ids) // self._block_size) - len(fetch.own)
         # Queued sequences come first: a fetch must not take the blocks that they wait for.
@@ -165,7 +167,8 @@ class Fetcher:
         )
 
     def _take(self, ticket: Ticket, fetch: _Fetch, began: float) -> list[int]:
-        """Commit the ticket. Returns the blocks that were here, and then the fetched ones.
+        """Commit the ticket of a fetch. Returns the blocks that were here, and then the fetched
+        ones.
 
         Raises BatonError.
         """
@@ -180,7 +183,10 @@ class Fetcher:
 
 
 async def _in_time(waited: asyncio.Future[None] | None, end: float) -> None:
-    """Wait until ``end``. Raises DeadlineExceeded after that, and the error of the future."""
+    """Wait for ``waited``, if there is one, until ``end``.
+
+    Raises DeadlineExceeded after that, and the error of the future.
+    """
     if waited is None:
         return
     await asyncio.wait([waited], timeout=max(0.0, end - time.monotonic()))

@@ -14,9 +14,9 @@ from collections import OrderedDict
 from worker.offload.tier_estimates import LoadSource, load_deadline_s
 
 FIXED_S = 0.003
-"""Seconds for the call, the ticket and the first message, if a pair is open."""
+"""Fixed seconds of a fetch through an open pair: the call, the ticket and the first message."""
 OPENING_S = 0.02
-"""Additional seconds to agree on a transport if no pair is open."""
+"""Additional seconds of a fetch if no pair is open: the two workers agree on a transport."""
 _BYTES_PER_S = {
     "shm": 4e9,
     "cuda_ipc": 5e10,
@@ -25,18 +25,22 @@ _BYTES_PER_S = {
     "gloo": 2e9,
     "grpc": 1e9,
 }
-"""Assumed bandwidth of each transport until fetches are measured."""
+"""Assumed bytes per second of each transport until fetches are measured."""
 _MIN_BYTES_PER_S = 1e9
-"""Assumed bandwidth if the transport is not known yet."""
+"""Assumed bytes per second if the transport is not known yet."""
 _PRIOR_BYTES = 1 << 20
-"""Weight of the assumed bandwidth against the first fetches, in bytes."""
+"""Weight, in bytes, of the assumed bandwidth against the first fetches."""
 _SHARE_OF_BYTES = 0.1
-"""Minimum share of a fetch's time that is attributed to its bytes."""
+"""Minimum share of a fetch's time that counts as spent on its bytes, when the bandwidth is
+learned."""
 _MAX_PEERS = 256
 
 
 class FetchEstimates:
-    """Estimates by peer. ``transport`` is the open pair's; it is empty if no pair is open."""
+    """Predicts fetch times for each peer.
+
+    ``transport`` is that of the open pair; it is empty if no pair is open.
+    """
 
     def __init__(self) -> None:
         self._peers: OrderedDict[str, LoadSource] = OrderedDict()
@@ -50,7 +54,7 @@ class FetchEstimates:
         return peer
 
     def fetch_s(self, incarnation: str, transport: str, size: int) -> float:
-        """Predicted seconds to fetch ``size`` bytes from a worker."""
+        """Predict the seconds to fetch ``size`` bytes from a worker."""
         return _fixed_s(transport) + self._peer(incarnation, transport).load_s(size)
 
     def pays(
@@ -62,12 +66,14 @@ class FetchEstimates:
         return self.fetch_s(incarnation, transport, size) < compute_s
 
     def deadline_s(self, incarnation: str, transport: str, size: int, compute_s: float) -> float:
-        """Seconds after which to give up a fetch that saves ``compute_s``."""
+        """Return the seconds after which to give up a fetch that saves ``compute_s``."""
         return load_deadline_s(self.fetch_s(incarnation, transport, size), compute_s)
 
     def succeeded(self, incarnation: str, transport: str, size: int, seconds: float) -> None:
-        """Record that a fetch brought ``size`` bytes. ``transport`` is its value before the
-        fetch."""
+        """Record that a fetch of ``size`` bytes took ``seconds``.
+
+        ``transport`` is the value that was known before the fetch.
+        """
         bytes_s = max(seconds - _fixed_s(transport), seconds * _SHARE_OF_BYTES)
         self._peer(incarnation, transport).succeeded(size, bytes_s)
 

@@ -35,22 +35,23 @@ from worker.role import WorkerContext
 
 
 class PromptUpdates:
-    """The step results of one prompt, or the error that ends it early."""
+    """Queue of one prompt's step results, or of the error that ends the prompt early."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[SequenceUpdate | Exception] = asyncio.Queue()
 
     def put(self, update: SequenceUpdate | Exception) -> None:
-        """Add a step's result, or the error that ends the prompt."""
+        """Add a step's result for the prompt, or the error that ends the prompt."""
         self._queue.put_nowait(update)
 
     def check(self) -> None:
-        """Raise the error that has ended a prompt that is not queued yet, if there is one."""
+        """Raise the error, if any, that has ended a prompt that is not queued yet."""
         if not self._queue.empty():
             _raised(self._queue.get_nowait())
 
     async def next(self, timeout_s: float) -> SequenceUpdate | None:
-        """Wait for the next step's result; None after ``timeout_s`` seconds without one.
+        """Wait for the result of the prompt's next step; None after ``timeout_s`` seconds without
+        one.
 
         Raises the error that has ended the prompt.
         """
@@ -69,27 +70,31 @@ def _raised(update: SequenceUpdate | Exception) -> SequenceUpdate:
 
 
 class Sink(Protocol):
-    """Where a sequence continues after its first token.
+    """Where a sequence continues after its first token: on this worker or on a decode worker.
 
     The methods are called in this order, and ``close`` always.
     """
 
     async def reserve(self, sequence: Sequence) -> None:
-        """Wait for the room that the sequence needs. Raises BatonError."""
+        """Wait until there is the room that the sequence needs. Raises BatonError."""
 
     async def compute(self, sequence: Sequence, blocks: list[int]) -> list[FirstToken]:
-        """Queue the sequence, whose leading ``blocks`` are computed; return its first tokens.
+        """Queue the sequence, whose leading ``blocks`` are computed; return the first tokens of its
+        choices.
 
         The sink owns ``blocks`` from now on. It leaves out choices whose first token reaches the
         router in another way. Raises BatonError.
         """
 
     async def commit(self, firsts: list[FirstToken]) -> prefill_pb2.HandoffCommitted | None:
-        """Let the sequence continue. Returns what to report to the router about a handoff, if
-        any."""
+        """Let the sequence continue after its first tokens.
+
+        Returns what to report to the router about a handoff, if there was one.
+        """
 
     async def close(self) -> None:
-        """End what was not committed, and release what was taken. Never raises; idempotent."""
+        """End the sequence if it was not committed, and release all resources of the sink. Never
+        raises; idempotent."""
 
 
 OpenSink = Callable[[SequenceSpec, prefill_pb2.PrefillRequest, PromptUpdates, float], Sink]
@@ -100,7 +105,7 @@ The sink takes no resources yet. Raises BatonError for a request that this worke
 
 
 class PrefillFlow:
-    """The prompts that this worker computes."""
+    """Runs the prompts that this worker computes, from the router's request to the handoff."""
 
     def __init__(
         self,
@@ -110,9 +115,10 @@ class PrefillFlow:
         prefill_only: bool,
         estimates: FetchEstimates | None = None,
     ) -> None:
-        """``prefill_only``: sequences end here with their first token.
+        """``prefill_only``: true if sequences end on this worker with their first token.
 
-        ``estimates`` decide when cached blocks are fetched; None: new ones.
+        ``estimates`` decide when cached blocks are fetched from other workers. Without it, new ones
+        are learned.
         """
         self._context = context
         self._open_sink = open_sink
@@ -121,9 +127,10 @@ class PrefillFlow:
         self._updates: dict[AttemptName, PromptUpdates] = {}
 
     async def run(self, request: prefill_pb2.PrefillRequest, send: Send) -> None:
-        """Compute a prompt, send its first token, hand it over, and report that. Raises BatonError.
+        """Compute a prompt, send its first tokens, hand the sequence over, and report that. Raises
+        BatonError.
 
-        If the task is cancelled, the request is aborted here and at the sink.
+        If the task is cancelled, the request is aborted on this worker and at the sink.
         """
         arrived = time.monotonic()
         spec = convert.sequence_from_proto(request.sequence)
@@ -179,7 +186,7 @@ class PrefillFlow:
         updates: PromptUpdates,
         deadline: float,
     ) -> list[int]:
-        """Bring leading blocks from a tier of this worker, or from another worker.
+        """Get leading blocks of a prompt from a tier of this worker, or from another worker.
 
         The caller owns the blocks. Empty for a prompt that is scored, because cached blocks have no
         logits. Raises the error that has ended the prompt meanwhile.
@@ -211,24 +218,24 @@ class PrefillFlow:
                 waiting.put(update)
 
     def end(self, attempt: AttemptName, error: Exception) -> None:
-        """End a prompt early, if it waits for its steps."""
+        """End a prompt early with ``error``, if it waits for its steps."""
         waiting = self._updates.get(attempt)
         if waiting is not None:
             waiting.put(error)
 
     def close(self, error: Exception) -> None:
-        """End every prompt that waits for its steps."""
+        """End every prompt that waits for its steps, with ``error``."""
         for waiting in self._updates.values():
             waiting.put(error)
 
 
 def attempt_of(sequence: Sequence) -> AttemptName:
-    """The request's id and the attempt's number."""
+    """Return the id of a sequence's request, and the number of its attempt."""
     return sequence.spec.request_id, sequence.spec.attempt
 
 
 def first_of(update: SequenceUpdate) -> FirstToken:
-    """The first token of a choice, from the update that brought it."""
+    """Return the first token of a choice, from the update that brought it."""
     logprobs = update.logprobs[0] if update.logprobs else None
     return FirstToken(update.token_ids[0], update.sequence.finish_reason, logprobs)
 
@@ -236,7 +243,8 @@ def first_of(update: SequenceUpdate) -> FirstToken:
 def first_token_response(
     sequence: Sequence, first: FirstToken, load: LoadSnapshot, *, retained_tokens: int = 0
 ) -> prefill_pb2.PrefillResponse:
-    """The message for a choice whose prompt is computed and whose first token is ``first``.
+    """Make the message to the router for a choice whose prompt is computed and whose first token is
+    ``first``.
 
     Only the first choice carries the cost of the prompt, its logprobs, its embedding, and the
     number of retained tokens.
@@ -266,7 +274,7 @@ def first_token_response(
 
 
 def deadline_passed() -> DeadlineExceeded:
-    """The error of a prompt whose deadline passes before its first token."""
+    """Return the error of a prompt whose deadline passes before its first token."""
     return DeadlineExceeded("the request's deadline passed during its prefill")
 
 
@@ -283,7 +291,7 @@ def _span_of(spec: SequenceSpec, worker: str) -> Iterator[Span]:
 
 
 def _note(span: Span, sequence: Sequence) -> None:
-    """Add the cost of the prompt to its span."""
+    """Add the cost of the sequence's prompt to its trace span."""
     if not span.is_recording():
         return
     span.add_event("first token")

@@ -9,15 +9,15 @@ from engine.scheduling.sequence import Sequence
 from worker.role import WorkerContext
 
 RETRY_AFTER_S = 60.0
-"""Seconds after which a client may retry if its tenant's share is used up."""
+"""Seconds after which a client may retry if its tenant's share of the cache is used up."""
 
 
 def claim_retention(context: WorkerContext, sequence: Sequence, now: float) -> list[bytes]:
-    """Retain the blocks that the sequence's request asks to keep, before they are computed.
+    """Retain the prompt's blocks that the request asks to keep, before they are computed.
 
     Returns the hashes of the leading blocks that are retained. ``now`` is in seconds of the
-    monotonic clock. Raises CacheShareExceeded if a retention is required and the share has no room
-    for it.
+    monotonic clock. Raises CacheShareExceeded if a retention is required and the tenant's share has
+    no room for it.
     """
     spec = sequence.spec
     if not spec.retentions:
@@ -44,7 +44,10 @@ def claim_retention(context: WorkerContext, sequence: Sequence, now: float) -> l
 
 
 def held_tokens(context: WorkerContext, retained: list[bytes]) -> int:
-    """Number of tokens in the cached ones of the blocks that ``claim_retention`` returned."""
+    """Return the number of tokens in those retained blocks that are cached now.
+
+    ``retained`` is what ``claim_retention`` has returned.
+    """
     return len(context.engine.pool.match(retained)) * context.engine.scheduler.limits.block_size
 
 

@@ -34,17 +34,19 @@ from worker.services import DEFAULT_KEEPALIVE, Keepalive
 log = logging.getLogger(__name__)
 
 CLOSE_S = 1.0
-"""Seconds for which a stopping worker's stream waits for the last events of its prefills."""
+"""Maximum seconds for which the stream of a stopping worker waits for the last events of its
+prefills."""
 
 Send = Callable[[prefill_pb2.PrefillResponse], None]
 Run = Callable[[prefill_pb2.PrefillRequest, Send], Awaitable[None]]
-"""Computes a prompt and sends its responses. A cancelled call aborts it. Raises BatonError."""
+"""Computes a prompt and sends its responses. If the call is cancelled, the request is aborted.
+Raises BatonError."""
 Load = Callable[[], LoadSnapshot]
 PrefillContext = grpc.aio.ServicerContext[prefill_pb2.PrefillsRequest, prefill_pb2.PrefillsResponse]
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
-    """Serves the streams of all routers."""
+    """Implements PrefillService: serves the prefill streams of all routers."""
 
     def __init__(self, run: Run, load: Load, keepalive: Keepalive = DEFAULT_KEEPALIVE) -> None:
         """``load`` returns the worker's load; each message carries it."""
@@ -54,7 +56,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._closing = asyncio.Event()
 
     def close(self) -> None:
-        """End all streams once they have sent the outcome of their prefills."""
+        """End the streams of all routers, once they have sent the outcomes of their prefills."""
         self._closing.set()
 
     async def Prefills(  # type: ignore[override]  # noqa: N802 - gRPC's name
@@ -78,7 +80,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
 
 class _Prefills:
-    """The prefills that one stream has started."""
+    """The prefills that one router's stream has started."""
 
     def __init__(self, run: Run, load: Load, keepalive: Keepalive) -> None:
         self.running: dict[AttemptName, asyncio.Task[None]] = {}
@@ -90,7 +92,7 @@ class _Prefills:
         self._is_over = False
 
     async def obey(self, messages: AsyncIterator[prefill_pb2.PrefillsRequest]) -> None:
-        """Carry out the router's commands until its stream ends."""
+        """Start and cancel prefills as the router commands, until its stream ends."""
         async for message in messages:
             for command in message.commands:
                 if command.HasField("start"):
@@ -99,7 +101,8 @@ class _Prefills:
                     self._cancel((command.cancel.request_id, command.cancel.attempt))
 
     async def tell(self, context: PrefillContext) -> None:
-        """Send the events that have gathered as one message, or keepalives if there are none."""
+        """Send the events that have gathered as one message, or a keepalive if there are none,
+        again and again."""
         while not self._is_over or self._events:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._keepalive.next_s(busy=bool(self.running))):
@@ -111,7 +114,7 @@ class _Prefills:
                 await context.write(prefill_pb2.PrefillsResponse(events=some, load=load))
 
     def tell_no_more(self) -> None:
-        """Let ``tell`` return once all events are sent."""
+        """Let ``tell`` return once all events are sent, instead of waiting for more."""
         self._is_over = True
         self._happened.set()
 

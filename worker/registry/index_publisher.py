@@ -24,30 +24,36 @@ from baton.store.prefix_index import BATCH, PrefixIndex
 log = logging.getLogger(__name__)
 
 PUBLISH_EVERY_S = 0.05
-"""Seconds between two messages with changes of the cache."""
+"""Seconds between two messages to the prefix index with changes of the cache."""
 _PUBLISH_REST = 10
-"""Pause between two calls, as a multiple of the last call's duration; at most a heartbeat."""
+"""Pause between two calls of the prefix index, as a multiple of the last call's duration; at most a
+heartbeat."""
 _SPARE_CHANGES = 4096
-"""Maximum pending changes in excess of the held blocks while the index is unreachable; beyond that
-a snapshot is cheaper."""
+"""Maximum pending changes, beyond the number of blocks that can be held, while the prefix index is
+unreachable.
+
+With more changes, a snapshot is cheaper.
+"""
 
 
 class HeldBlocks(Protocol):
-    """The blocks to publish: those of a block pool, or of one with offload tiers."""
+    """The cached blocks to publish: those of a block pool, or of one with offload tiers."""
 
     @property
     def total(self) -> int:
         """Maximum number of blocks that can be held."""
 
     def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Hashes that were stored and removed since the last call."""
+        """Return the hashes of blocks that were stored and of those that were removed since the
+        last call."""
 
     def held_hashes(self) -> list[bytes]:
-        """Hashes of all blocks that are held."""
+        """Return the hashes of all blocks that are held."""
 
 
 class IndexPublisher:
-    """Publishes one session's blocks. While Redis is unreachable, changes wait.
+    """Publishes one session's cached blocks to the prefix index. While Redis is unreachable,
+    changes wait.
 
     Owned by the event loop.
     """
@@ -59,20 +65,22 @@ class IndexPublisher:
         self._snapshot = b""
         self._sequence = -1
         self._pending: dict[bytes, bool] = {}
-        """Unsent changes: hash → whether the block is held."""
+        """Changes that are not sent yet: block hash → whether the block is held."""
         self._batch: tuple[list[bytes], list[bytes]] | None = None
-        """Batch that was sent under the current sequence number and is not confirmed."""
+        """Hashes (stored, removed) that were sent under the current sequence number and are not
+        confirmed."""
 
     @property
     def pending_blocks(self) -> int:
-        """Number of blocks that are not published yet."""
+        """Number of changes of blocks that are not confirmed by the prefix index yet."""
         in_flight = 0 if self._batch is None else sum(map(len, self._batch))
         return len(self._pending) + in_flight
 
     async def publish(self, *, verify: bool = False) -> None:
-        """Send what has changed since the last call; ``verify`` checks even if nothing has.
+        """Send the changes since the last call to the prefix index.
 
-        Raises ``redis.RedisError``; the next call continues where this one ended.
+        With ``verify``, the index is called even without changes, to check that it still knows this
+        worker. Raises ``redis.RedisError``; the next call continues where this one ended.
         """
         self._gather()
         for _ in range(2):
@@ -109,7 +117,10 @@ class IndexPublisher:
         self._pending = dict.fromkeys(self._pool.held_hashes(), True)
 
     async def _send(self, *, tend: bool) -> bool:
-        """Send one batch, perhaps for the second time: the index detects duplicates."""
+        """Send one batch of changes, perhaps for the second time: the index detects duplicates.
+
+        Returns False if the index has lost track of this worker.
+        """
         if self._batch is None:
             taken = list(islice(self._pending.items(), BATCH))
             for digest, _ in taken:
@@ -132,7 +143,8 @@ async def keep_published(
     timed: Callable[[], AbstractContextManager[None]],
     report: Callable[[int, float], None],
 ) -> None:
-    """Publish changes until cancelled. Retries every ``heartbeat_s`` while Redis is unreachable.
+    """Publish changes to the prefix index until cancelled. Retries every ``heartbeat_s`` while
+    Redis is unreachable.
 
     ``publisher`` returns the current session's publisher. ``timed`` wraps each call. ``report``
     receives the number of unpublished blocks, and the seconds since all were published.

@@ -31,14 +31,17 @@ from worker.registry.own_lease import OwnLease
 log = logging.getLogger(__name__)
 
 CALL_S = 10.0
-"""Maximum seconds of a call with all its round trips. A new connection takes about seven round
-trips, and each has its own deadline of one second."""
+"""Maximum seconds of a registry call with all its round trips.
+
+A new connection takes about seven round trips, and each has its own deadline of one second.
+"""
 FAREWELL_S = 2.0
-"""Maximum seconds that a leaving worker waits for the removal; the entry lapses by itself."""
+"""Maximum seconds for which a worker that leaves waits until its entry is removed. Otherwise the
+entry lapses by itself."""
 
 
 class OwnEntry:
-    """The registry entry of one worker."""
+    """The registry entry of this worker."""
 
     def __init__(
         self,
@@ -50,7 +53,8 @@ class OwnEntry:
         timed: Callable[[], AbstractContextManager[None]],
         lost: Callable[[bool], None],
     ) -> None:
-        """``record`` returns the current session's record; ``timed`` wraps each call.
+        """``record`` returns the current session's record; ``timed`` wraps each call of the
+        registry.
 
         ``lost`` is called when the entry has lapsed; its argument says whether the worker stood
         still.
@@ -65,29 +69,30 @@ class OwnEntry:
         self._is_removed = False
         self._lease = OwnLease(ttl_s, heartbeat_s)
         self._woken = asyncio.Event()
-        """Set when the registry must be queried at once."""
+        """Set when ``keep`` must write to the registry at once."""
         self._turn = asyncio.Lock()
-        """Held during a call, so that the record that is sent last wins."""
+        """Held during a registry call, so that the record that is sent last wins."""
 
     @property
     def is_known(self) -> bool:
-        """Whether this session was registered."""
+        """Whether the current session was registered."""
         return self._lease.registered
 
     def begin(self) -> None:
-        """Begin another session, with no entry yet: ``keep`` writes it at once."""
+        """Begin another session, which has no entry yet: ``keep`` writes one at once."""
         self._lease.begin()
         self._is_lost = self._is_removed = False
         self._woken.set()
 
     def beat(self, now: float) -> None:
-        """Record that the event loop runs. Call it several times in a heartbeat."""
+        """Record that the event loop runs. Call it several times per heartbeat."""
         if self._lease.beat(now):
             log.warning("%s stood still", self._record().incarnation)
             self._woken.set()
 
     async def keep(self) -> None:
-        """Write to the registry once per heartbeat, and at once after a standstill."""
+        """Write the entry to the registry once per heartbeat, and at once after a standstill, until
+        cancelled."""
         while True:
             began = time.monotonic()
             self._woken.clear()
@@ -97,7 +102,7 @@ class OwnEntry:
                     await self._woken.wait()
 
     def write_soon(self) -> None:
-        """Let ``keep`` write the changed record, without waiting for it."""
+        """Let ``keep`` write the changed record soon; do not wait for it."""
         self._woken.set()
 
     async def write(self) -> None:
@@ -130,7 +135,8 @@ class OwnEntry:
         self._on_lost(self._lease.stood_still)
 
     async def remove(self) -> None:
-        """Remove the entry: routers count the worker as gone at once. Ignores errors of Redis.
+        """Remove the entry, so that routers count the worker as gone at once. Ignores errors of
+        Redis.
 
         Afterwards ``write`` has no effect until ``begin``.
         """

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 
 class OwnLease:
-    """The lease of one worker; the event loop calls ``beat`` about four times per heartbeat."""
+    """The lease of this worker's registry entry. The event loop calls ``beat`` about four times per
+    heartbeat."""
 
     def __init__(self, ttl_s: float, heartbeat_s: float) -> None:
-        """``ttl_s`` is the time after which an entry lapses unless it is renewed."""
+        """``ttl_s`` is the number of seconds after which an entry lapses unless it is renewed."""
         self._ttl_s = ttl_s
         self._heartbeat_s = heartbeat_s
         self._beaten_at: float | None = None
@@ -24,33 +25,34 @@ class OwnLease:
         self._woke_at: float | None = None
 
     def begin(self) -> None:
-        """Begin another session, which has no entry yet."""
+        """Begin another session, which has no registry entry yet."""
         self._renewed_at = self._woke_at = None
 
     @property
     def registered(self) -> bool:
-        """Whether this session has an entry to renew."""
+        """Whether the current session has a registry entry to renew."""
         return self._renewed_at is not None
 
     @property
     def stood_still(self) -> bool:
-        """Whether the entry may have lapsed in a standstill, and was not renewed since."""
+        """Whether the entry may have lapsed while the worker stood still, and was not renewed
+        since."""
         return self._woke_at is not None
 
     def renewed(self, asked_at: float) -> None:
-        """Record that the entry was renewed, by a call that began at ``asked_at``."""
+        """Record that the entry was renewed, by a registry call that began at ``asked_at``."""
         self._renewed_at = asked_at
         if self._woke_at is not None and asked_at >= self._woke_at:
             self._woke_at = None
 
     def beat(self, now: float) -> bool:
-        """Record that the event loop runs. Returns whether it stood still: see the module's
-        text."""
+        """Record that the event loop runs. Returns whether it stood still before, so that the entry
+        may have lapsed."""
         stood_since, self._beaten_at = self._beaten_at, now
         if stood_since is None or self._renewed_at is None:
             return False
         stood_still = now - stood_since > self._heartbeat_s
-        # If it was not renewed as usual until then, the registry caused the lapse.
+        # If the entry was not renewed as usual until then, the registry caused the lapse.
         was_alive = stood_since - self._renewed_at <= 2 * self._heartbeat_s
         if not (stood_still and was_alive and now - self._renewed_at > self._ttl_s):
             return False

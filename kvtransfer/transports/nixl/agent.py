@@ -27,7 +27,7 @@ from baton.extras import needs_extra
 log = logging.getLogger(__name__)
 
 _PROGRESS_MICROSECONDS = 10_000
-"""Maximum sleep of UCX's thread in microseconds; events wake it earlier."""
+"""Maximum sleep of UCX's progress thread, in microseconds; events wake it earlier."""
 
 
 class NixlAgent:
@@ -47,7 +47,7 @@ class NixlAgent:
             raise ConfigError(f"transport nixl cannot start UCX: {error!r}") from error
 
     def register(self, address: int, length: int, device: str) -> None:
-        """Let the network read ``length`` bytes. Raises ConfigError."""
+        """Let the network read ``length`` bytes from ``address`` on. Raises ConfigError."""
         kind, number = self._place(device)
         try:
             regions = self._nixl.nixlRegDList(kind, [(address, length, number, "")])
@@ -56,19 +56,19 @@ class NixlAgent:
             raise ConfigError(f"transport nixl cannot use memory on {device}: {error!r}") from error
 
     def metadata(self) -> bytes:
-        """How to reach this agent, and what it has registered. With this, any process can read
-        that."""
+        """Return the data by which any process can reach this agent and read its registered
+        memory."""
         return bytes(self._agent.getLocalMD())
 
     def load(self, metadata: bytes) -> str:
-        """Add a peer. Returns its name. Raises HandoffError."""
+        """Add the peer that ``metadata`` describes. Returns its name. Raises HandoffError."""
         try:
             return bytes(self._agent.loadRemoteMD(metadata)).decode()
         except Exception as error:
             raise HandoffError(f"a peer's nixl metadata cannot be used: {error!r}") from error
 
     def forget(self, name: str) -> None:
-        """Disconnect from a peer. None of its reads may be in flight."""
+        """Disconnect from a peer. No read from it may be in flight."""
         self._agent.invalidateRemoteMD(name)
 
     def begin_read(
@@ -99,7 +99,8 @@ class NixlAgent:
         return handle
 
     def ended(self, name: str, handle: int) -> bool:
-        """Whether a read has succeeded. Raises WorkerFailed if it has failed."""
+        """Whether a read has succeeded; False while it runs. Raises WorkerFailed if it has
+        failed."""
         try:
             status = self._agent.getXferStatus(handle)
         except Exception as error:
@@ -107,8 +108,10 @@ class NixlAgent:
         return bool(status == self._nixl.NIXL_SUCCESS)
 
     def release(self, handle: int) -> None:
-        """Release the handle of a read that has ended. An earlier release would let it continue
-        unseen."""
+        """Release the handle of a read that has ended.
+
+        If a read still runs, its release would let it go on unseen.
+        """
         try:
             self._agent.releaseXferReq(handle)
         except Exception as error:
@@ -116,7 +119,7 @@ class NixlAgent:
 
     def close(self) -> None:
         """End the agent, which is unusable afterwards. Registered memory may then be freed."""
-        # Its destructor is the only way to do this.
+        # The agent's destructor is the only way to close it.
         del self._agent
 
     def _place(self, device: str) -> tuple[Any, int]:

@@ -24,7 +24,8 @@ from kvtransfer.transports.transfer import OpenTransfers, Transfer
 from kvtransfer.transports.transport import AnnouncedBatch, place
 
 SLOT_BYTES = 8 << 20
-"""Bytes of one read. UCX emulates reads over TCP; larger ones would not be faster."""
+"""Maximum bytes of one read, the size of a staging slot. UCX emulates reads over TCP, and larger
+ones would not be faster."""
 _SLOTS_OF_A_WRITER = 2
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 0.0001, 0.002
 _SLEEP_WITHOUT_HASTE_S = 0.02
@@ -35,7 +36,7 @@ _STOPPING = WorkerFailed("this worker is stopping")
 
 @dataclass(frozen=True, slots=True)
 class WriterMemory:
-    """Where a writer's blocks are."""
+    """Describes where a writer's blocks are: its agent, addresses and sizes."""
 
     agent: str
     metadata: bytes
@@ -50,9 +51,9 @@ class _Incoming:
     batch: AnnouncedBatch
     transfer: Transfer
     deadline: float
-    """Deadline on the monotonic clock."""
+    """Deadline of the batch, in seconds of the monotonic clock."""
     posted: int = 0
-    """Number of parts whose read has begun."""
+    """Number of parts of the batch whose read has begun."""
     placed: int = 0
     over: bool = False
 
@@ -63,14 +64,15 @@ class _Read:
     slot: int
     incoming: _Incoming
     first: int
-    """First of its parts; ``count`` of them are consecutive."""
+    """First of the batch's parts that are read; the read has ``count`` consecutive ones."""
     count: int
 
 
 class Source:
-    """A writer as one link knows it. Most fields belong to the reader's thread.
+    """A writer as one link knows it, with the batches to read from it.
 
-    The exceptions are the three fields that ``__init__`` sets first, and the arrived batches.
+    Most fields belong to the reader's thread. The exceptions are the three fields that ``__init__``
+    sets first, and the arrived batches.
     """
 
     def __init__(self, memory: WriterMemory) -> None:
@@ -81,7 +83,7 @@ class Source:
         self.incoming: list[_Incoming] = []
 
     def add(self, batch: AnnouncedBatch, transfer: Transfer, deadline_s: float) -> None:
-        """Add a batch to read; any thread may call this."""
+        """Add a batch that is to be read from this writer; any thread may call this."""
         incoming = _Incoming(batch, transfer, time.monotonic() + deadline_s)
 
         def end(_: Transfer) -> None:
@@ -91,7 +93,8 @@ class Source:
         self._arrived.append(incoming)
 
     def sort(self, now: float) -> None:
-        """Accept new batches, drop those that are over, and fail late ones."""
+        """Accept new batches, drop those that are over, and fail those whose deadline has
+        passed."""
         while self._arrived:
             self.incoming.append(self._arrived.popleft())
         for incoming in self.incoming:
@@ -101,7 +104,7 @@ class Source:
         self.incoming = [incoming for incoming in self.incoming if not incoming.over]
 
     def next_unread(self) -> _Incoming | None:
-        """The first batch with parts whose read has not begun."""
+        """Return the first batch that has parts whose read has not begun."""
         for incoming in self.incoming:
             if not incoming.over and incoming.posted < len(incoming.batch.source.blocks):
                 return incoming
@@ -110,7 +113,7 @@ class Source:
 
 @dataclass(eq=False, slots=True)
 class _Writer:
-    """A peer's agent, with the links that read from it, and the reads."""
+    """A writer's agent, with the links that read from it, and its reads in flight."""
 
     memory: WriterMemory
     sources: list[Source] = field(default_factory=list)
@@ -119,7 +122,8 @@ class _Writer:
 
 
 class NixlReader:
-    """Reads from all writers. Starts a thread; ``close`` ends it."""
+    """Reads blocks from all writers on a thread of its own. It starts the thread; ``close`` ends
+    it."""
 
     def __init__(self, agent: NixlAgent, memory: BlockMemory, staging_bytes: int) -> None:
         """Register ``staging_bytes`` (at least two slots) with the agent. Raises ConfigError."""
@@ -140,7 +144,7 @@ class NixlReader:
     # For any thread
 
     def open(self, source: Source) -> None:
-        """Read for a link from now on."""
+        """Let the thread read the batches of ``source`` from now on."""
         self._new.append(source)
         self._wake.set()
         if self._stopping:
@@ -151,7 +155,8 @@ class NixlReader:
         self._wake.set()
 
     def close(self) -> bool:
-        """End the thread. Returns whether it has ended, so that the agent can be closed."""
+        """End the reader's thread. Returns whether it has ended, so that the agent can be
+        closed."""
         self._stopping = True
         self._wake.set()
         self._thread.join(_END_S)
@@ -186,7 +191,10 @@ class NixlReader:
         return [*self._waiting, *attached]
 
     def _turn(self, now: float) -> bool:
-        """Do everything that can be done now. Returns whether anything has ended."""
+        """Make one round of the thread's work: accept batches, finish reads, begin new ones.
+
+        Returns whether any read has ended.
+        """
         self._attach_new()
         for source in self._sources():
             source.sort(now)
@@ -212,7 +220,8 @@ class NixlReader:
                 source.transfers.end(error)
 
     def _attach(self, source: Source) -> None:
-        """Attach a source to its writer. A lost writer of the same name must be gone first.
+        """Attach a source to its writer's agent. If a writer of the same name was lost, wait until
+        that one is gone.
 
         Raises HandoffError.
         """
@@ -284,7 +293,7 @@ class NixlReader:
                     self._lose(writer, error)
 
     def _begin(self, theirs: WriterMemory, incoming: _Incoming) -> _Read:
-        """Begin a read. Raises HandoffError, WorkerFailed."""
+        """Begin a read of a batch's next parts. Raises HandoffError, WorkerFailed."""
         source = incoming.batch.source
         first, most = incoming.posted, SLOT_BYTES // source.length
         blocks = np.array(source.blocks[first : first + most], dtype=np.uint64)
@@ -308,6 +317,7 @@ class NixlReader:
                 del self._writers[writer.memory.agent]
 
     def _let_others_first(self) -> None:
-        """Move the writer that was served first to the end."""
+        """Move the writer that was served first to the end, so that the others are served before
+        it."""
         for name in list(self._writers)[:1]:
             self._writers[name] = self._writers.pop(name)

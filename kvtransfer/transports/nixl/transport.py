@@ -58,7 +58,8 @@ class NixlTransport:
 
     @property
     def staging_bytes(self) -> int:
-        """See ``Transport``; it is registered once."""
+        """See ``Transport``. It is the size of the reader's staging memory, which is registered
+        once."""
         return self._staging_bytes if self._reader is not None else 0
 
     def register(self, memory: BlockMemory) -> None:
@@ -80,7 +81,8 @@ class NixlTransport:
         self._agent, self._memory = agent, memory
 
     def offer(self) -> bytes:
-        """See ``Transport``. It lets any process read the blocks, so it must go only to peers."""
+        """See ``Transport``. An offer lets any process read the blocks, so it must go only to
+        peers."""
         return self._offer
 
     def accept(self, peer: Peer, offer: bytes) -> tuple[NixlReceiveLink, bytes]:
@@ -143,7 +145,8 @@ class NixlReceiveLink:
         return transfer
 
     def _check(self, batch: AnnouncedBatch) -> None:
-        """Check a batch: peers name parts, and may be wrong. Raises HandoffError."""
+        """Raise HandoffError if a batch names parts that do not exist: peers may name wrong
+        ones."""
         theirs, source, target = self._source.memory, batch.source, batch.target
         end = source.offset + source.length
         if not 0 <= source.offset < end <= min(theirs.block_bytes, source.offset + SLOT_BYTES):
@@ -167,7 +170,7 @@ def _encode(memory: WriterMemory) -> bytes:
 
 
 def _decode(offer: bytes) -> WriterMemory:
-    """Parse an offer. Raises HandoffError."""
+    """Parse a writer's offer. Raises HandoffError if it is invalid."""
     try:
         fields = json.loads(offer)
         memory = WriterMemory(

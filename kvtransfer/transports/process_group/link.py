@@ -45,17 +45,17 @@ BUFFERS = 4
 """Staging buffers of a link: two for the mover, and for a writer two for packed batches."""
 _MOVING = 2
 _GRACE_S = 5.0
-"""Seconds after a batch's deadline until the mover's wait ends by itself; the watcher acts
-first."""
+"""Seconds after a batch's deadline until the mover's wait ends by itself. The watcher breaks the
+link before that."""
 _JOIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class LinkPlan:
-    """The agreement of both ends of a link, and how this end forms it."""
+    """What both ends of a link have agreed on, and how this end connects."""
 
     name: str
-    """Name of the transport."""
+    """Name of the transport: ``gloo`` or ``nccl``."""
     peer: str
     """Address of the other worker, for messages."""
     opener: Opener
@@ -66,7 +66,7 @@ class LinkPlan:
 
 
 class _Link:
-    """The common part of both ends."""
+    """The part that a link's sending and receiving ends share: its threads, jobs and buffers."""
 
     def __init__(self, plan: LinkPlan, memory: BlockMemory) -> None:
         self._plan = plan
@@ -86,7 +86,7 @@ class _Link:
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of all its buffers."""
+        """Number of bytes in all staging buffers of the link."""
         return 0 if self.is_over else self._made * self._plan.message_bytes
 
     def _new_buffer(self) -> StagingBuffer:
@@ -100,11 +100,12 @@ class _Link:
 
     @property
     def is_over(self) -> bool:
-        """Whether it is broken, and all its threads have ended."""
+        """Whether the link is broken, and all its threads have ended."""
         return self.is_broken and not any(thread.is_alive() for thread in self._threads)
 
     def close(self) -> None:
-        """See ``SendLink`` and ``ReceiveLink``: threads and sockets may take a moment longer.
+        """See ``SendLink`` and ``ReceiveLink``. Threads and sockets may take a moment longer to
+        end.
 
         It does not wait for them, because an event loop may call it; ``join`` does.
         """
@@ -113,13 +114,13 @@ class _Link:
             self._close_sockets()
 
     def join(self) -> None:
-        """Wait until the threads have ended, 2 seconds at most; call it after ``close``."""
+        """Wait until the link's threads have ended, 2 seconds at most; call it after ``close``."""
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_S)
 
     def _submit(self, job: Job) -> Transfer:
-        """Queue a job behind all others."""
+        """Queue a job behind all others. Returns its transfer."""
         if not job.parts.bytes:
             job.transfer.finish()
             return job.transfer
@@ -174,7 +175,8 @@ class _Link:
     def _ready(
         self, waited: socket.socket, *, to_write: bool = False, until: float | None = None
     ) -> bool:
-        """See ``Readiness``. Raises DeadlineExceeded when a batch is late."""
+        """Wait until a socket is ready: see ``Readiness``. Raises DeadlineExceeded when a batch is
+        late."""
         poll = select.poll()
         poll.register(self._woken, select.POLLIN)
         poll.register(waited, select.POLLOUT if to_write else select.POLLIN)
@@ -192,7 +194,7 @@ class _Link:
                 return False
 
     def _next_deadline(self) -> float | None:
-        """The earliest deadline of all batches. Raises the error that ended the link."""
+        """Return the earliest deadline of all batches. Raises the error that has ended the link."""
         with self._changed:
             if self._error is not None:
                 raise _copy(self._error)
@@ -248,7 +250,8 @@ class _Link:
         return pair
 
     def _wait_for_message(self, *, has_posted: bool) -> bool:
-        """Wait until there is something to do. Returns False if the link is broken."""
+        """Wait until there is a message to post or a posted one to settle. Returns False if the
+        link is broken."""
         with self._changed:
             self._changed.wait_for(lambda: has_posted or self._messages or self.is_broken)
             return not self.is_broken
@@ -262,7 +265,8 @@ class _Link:
         raise NotImplementedError
 
     def _settle(self, pair: ProcessPair, posted: Posted) -> None:
-        """Wait for a message, and finish its processing."""
+        """Wait until a posted message has moved, then free its buffer, and end the batch after its
+        last message."""
         job = posted.message.job
         pair.wait(posted.work, max(0.0, job.deadline - time.monotonic()) + _GRACE_S)
         self._has_moved(posted)
@@ -274,11 +278,11 @@ class _Link:
             self._end(job)
 
     def _has_moved(self, posted: Posted) -> None:
-        """Process a message that is through; its buffer may be reused."""
+        """Process a message that has moved, before its buffer is reused."""
         raise NotImplementedError
 
     def _end(self, job: Job) -> None:
-        """End a batch whose last message was moved."""
+        """End a batch successfully after its last message has moved."""
         with self._changed:
             if self._error is not None:
                 return
@@ -288,7 +292,7 @@ class _Link:
     # Breaking
 
     def _break(self, error: BatonError) -> None:
-        """End everything in flight; the first call sets the error."""
+        """Break the link and fail everything in flight. Only the first call's error counts."""
         with self._changed:
             if self._error is not None:
                 return
@@ -308,7 +312,7 @@ class _Link:
             pair.abort()
 
     def _failure(self, job: Job) -> BatonError:
-        """The error of a batch on a broken link."""
+        """Return the error with which a batch on a broken link ends."""
         error = self._error
         assert error is not None
         if time.monotonic() >= job.deadline:
@@ -325,7 +329,7 @@ class _Link:
 
 
 class GroupSendLink(_Link):
-    """A writer's end: a ``SendLink``."""
+    """The writer's end of a link. Implements ``SendLink``."""
 
     def __init__(self, plan: LinkPlan, memory: BlockMemory) -> None:
         super().__init__(plan, memory)
@@ -333,7 +337,8 @@ class GroupSendLink(_Link):
         self._unmade = BUFFERS - _MOVING
 
     def pack(self, parts: Parts, memory: BlockMemory | None = None) -> Packed:
-        """See ``SendLink``. Never waits for a buffer: without one, the mover reads the parts."""
+        """See ``SendLink``. It never waits for a buffer: if none is free, the mover reads the parts
+        later."""
         source = self._memory if memory is None else memory
         staged = self._stage(parts)
         if staged is None:
@@ -372,11 +377,11 @@ class GroupSendLink(_Link):
         return Posted(message, buffer, work)
 
     def _has_moved(self, posted: Posted) -> None:
-        """Do nothing: the receiver reports that the bytes have arrived."""
+        """Do nothing: for a writer, the receiver reports that the bytes have arrived."""
 
 
 class GroupReceiveLink(_Link):
-    """A receiver's end: a ``ReceiveLink``."""
+    """The receiver's end of a link. Implements ``ReceiveLink``."""
 
     def receive(self, batch: AnnouncedBatch, deadline_s: float, *, wanted: bool = True) -> Transfer:
         """See ``ReceiveLink``.
@@ -416,7 +421,8 @@ class GroupReceiveLink(_Link):
                 job.transfer.fail(error)
 
     def _may_write(self, message: Message) -> bool:
-        """Whether a message's parts may be written to their blocks; otherwise they are dropped."""
+        """Whether a message's parts may be written to their blocks. They are dropped if the batch's
+        transfer is over or the link is broken."""
         job = message.job
         with self._changed:
             if self._error is not None or job.dropped:
@@ -426,7 +432,8 @@ class GroupReceiveLink(_Link):
             return job.writing
 
     def _write(self, message: Message, view: memoryview) -> BatonError | None:
-        """Write a message's parts. Returns the error if one is damaged.
+        """Write a message's parts, which are in ``view``, to their blocks. Returns the error if a
+        part is damaged.
 
         Stops early when the link is broken.
         """
@@ -447,7 +454,8 @@ class GroupReceiveLink(_Link):
 
 
 def _seconds_to(*times: float | None) -> float | None:
-    """Seconds until the earliest of some points of ``time.monotonic``; None without any."""
+    """Return the seconds until the earliest of some times of ``time.monotonic``; None if all are
+    None."""
     known = [point for point in times if point is not None]
     return max(0.0, min(known) - time.monotonic()) if known else None
 

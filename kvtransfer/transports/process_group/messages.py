@@ -15,7 +15,7 @@ from kvtransfer.transports.transport import Parts
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A batch that the mover has to move."""
+    """A batch that a link's mover thread sends or receives."""
 
     number: int
     parts: Parts
@@ -23,17 +23,18 @@ class Job:
     transfer: Transfer = field(default_factory=Transfer)
     checksums: tuple[int, ...] = ()
     memory: BlockMemory | None = None
-    """Memory from which the parts are read, unless they are staged."""
+    """Memory from which the parts are read; None if they are staged, or are received."""
     staged: Staged | None = None
     writing: bool = False
-    """Whether the receiver may be writing; nothing else fails the job meanwhile."""
+    """Whether the mover may be writing to blocks. Meanwhile, only the mover itself fails the
+    job."""
     dropped: bool = False
-    """Whether the receiver drops the rest of it."""
+    """Whether the receiver drops the remaining messages of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The content of one message: ``count`` parts of a batch, from ``first`` on."""
+    """The content of one message: ``count`` parts of a job's batch, from part ``first`` on."""
 
     job: Job
     first: int
@@ -49,15 +50,15 @@ class Message:
 
 
 class Staged:
-    """A buffer that holds a packed batch until that is sent or dropped."""
+    """A staging buffer that holds a packed batch until the batch is sent or dropped."""
 
     def __init__(self, buffer: StagingBuffer, home: queue.SimpleQueue[StagingBuffer]) -> None:
-        """The buffer returns to ``home``."""
+        """``home`` is the queue to which the buffer returns."""
         self.buffer = buffer
         self._home: queue.SimpleQueue[StagingBuffer] | None = home
 
     def release(self) -> None:
-        """Return the buffer; idempotent."""
+        """Return the buffer to its queue; idempotent."""
         home, self._home = self._home, None
         if home is not None:
             home.put(self.buffer)
@@ -69,7 +70,7 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """A message that was passed to the process group."""
+    """A message that was passed to the process group and may not have moved yet."""
 
     message: Message
     buffer: StagingBuffer
@@ -79,7 +80,8 @@ class Posted:
 def read_parts(
     memory: BlockMemory, parts: Parts, first: int, count: int, buffer: StagingBuffer
 ) -> tuple[int, ...]:
-    """Copy ``count`` parts from ``first`` on into a buffer. Returns their checksums."""
+    """Copy ``count`` parts of blocks, from part ``first`` on, into a staging buffer. Returns their
+    checksums."""
     blocks, length = parts.blocks[first : first + count], parts.length
     outs = [buffer.view[at : at + length] for at in range(0, count * length, length)]
     checksums = memory.read_many(blocks, parts.offset, outs)
@@ -88,6 +90,7 @@ def read_parts(
 
 
 def messages_of(job: Job, message_bytes: int) -> list[Message]:
-    """Cut a job into messages; both ends get the same, since they agree on ``message_bytes``."""
+    """Cut a job into messages of at most ``message_bytes``. Both ends get the same ones, since they
+    agree on the size."""
     total, most = len(job.parts.blocks), message_bytes // job.parts.length
     return [Message(job, first, min(most, total - first)) for first in range(0, total, most)]

@@ -39,27 +39,32 @@ _NCCL_SETTINGS = {
 
 
 class ProcessPair(Protocol):
-    """A process group of two. Only one thread uses it; ``abort`` is for any thread."""
+    """A process group of two processes. Only one thread uses it, but any thread may call
+    ``abort``."""
 
     def send(self, data: torch.Tensor, tag: int) -> Work:
-        """Start to send a contiguous uint8 tensor. ``tag`` is at most MAX_TAG."""
+        """Start to send ``data``, a contiguous uint8 tensor. ``tag`` is at most MAX_TAG."""
 
     def receive(self, data: torch.Tensor, tag: int) -> Work:
-        """Start to receive a message of exactly this tensor's bytes."""
+        """Start to receive a message into ``data``. The message must have exactly its size in
+        bytes."""
 
     def wait(self, work: Work, timeout_s: float) -> None:
-        """Wait for its end. Raises RuntimeError if it failed, was late, or ``abort`` was called."""
+        """Wait until a send or receive has ended.
+
+        Raises RuntimeError if it failed, was late, or ``abort`` was called.
+        """
 
     def abort(self) -> None:
-        """End everything in flight, here and at the other end. Any thread may call it;
+        """End all sends and receives, here and at the other end. Any thread may call this;
         idempotent."""
 
 
 class GlooPair:
-    """A pair over TCP, between tensors in host memory."""
+    """A process group of two over TCP, for tensors in host memory."""
 
     def __init__(self, store: PairStore, rank: int, host: str, timeout_s: float) -> None:
-        """Wait until both ends have formed it. ``host`` is the address on which this end listens.
+        """Form the process group: wait until both ends have done so. This end listens on ``host``.
 
         Raises RuntimeError after ``timeout_s`` seconds, and the errors of the store.
         """
@@ -91,18 +96,19 @@ class GlooPair:
     def abort(self) -> None:
         """See ``ProcessPair``.
 
-        Gloo has no abort, but a late operation ends all others and the connection. So this starts
-        one for which no message will arrive.
+        Gloo has no abort, but an operation that is late ends all others and the connection. So this
+        starts an operation for which no message arrives.
         """
         with contextlib.suppress(RuntimeError):
             self._group.recv([torch.empty(1)], self._other, _ABORT_TAG).wait(_ABORT)
 
 
 class NcclPair:
-    """A pair over NVLink, PCIe or the network, between tensors of two GPUs."""
+    """A process group of two over NVLink, PCIe or the network, for tensors of two GPUs."""
 
     def __init__(self, store: PairStore, rank: int, device: torch.device) -> None:
-        """The first operation makes the communicator, and blocks until both ends are there."""
+        """Prepare the process group. The first send or receive forms it, and blocks until both ends
+        are there."""
         from torch.distributed.distributed_c10d import ProcessGroupNCCL  # noqa: PLC0415
 
         self._other = 1 - rank
@@ -126,7 +132,8 @@ class NcclPair:
         return work
 
     def wait(self, work: Work, timeout_s: float) -> None:
-        """See ``ProcessPair``. An operation that was aborted looks like one that has finished."""
+        """See ``ProcessPair``. NCCL reports an aborted operation as finished, so a flag tells them
+        apart."""
         until = time.monotonic() + timeout_s
         while not (work.is_completed() or self._aborted.is_set()):
             if time.monotonic() >= until:
@@ -136,14 +143,15 @@ class NcclPair:
             raise RuntimeError("NCCL was aborted")
 
     def abort(self) -> None:
-        """See ``ProcessPair``. The flag ends waits here, however long NCCL takes to end."""
+        """See ``ProcessPair``. A flag ends the waits in this process, however long NCCL takes to
+        end."""
         if not self._aborted.is_set():
             self._aborted.set()
             threading.Thread(target=self._group.abort, name="kv-nccl-abort", daemon=True).start()
 
 
 def check_nccl(device: str) -> None:
-    """Prepare NCCL for blocks on ``device``. Raises ConfigError if it cannot be used."""
+    """Prepare NCCL for blocks on GPU ``device``. Raises ConfigError if it cannot be used."""
     if not torch.distributed.is_nccl_available():
         raise ConfigError("this torch has no NCCL: transport nccl needs a build of torch for CUDA")
     if not torch.cuda.is_available():
@@ -165,23 +173,24 @@ class StagingBuffer(Protocol):
 
     @property
     def view(self) -> memoryview:
-        """View of the bytes on the host."""
+        """View of the buffer's bytes in host memory."""
 
     def tensor(self, length: int) -> torch.Tensor:
-        """The first ``length`` bytes in the form for the process group, uint8 [length]."""
+        """Return the first ``length`` bytes in the memory that the process group uses: a uint8
+        tensor [length]."""
 
     def upload(self, length: int) -> None:
-        """Copy what the host has written to the memory of ``tensor``."""
+        """Copy ``length`` bytes that the host has written to the memory of ``tensor``."""
 
     def download(self, length: int) -> None:
-        """Copy what was received to the host's view."""
+        """Copy ``length`` received bytes from the memory of ``tensor`` to the host's view."""
 
 
 class HostBuffer:
-    """A buffer in host memory. The kernel provides only pages that were used."""
+    """A staging buffer in host memory. The kernel provides only pages that were used."""
 
     def __init__(self, capacity: int) -> None:
-        """``capacity`` is in bytes."""
+        """``capacity`` is the size of the buffer in bytes."""
         self._bytes = torch.empty(capacity, dtype=torch.uint8)
         self.view = self._bytes.numpy().data
 
@@ -190,17 +199,17 @@ class HostBuffer:
         return self._bytes[:length]
 
     def upload(self, length: int) -> None:
-        """Do nothing: both are the same memory."""
+        """Do nothing: ``view`` and ``tensor`` are the same memory."""
 
     def download(self, length: int) -> None:
-        """Do nothing: both are the same memory."""
+        """Do nothing: ``view`` and ``tensor`` are the same memory."""
 
 
 class DeviceBuffer:
-    """A buffer on a GPU, with a pinned counterpart in host memory."""
+    """A staging buffer on a GPU, with a pinned counterpart in host memory."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        """``capacity`` is the size of each of the two, in bytes."""
+        """``capacity`` is the size in bytes of the buffer, on the GPU and again on the host."""
         self._host = torch.empty(capacity, dtype=torch.uint8, pin_memory=True)
         self._device = torch.empty(capacity, dtype=torch.uint8, device=device)
         # A stream of its own: the default stream would wait for the engine's kernels.

@@ -35,7 +35,8 @@ _WELCOME = b"\x01"
 
 
 class Readiness(Protocol):
-    """How a link waits for a socket."""
+    """Waits for a socket in the way of a link: it obeys the link's deadlines, and ends when the
+    link breaks."""
 
     def __call__(
         self, waited: socket.socket, *, to_write: bool = False, until: float | None = None
@@ -48,18 +49,20 @@ class Readiness(Protocol):
 
 
 class Opener(Protocol):
-    """One way to connect to the other process."""
+    """One end's way to connect to the other process: it accepts or it connects."""
 
     def open(self, ready: Readiness) -> socket.socket:
-        """Open the connection; waits only through ``ready``. Raises WorkerFailed or
-        HandoffError."""
+        """Open the connection to the other process. It waits only through ``ready``.
+
+        Raises WorkerFailed or HandoffError.
+        """
 
     def close(self) -> None:
         """Stop connecting; idempotent. An opened connection stays open."""
 
 
 class Acceptor:
-    """The receiver's side."""
+    """The receiver's side: listens, and accepts the writer's connection."""
 
     def __init__(self, host: str) -> None:
         """Listen on a free port of ``host``. Raises HandoffError if that fails."""
@@ -108,7 +111,7 @@ class Acceptor:
 
 
 class Connector:
-    """The writer's side."""
+    """The writer's side: connects to the receiver's port, and sends the token."""
 
     def __init__(self, host: str, port: int, token: str) -> None:
         self._address = (host, port)
@@ -145,14 +148,15 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 FORM_S = 5.0
-"""Maximum wait for one value of the other process, in seconds: both ends are forming by then."""
+"""Maximum seconds to wait for one value of the other process, which is forming the group by then,
+too."""
 _HEADER = struct.Struct("!HI")
 _MAX_VALUE_BYTES = 1 << 20
 _READ_BYTES = 1 << 16
 
 
 class PairStore(Store):
-    """Values by key; each end sees its own and the other's. Thread-safe."""
+    """A torch Store of two processes: each reads its own values and the other's. Thread-safe."""
 
     def __init__(self, connection: socket.socket) -> None:
         """``connection`` reaches the other end's store; the caller closes it."""
@@ -166,7 +170,8 @@ class PairStore(Store):
         self._arrived = bytearray()
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Set a value and send it. Raises OSError when the other end is gone."""
+        """Set a value here and send it to the other end. Raises OSError when the other end is
+        gone."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._put(key, data)
         name = key.encode()
@@ -174,20 +179,21 @@ class PairStore(Store):
             self._connection.sendall(_HEADER.pack(len(name), len(data)) + name + data)
 
     def get(self, key: str) -> bytes:
-        """Wait for a value and return it. Raises the same errors as ``wait``."""
+        """Wait until there is a value for ``key``, and return it. Raises the same errors as
+        ``wait``."""
         self.wait([key])
         return self._values[key]
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all values are there."""
+        """Whether there is a value for each of ``keys``."""
         with self._changed:
             return all(key in self._values for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all values are there.
+        """Wait until there is a value for each of ``keys``.
 
-        Raises DeadlineExceeded after FORM_S seconds, whatever torch allows, and the error given to
-        ``fail``.
+        Raises DeadlineExceeded after FORM_S seconds, whatever ``timeout`` torch passes, and the
+        error given to ``fail``.
         """
         seconds = FORM_S if timeout is None else min(FORM_S, timeout.total_seconds())
         with self._changed:
@@ -198,16 +204,16 @@ class PairStore(Store):
                 raise DeadlineExceeded(f"the other process did not form the pair in {seconds} s")
 
     def fail(self, error: BatonError) -> None:
-        """End all waits with this error."""
+        """End all waits for values with this error."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
 
     def receive(self) -> bool:
-        """Process received bytes; call it when there are some. Returns False if the other end has
-        closed.
+        """Read values that the other end has sent; call it when its bytes have arrived.
 
-        Raises HandoffError for data that no store sends, and OSError.
+        Returns False if the other end has closed. Raises HandoffError for data that no store sends,
+        and OSError.
         """
         data = self._connection.recv(_READ_BYTES)
         self._arrived += data

@@ -59,18 +59,19 @@ Message = TypeVar("Message", "_Offer", "_Answer")
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """How a writer describes itself."""
+    """How a writer identifies itself in its offer to a receiver."""
 
     host: str
     machine: str
     device: str
-    """UUID of the GPU; empty with gloo."""
+    """UUID of the writer's GPU; empty with gloo."""
     message_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """Where a receiver waits for a writer: a port and a token that serve one link."""
+    """A receiver's answer to an offer: the port at which it waits, and a token. They serve one
+    link."""
 
     host: str
     port: int
@@ -87,10 +88,10 @@ class GroupTransport:
     def __init__(
         self, backend: Backend, host: str = "127.0.0.1", staging_bytes: int = STAGING_BYTES
     ) -> None:
-        """``host`` is the address at which others reach this process; it listens only there.
+        """``host`` is the address at which others reach this process, which listens only there.
 
-        ``staging_bytes`` is the maximum memory of a link for messages; a GPU link uses the same
-        amount on the host.
+        ``staging_bytes`` is the maximum memory of a link for messages. With GPUs, a link uses the
+        same amount on the host, too.
         """
         self._backend: Backend = backend
         self._host = host
@@ -116,7 +117,7 @@ class GroupTransport:
 
     @property
     def staging_bytes(self) -> int:
-        """See ``Transport``; a GPU link uses the same amount on the host."""
+        """See ``Transport``. With GPUs, a link uses the same amount on the host, too."""
         with self._lock:
             return sum(link.staging_bytes for link in self._links)
 
@@ -220,7 +221,7 @@ class GroupTransport:
 
 
 def _machine() -> str:
-    """Identifies this host until it restarts."""
+    """Return an ID of this host that stays the same until it restarts."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -232,7 +233,7 @@ def _encode(message: _Offer | _Answer) -> bytes:
 
 
 def _decode(kind: type[Message], data: bytes, peer: Peer) -> Message:
-    """Parse a message. Raises HandoffError if it is invalid."""
+    """Parse a message of ``peer`` into ``kind``. Raises HandoffError if it is invalid."""
     try:
         found = json.loads(data)
         message = kind(**found)
