@@ -29,7 +29,8 @@ from __future__ import annotations
 from router.billing.budget_scripts import BUDGETS
 
 GRACE_S = 86_400
-"""A leave reported later than this after the deadline charges nothing, in seconds."""
+"""Grace period in seconds after a request's deadline. If the request's end is reported later than
+that, nothing is charged."""
 
 _COMMON = f"""
 local minute, grace = 60000000, {GRACE_S * 1_000_000}
