@@ -102,7 +102,7 @@ def make_application(
         OperatorServicer(cache, access),
         WorkerOperatorServicer(control, scaling, access, config),
     )
-    # If operators have a listener of their own, their calls are only there.
+    # If operators have a listener of their own, only that one accepts their calls.
     more_services = () if config.admin_http else servicers
     add_grpc_services(server, service, apis.tokens, dispatcher, more=more_services)
     return Application(apps, server, batches, console, summary, usage)

@@ -99,7 +99,9 @@ _NO_CHARGE = Charge({})
 
 
 class Access:
-    """Checks keys and their scopes, counts requests against limits and budgets, and bills them."""
+    """Checks keys and their scopes, counts requests against limits and budgets, and bills
+    requests.
+    """
 
     def __init__(
         self,
@@ -194,8 +196,8 @@ class Access:
         raise Forbidden(f"this API key does not allow {scope}")
 
     async def arrive(self, caller: Caller, *, background: bool = False) -> Caller:
-        """Count a request against its key's limits. The caller returned must be passed to ``leave``
-        when it ends.
+        """Count a request against its key's limits. Return a caller, to be passed to ``leave`` when
+        the request ends.
 
         ``background``: true if no deadline applies to the request. Raises RateLimitExceeded; then
         ``leave`` must not be called.

@@ -159,8 +159,8 @@ return answer
 """
 )
 
-# KEYS: as above. ARGV: requests per minute, tokens per minute; the requests and tokens that it took
-# in all, its entry, whether it is unsure (1) that it was counted.
+# KEYS: as above. ARGV: requests per minute, tokens per minute; the requests and tokens that
+# a request took in all, its entry, whether it is unsure (1) that Redis counted the request.
 LEAVE = (
     _COMMON
     + """

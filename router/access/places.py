@@ -97,7 +97,7 @@ class Places:
         self._by_client: Counter[str] = Counter()
         self._queues: dict[float, dict[Place, None]] = {}
         """Places whose peers must still send something, by the length of their deadline. Each queue
-        is in the order of its starts."""
+        is ordered by the time at which its places began to wait."""
         self._is_sweeping = False
 
     def __len__(self) -> int:

@@ -153,8 +153,8 @@ class RateLimits:
             await end_tasks([self._reporting])
 
     async def arrive(self, key: KeyConfig, deadline_s: float | None) -> Visit | None:
-        """Count a request against its key's limits; ``leave`` must be called when it ends. Return
-        None if no limit applies to it.
+        """Count a request against its key's limits; ``leave`` must be called when the request ends.
+        Return None if no limit applies to it.
 
         ``deadline_s``: seconds within which the request ends; None: no deadline. Raises
         RateLimitExceeded with the remaining limits and the time to retry; then ``leave`` must not
@@ -370,7 +370,7 @@ class RateLimits:
         while self._reports:
             reports = list(islice(self._reports.values(), MAX_TOGETHER))
             for report in reports:
-                # Add no more requests to it: Redis counts an entry once.
+                # Add no more requests to a report that was sent: Redis counts an entry once.
                 report.sent = True
             errors = await self._report(reports)
             if errors:

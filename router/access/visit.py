@@ -13,9 +13,9 @@ class Allowance:
     """The remaining part of one limit of a key at one moment."""
 
     name: str
-    """``requests`` or ``tokens``."""
+    """What the limit counts: ``requests`` or ``tokens``."""
     limit: int
-    """The limit per minute."""
+    """The maximum number of requests or tokens per minute."""
     remaining: int
     reset_s: float
     """Seconds until the limit is full again, if nothing more is used."""

@@ -47,7 +47,9 @@ class BackgroundShare:
         return self._limit
 
     def hurt(self, now: float) -> None:
-        """Record that other requests wait, or get their tokens too slowly."""
+        """Record that requests other than background requests wait, or get their tokens too slowly.
+        That halves the limit.
+        """
         if now - self._hurt_at >= HOLD_S:
             self._limit = max(1, self._limit // 2)
             self._hurt_at = now

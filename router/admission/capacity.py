@@ -1,9 +1,10 @@
-"""The workers' capacity by their snapshots, and what decode workers were promised since.
+"""The workers' capacity by their snapshots, and what was sent to decode workers since then.
 
     sent ─first token→ begun → gone
 
-Snapshots are late. ``DecodeReservations`` counts the promised places and blocks, and learns how
-long answers take. Plain Python; ``now`` is passed in. Owned by one event loop.
+Snapshots are late. ``DecodeReservations`` counts the sequences and blocks of this router's
+requests, and learns how long answers take. Plain Python; ``now`` is passed in. Owned by one event
+loop.
 """
 
 from __future__ import annotations

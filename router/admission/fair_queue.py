@@ -39,7 +39,7 @@ T = TypeVar("T", bound=Entry)
 
 
 class _Flow(Generic[T]):
-    """One tenant's entries."""
+    """The queued entries of one tenant."""
 
     def __init__(self, weight: float) -> None:
         self.weight = weight

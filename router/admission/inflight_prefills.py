@@ -57,7 +57,7 @@ class InflightPrompt:
 
 
 class PrefillThroughput:
-    """How fast the cluster finishes prompts, learned while requests wait for it.
+    """Learns how fast the cluster finishes prompts, from the times in which requests wait for it.
 
     A prompt's work is the seconds that the cost model predicts for it. The speed is work per
     second: the number of workers if the model is right. Cached tokens count as computed.

@@ -24,7 +24,7 @@ PROBE_S = 1.0
 PROBE_SHARE = 0.1
 """Maximum fraction of a worker's time that probes of long prompts take."""
 MAX_PROBE_S = 10.0
-"""Maximum seconds between two probes, whatever time they are predicted to take."""
+"""Maximum seconds between two probes, however long the probes are predicted to take."""
 
 
 class Overload:
@@ -108,8 +108,8 @@ MAX_CALM_S = 40.0
 """Maximum seconds for which prefill stays slowed down after the last slow answer, however long
 there were slow ones."""
 SLACK_S = 0.1
-"""Maximum delay in seconds that is made up for if a prompt could not be sent exactly at its
-time."""
+"""If a prompt is sent later than the pace allows, its delay is made up for, up to this many
+seconds."""
 _STEP = 0.03
 
 
@@ -189,7 +189,7 @@ class PrefillPacer:
             heapq.heapify(self._rested_at)
 
     def sent(self, own_s: float, now: float) -> None:
-        """Record a prompt that one worker computes in ``own_s`` seconds."""
+        """Record that a prompt was sent, which one worker computes in ``own_s`` seconds."""
         if self._share < 1.0:
             begins = max(now - SLACK_S, self._rested_at[0])
             heapq.heapreplace(self._rested_at, begins + own_s / self._share)

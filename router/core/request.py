@@ -134,9 +134,10 @@ class OutputDelta:
     finish_reason: FinishReason | None
     """Set only in the last delta of a choice."""
     cached_prompt_tokens: int = 0
-    """Prompt tokens whose KV was found in a cache; set in one delta of a request."""
+    """Number of prompt tokens whose KV was found in a cache; set in one delta of a request."""
     written_prompt_tokens: int = 0
-    """Prompt tokens whose KV was computed and is retained; set in one delta of a request."""
+    """Number of prompt tokens whose KV was computed and is retained; set in one delta of a
+    request."""
     choice: int = 0
     """Index of the choice that the output belongs to."""
     scored: tuple[ScoredToken, ...] = ()
@@ -154,8 +155,8 @@ class OutputDelta:
     decode_worker: str = ""
     """The slots of the choice's latest prefill and decode workers; set in its last delta."""
     reasoning_tokens: int = 0
-    """Tokens of reasoning, without its markers. Tokens that may begin a marker are counted later.
-    """
+    """Number of reasoning tokens, without the markers. Tokens that may begin a marker are counted
+    in a later delta."""
     accepted_drafts: int = 0
     """Number of ``token_ids`` that were draft tokens, accepted in the same step as another
     token."""

@@ -22,7 +22,7 @@ class ServedModel:
     embedding_size: int
     """Length of an embedding."""
     revision: str = ""
-    """The commit of its repository; empty if the model is a local folder or file."""
+    """The commit of the model's repository; empty if the model is a local folder or file."""
 
     @classmethod
     def of(cls, name: str, folder: Path, max_model_len: int = 0, revision: str = "") -> ServedModel:

@@ -185,7 +185,7 @@ class Failover:
         prefill = any(other is not link for other in self._links.up("prefill"))
         decode = any(other is not link for other in self._links.up("decode"))
         if link.record.role == "prefill":
-            # Its handoffs go to decode workers that already exist.
+            # The decode workers still exist: only the prefill worker must be replaced.
             return prefill or (self._computes_locally and decode)
         return decode and (prefill or self._computes_locally)
 
@@ -416,8 +416,8 @@ def _broken(reason: str, failure: BatonError, name: str, *, is_cut_off: bool) ->
 
 
 def _avoided(owner: RunningRequest, tries: tuple[Names, ...]) -> Sequence[Names]:
-    """Extend the sets of workers to avoid: first also avoid all workers that have failed the
-    request, then only those of ``tries``.
+    """Return the sets of workers to avoid: first those in ``tries`` together with all workers that
+    have failed the request before, then ``tries`` alone.
     """
     if not owner.excluded:
         return tries

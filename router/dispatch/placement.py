@@ -314,7 +314,7 @@ class Placement:
                 computed_tokens=response.computed_tokens,
                 compute_ms=response.compute_ms,
             )
-            # Cache hits of later attempts are not the client's.
+            # Later attempts also hit blocks of the request itself. Clients do not get those hits.
             has_moved = len(attempt.spec.token_ids) > attempt.spec.prompt_length
             is_counted = running.is_cache_counted or has_moved
             running.is_cache_counted = True

@@ -74,7 +74,7 @@ class RetryBudget:
 
 
 class FailedWorkers:
-    """The workers that have failed under one request, or may have.
+    """The workers that have failed while they had one request, or may have failed.
 
     Workers are distinguished by incarnation. Two incarnations of one slot are two workers, so that
     a cluster with one worker is protected, too. A worker failed under a request if it reports that
@@ -145,7 +145,7 @@ class Quarantine:
         while self._until and next(iter(self._until.values())) <= now:
             self._until.popitem(last=False)
         if not self._until:
-            # Skip the hash.
+            # Nothing is quarantined, so the hash is not needed.
             return
         until = self._until.get(_prompt_hash(prompt_ids, cache_salt), now)
         if until > now:

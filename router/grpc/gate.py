@@ -54,7 +54,7 @@ def make_public_server(access: Access, config: Config) -> grpc.aio.Server:
         "grpc.max_concurrent_streams": MAX_STREAMS,
         "grpc.max_receive_message_length": config.max_body_bytes + _SLACK_BYTES,
         "grpc.http2.lookahead_bytes": _UNREAD_BYTES,
-        # The probe would raise the buffered unread bytes to megabytes.
+        # gRPC's bandwidth probe would raise the buffered unread bytes to megabytes.
         "grpc.http2.bdp_probe": 0,
     }
     gate = GrpcGate(access, config.request_deadline_s)

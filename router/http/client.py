@@ -266,7 +266,7 @@ class _Arriving:
     """A request body whose parts are arriving."""
 
     def __init__(self, request: Request, limit: int) -> None:
-        """``limit`` is in bytes."""
+        """Create a reader of the body of ``request``; ``limit`` is its maximum size in bytes."""
         self._stream = request.stream()
         self._limit = limit
         self._size = 0

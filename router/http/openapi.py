@@ -153,7 +153,7 @@ def _describe_refusals(path: str, operation: dict[str, Any]) -> None:
     shape = {} if is_anthropic(path) else _ERROR
     refusal = {"content": {JSON: {"schema": shape}}}
     responses = operation["responses"]
-    # FastAPI's own response. Here an invalid request gets 400.
+    # FastAPI adds 422 by itself. This server answers an invalid request with 400.
     responses.pop("422", None)
     responses.setdefault("4XX", {"description": "The request is refused.", **refusal})
     if path in OPEN:

@@ -43,7 +43,7 @@ answer continues it."""
 TEXTS_AT_ONCE = 4
 """Maximum number of long texts that are rendered and tokenized at a time."""
 _PROMPT_CHARACTERS = 64
-"""Size that one prompt or message adds to its text, in characters."""
+"""Overhead of one prompt or message in addition to its text, in characters."""
 MAX_MESSAGES = 2048
 """Maximum number of messages in a conversation, as at OpenAI."""
 MAX_TEXT_TOKENS = 131_072
@@ -57,7 +57,8 @@ MAX_PARSED_CHARACTERS = 64 << 10
 MAX_VARIABLES_CHARACTERS = 64 << 10
 """Maximum size of a chat template's variables, as JSON."""
 _OWN_FIELDS = {"messages", "tools", "documents", "add_generation_prompt"}
-"""Variables of chat templates that request fields of their own set, so that clients must not."""
+"""Variables of chat templates that are set from other request fields. Clients must not set them as
+variables."""
 _OPEN_END = "<end of the message that stays open> "
 """Marks the end of the open message while the template is rendered. Its space shows whether the
 template keeps white space at a message's end."""

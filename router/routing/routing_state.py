@@ -20,8 +20,8 @@ from router.routing.worker_table import WorkerTable
 log = logging.getLogger(__name__)
 
 EXPECTED_MS = 2000.0
-"""Time after a prompt is computed for which its blocks count as held by the worker. The worker's
-own report takes a heartbeat at most."""
+"""Milliseconds after a prompt is computed for which its blocks count as held by the worker. The
+worker reports them itself within a heartbeat."""
 MAX_BLOCKS = 1_000_000
 """Maximum number of blocks that are expected to appear in caches; more are not recorded."""
 
@@ -194,7 +194,7 @@ class ExpectedBlocks:
             until, _, worker, hashes = heapq.heappop(self._notes)
             self._blocks -= len(hashes)
             for block in hashes:
-                # Another note with the same expiry may have removed it.
+                # Another note with the same expiry may have removed the worker already.
                 workers = self._workers.get(block, {})
                 if workers.get(worker, until + 1.0) <= until:
                     del workers[worker]

@@ -101,7 +101,7 @@ class Breaker:
     def _close(self) -> None:
         self._opened_at = self._trial_at = None
         self._pause_s = FIRST_PAUSE_S
-        # The breaks that opened it count no longer.
+        # The breaks that opened the breaker no longer count.
         self._breaks = self._broken = 0.0
 
     def _fade(self, now: float) -> None:
