@@ -1,4 +1,5 @@
-"""Places for unauthenticated peers: connections of a listener, and calls that need no key.
+"""Places: a bounded number of slots for unauthenticated peers, which are connections of a listener
+and calls that need no key.
 
     admitted ─the peer must send something→ waiting
     waiting ─it has arrived→ working, for as long as its owner allows

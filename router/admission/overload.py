@@ -122,8 +122,8 @@ class PrefillPacer:
 
     A quantile is tracked by stochastic approximation (H. Robbins and S. Monro, "A stochastic
     approximation method", Annals of Mathematical Statistics 22(3), 1951), in steps of the share's
-    logarithm. Steps alone would need hundreds of answers to forget a decode side that was too small
-    for a minute. So after the last miss, the pace stays reduced for no longer than the misses
+    logarithm. Steps alone would need hundreds of answers to recover after a minute with too little
+    decode capacity. So after the last miss, the pace stays reduced for no longer than the misses
     lasted. The share is constant in the first half of that time and rises to 1 in the second.
     """
 

@@ -5,8 +5,8 @@
     waiting ─``MAX_WAIT_S`` later→ refused (429)
     asked ─the tenant has ``max_waiting`` waiting→ refused (429)
 
-A tenant holds all turns but one at most. So the work of another tenant waits at most for the end of
-work that began before it.
+One tenant holds at most all turns but one. So work of another tenant waits at most until earlier
+work ends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The health service of a router, grpc.health.v1: the same answer as /health.
 
-A call needs no key. So it takes a place before its message is read. A watcher keeps its place until
-another call needs it.
+A call needs no key. So it takes a place (``router.access.places``) before its message is read. A
+watcher keeps its place until another call needs it.
 
     called ─a place→ asked within ``ASK_S`` ─Check→ answered
     asked ─Watch→ watching: each change is sent

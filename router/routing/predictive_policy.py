@@ -10,7 +10,7 @@ score of a candidate is its predicted TTFT plus its cost for other requests:
   answer at the same time, the one with the longer prefix is better, though its queue is longer.
 - A request with a cache key has a preferred worker among those that compute prompts, by rendezvous
   hashing. That worker wins among the best candidates, unless another one holds more of the prompt.
-  So requests with one beginning meet before any of them is cached.
+  So requests with the same beginning go to one worker even before their prefix is cached.
 - ``work``: the worker's work of the last minutes (``HALF_LIFE_MS``), compared with the mean of its
   role, in units of this prompt without any cache (``full``). If no request waits, TTFT alone would
   send all prompts with one beginning to one worker: its cache fills while the others stay empty.
@@ -21,9 +21,9 @@ score of a candidate is its predicted TTFT plus its cost for other requests:
   the mean number of sequences per decode worker is counted. A worker that is idle now does not stay
   idle, and a long prompt would delay later requests.
 
-Replays of Mooncake's conversation trace chose the weights (docs/lab-notes/routing.md). Up to the
-4, more of the prompts are found in a cache and the mean TTFT stays within a hundredth of its
-minimum.
+Replays of Mooncake's conversation trace chose the weights (docs/lab-notes/routing.md). As the
+weight of ``compute`` rises to 4, more of the prompts are found in a cache, and the mean TTFT stays
+within a hundredth of its minimum.
 """
 
 from __future__ import annotations

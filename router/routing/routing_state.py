@@ -1,4 +1,4 @@
-"""The routing state: decides where requests go, and tracks what was promised to workers.
+"""The routing state: decides where requests go, and tracks the load that this adds to workers.
 
     decided ─promise→ computing ─first token→ running ─end→ ended
 

@@ -1,8 +1,9 @@
 """The router's table of workers: one row each, in columns, so that a decision is a few vector sums.
 
-A row's load combines the worker's last snapshot with this router's promises since then. Names are
-incarnations; updates of unlisted ones are ignored. Times are milliseconds on the router's clock;
-blocks are those of the prefix index. No I/O, no clock; owned by the router's event loop.
+A row's load combines the worker's last snapshot with the load that this router has sent it since
+then. Names are incarnations; updates of unlisted ones are ignored. Times are milliseconds on the
+router's clock; blocks are those of the prefix index. No I/O, no clock; owned by the router's event
+loop.
 """
 
 from __future__ import annotations
