@@ -16,7 +16,8 @@ class ServedModel:
 
     id: str
     created: int
-    """Creation time, in Unix seconds."""
+    """Unix time in seconds at which this router read the model. Clients get it as the creation
+    time."""
     context_length: int
     """Maximum tokens of prompt and answer together."""
     embedding_size: int

@@ -46,7 +46,7 @@ def arrival_of(
     at: float,
     config: Config,
 ) -> Arrival:
-    """Build the arrival of a call. If the call has a deadline of its own, that bounds it, too.
+    """Build the arrival of a call. The call's own deadline, if it has one, bounds the request, too.
 
     ``name`` is the router's id of the request. Raises InvalidRequest.
     """

@@ -21,7 +21,8 @@ class ModelFacts:
 
     id: str
     created: int
-    """Creation time of the model, in Unix seconds."""
+    """Unix time in seconds at which this router read the model. Clients get it as the creation
+    time."""
     revision: str
     """The commit of the model's repository; empty if the model is a local folder or file."""
     max_model_len: int
@@ -47,12 +48,12 @@ class ModelFacts:
 
     @property
     def model_name(self) -> str:
-        """Alias of ``id``, for clients of another API."""
+        """Alias of ``id``, under a name that an API uses."""
         return self.id
 
     @property
     def max_sequence_length(self) -> int:
-        """Alias of ``max_model_len``, for clients of another API."""
+        """Alias of ``max_model_len``, under a name that an API uses."""
         return self.max_model_len
 
 
