@@ -34,16 +34,16 @@ from router.usage.api import UsageApi
 from router.usage.usage_store import UsageStore
 
 PAGE_S = 0.5
-"""Maximum time that a metrics page waits for Redis, in seconds."""
+"""Maximum time in seconds that a metrics page waits for Redis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """All endpoints of one router process, before it listens."""
+    """All endpoints of one router process, before the process listens."""
 
     apps: Apps
     grpc_server: grpc.aio.Server
-    """The gRPC server, without a port."""
+    """The gRPC server, which has no port yet."""
     batches: Batches
     console: ConsoleApi
     summary: SummaryApi
@@ -62,9 +62,9 @@ def make_application(
     what_if: WhatIfProgram | None = None,
     more: Sequence[Mountable] = (),
 ) -> Application:
-    """Create every endpoint, each behind a gate; ``more`` are further HTTP endpoints.
+    """Create every endpoint, each with access checks. ``more`` are further HTTP endpoints.
 
-    ``budgets`` None: those of the configuration, which nothing charges.
+    ``budgets`` None: budgets are those of the configuration, and nothing is charged to them.
     """
     config, access, model = service.config, service.access, service.model
     cache = CacheControl(dispatcher.workers.all, PrefixIndex(client, cluster_id), stats.metrics)
@@ -102,14 +102,14 @@ def make_application(
         OperatorServicer(cache, access),
         WorkerOperatorServicer(control, scaling, access, config),
     )
-    # If operators have a listener of their own, their calls are only there.
+    # If operators have a listener of their own, only that one accepts their calls.
     more_services = () if config.admin_http else servicers
     add_grpc_services(server, service, apis.tokens, dispatcher, more=more_services)
     return Application(apps, server, batches, console, summary, usage)
 
 
 async def supervisor_page(client: redis.asyncio.Redis, cluster_id: str) -> str | None:
-    """Return the address of the supervisor's metrics, None if it is unknown."""
+    """Return the address of the supervisor's metrics page; None if it is unknown."""
     try:
         async with asyncio.timeout(PAGE_S):
             return await supervision_page(client, cluster_id)

@@ -25,17 +25,17 @@ STOP_GRACE_S = 2
 
 @dataclass(frozen=True, slots=True)
 class Apps:
-    """The app of each listener."""
+    """The ASGI app of each HTTP listener."""
 
     http: ASGIApp
     admin: ASGIApp | None
-    """The app at ``admin_http``; None without that listener."""
+    """The app of the operators' listener ``admin_http``; None without that listener."""
     paths: tuple[tuple[str, str], ...]
-    """Methods and paths of all endpoints."""
+    """Methods and paths of the endpoints of both apps."""
 
 
 class HttpServers:
-    """The HTTP servers. Owned by the router's event loop."""
+    """The HTTP servers of a router process. Owned by the router's event loop."""
 
     def __init__(self, apps: Apps, config: Config) -> None:
         """Create the servers, with TLS if ``config`` has a certificate. Raises ConfigError."""
@@ -52,7 +52,9 @@ class HttpServers:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> list[asyncio.Task[None]]:
-        """Listen. Each task ends when its server has ended. Raises OSError."""
+        """Start to listen. Return a task for each server, which ends when its server has ended.
+        Raises OSError.
+        """
         shares_port = self._config.routers > 1
         pairs = [(self._clients, self._config.http)]
         if self._operators is not None:
@@ -67,12 +69,16 @@ class HttpServers:
         return self._tasks
 
     def leave(self) -> asyncio.Task[None]:
-        """Accept no more connections of clients; the task ends when no request runs."""
+        """Accept no more connections of clients. The returned task ends when no HTTP request of a
+        client runs.
+        """
         self._clients.should_exit = True
         return self._tasks[0]
 
     async def close(self) -> None:
-        """End both servers, the operators' last, so that an operator sees the end of a drain."""
+        """Stop both HTTP servers. The operators' one stops last, so that an operator sees the end
+        of a drain.
+        """
         await self.leave()
         if self._operators is not None:
             self._operators.should_exit = True
@@ -98,7 +104,7 @@ class HttpServers:
 
 
 async def _take_up_renewals(certificate: LiveContext) -> None:
-    """Reload the certificate, so that new connections use the current file."""
+    """Reload the certificate regularly, so that new connections use the current file."""
     while True:
         await asyncio.sleep(RENEWAL_POLL_S)
         certificate.get()

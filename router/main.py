@@ -61,8 +61,8 @@ SWITCH_S = 0.0005
 the interpreter lock back to the event loop. The default of 5 ms exceeds all other delays of a
 router."""
 GARBAGE_OBJECTS = 10_000
-"""Number of new objects that triggers a collection of the youngest, which takes about 5 ms.
-Requests and connections leave no cycles, so only growth reaches it."""
+"""Number of new objects after which Python's garbage collector examines the youngest objects, which
+takes about 5 ms. Requests and connections leave no cycles, so only growth reaches this number."""
 
 
 class RouterSettings(BaseModel):
@@ -78,15 +78,15 @@ class RouterSettings(BaseModel):
     model_path: str
     model_name: str
     number: int = 0
-    """Number of this process among those that share the ports."""
+    """Index of this process among the router processes that share the ports."""
     ends_with_parent: bool = True
-    """Whether the parent process is its launcher."""
+    """Whether the router ends when its parent process, the launcher, has died."""
     what_if: tuple[str, ...] = ()
     """The program that answers the console's what-if questions, and its arguments; empty: none."""
 
 
 async def serve(settings: RouterSettings) -> None:
-    """Serve until SIGINT or SIGTERM."""
+    """Run the router until SIGINT or SIGTERM."""
     config = Config(**settings.config)
     start_tracing(
         config.otlp_endpoint, "baton-router", f"router-{settings.number}", config.trace_ratio
@@ -162,7 +162,7 @@ async def serve(settings: RouterSettings) -> None:
 
 
 async def _start_parts(application: Application, ledger: Ledger) -> None:
-    """Start the tasks that do not belong to requests."""
+    """Start the background tasks that do not belong to requests."""
     ledger.start()
     application.usage.start()
     await application.batches.start()
@@ -170,7 +170,9 @@ async def _start_parts(application: Application, ledger: Ledger) -> None:
 
 
 async def _watched_keys(config: Config, access: Access, metrics: RouterMetrics) -> KeyWatch | None:
-    """Read the file of keys, if there is one, and return its watch. Raises ConfigError."""
+    """Read the file of API keys and return its watch; None if there is no file. Raises
+    ConfigError.
+    """
     if not config.keys_file:
         return None
     watch = KeyWatch(Path(config.keys_file), config.keys, access.set_keys, metrics)
@@ -187,7 +189,7 @@ async def _let_end(
 ) -> None:
     """Accept no new connections, and let running requests end.
 
-    ``serving`` ends when the HTTP server has no more requests.
+    ``serving`` must be a task that ends when the HTTP server has no more requests.
     """
     dispatcher.leave()
     closing = asyncio.create_task(grpc_server.stop(deadline_s))
@@ -202,8 +204,8 @@ async def _let_end(
 
 
 def keep_collections_short() -> None:
-    """Exclude loaded objects from garbage collection: scanning them would stop every answer for 0.1
-    s.
+    """Exclude the objects that exist now from garbage collection. Scanning them would stop every
+    answer for 0.1 s.
 
     Requests leave no cycles, so collections can be rarer than by default.
     """
@@ -213,8 +215,9 @@ def keep_collections_short() -> None:
 
 
 async def _parent_gone(matters: bool) -> None:
-    """Return when the launcher has died. Polled, since no event reports it and its guardian may be
-    dead.
+    """Return when the launcher has died; never, unless ``matters``.
+
+    The parent is polled, since no event reports its death and the guardian may be dead, too.
     """
     if not matters:
         await asyncio.Event().wait()
@@ -230,13 +233,13 @@ def main() -> None:
 
 
 def run(settings: RouterSettings) -> None:
-    """Run a router until SIGINT or SIGTERM."""
+    """Run a router in this process until SIGINT or SIGTERM."""
     prepare(settings)
     uvloop.run(serve(settings))
 
 
 def prepare(settings: RouterSettings) -> None:
-    """Set up this process before its event loop runs."""
+    """Set up logging and the limits of this process before its event loop runs."""
     config = Config(**settings.config)
     log_to_stream(sys.stderr, config.log_level, config.log_format)
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -250,12 +253,16 @@ def prepare(settings: RouterSettings) -> None:
 
 
 def _is_no_echo(record: logging.LogRecord) -> bool:
-    """Return whether a gRPC log line is more than a traceback about a client's invalid header."""
+    """Return False for a gRPC log line that only has a traceback about a client's invalid
+    header.
+    """
     return not str(record.msg).startswith("Invalid encoding on")
 
 
 def _take_descriptors(needed: int) -> None:
-    """Raise this process's limit of open files to its maximum."""
+    """Raise this process's limit of open files to its maximum. Log a warning if that is below
+    ``needed``.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if most != resource.RLIM_INFINITY and most < needed:

@@ -71,15 +71,16 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES, EMBEDDINGS = "/v1/responses", "/v1/messages", "/v1/embeddings"
 GENERATE, GENERATE_BATCH = "/v1/generate", "/v1/generate/batch"
 _DIRECT = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS, GENERATE, GENERATE_BATCH)
-"""Paths whose handlers the gate calls directly. They take a Request and return a Response."""
+"""Paths whose handlers the gate calls directly, without FastAPI. The handlers take a Request and
+return a Response."""
 
 
 SupervisorPage = Callable[[], Awaitable[str | None]]
-"""Returns host:port of the supervisor's metrics, or None."""
+"""Function that returns host:port of the supervisor's metrics, or None if it is unknown."""
 
 
 class Mountable(Protocol):
-    """Endpoints that are created elsewhere."""
+    """Endpoints that another module creates and that can be added to the app."""
 
     def mount(self, app: FastAPI) -> None:
         """Add the endpoints to the app."""
@@ -99,7 +100,7 @@ class Apis:
 
     @classmethod
     def of(cls, service: InferenceService) -> Apis:
-        """Create all APIs."""
+        """Create all APIs for clients, which share ``service``."""
         return cls(
             service,
             TokenService(service),

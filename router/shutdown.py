@@ -17,21 +17,23 @@ from router.access.audit import note_signal
 
 
 class Shutdown:
-    """The requested end of the process."""
+    """The shutdown of a router process: whether it was requested, and whether it is immediate."""
 
     def __init__(self, name: str) -> None:
-        """Create it; ``name`` of the router in the audit log, as in `baton drain`."""
+        """Create the shutdown of a router. ``name``: the router's name in the audit log, as in
+        `baton drain`.
+        """
         self._name = name
         self.requested = asyncio.Event()
         self.at_once = asyncio.Event()
 
     @property
     def in_order(self) -> bool:
-        """Whether running requests may end."""
+        """Whether a shutdown was requested that lets running requests end."""
         return self.requested.is_set() and not self.at_once.is_set()
 
     def take_signals(self) -> None:
-        """Handle signals from now on."""
+        """Handle SIGTERM and SIGINT from now on."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._on_term)
         loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
@@ -48,7 +50,9 @@ class Shutdown:
         self.requested.set()
 
     async def until(self, done: Coroutine[Any, Any, None], deadline_s: float) -> None:
-        """Wait for ``done``, the deadline, or a request to end at once."""
+        """Wait until ``done`` has ended, ``deadline_s`` seconds have passed, or an immediate
+        shutdown is requested.
+        """
         waits = [asyncio.create_task(done), asyncio.create_task(self.at_once.wait())]
         await asyncio.wait(waits, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
         await end_tasks(waits)

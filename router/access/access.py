@@ -38,7 +38,8 @@ OPEN = frozenset({"/health", "/live", "/ping"})
 """Paths that require no key: they only show whether the process serves."""
 _OPEN_PAGES = ("/console", "/console/")
 _OPEN_FILES = "/console/static/"
-"""Pages and files without data. Their data has paths of its own, which require a key."""
+"""Path prefix of pages and files without data. The data that they show has other paths, which
+require a key."""
 _ADMIN = ("/console/what-if", "/v1/cache", "/v1/cluster", "/v1/pools", "/v1/workers")
 _METRICS = ("/console", "/load", "/metrics")
 _INFERENCE = (
@@ -86,19 +87,21 @@ _INFERENCE_SERVICES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """The limits of a request after it is charged."""
+    """The state of a request's limits and budgets after the request was charged."""
 
     headers: Mapping[str, str]
-    """Headers with the remaining limits."""
+    """Response headers that show the remaining limits of the key."""
     slow: bool = False
-    """Whether a budget requires that it runs in the background."""
+    """Whether a budget is so far used that the request must run in the background."""
 
 
 _NO_CHARGE = Charge({})
 
 
 class Access:
-    """Checks keys and their scopes, counts requests against limits and budgets, and bills them."""
+    """Checks keys and their scopes, counts requests against limits and budgets, and bills
+    requests.
+    """
 
     def __init__(
         self,
@@ -107,7 +110,7 @@ class Access:
         limits: RateLimits | None = None,
         ledger: Ledger | None = None,
     ) -> None:
-        """Create the control; ``limits`` None: no rate limits. ``ledger`` None: no bills."""
+        """Create the access control. ``limits`` None: no rate limits. ``ledger`` None: no bills."""
         self._config = config
         self._ledger = ledger
         self._metrics = metrics
@@ -118,7 +121,7 @@ class Access:
         self.set_keys(())
 
     def set_keys(self, keys: Sequence[KeyConfig]) -> None:
-        """Replace all keys except those of the configuration. Running requests go on."""
+        """Replace all keys except those of the configuration. Running requests are not affected."""
         known = (*self._config.keys, *keys)
         self._keys = ApiKeys(known, required=self._config.require_key)
 
@@ -127,16 +130,18 @@ class Access:
         return self._keys.all()
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
-        """Return the caller, by HTTP headers or gRPC metadata with names in lower case.
+        """Return the caller that sent HTTP headers, or gRPC metadata, whose names are in lower
+        case.
 
         Raises Unauthenticated.
         """
         return self._keys.caller(authorization_of(headers))
 
     def owner_of(self, principal: Principal) -> Caller | None:
-        """Return the caller that began work under a principal, with the current state of its key.
+        """Return the caller that started long work, such as a batch, with the current state of its
+        key.
 
-        None if the key was revoked, has expired, or no longer allows the tenant's inference.
+        None if the key was revoked, has expired, or no longer allows inference for the tenant.
         """
         if not principal.key_id:
             return Caller(principal)
@@ -146,17 +151,17 @@ class Access:
         return Caller(principal, key)
 
     def may_see_workers(self, caller: Caller) -> bool:
-        """Return whether answers to a caller may name their workers, as the metrics do.
+        """Return whether answers to a caller may name the workers that computed them.
 
-        A caller with the scope ``metrics`` sees them. Without a required key all callers do, unless
-        metrics have a listener of their own.
+        A caller with the scope ``metrics`` sees them. Without a required key all callers see them,
+        unless the metrics have a listener of their own.
         """
         if caller.key is not None and caller.key.allows("metrics"):
             return True
         return not self._config.require_key and not self._config.admin_http
 
     def is_operator(self, headers: Mapping[str, str]) -> bool:
-        """Return whether a caller has the scope ``admin``."""
+        """Return whether the key in the headers has the scope ``admin``."""
         try:
             self.check(headers, "admin")
         except (Unauthenticated, Forbidden):
@@ -191,9 +196,11 @@ class Access:
         raise Forbidden(f"this API key does not allow {scope}")
 
     async def arrive(self, caller: Caller, *, background: bool = False) -> Caller:
-        """Count a request against its key's limits. Return a caller that must ``leave``.
+        """Count a request against its key's limits. Return a caller, to be passed to ``leave`` when
+        the request ends.
 
-        ``background``: no deadline applies. If it raises RateLimitExceeded, no ``leave`` is needed.
+        ``background``: true if no deadline applies to the request. Raises RateLimitExceeded; then
+        ``leave`` must not be called.
         """
         if self._limits is None:
             return caller
@@ -203,7 +210,9 @@ class Access:
         return replace(caller, visit=await self._limits.arrive(key, deadline_s))
 
     def leave(self, caller: Caller) -> None:
-        """End a request, successful or not."""
+        """End the counting of a request that ``arrive`` began, whether the request succeeded or
+        not.
+        """
         if caller.visit is not None and self._limits is not None:
             self._limits.leave(caller.visit)
 
@@ -211,7 +220,7 @@ class Access:
     async def visiting(self, caller: Caller, *, background: bool = False) -> AsyncIterator[Caller]:
         """Count a request against its key's limits, from its arrival to the end of the block.
 
-        Raises as ``arrive`` does.
+        Yields the caller with its counted request. Raises RateLimitExceeded.
         """
         there = await self.arrive(caller, background=background)
         try:
@@ -227,11 +236,12 @@ class Access:
         requests: Sequence[GenerationRequest],
         choices: Sequence[Choice],
     ) -> AsyncIterator[Charge]:
-        """Charge the prompts of an arrived request and, after the block, bill them.
+        """Charge a request that has arrived what it may cost. After the block, bill what it used.
 
-        At the end ``choices`` hold the numbers of generated tokens. A request that was rejected
-        before it began costs no tokens, and one that failed by the server's fault has no bill.
-        Raises RateLimitExceeded, RequestTooLarge and Unavailable, and counts them as refusals.
+        ``choices`` must have the numbers of generated tokens when the block ends. A request that
+        was rejected before it began costs no tokens, and one that failed by the server's fault is
+        not billed. Raises RateLimitExceeded, RequestTooLarge and Unavailable, and counts them as
+        refusals.
         """
         visit = caller.visit
         try:
@@ -277,7 +287,7 @@ def _is_own_fault(failure: BaseException | None) -> bool:
 
 
 def _check_direct(headers: Mapping[str, str]) -> None:
-    """Check that no proxy has forwarded the request. Raises Forbidden."""
+    """Check by the headers that no proxy has forwarded the request. Raises Forbidden."""
     added = next((name for name in _PROXY_HEADERS if name in headers), None)
     if added is not None:
         raise Forbidden(
@@ -298,7 +308,9 @@ def is_loopback(host: str) -> bool:
 
 
 def listed_scope(path: str) -> Scope | None:
-    """Return the scope of an HTTP path by the tables; None if it is open, or not listed."""
+    """Return the scope that the tables give an HTTP path; None if it needs no key or is not
+    listed.
+    """
     end = len(path)
     while end > 0:
         scope = _BY_PREFIX.get(path[:end])
@@ -309,14 +321,16 @@ def listed_scope(path: str) -> Scope | None:
 
 
 def scope_of_path(path: str) -> Scope | None:
-    """Return the scope that an HTTP path requires; None: it is open."""
+    """Return the scope that an HTTP path requires; None if the path needs no key."""
     if path in OPEN or path in _OPEN_PAGES or path.startswith(_OPEN_FILES):
         return None
     return listed_scope(path) or "admin"
 
 
 def scope_of_service(name: str) -> Scope | None:
-    """Return the scope that a gRPC service, by its full name, requires; None: it is open."""
+    """Return the scope that a gRPC service requires, by the service's full name; None if it needs
+    no key.
+    """
     if name in _OPEN_SERVICES:
         return None
     return "inference" if name in _INFERENCE_SERVICES else "admin"

@@ -42,11 +42,11 @@ class Caller:
     principal: Principal
     key: KeyConfig | None = None
     visit: Visit | None = None
-    """Counts the request against the key's limits, if it has any."""
+    """The request's count against the limits of its key; None if the key has no limits."""
 
     @property
     def priority(self) -> int:
-        """Priority of requests that set none."""
+        """Priority of the caller's requests that set none themselves."""
         return 0 if self.key is None else self.key.priority
 
 
@@ -95,7 +95,7 @@ class ApiKeys:
         return tuple(self._by_name.values())
 
     def named(self, name: str) -> KeyConfig | None:
-        """Return the key with a public name; None if it was revoked or has expired."""
+        """Return the key with this public name; None if no such key exists, or it has expired."""
         key = self._by_name.get(name)
         return None if key is None or self._has_expired(key) else key
 
@@ -115,7 +115,9 @@ class ApiKeys:
 
 
 def authorization_of(headers: Mapping[str, str]) -> str:
-    """Return the Authorization header, or the ``x-api-key`` that Anthropic's clients send."""
+    """Return the Authorization header. Without one, return the ``x-api-key`` that Anthropic's
+    clients send.
+    """
     given = headers.get("authorization", "")
     if not given and (key := headers.get("x-api-key", "")):
         return f"Bearer {key}"
@@ -125,8 +127,8 @@ def authorization_of(headers: Mapping[str, str]) -> str:
 def check_one_credential(headers: Iterable[tuple[str, str]]) -> None:
     """Check that headers, with names in lower case, have at most one credential.
 
-    A proxy or service around the router might use another one than the router. Raises
-    InvalidRequest.
+    If there were two, a proxy in front of the router might check one and the router the other.
+    Raises InvalidRequest.
     """
     given = [(name, value) for name, value in headers if value and name in _CREDENTIALS]
     if len(given) < 2:
@@ -140,7 +142,9 @@ def check_one_credential(headers: Iterable[tuple[str, str]]) -> None:
 
 
 def _shown(authorization: str) -> str:
-    """Return the key in a header. Browsers send it as the password of basic authentication."""
+    """Return the API key in an Authorization header. Browsers send it as the password of basic
+    authentication.
+    """
     scheme = authorization.lower()
     if scheme.startswith(_BEARER):
         return authorization[len(_BEARER) :].strip()
@@ -167,9 +171,9 @@ class KeyWatch:
         set_keys: Callable[[Sequence[KeyConfig]], None],
         metrics: RouterMetrics,
     ) -> None:
-        """Create a watch; the file must not repeat names or hashes of ``taken``.
+        """Create a watch that passes the keys of the file to ``set_keys``.
 
-        ``taken`` are the configuration's keys.
+        ``taken`` are the configuration's keys. The file must not repeat their names or hashes.
         """
         self._path = path
         self._names = {key.name for key in taken}
@@ -179,18 +183,18 @@ class KeyWatch:
         self._mark: _Mark | None = None
 
     async def begin(self) -> None:
-        """Read the file for the first time. Raises ConfigError."""
+        """Read the keys from the file for the first time. Raises ConfigError."""
         self._mark, keys = await asyncio.to_thread(self._read)
         self._set_keys(keys)
 
     async def run(self) -> None:
-        """Poll the file until cancelled."""
+        """Poll the file of keys until cancelled."""
         while True:
             await asyncio.sleep(KEY_FILE_POLL_S)
             await self.poll()
 
     async def poll(self) -> None:
-        """Read the file again if it has changed."""
+        """Reload the file of keys if it has changed."""
         mark = await asyncio.to_thread(_mark_of, self._path)
         if mark == self._mark:
             return
@@ -217,7 +221,7 @@ class KeyWatch:
 
 
 def _mark_of(path: Path) -> _Mark | None:
-    """Return a mark of the file's state; None if there is no file."""
+    """Return values that change whenever the file at ``path`` does; None if there is no file."""
     try:
         found = path.stat()
     except OSError:

@@ -22,7 +22,7 @@ log.setLevel(logging.INFO)
 MAX_REFUSALS_PER_S = 5
 """Maximum lines about refused requests per second: unknown clients must not fill the disk."""
 _SHOWN = 200
-"""Maximum characters of a path in a line."""
+"""Maximum number of characters of a path that a line of the log shows."""
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def operator_call(
     target: str,
     **details: object,
 ) -> Iterator[None]:
-    """Check that the caller is an operator, run the block, and log how it ended.
+    """Check that the caller is an operator, run the block, and log how the block ended.
 
     ``target`` is the object of the call, ``details`` are its arguments. Raises Unauthenticated,
     Forbidden.
@@ -84,7 +84,8 @@ class Refusals:
         client: str,
         request_id: str = "",
     ) -> None:
-        """Log a 401 or 403, unless there were too many. Other errors are ignored.
+        """Log an error with status 401 or 403, unless there were too many in this second. Other
+        errors are ignored.
 
         ``action``: method and path. ``client``: the peer's address.
         """

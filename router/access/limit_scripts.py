@@ -29,7 +29,8 @@ from __future__ import annotations
 from router.billing.budget_scripts import BUDGETS
 
 GRACE_S = 86_400
-"""A leave reported later than this after the deadline charges nothing, in seconds."""
+"""Grace period in seconds after a request's deadline. If the request's end is reported later than
+that, nothing is charged."""
 
 _COMMON = f"""
 local minute, grace = 60000000, {GRACE_S * 1_000_000}
@@ -158,8 +159,8 @@ return answer
 """
 )
 
-# KEYS: as above. ARGV: requests per minute, tokens per minute; the requests and tokens that it took
-# in all, its entry, whether it is unsure (1) that it was counted.
+# KEYS: as above. ARGV: requests per minute, tokens per minute; the requests and tokens that
+# a request took in all, its entry, whether it is unsure (1) that Redis counted the request.
 LEAVE = (
     _COMMON
     + """

@@ -1,4 +1,5 @@
-"""Places for unauthenticated peers: connections of a listener, and calls that need no key.
+"""Places: a bounded number of slots for unauthenticated peers, which are connections of a listener
+and calls that need no key.
 
     admitted ─the peer must send something→ waiting
     waiting ─it has arrived→ working, for as long as its owner allows
@@ -21,21 +22,23 @@ from baton.liveness.listening import ListeningClock
 
 _MAX_SWEEP_S = 0.5
 _SWEEPS = 8
-"""Number of sweeps within the shortest deadline."""
+"""Number of checks for passed deadlines within the shortest deadline."""
 _TURNS = 2
-"""Turns of the event loop in which all data that has arrived is read at least once."""
+"""A check runs after this many turns of the event loop. They suffice to read all data that has
+arrived."""
 
 
 class Place:
-    """One place, from ``Places.admit`` to its release."""
+    """A slot for one unauthenticated peer, from ``Places.admit`` to its release."""
 
     __slots__ = ("_client", "_due", "_on_late", "_owner", "_queue", "cut", "since")
 
     def __init__(self, owner: Places, client: str, cut: Callable[[], None]) -> None:
         self.cut = cut
-        """Closes the peer's connection or call without an answer. The owner may replace it."""
+        """Closes the peer's connection or call without an answer. The code that holds the place may
+        replace it."""
         self.since = 0.0
-        """Start of its wait, by the clock of ``Places``."""
+        """Time at which the place began to wait for its peer, by the clock of ``Places``."""
         self._owner = owner
         self._client = client
         self._queue: dict[Place, None] | None = None
@@ -43,7 +46,9 @@ class Place:
         self._on_late = cut
 
     def wait(self, limit_s: float, on_late: Callable[[], None]) -> None:
-        """Call ``on_late`` after ``limit_s`` seconds, unless it works or is released before."""
+        """Start to wait for the peer. ``on_late`` is called after ``limit_s`` seconds, unless
+        ``work`` or ``release`` is called before.
+        """
         self.work()
         self._queue = self._owner.queue_of(limit_s)
         self._queue[self] = None
@@ -52,13 +57,15 @@ class Place:
         self._on_late = on_late
 
     def work(self) -> None:
-        """End the wait: what was expected has arrived."""
+        """End the wait for the peer: what it had to send has arrived."""
         if self._queue is not None:
             self._queue.pop(self, None)
             self._queue = None
 
     def end_if_late(self, now: float) -> bool:
-        """Call its owner if its deadline has passed; return whether it has."""
+        """If the peer's deadline has passed, end the wait and call ``on_late``. Return whether it
+        has passed.
+        """
         if self._due > now:
             return False
         self.work()
@@ -66,19 +73,22 @@ class Place:
         return True
 
     def release(self) -> None:
-        """Free the place; idempotent. It drops all references to its peer."""
+        """Free the place; idempotent. Its callbacks are dropped, and with them all references to
+        the peer.
+        """
         self.work()
         self.cut = self._on_late = _nothing
         self._owner.forget(self, self._client)
 
 
 class Places:
-    """A bounded number of places, in all and per client."""
+    """Limits the number of unauthenticated peers, in all and per client."""
 
     def __init__(self, most: int, most_per_client: int, shortest_s: float) -> None:
-        """Create ``most`` places. ``most_per_client`` 0 is unlimited.
+        """Create ``most`` places. ``most_per_client`` is the limit of one client address; 0 is
+        unlimited.
 
-        ``shortest_s``: the shortest deadline, in seconds.
+        ``shortest_s``: the shortest deadline in seconds that a place can get.
         """
         self._most = most
         self._most_per_client = most_per_client
@@ -87,14 +97,16 @@ class Places:
         self._taken: set[Place] = set()
         self._by_client: Counter[str] = Counter()
         self._queues: dict[float, dict[Place, None]] = {}
-        """Waiting places by the length of their deadline, in the order of their start."""
+        """Places whose peers must still send something, by the length of their deadline. Each queue
+        is ordered by the time at which its places began to wait."""
         self._is_sweeping = False
 
     def __len__(self) -> int:
         return len(self._taken)
 
     def admit(self, client: str, cut: Callable[[], None]) -> Place | None:
-        """Return a place for ``client``; None if there is none.
+        """Give a place to a peer of ``client``, if necessary that of the peer that has waited
+        longest. Return None if no place can be had.
 
         ``cut`` closes the peer's connection or call without an answer.
         """
@@ -108,7 +120,9 @@ class Places:
         return place
 
     def _cut_one(self) -> bool:
-        """Free the place that has waited longest; return whether there was one."""
+        """Cut off the peer that has waited longest and free its place; return whether there was
+        one.
+        """
         first = [next(iter(queue)) for queue in self._queues.values() if queue]
         if not first:
             return False
@@ -119,7 +133,9 @@ class Places:
         return True
 
     def queue_of(self, limit_s: float) -> dict[Place, None]:
-        """Return the places that wait for ``limit_s`` seconds, in order. The caller adds one."""
+        """Return the waiting places with a deadline of ``limit_s`` seconds, in order. The caller
+        adds one.
+        """
         if not self._is_sweeping:
             self._is_sweeping = True
             self.clock.tick()
@@ -127,7 +143,7 @@ class Places:
         return self._queues.setdefault(limit_s, {})
 
     def forget(self, place: Place, client: str) -> None:
-        """Free a place; idempotent."""
+        """Remove a place, which belonged to ``client``, from the counts; idempotent."""
         if place not in self._taken:
             return
         self._taken.remove(place)
@@ -154,4 +170,4 @@ class Places:
 
 
 def _nothing() -> None:
-    """Do nothing: the callback of a free place."""
+    """Do nothing. A released place has this as its callbacks."""

@@ -51,13 +51,14 @@ from router.core.script_queue import MAX_TOGETHER, ScriptCall, ScriptQueue, call
 log = logging.getLogger(__name__)
 
 ANSWER_S = 0.25
-"""Maximum wait of a request for a connection and the answer, in seconds. After it, it goes
-uncounted."""
+"""Maximum time in seconds that a request waits for a connection to Redis and the answer. After it,
+the request proceeds without being counted."""
 AWAY_S = 1.0
-"""Pause after a failure, in seconds, so that a dead Redis costs one wait, not one per request."""
+"""Pause after a failed call, in seconds. A dead Redis then delays one request per pause, not every
+request."""
 MAX_CONNECTIONS = 4
 MAX_WAITING = 1024
-"""Maximum number of requests that wait for a connection. Further ones go uncounted."""
+"""Maximum number of requests that wait for a connection to Redis. Further ones are not counted."""
 MAX_REPORTS = 16384
 """Maximum number of ended requests that are reported one by one, about 10 MB. Further ones that
 Redis may not have counted are reported together, by key."""
@@ -74,28 +75,30 @@ _FIRST_STAY_S = 1.0
 _WEIGHT = 0.1
 _MICROSECONDS = 1_000_000
 _CONCURRENCY, _BUDGET = 3, 4
-"""Numbers of the concurrency limit and of the first budget in the script's answer."""
+"""Numbers in the script's answer: that of the concurrency limit, and that of the first budget."""
 _LIMIT_FIELDS = 6
-"""Number of fields in the script's answer before those of budgets."""
+"""Number of fields in the script's answer before the fields of the budgets."""
 
 
 @dataclass(slots=True)
 class _Use:
-    """Recent use of a key by this router, for predictions."""
+    """Recent requests of one key at this router, from which its next requests are predicted."""
 
     stay: RunningMean = field(default_factory=lambda: RunningMean(_WEIGHT))
-    """Duration of requests, in seconds."""
+    """Mean duration of the key's requests, in seconds."""
     answers: deque[int] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    """Lengths of the latest answers, in tokens."""
+    """Lengths in tokens of the key's latest answers."""
 
     def answer_tokens(self) -> int:
-        """Return the expected maximum tokens of an answer."""
+        """Return the number of tokens that an answer for the key is expected not to exceed."""
         return max(_MIN_EXPECTED_TOKENS, max(self.answers, default=0))
 
 
 @dataclass(slots=True)
 class _Report:
-    """A pending report of one ended request, or of several without an entry."""
+    """A pending report to Redis about one ended request, or about several that Redis may not have
+    counted.
+    """
 
     key: KeyConfig
     entry: str
@@ -116,7 +119,7 @@ class RateLimits:
         clock: Callable[[], float] = time.monotonic,
         budgets: Budgets | None = None,
     ) -> None:
-        """Create the limits; ``budgets`` None: there are none."""
+        """Create the limits of a cluster's keys. ``budgets`` None: there are no budgets."""
         self._client = client
         self._budgets = budgets
         self._enter_script = client.register_script(ENTER)
@@ -130,15 +133,18 @@ class RateLimits:
         self._entries = map(f"{secrets.token_hex(6)}-{{}}".format, count())
         self._queue = ScriptQueue(client, connections=MAX_CONNECTIONS, max_waiting=MAX_WAITING)
         self._reports: dict[str, _Report] = {}
-        """Pending reports by entry, the oldest first."""
+        """Pending reports by the request's entry in Redis, the oldest first."""
         self._owed: dict[str, _Report] = {}
-        """Reports of several requests, by key, while more can be added to them."""
+        """Reports that sum up several requests of a key, by key. More requests can be added until
+        they are sent."""
         self._reporting: asyncio.Task[None] | None = None
         self._renewed: dict[str, Visit] = {}
         self._renewing: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        """Wait up to ``2 * ANSWER_S`` for reports to Redis."""
+        """Wait until the pending reports have been sent to Redis, at most ``2 * ANSWER_S``
+        seconds.
+        """
         await self._queue.close()
         if self._renewing is not None:
             await end_tasks([self._renewing])
@@ -147,10 +153,12 @@ class RateLimits:
             await end_tasks([self._reporting])
 
     async def arrive(self, key: KeyConfig, deadline_s: float | None) -> Visit | None:
-        """Count a request, which must ``leave``. Return None if it has no limits.
+        """Count a request against its key's limits; ``leave`` must be called when the request ends.
+        Return None if no limit applies to it.
 
-        ``deadline_s``: the time within which it ends; None: no deadline. Raises RateLimitExceeded
-        with the remaining limits and the time to retry; then no ``leave`` is needed.
+        ``deadline_s``: seconds within which the request ends; None: no deadline. Raises
+        RateLimitExceeded with the remaining limits and the time to retry; then ``leave`` must not
+        be called.
         """
         budgets = self._budgets.of(key) if self._budgets is not None else ()
         if not key.limited and not budgets:
@@ -181,7 +189,7 @@ class RateLimits:
     async def charge(
         self, visit: Visit, prompt_tokens: int, answers: Sequence[int], cost: int = 0
     ) -> None:
-        """Charge what a request may cost, instead of its earlier charge.
+        """Charge what a request may cost. The charge replaces the earlier one.
 
         ``answers``: the maximum tokens of each answer. ``cost``: the maximum cost in nanodollars.
         Raises RateLimitExceeded, RequestTooLarge if the prompt has more tokens than the key's limit
@@ -207,7 +215,9 @@ class RateLimits:
             self._budgets.hold(visit.hold, cost)
 
     def _tokens_to_charge(self, visit: Visit, prompt_tokens: int, answers: Sequence[int]) -> int:
-        """Return the tokens to charge in addition to earlier charges. Raises RequestTooLarge."""
+        """Return the tokens that a request is still to be charged, beyond its earlier charges.
+        Raises RequestTooLarge.
+        """
         limit = visit.key.tokens_per_minute
         if not limit:
             return 0
@@ -220,12 +230,14 @@ class RateLimits:
         return 0 if visit.unsure else max(0, min(wanted, limit) - visit.reserved)
 
     def answered(self, visit: Visit, prompt_tokens: int, answers: Sequence[int]) -> None:
-        """Record the tokens that a request took; they are charged when it leaves."""
+        """Record the tokens that a request used, prompt and answers. They are charged when it
+        leaves.
+        """
         visit.tokens += prompt_tokens + sum(answers)
         self._use(visit.key).answers.append(max(answers, default=0))
 
     def leave(self, visit: Visit) -> None:
-        """End a request without waiting for Redis."""
+        """End the counting of a request. The report to Redis is sent later, by a task."""
         self._renewed.pop(visit.hold.entry, None)
         if not visit.key.limited:
             return
@@ -246,7 +258,9 @@ class RateLimits:
         return self._uses.setdefault(key.name, _Use())
 
     def _take(self, visit: Visit, answer: Sequence[int], cost: int = 0) -> None:
-        """Process the answer of Redis to a charge of ``cost``. Raises RateLimitExceeded."""
+        """Process the answer of Redis to a charge of ``cost`` nanodollars. Raises
+        RateLimitExceeded.
+        """
         key = visit.key
         numbers = list(map(int, answer))
         refused, wait, requests, requests_reset, left, left_reset = numbers[:_LIMIT_FIELDS]
@@ -263,7 +277,9 @@ class RateLimits:
             raise self._refusal(visit, refused, wait / 1e6)
 
     def _learn_budgets(self, visit: Visit, numbers: Sequence[int]) -> Sequence[int]:
-        """Process the state of budgets. Return the used nanodollars of each."""
+        """Process the state of the budgets in an answer of Redis. Return the nanodollars used of
+        each budget.
+        """
         if self._budgets is None or not numbers:
             return ()
         used = numbers[::2]
@@ -303,7 +319,7 @@ class RateLimits:
     async def _ask(
         self, visit: Visit, *, requests: int, tokens: int, cost: int | None = None
     ) -> Any:
-        """Send a charge to Redis and return the answer; None if Redis is unreachable."""
+        """Send a charge to Redis and return its answer; None if Redis is unreachable."""
         if self._clock() < self._away_until:
             return None
         asked = self._queue.put(self._call(visit, requests, tokens, cost))
@@ -350,11 +366,11 @@ class RateLimits:
         return ScriptCall(self._enter_script, keys, args)
 
     async def _report_all(self) -> None:
-        """Send all reports. A report may arrive twice, but counts once."""
+        """Send all pending reports to Redis. A report may arrive twice, but counts once."""
         while self._reports:
             reports = list(islice(self._reports.values(), MAX_TOGETHER))
             for report in reports:
-                # Add no more requests to it: Redis counts an entry once.
+                # Add no more requests to a report that was sent: Redis counts an entry once.
                 report.sent = True
             errors = await self._report(reports)
             if errors:
@@ -387,7 +403,9 @@ class RateLimits:
         return [answer for answer in answers if isinstance(answer, Exception)]
 
     async def _renew(self) -> None:
-        """Renew requests without a deadline, so that they keep counting as running."""
+        """Renew the leases of requests without a deadline, so that they keep counting as
+        running.
+        """
         while True:
             await asyncio.sleep(_RENEW_S)
             visits = iter(list(self._renewed.values()))

@@ -13,15 +13,15 @@ class Allowance:
     """The remaining part of one limit of a key at one moment."""
 
     name: str
-    """``requests`` or ``tokens``."""
+    """What the limit counts: ``requests`` or ``tokens``."""
     limit: int
-    """The limit per minute."""
+    """The maximum number of requests or tokens per minute."""
     remaining: int
     reset_s: float
-    """Seconds until the limit is full again."""
+    """Seconds until the limit is full again, if nothing more is used."""
 
     def headers(self) -> dict[str, str]:
-        """Return headers in the names and format of OpenAI's API."""
+        """Return response headers for the limit, in the names and format of OpenAI's API."""
         prefix = "x-ratelimit"
         return {
             f"{prefix}-limit-{self.name}": str(self.limit),
@@ -36,23 +36,25 @@ class Visit:
 
     key: KeyConfig
     hold: Hold
-    """Its holds on budgets. The entry also names it among running requests."""
+    """The request's holds on budgets. The hold's ``entry`` is also its name in the key's set of
+    running requests."""
     lease_s: float
-    """Seconds for which it counts as running unless it leaves or is renewed."""
+    """Seconds for which the request counts as running, unless its end is reported or the lease is
+    renewed."""
     entered_at: float
     sent: bool = False
-    """Whether Redis may have received it."""
+    """Whether Redis may have received the request."""
     unsure: bool = True
-    """Whether Redis may have missed a part of it."""
+    """Whether Redis may have missed some charges of the request."""
     reserved: int = 0
-    """Tokens charged in advance."""
+    """Number of tokens charged in advance for the request."""
     tokens: int = 0
-    """Tokens that it took."""
+    """Number of tokens that the request has used."""
     allowances: tuple[Allowance, ...] = ()
-    """Remaining limits, as last seen."""
+    """The key's remaining limits at the latest answer of Redis."""
 
     def headers(self) -> dict[str, str]:
-        """Return headers with the remaining limits, for the client."""
+        """Return response headers that show the client its remaining limits."""
         return {
             name: value
             for allowance in self.allowances
@@ -61,7 +63,9 @@ class Visit:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds as ``250ms``, ``1.5s``, ``2m0s``: rounded up to ms, from a minute on to s."""
+    """Format a duration as ``250ms``, ``1.5s``, ``2m0s``: rounded up to milliseconds, from one
+    minute on to seconds.
+    """
     milliseconds = max(0, -int(-seconds * 1000 // 1))
     if milliseconds < 1000:
         return f"{milliseconds}ms"

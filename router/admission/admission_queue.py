@@ -24,11 +24,11 @@ from router.routing.cost_model import Coefficients
 from router.workers.worker_link import WorkerLink
 
 TICK_S = 0.05
-"""Interval of the controller's decisions while requests wait and none starts or ends, in seconds.
-"""
+"""Interval in seconds of the admission decisions while requests wait and no request starts or
+ends."""
 CAPACITY_AGE_S = 0.02
-"""Maximum age of a view of the workers in seconds; this router's own requests are counted on top.
-"""
+"""Maximum age in seconds of a view of the workers. This router's own requests since then are
+counted in addition."""
 
 
 class AdmissionQueue:
@@ -41,8 +41,8 @@ class AdmissionQueue:
         capacity: Callable[[], Capacity | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create a queue; ``capacity`` returns the workers' capacity, None while a role has no
-        worker.
+        """Create a queue. ``capacity`` returns the workers' capacity, or None while prefill or
+        decode has no worker.
         """
         self._config = config
         self._metrics = metrics
@@ -62,9 +62,10 @@ class AdmissionQueue:
             metrics.waiting_requests.labels(tenant=tenant).set(0)
 
     async def acquire(self, request: GenerationRequest) -> None:
-        """Wait until the request may go to the workers. ``release`` must follow in any case.
+        """Wait until the request may go to the workers. Afterwards ``release`` must be called, even
+        if this raises.
 
-        Raises Overloaded if it is rejected.
+        Raises Overloaded if the request is rejected.
         """
         now = self._clock()
         turn = asyncio.get_running_loop().create_future()
@@ -95,19 +96,22 @@ class AdmissionQueue:
             self._pump()
 
     def generated(self, request_id: str, tokens: int) -> None:
-        """Count ``tokens`` more of its answer; with several choices, of the first one."""
+        """Count ``tokens`` more of the request's answer. With several choices, only tokens of the
+        first are counted.
+        """
         self._controller.generated(request_id, tokens)
 
     def release(self, request_id: str, *, finished: bool = False, held_s: float = 0.0) -> None:
-        """Record that the request has ended; idempotent. ``finished``: with its whole answer.
+        """Record that the request has ended; idempotent. ``finished``: true if its whole answer was
+        generated.
 
-        Its client delayed the answer by ``held_s`` seconds.
+        ``held_s``: seconds by which its client delayed the answer.
         """
         self._controller.left(request_id, self._clock(), finished=finished, held_s=held_s)
         self._pump()
 
     def close(self) -> None:
-        """Stop the periodic decisions."""
+        """Stop the timer of the admission decisions."""
         if self._tick is not None:
             self._tick.cancel()
             self._tick = None
@@ -166,7 +170,9 @@ def capacity_of(
     decode: Sequence[WorkerLink],
     prefill_cost: Coefficients,
 ) -> Capacity:
-    """Sum up the workers' snapshots, in blocks of the prefix index of ``hash_block`` tokens."""
+    """Sum up the workers' snapshots. Blocks of KV are converted to those of the prefix index, of
+    ``hash_block`` tokens.
+    """
     sizes = [max(1, link.record.geometry.block_size // hash_block) for link in decode]
     loads = [link.load for link in decode]
     return Capacity(

@@ -11,19 +11,21 @@ from router.admission.capacity import Capacity, DecodeReservations, ExpectedAnsw
 from router.admission.inflight_prefills import InflightPrefills
 
 RESERVE_SHARE = 0.25
-"""Fraction of the decode workers' places and blocks that is reserved for other requests."""
+"""Fraction of the decode workers' capacity, in sequences and in blocks, that is reserved for
+requests that are not background requests."""
 MAX_TPOT_SHARE = 0.7
 """Background requests are sent while a decode step takes at most this fraction of the TPOT SLO."""
 HOLD_S = 1.0
-"""Seconds after a delay in which further delays count as the same one, since halving has had no
-effect yet. Meanwhile no background request is admitted."""
+"""Seconds after a delay of other requests in which further delays are ignored, since halving the
+limit has had no effect yet. Meanwhile no background request is admitted."""
 WINDOW_S = 0.01
 """A prefill worker gets more than one background prompt only if all of them take at most this long,
 in seconds. Measured (docs/how-to/use/batches.md): more of them delay others, and gain little."""
 
 
 class BackgroundShare:
-    """The maximum number of background requests at the workers.
+    """The limit of background requests at the workers, which adapts to whether they delay other
+    requests.
 
     Additive increase, multiplicative decrease (D. Chiu and R. Jain, "Analysis of the increase and
     decrease algorithms for congestion avoidance in computer networks", Computer Networks and ISDN
@@ -32,18 +34,22 @@ class BackgroundShare:
     """
 
     def __init__(self, maximum: int) -> None:
-        """Start with a limit of one, which grows up to ``maximum``."""
+        """Start with a limit of one background request, which grows up to ``maximum``."""
         self._maximum = maximum
         self._limit = 1
         self._hurt_at = -math.inf
 
     @property
     def limit(self) -> int:
-        """Maximum number at the workers while no other request is delayed."""
+        """Maximum number of background requests at the workers while no other request is
+        delayed.
+        """
         return self._limit
 
     def hurt(self, now: float) -> None:
-        """Record that other requests wait, or get their tokens too slowly."""
+        """Record that requests other than background requests wait, or get their tokens too slowly.
+        That halves the limit.
+        """
         if now - self._hurt_at >= HOLD_S:
             self._limit = max(1, self._limit // 2)
             self._hurt_at = now
@@ -54,7 +60,9 @@ class BackgroundShare:
             self._limit = min(self._maximum, self._limit + 1)
 
     def allows(self, in_flight: int, now: float) -> bool:
-        """Return whether one more may be sent while ``in_flight`` are at the workers."""
+        """Return whether one more background request may be sent while ``in_flight`` are at the
+        workers.
+        """
         return in_flight < self._limit and now - self._hurt_at >= HOLD_S
 
 
@@ -76,12 +84,14 @@ class BackgroundSlack:
         self._sent: set[str] = set()
 
     def look(self, capacity: Capacity, now: float, *, others_wait: bool) -> None:
-        """Lower the limit if background requests delay others."""
+        """Lower the limit of background requests if they delay other requests."""
         if self._sent and (others_wait or self._is_slow(capacity)):
             self._share.hurt(now)
 
     def takes(self, answer: ExpectedAnswer, work_s: float, capacity: Capacity, now: float) -> bool:
-        """Return whether one more may be sent, with ``work_s`` seconds of prefill work."""
+        """Return whether one more background request may be sent. Its prompt takes ``work_s``
+        seconds of prefill work.
+        """
         if not self._share.allows(len(self._sent), now):
             return False
         if self._decode.is_empty and not capacity.decode_sequences:
@@ -91,11 +101,13 @@ class BackgroundSlack:
         )
 
     def sent(self, request_id: str) -> None:
-        """Record that one goes to the workers. ``left`` must follow, once."""
+        """Record that a background request goes to the workers. When it ends, ``left`` must be
+        called once.
+        """
         self._sent.add(request_id)
 
     def left(self, request_id: str, now: float, *, finished: bool) -> bool:
-        """Record that a request has ended. Return whether it was a background one."""
+        """Record that any request has ended. Return whether it was a background request."""
         if request_id not in self._sent:
             return False
         self._sent.remove(request_id)

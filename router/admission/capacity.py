@@ -1,9 +1,10 @@
-"""The workers' capacity by their snapshots, and what decode workers were promised since.
+"""The workers' capacity by their snapshots, and what was sent to decode workers since then.
 
     sent ─first token→ begun → gone
 
-Snapshots are late. ``DecodeReservations`` counts the promised places and blocks, and learns how
-long answers take. Plain Python; ``now`` is passed in. Owned by one event loop.
+Snapshots are late. ``DecodeReservations`` counts the sequences and blocks of this router's
+requests, and learns how long answers take. Plain Python; ``now`` is passed in. Owned by one event
+loop.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from baton.autoscaling.traffic import FIRST_ANSWER_TOKENS, RunningMean
 from router.routing.cost_model import PREFILL_DEFAULT, Coefficients
 
 IDLE_S = 5.0
-"""A cluster that is idle and has had no waiting request for this long loses its learned values."""
+"""Seconds without decoding after which the learned durations of answers are dropped."""
 _WEIGHT = 0.1
 _MIN_WORK_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The capacity of the workers. Blocks are those of the prefix index."""
+    """The capacity of all workers by their snapshots. Block counts are in blocks of the prefix
+    index.
+    """
 
     block_size: int
     prefill_workers: int
@@ -30,11 +33,11 @@ class Capacity:
     """Sequences that run or wait at decode workers."""
     max_sequences: int
     available_blocks: tuple[int, ...]
-    """Blocks of each decode worker that are free, or used only by its cache."""
+    """For each decode worker: number of blocks that are free, or used only by its prefix cache."""
     total_blocks: tuple[int, ...]
-    """All blocks of each decode worker."""
+    """For each decode worker: number of all its blocks."""
     step_s: float = 0.0
-    """Latest decode step of the slowest decode worker, in seconds; 0: not known."""
+    """Duration of the latest decode step at the slowest decode worker, in seconds; 0: not known."""
     prefill_cost: Coefficients = PREFILL_DEFAULT
     """The mean of the prefill workers' cost models (``router.routing.cost_model``)."""
 
@@ -47,25 +50,29 @@ class Capacity:
 
 @dataclass(slots=True)
 class ExpectedAnswer:
-    """An answer, or several equally long ones of one prompt."""
+    """The expected answer of a request: one choice, or several of equal length to one prompt."""
 
     prompt_tokens: int
     expected_tokens: int
     choices: int
     blocks: int = 0
-    """Blocks promised to it that snapshots do not show yet."""
+    """Number of blocks that are reserved for the answer and that no snapshot shows as used yet."""
     begun_at: float | None = None
     generated: int = 0
-    """Tokens of the first choice so far."""
+    """Number of tokens that the first choice has so far."""
 
     def need(self, capacity: Capacity) -> int:
-        """Return the blocks that it needs at its end, at most those of one worker."""
+        """Return the number of blocks that the answer occupies at its end, at most those of one
+        worker.
+        """
         tokens = self.prompt_tokens + self.expected_tokens * self.choices
         return min(-(-tokens // capacity.block_size), max(capacity.total_blocks, default=0))
 
 
 class DecodeReservations:
-    """The places and blocks that this router's requests take at decode workers."""
+    """The sequences and blocks that this router's requests occupy, or are going to occupy, at
+    decode workers.
+    """
 
     def __init__(self) -> None:
         self._sent: dict[str, ExpectedAnswer] = {}
@@ -75,23 +82,24 @@ class DecodeReservations:
         self._tpot_s = RunningMean(_WEIGHT)
         self._max_sequences = 0
         self._ended_at = -math.inf
-        """When the latest answer ended."""
+        """Time at which the latest answer ended."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was promised."""
+        """Whether no request of this router is at the workers."""
         return not self._sent and not self._begun
 
     @property
     def tpot_s(self) -> float:
-        """Mean time per output token in seconds; 0 if none was seen lately."""
+        """Mean time per output token in seconds; 0 if no answer has ended lately."""
         return self._tpot_s.value or 0.0
 
     def look(self, capacity: Capacity, now: float) -> bool:
-        """Record the number of places. Return whether nothing was decoded for ``IDLE_S``.
+        """Record how many sequences the workers can run. Return whether nothing was decoded for
+        ``IDLE_S``.
 
-        In that case learned values are dropped: they may be wrong, and a rejected request corrects
-        nothing.
+        In that case the learned times are dropped. If they were wrong, requests might be rejected
+        because of them, and a rejected request corrects nothing.
         """
         self._max_sequences = capacity.max_sequences
         idle = not self._begun and now - self._ended_at >= IDLE_S
@@ -101,18 +109,22 @@ class DecodeReservations:
         return idle
 
     def expected_tokens(self, max_tokens: int) -> int:
-        """Return the expected length of an answer of at most ``max_tokens``."""
+        """Return the expected number of tokens of an answer that may have up to ``max_tokens``."""
         mean = self._answer_tokens.value
         return min(max_tokens, FIRST_ANSWER_TOKENS if mean is None else math.ceil(mean))
 
     def free_places(self, capacity: Capacity) -> int:
-        """Return the free places for sequences, negative if more are promised than exist."""
+        """Return how many more sequences the decode workers can run; negative if too many are on
+        their way.
+        """
         # Snapshots cover the sequences of all routers. Our own are counted here earlier.
         taken = max(capacity.decode_sequences, len(self._begun)) + len(self._sent)
         return capacity.max_sequences - taken
 
     def free_blocks(self, capacity: Capacity) -> int:
-        """Return the blocks not promised, negative if answers are expected to need more."""
+        """Return the number of blocks not reserved; negative if running answers are expected to
+        need more.
+        """
         sent = sum(answer.blocks for answer in self._sent.values())
         growth = sum(
             max(0, answer.expected_tokens - answer.generated) * answer.choices
@@ -121,18 +133,24 @@ class DecodeReservations:
         return sum(capacity.available_blocks) - sent - -(-growth // capacity.block_size)
 
     def has_blocks(self, answer: ExpectedAnswer, capacity: Capacity, reserve: float = 0.0) -> bool:
-        """Return whether one worker has blocks for one more answer, with ``reserve`` to spare."""
+        """Return whether one decode worker has the blocks for one more answer. ``reserve`` blocks
+        must stay free in the cluster.
+        """
         free = min(self.free_blocks(capacity) - reserve, max(capacity.available_blocks, default=0))
         return answer.need(capacity) <= free
 
     @property
     def answers_per_s(self) -> float:
-        """Answers that end per second while all places are taken; infinite: not known."""
+        """Answers that end per second while the decode workers run as many sequences as they can;
+        infinite if not known.
+        """
         stay_s = self._stay_s.value
         return self._max_sequences / stay_s if stay_s else math.inf
 
     def place_s(self, ahead: int, capacity: Capacity) -> float:
-        """Return the seconds until there is a place after ``ahead`` waiting requests."""
+        """Return the seconds until the decode workers can run one more sequence after ``ahead``
+        waiting requests.
+        """
         places = self.free_places(capacity) - ahead
         if self._stay_s.value is None or not self._begun or places >= 1:
             return 0.0
@@ -140,7 +158,7 @@ class DecodeReservations:
         return (1 - places) * self._stay_s.value / len(self._begun)
 
     def sent(self, request_id: str, answer: ExpectedAnswer, capacity: Capacity | None) -> None:
-        """Promise an answer the blocks that it needs."""
+        """Record a request sent to the workers, and reserve the blocks that its answer needs."""
         if capacity is not None:
             answer.blocks = answer.need(capacity)
         self._sent[request_id] = answer
@@ -155,13 +173,15 @@ class DecodeReservations:
         return True
 
     def generated(self, request_id: str, tokens: int) -> None:
-        """Count ``tokens`` further tokens."""
+        """Count ``tokens`` further tokens of a request's answer."""
         answer = self._begun.get(request_id)
         if answer is not None:
             answer.generated += tokens
 
     def left(self, request_id: str, now: float) -> ExpectedAnswer | None:
-        """Record that a request has ended, and return its answer; None if it was not sent."""
+        """Record that a request has ended. Return its expected answer; None if the request was not
+        sent.
+        """
         answer = self._sent.pop(request_id, None)
         if answer is None:
             answer = self._begun.pop(request_id, None)
@@ -172,7 +192,7 @@ class DecodeReservations:
     def learn(self, answer: ExpectedAnswer, stayed_s: float) -> float | None:
         """Learn from an answer that ended ``stayed_s`` seconds after its first token.
 
-        Returns its time per token in seconds; None for an answer of one token.
+        Returns the answer's time per token in seconds; None for an answer of one token.
         """
         self._stay_s.add(stayed_s)
         self._answer_tokens.add(float(answer.generated))

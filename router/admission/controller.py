@@ -43,40 +43,42 @@ MAX_LEAD_S = 30.0
 PRIORITY_STEP_S = 1.0
 """Waiting time that equals one level of priority, in seconds."""
 MIN_PACED_TOKENS = 8
-"""Shorter answers teach nothing about pace: their time per token is mostly that of the handoff."""
+"""Minimum length of an answer from which the pace is learned. The time per token of shorter ones is
+mostly that of the handoff."""
 MIN_RETRY_S = 0.1
 """Minimum Retry-After, seconds."""
 CAUTION = 1.25
-"""Factor on a predicted wait compared with an SLO: longer waits are less certain."""
+"""Factor on a request's predicted wait before it is compared with the SLO, since long predictions
+are less certain."""
 LOOK_S = 0.04
-"""Interval of the search for waiting requests that are too late, in seconds."""
+"""Minimum interval in seconds between two searches for waiting requests that are too late."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRequest:
-    """A request as admission sees it."""
+    """The properties of a request that admission needs."""
 
     request_id: str
     tenant: str
     priority: int
-    """Lower values go first."""
+    """Priority of the request: within a tenant, lower values go first."""
     prompt_tokens: int
     max_tokens: int
-    """Maximum tokens of the answer."""
+    """Maximum number of tokens of the request's answer."""
     slo_s: float = math.inf
     """TTFT SLO in seconds; infinite if the request may wait."""
     deadline_s: float = math.inf
     """Seconds from now by which the answer must have ended."""
     own_deadline: bool = False
-    """Whether the client set the deadline: predictions are compared with it."""
+    """Whether the client set the deadline. If so, predictions are compared with the deadline."""
     choices: int = 1
     """Number of answers, assumed equally long. Generated tokens are counted for the first."""
     background: bool = False
-    """Whether it may wait without limit, and uses only spare capacity."""
+    """Whether the request may wait without limit, and uses only spare capacity."""
 
 
 def slo_of(config: Config, prompt_tokens: int) -> float:
-    """Return ``AdmissionRequest.slo_s`` of a request without a deadline of its own."""
+    """Return the TTFT SLO in seconds for a prompt of this length; infinite if none applies."""
     if config.admission == "queue":
         return math.inf
     return config.slo_ttft_of(config.class_of(prompt_tokens))
@@ -90,11 +92,11 @@ class _Waiting(Entry):
     offered_at: float
     answer: ExpectedAnswer
     work_s: float
-    """Prefill work in seconds of one worker, by the cost model."""
+    """Predicted time in seconds for which the request's prompt occupies one prefill worker."""
 
 
 class AdmissionController:
-    """Queues requests and admits them by the rules in the module's docstring."""
+    """Queues requests, and admits or rejects them by load, deadline and SLO."""
 
     def __init__(
         self,
@@ -102,10 +104,10 @@ class AdmissionController:
         config: Config,
         refuse: Callable[[str, BatonError], None],
     ) -> None:
-        """Create a controller; ``weights`` are those of the tenants.
+        """Create a controller. ``weights``: the shares of the tenants.
 
-        ``refuse`` gets the id of each waiting request that is rejected, and the reason. In ``slo``
-        mode prompts are sent only as fast as the time per token of running answers allows.
+        ``refuse`` is called with the id of each waiting request that is rejected, and the reason.
+        In ``slo`` mode, prompts are sent only as fast as the TPOT of running answers allows.
         """
         self._queue: FairQueue[_Waiting] = FairQueue(weights, config.max_waiting_requests)
         # Not bounded here: the source of background requests bounds their number.
@@ -128,25 +130,29 @@ class AdmissionController:
 
     @property
     def speed(self) -> float | None:
-        """Work per second of all prefill workers, measured while requests waited, or None."""
+        """Measured speed of all prefill workers: predicted seconds of work done per second. None if
+        too little was measured.
+        """
         return self._prefill.learned_speed
 
     @property
     def tpot_s(self) -> float:
-        """Mean time per output token in seconds; 0: not known."""
+        """Mean time per output token in seconds; 0 if it is not known."""
         return self._decode.tpot_s
 
     def waiting(self, tenant: str) -> int:
-        """Return the number of a tenant's waiting requests, without background ones."""
+        """Return the number of a tenant's waiting requests; background requests are not counted."""
         return self._queue.waiting(tenant)
 
     @property
     def waiting_requests(self) -> int:
-        """Number of all waiting requests, with background ones."""
+        """Number of all waiting requests; background requests are counted, too."""
         return len(self._queue) + len(self._background)
 
     def _see(self, capacity: Capacity, now: float) -> None:
-        """Update the observed values, and drop those that are outdated."""
+        """Update the learned speeds with a new view of the workers, and drop those that are
+        outdated.
+        """
         self._prefill.look(capacity, now)
         self._pacer.served_by(capacity.prefill_workers)
         self._pacer.look(now)
@@ -156,10 +162,10 @@ class AdmissionController:
     # The states of a request
 
     def offer(self, request: AdmissionRequest, capacity: Capacity, now: float) -> None:
-        """Queue a request until ``admit`` returns its id.
+        """Queue a request. It waits until ``admit`` returns its id.
 
-        Raises DeadlineUnreachable if it would be late, and Overloaded if the queue is full or the
-        wait too long. Retry-After is the time that the work ahead takes.
+        Raises DeadlineUnreachable if the answer would be late, and Overloaded if the queue is full
+        or the wait would be too long. Retry-After is the time that the work ahead takes.
         """
         self._see(capacity, now)
         expected = self._decode.expected_tokens(request.max_tokens)
@@ -191,7 +197,8 @@ class AdmissionController:
     def admit(self, capacity: Capacity | None, now: float) -> list[str]:
         """Admit the requests whose turn it is and return their ids. Reject those that are too late.
 
-        ``capacity`` None means no workers: all are admitted, and fail at their placement.
+        ``capacity`` None means that there are no workers. Then all requests are admitted, and fail
+        when they are placed.
         """
         released: list[str] = []
         if capacity is not None:
@@ -211,7 +218,9 @@ class AdmissionController:
         return released
 
     def _send(self, queue: FairQueue[_Waiting], capacity: Capacity | None, now: float) -> str:
-        """Remove the next request from the queue, and count it as sent."""
+        """Remove the next request from ``queue``, count it as sent to the workers, and return its
+        id.
+        """
         entry = queue.pop()
         self._forget(entry)
         request = entry.request
@@ -245,16 +254,16 @@ class AdmissionController:
         return True
 
     def generated(self, request_id: str, tokens: int) -> None:
-        """Count ``tokens`` more of its answer."""
+        """Count ``tokens`` more of the request's answer."""
         self._decode.generated(request_id, tokens)
 
     def left(
         self, request_id: str, now: float, *, finished: bool = False, held_s: float = 0.0
     ) -> None:
-        """Record that a request has ended, in any state; idempotent. ``finished``: with all its
-        tokens.
+        """Record that a request has ended, in any state; idempotent.
 
-        Its client delayed the answer by ``held_s`` of the seconds since its first token.
+        ``finished``: true if all tokens of its answer were generated. ``held_s``: seconds since its
+        first token by which its client delayed the answer.
         """
         entry = self._entries.get(request_id)
         if entry is not None:
@@ -281,9 +290,10 @@ class AdmissionController:
     # Time
 
     def _turn_s(self, entry: _Waiting, capacity: Capacity, now: float) -> float:
-        """Return the seconds until a worker starts on its prompt.
+        """Return the predicted seconds until a prefill worker starts on the prompt of ``entry``.
 
-        That is after the prompts ahead of it, and once a decode worker has a place.
+        The prompts ahead must be computed first, and a decode worker must be able to run one more
+        sequence.
         """
         ahead_s = [one.work_s for one in self._queue.ahead(entry)]
         return max(
@@ -293,9 +303,10 @@ class AdmissionController:
         )
 
     def _check_time(self, entry: _Waiting, turn_s: float, now: float) -> None:
-        """Reject a request that would be late, unless it is a probe.
+        """Check whether a request can be in time if its turn comes after ``turn_s`` seconds.
 
-        Raises DeadlineUnreachable, Overloaded.
+        Raises DeadlineUnreachable or Overloaded if it would be late, unless it is accepted as a
+        probe.
         """
         request = entry.request
         own_s = self._prefill.own_s(entry.work_s)
@@ -349,8 +360,8 @@ class AdmissionController:
             self._drop(entry, now)
 
     def _is_late(self, entry: _Waiting, free_s: float, now: float) -> bool:
-        """Return whether it is too late to send it; a worker is free for it after ``free_s``
-        seconds.
+        """Return whether a waiting request is too late to be sent. ``free_s``: seconds until a
+        worker is free.
         """
         request = entry.request
         waited_s = now - entry.offered_at

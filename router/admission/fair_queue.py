@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 QUANTUM_TOKENS = 512
-"""Quantum of a tenant of weight 1: about a chunk of prompts, so that turns are short."""
+"""Tokens that a tenant of weight 1 may send in one turn: about a chunk of prompts, so that turns
+are short."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,16 +29,17 @@ class Entry:
 
     tenant: str
     order: float
-    """Lower ones leave earlier; equal ones in order of arrival."""
+    """Position within the tenant's entries. Lower values leave earlier; equal ones leave in order
+    of arrival."""
     tokens: int
-    """Cost; at least 1."""
+    """Cost of the entry in tokens; at least 1."""
 
 
 T = TypeVar("T", bound=Entry)
 
 
 class _Flow(Generic[T]):
-    """One tenant's entries."""
+    """The queued entries of one tenant."""
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
@@ -45,7 +47,7 @@ class _Flow(Generic[T]):
         self.tokens = 0
         self.deficit = 0.0
         self.visited = False
-        """Whether the quantum of the current turn was given."""
+        """Whether the tenant has received the quantum of its current turn."""
 
     @property
     def quantum(self) -> float:
@@ -57,7 +59,9 @@ class _Flow(Generic[T]):
 
 
 class _Flows(dict[str, _Flow[T]]):
-    """Flows by tenant. Unknown tenants get weight 1: keys made at runtime may name new tenants."""
+    """Entries by tenant. Unknown tenants get weight 1: keys made at runtime may name new
+    tenants.
+    """
 
     def __missing__(self, tenant: str) -> _Flow[T]:
         flow = self[tenant] = _Flow(1.0)
@@ -65,10 +69,12 @@ class _Flows(dict[str, _Flow[T]]):
 
 
 class FairQueue(Generic[T]):
-    """A fair queue. Not thread-safe; owned by one event loop."""
+    """A bounded queue that tenants share by weight. Not thread-safe; owned by one event loop."""
 
     def __init__(self, weights: Mapping[str, float], limit: int) -> None:
-        """Create a queue of at most ``limit`` entries; ``weights`` are above 0, 1 if missing."""
+        """Create a queue of at most ``limit`` entries. ``weights``: the tenants' shares, above 0; 1
+        if missing.
+        """
         self._flows = _Flows[T]((name, _Flow(weight)) for name, weight in weights.items())
         self._turns: deque[_Flow[T]] = deque()
         self._limit = limit
@@ -82,7 +88,7 @@ class FairQueue(Generic[T]):
 
     @property
     def tokens(self) -> int:
-        """Cost of all entries."""
+        """Sum of the costs of all entries, in tokens."""
         return sum(flow.tokens for flow in self._turns)
 
     def waiting(self, tenant: str) -> int:
@@ -90,7 +96,9 @@ class FairQueue(Generic[T]):
         return len(self._flows[tenant].entries)
 
     def push(self, entry: T) -> T | None:
-        """Add an entry. Return the one that was dropped for it, which may be itself, or None."""
+        """Add an entry. Return the entry that was dropped for it, possibly the new one; None if
+        there was room.
+        """
         victim = None
         if self._size >= self._limit:
             victim = self._victim(entry)
@@ -144,8 +152,8 @@ class FairQueue(Generic[T]):
             flow.deficit, flow.visited = 0.0, False
 
     def ahead(self, newcomer: T) -> list[T]:
-        """Return the entries served before a newcomer if nothing else arrived, roughly in that
-        order.
+        """Return the entries that leave before ``newcomer`` if nothing else arrives, roughly in
+        that order.
 
         These are the tenant's own earlier entries, and as many tokens of other tenants as their
         weights give them in the same time.
@@ -165,7 +173,9 @@ class FairQueue(Generic[T]):
         return sorted(found, key=_order)
 
     def _skip_rounds(self) -> None:
-        """Give the quanta of all rounds in which no tenant could afford an entry in one step."""
+        """Skip the rounds in which no tenant can afford its next entry: give all their quanta at
+        once.
+        """
         rounds = min(
             math.ceil((flow.entries[0].tokens - flow.deficit) / flow.quantum)
             for flow in self._turns

@@ -21,39 +21,43 @@ from itertools import chain
 from router.admission.capacity import IDLE_S, Capacity
 
 MEMORY_S = 15.0
-"""Time constant of forgetting in saturated seconds: prompts and machines change."""
+"""Time constant in seconds with which the learned speed is forgotten while requests wait: prompts
+and machines change."""
 QUIET_MEMORY_S = 5.0
-"""The same for seconds in which no request waits. The cost model takes over, which every prompt
-corrects."""
+"""Time constant in seconds with which the learned speed is forgotten while no request waits. The
+cost model takes over, which every prompt corrects."""
 ENOUGH_S = 0.5
-"""Saturated seconds before the rate is trusted. It stays trusted until they have faded."""
+"""Seconds with waiting requests that must be remembered before the learned speed is trusted. It
+stays trusted until they have faded."""
 FADED_S = 0.1
-"""With fewer remembered saturated seconds than this, the rate is not trusted any more."""
+"""The learned speed is no longer trusted if fewer seconds with waiting requests than this are
+remembered."""
 MIN_SPEED = 1e-3
 """Minimum speed, even of a cluster that does nothing: times are divided by it."""
 
 
 @dataclass(slots=True)
 class InflightPrompt:
-    """A prompt at the workers."""
+    """A prompt at the prefill workers that has no first token yet."""
 
     tokens: int
     work_s: float
     sent_at: float
     saturated_s: float
-    """Value of the router's saturated seconds when it was sent."""
+    """How long requests had waited at this router in all, in seconds, when the prompt was sent."""
     began_at: float | None = None
-    """When a worker started on it; None: all workers had other prompts."""
+    """Time at which a worker presumably started on the prompt; None while all workers have other
+    prompts."""
 
     def left(self, worker_speed: float, now: float) -> float:
-        """Return the estimated remaining work."""
+        """Return the estimated remaining work on the prompt, in seconds by the cost model."""
         if self.began_at is None:
             return self.work_s
         return max(0.0, self.work_s - worker_speed * (now - self.began_at))
 
 
 class PrefillThroughput:
-    """How fast the cluster finishes prompts, learned while requests wait for it.
+    """Learns how fast the cluster finishes prompts, from the times in which requests wait for it.
 
     A prompt's work is the seconds that the cost model predicts for it. The speed is work per
     second: the number of workers if the model is right. Cached tokens count as computed.
@@ -75,11 +79,12 @@ class PrefillThroughput:
 
     def __init__(self) -> None:
         self._work_s = 0.0
-        """Work finished in the remembered saturated seconds."""
+        """Work that was finished in the remembered seconds with waiting requests, in seconds by the
+        cost model."""
         self._seconds = 0.0
-        """The remembered saturated seconds."""
+        """Number of remembered seconds in which requests waited; older ones count less."""
         self._saturated_s = 0.0
-        """All saturated seconds so far."""
+        """Number of seconds so far in which requests waited."""
         self._saturated = False
         self._now = 0.0
         # Sums over the prompts in flight avoid a loop over each of them.
@@ -89,18 +94,22 @@ class PrefillThroughput:
         self._workers = 0
         self._since_saturated_s = 0.0
         self._waited_at = 0.0
-        """When a request last waited."""
+        """Time at which a request last waited."""
         self._estimate: float | None = None
-        """Estimated speed at the latest end of a prompt."""
+        """Speed that was estimated when a prompt last ended; None if it is not known."""
 
     @property
     def evidence_s(self) -> float:
-        """Saturated seconds that are still remembered."""
+        """Number of remembered seconds in which requests waited: the evidence for the learned
+        speed.
+        """
         return self._seconds
 
     @property
     def speed(self) -> float | None:
-        """Learned speed; None while too little was seen, or nothing lately."""
+        """Learned speed of all prefill workers; None while too little was measured, or nothing
+        lately.
+        """
         if self._estimate is None or self._seconds < FADED_S:
             return None
         lower = self._work_s / self._seconds
@@ -108,9 +117,10 @@ class PrefillThroughput:
         return max(MIN_SPEED, min(upper, max(lower, self._estimate)))
 
     def served_by(self, workers: int) -> None:
-        """Scale the learned values to a new number of prefill workers.
+        """Scale the learned speed to a new number of prefill workers.
 
-        They could not adapt otherwise: if too low a rate rejects every request, none waits.
+        It could not adapt otherwise: if it is so low that every request is rejected, none waits,
+        and nothing is learned.
         """
         if self._workers and workers:
             self._work_s *= workers / self._workers
@@ -119,7 +129,9 @@ class PrefillThroughput:
         self._workers = workers or self._workers
 
     def look(self, now: float) -> None:
-        """Drop the values of an idle cluster. Must be called before the speed is read."""
+        """Drop the learned speed if the cluster is idle. Must be called before the speed is
+        read.
+        """
         self._pass(now)
         if not self._saturated and not self._stays_count and now - self._waited_at >= IDLE_S:
             self._work_s = self._seconds = 0.0
@@ -134,14 +146,16 @@ class PrefillThroughput:
             self._judge()
 
     def sent(self, tokens: int, work_s: float, now: float) -> InflightPrompt:
-        """Record a prompt sent to the workers. ``finished`` or ``left`` must follow, once."""
+        """Record a prompt sent to the workers. Afterwards ``finished`` or ``left`` must be called,
+        once.
+        """
         self._pass(now)
         stay = InflightPrompt(tokens, work_s, now, self._saturated_s)
         self._stays(stay, 1)
         return stay
 
     def finished(self, stay: InflightPrompt, now: float) -> None:
-        """Record a prompt's first token."""
+        """Record that a prompt has its first token."""
         self._pass(now)
         self._stays(stay, -1)
         overlap_s = self._saturated_s - stay.saturated_s
@@ -149,7 +163,7 @@ class PrefillThroughput:
         self._judge()
 
     def left(self, stay: InflightPrompt) -> None:
-        """Record a prompt that has ended without a first token."""
+        """Record that a prompt has ended without a first token."""
         self._stays(stay, -1)
 
     def _stays(self, stay: InflightPrompt, count: int) -> None:
@@ -164,14 +178,16 @@ class PrefillThroughput:
             self._staying = self._since = self._since_saturated_s = 0.0
 
     def _judge(self) -> None:
-        """Update the estimate at the end of a prompt: the others count as half done on average."""
+        """Estimate the speed at the end of a prompt. The other prompts count as half done on
+        average.
+        """
         enough_s = ENOUGH_S if self._estimate is None else FADED_S
         if self._seconds >= enough_s and self._work_s > 0:
             self._estimate = (self._work_s + self._unfinished() / 2) / self._seconds
 
     def _unfinished(self) -> float:
-        """Return the credit of all prompts in flight if they were done, by the means of their
-        times.
+        """Return the work to be counted if all prompts in flight were done now. Means of their
+        times are used.
         """
         if not self._stays_count:
             return 0.0
@@ -180,7 +196,9 @@ class PrefillThroughput:
         return self._credit(self._staying, overlap_s, stay_s)
 
     def _credit(self, work_s: float, overlap_s: float, stay_s: float) -> float:
-        """Return the part of the work that belongs to saturated, still remembered time."""
+        """Return the part of a prompt's work that counts for the learned speed: the part done while
+        requests waited, weighted by age.
+        """
         if stay_s <= 0:
             return work_s if self._saturated else 0.0
         share = min(1.0, max(0.0, overlap_s / stay_s))
@@ -206,28 +224,32 @@ class PrefillThroughput:
 
 
 MODEL_EVIDENCE_S = 0.5
-"""Weight of the cost model, in seconds of learned evidence."""
+"""Weight of the cost model against the learned speed, in seconds of evidence."""
 WINDOW_S = 0.25
-"""Seconds of work queued at each prefill worker: one step runs, the next one is ready."""
+"""Seconds of work that admission keeps queued at each prefill worker: one step runs, the next one
+is ready."""
 MIN_WINDOW_TOKENS = 1024
-"""Minimum prompt tokens queued at each prefill worker: two chunks of a CPU's prefill."""
+"""Minimum number of prompt tokens that admission keeps queued at each prefill worker: two chunks of
+a CPU's prefill."""
 
 
 class InflightPrefills:
-    """The prompts that were sent and have no first token yet."""
+    """The prompts that were sent to prefill workers and have no first token yet."""
 
     def __init__(self) -> None:
         self._throughput = PrefillThroughput()
         self._prompts: dict[str, InflightPrompt] = {}
-        """All prompts, in the order of sending."""
+        """All prompts by request id, in the order of sending."""
         self._queued: dict[str, InflightPrompt] = {}
-        """Prompts that no worker has started."""
+        """Prompts that presumably no worker has started, by request id."""
         self._workers = 1
         self._tokens = 0
         self._work_s = 0.0
 
     def look(self, capacity: Capacity, now: float) -> None:
-        """Update the number of workers."""
+        """Update the number of prefill workers, and drop the learned speed if the cluster is
+        idle.
+        """
         self._throughput.look(now)
         self._workers = max(1, capacity.prefill_workers)
         self._take_up(now)
@@ -235,7 +257,7 @@ class InflightPrefills:
 
     @property
     def speed(self) -> float:
-        """Seconds of work that all workers do per second; above 0."""
+        """Predicted seconds of work that all prefill workers do per second; above 0."""
         model, learned = float(self._workers), self._throughput.speed
         if learned is None:
             return model
@@ -245,31 +267,37 @@ class InflightPrefills:
 
     @property
     def learned_speed(self) -> float | None:
-        """The measured speed, without the model; None: nothing was measured lately."""
+        """The measured speed without the cost model; None if nothing was measured lately."""
         return self._throughput.speed
 
     @property
     def prompts(self) -> Set[str]:
-        """Request ids of the prompts."""
+        """Ids of the requests whose prompts are at the prefill workers."""
         return self._prompts.keys()
 
     @property
     def tokens(self) -> int:
-        """Tokens of all prompts."""
+        """Number of tokens of all prompts at the prefill workers."""
         return self._tokens
 
     @property
     def work_s(self) -> float:
-        """Seconds of work of all prompts, with the part that is already done."""
+        """Work of all prompts at the prefill workers in seconds, including the part that is already
+        done.
+        """
         return self._work_s
 
     def own_s(self, work_s: float) -> float:
-        """Return the seconds in which one worker does ``work_s`` of work."""
+        """Return the seconds that one worker really takes for ``work_s`` seconds of work by the
+        cost model.
+        """
         return work_s * self._workers / self.speed
 
     def free_after_s(self, ahead_s: Iterable[float], now: float) -> float:
-        """Return the seconds until a worker starts a prompt after others with ``ahead_s`` of work
-        each.
+        """Return the seconds until a worker is free for a further prompt, after the queued prompts
+        and others.
+
+        ``ahead_s``: the work of each of these others, in seconds by the cost model.
         """
         each = self.speed / self._workers
         begun = [one.left(each, now) for one in self._prompts.values() if one.began_at is not None]
@@ -280,9 +308,11 @@ class InflightPrefills:
         return left[0] / each
 
     def is_full(self, capacity: Capacity) -> bool:
-        """Return whether the workers are busy: each has a prompt, and the window's work is queued.
+        """Return whether the prefill workers have enough work: a prompt each, and ``WINDOW_S`` of
+        work in all.
 
-        Work alone is not enough: one long prompt, on a single worker, would keep the others idle.
+        Work alone is not enough: one long prompt, on a single worker, would keep the others
+        idle.
         """
         if len(self._prompts) < capacity.prefill_workers:
             return False
@@ -291,7 +321,9 @@ class InflightPrefills:
         return self._work_s >= WINDOW_S * self.speed
 
     def takes(self, more_s: float) -> float:
-        """Return the seconds that all workers take for their queued work plus ``more_s``."""
+        """Return the seconds that all workers together take for their queued work and ``more_s``
+        more seconds of it.
+        """
         return (self._work_s + more_s) / self.speed
 
     def saturated(self, now: float, *, waiting: bool) -> None:
@@ -299,7 +331,9 @@ class InflightPrefills:
         self._throughput.saturated(now, waiting=waiting)
 
     def sent(self, request_id: str, tokens: int, work_s: float, now: float) -> None:
-        """Record a prompt sent to the workers. ``finished`` or ``left`` must follow, once."""
+        """Record a prompt sent to the workers. Afterwards ``finished`` or ``left`` must be called,
+        once.
+        """
         prompt = self._throughput.sent(tokens, work_s, now)
         self._prompts[request_id] = self._queued[request_id] = prompt
         self._tokens += tokens
@@ -307,11 +341,13 @@ class InflightPrefills:
         self._take_up(now)
 
     def finished(self, request_id: str, now: float) -> None:
-        """Record a prompt's first token. Raises KeyError if it was not sent, or has ended."""
+        """Record that a prompt has its first token. Raises KeyError if it was not sent, or has
+        ended.
+        """
         self._throughput.finished(self._remove(request_id, now), now)
 
     def left(self, request_id: str, now: float) -> None:
-        """Record the end of a prompt without a first token; idempotent."""
+        """Record that a prompt has ended without a first token; idempotent."""
         if request_id in self._prompts:
             self._throughput.left(self._remove(request_id, now))
 

@@ -17,31 +17,35 @@ from collections.abc import Iterable
 MEMORY_S = 5.0
 """Time constant, in seconds, with which arrived work is forgotten."""
 SUSTAINABLE = 0.8
-"""Below this fraction of the cluster's speed, a queue shortens by itself."""
+"""Fraction of the cluster's speed. While less work than this arrives, a queue shortens by
+itself."""
 PROBE_S = 1.0
 """Seconds between two probes while requests of a length (by power of two) are rejected as late."""
 PROBE_SHARE = 0.1
 """Maximum fraction of a worker's time that probes of long prompts take."""
 MAX_PROBE_S = 10.0
-"""Maximum seconds between two probes, whatever time they are predicted to take."""
+"""Maximum seconds between two probes, however long the probes are predicted to take."""
 
 
 class Overload:
-    """The arriving work, and the probes."""
+    """Detects whether more work arrives than the cluster can do, and picks the probes."""
 
     def __init__(self) -> None:
         self._work_s = 0.0
         self._answers = 0.0
         self._now = -math.inf
         self._refused_since: dict[int, float] = {}
-        """First rejection since a request was last accepted, by power of two of prompt tokens."""
+        """Time of the first rejection since a request was last accepted, by length of the prompt
+        (power of two)."""
         self._probes: dict[int, str] = {}
-        """Probe without a first token, by power of two of prompt tokens."""
+        """Request id of the probe that has no first token yet, by length of the prompt (power of
+        two)."""
 
     def came(self, work_s: float, answers: int, now: float) -> None:
-        """Count an offered request with its number of answers, even if it is rejected.
+        """Count a request that has arrived, even if it is rejected. ``answers``: its number of
+        choices.
 
-        The prompt takes ``work_s`` seconds of prefill work.
+        Its prompt takes ``work_s`` seconds of prefill work.
         """
         self._pass(now)
         self._work_s += work_s
@@ -58,7 +62,7 @@ class Overload:
         return prefill > SUSTAINABLE * speed or decode > SUSTAINABLE * answers_per_s
 
     def let_in(self, prompt_tokens: int) -> None:
-        """Record an accepted request: predictions for its length are up to date."""
+        """Record that a request was accepted. Requests of its length need no probe then."""
         self._refused_since.pop(prompt_tokens.bit_length(), None)
 
     def probes(self, request_id: str, prompt_tokens: int, own_s: float, now: float) -> bool:
@@ -79,7 +83,9 @@ class Overload:
         return request_id in self._probes.values()
 
     def begun(self, request_id: str) -> None:
-        """Record that a request has its first token, or has ended."""
+        """Record that a request has its first token, or has ended: it is no longer a probe in
+        flight.
+        """
         if self.is_probe(request_id):
             self._probes = {
                 length: probe for length, probe in self._probes.items() if probe != request_id
@@ -94,19 +100,21 @@ class Overload:
 
 
 MIN_SHARE = 0.5
-"""Minimum pace: if the SLO is missed anyway, no more speed is given up for it."""
+"""Minimum fraction of its full speed to which prefill is slowed down. If the SLO is missed even
+then, slowing it further would not help."""
 MISSES = 0.1
-"""Fraction of answers that may miss the SLO."""
+"""Fraction of answers that may miss the TPOT SLO."""
 MAX_CALM_S = 40.0
-"""Maximum seconds of reduced pace after the last miss, however long the misses went on."""
+"""Maximum seconds for which prefill stays slowed down after the last slow answer, however long
+there were slow ones."""
 SLACK_S = 0.1
-"""Maximum delay of a turn that is made up for, in seconds, if no event came at its time."""
+"""If a prompt is sent later than the pace allows, its delay is made up for, up to this many
+seconds."""
 _STEP = 0.03
 
 
 class PrefillPacer:
-    """Limits prefill to the share of its speed at which only ``MISSES`` of the answers are too
-    slow.
+    """Slows prefill down until at most a fraction ``MISSES`` of the answers miss the TPOT SLO.
 
     Prefill takes time from decoding, by larger batches, and wherever both share cores or links. At
     a reduced pace, each prefill worker rests after a prompt, in proportion to its work. So one long
@@ -114,32 +122,32 @@ class PrefillPacer:
 
     A quantile is tracked by stochastic approximation (H. Robbins and S. Monro, "A stochastic
     approximation method", Annals of Mathematical Statistics 22(3), 1951), in steps of the share's
-    logarithm. Steps alone would need hundreds of answers to forget a decode side that was too small
-    for a minute. So after the last miss, the pace stays reduced for no longer than the misses
+    logarithm. Steps alone would need hundreds of answers to recover after a minute with too little
+    decode capacity. So after the last miss, the pace stays reduced for no longer than the misses
     lasted. The share is constant in the first half of that time and rises to 1 in the second.
     """
 
     def __init__(self) -> None:
         self._share = 1.0
         self._since = self._until = -1e9
-        """Start of the first slow answer of this disturbance, and end of the last one. A miss soon
-        after the pace is back to normal, or before any answer in time, belongs to the same
-        disturbance."""
+        """Start of the first slow answer of the current disturbance, and end of the last one. A new
+        slow answer belongs to the same disturbance if it comes soon after prefill is back at full
+        speed, or before any answer in time."""
         self._recovered = True
-        """Whether the last answer was in time."""
+        """Whether the latest answer met the SLO."""
         self._now = -math.inf
         self._rested_at = [-math.inf]
-        """A heap of the times at which each prefill worker has computed its prompts and rested
-        after them."""
+        """A heap with one time for each prefill worker: when it has computed its prompts, and has
+        rested after them."""
 
     @property
     def share(self) -> float:
-        """The share as of the last ``look``."""
+        """Fraction of full speed at which prompts are sent, as of the last call of ``look``."""
         return self._share
 
     @property
     def _calm_s(self) -> float:
-        """Seconds of reduced pace after the last miss."""
+        """Seconds for which prefill stays slowed down after the last slow answer."""
         return min(MAX_CALM_S, max(0.0, self._until - self._since))
 
     def observe(self, *, in_time: bool, took_s: float, now: float) -> None:
@@ -155,7 +163,7 @@ class PrefillPacer:
         self._share = min(1.0, max(MIN_SHARE, self._share * math.exp(_STEP * step)))
 
     def look(self, now: float) -> None:
-        """Update the share. Must be called before it is read."""
+        """Update the fraction of full speed. Must be called before it is read."""
         before, self._now = self._now, max(now, self._now)
         if self._share == 1.0:
             return
@@ -170,7 +178,7 @@ class PrefillPacer:
             self._share **= (ends - now) / (ends - rises_from)
 
     def forget(self) -> None:
-        """Reset the pace: nothing decodes, so no answer would gain from a lower one."""
+        """Return to full speed. Nothing decodes, so no answer would gain from slower prefill."""
         self._share, self._recovered = 1.0, True
 
     def served_by(self, workers: int) -> None:
@@ -181,7 +189,7 @@ class PrefillPacer:
             heapq.heapify(self._rested_at)
 
     def sent(self, own_s: float, now: float) -> None:
-        """Record a prompt that one worker computes in ``own_s`` seconds."""
+        """Record that a prompt was sent, which one worker computes in ``own_s`` seconds."""
         if self._share < 1.0:
             begins = max(now - SLACK_S, self._rested_at[0])
             heapq.heapreplace(self._rested_at, begins + own_s / self._share)
@@ -189,9 +197,9 @@ class PrefillPacer:
             self._rested_at = [-math.inf] * len(self._rested_at)
 
     def wait_s(self, ahead_s: Iterable[float], now: float) -> float:
-        """Return the seconds until a prompt may be sent; 0 if the pace is not reduced.
+        """Return the seconds until a prompt may be sent; 0 if prefill is not slowed down.
 
-        ``ahead_s`` are one worker's seconds for each prompt ahead of it.
+        ``ahead_s``: for each prompt ahead, the seconds that a worker takes for it.
         """
         if self._share == 1.0:
             return 0.0

@@ -68,7 +68,9 @@ def outcome_of(error: BatonError, *, begun: bool) -> Outcome:
 
 
 def count_refusal(metrics: RouterMetrics, error: BatonError | None) -> None:
-    """Count a request that ended before its class was known; None: its client left."""
+    """Count a request that ended before its class was known. ``error`` None: the client
+    disconnected.
+    """
     outcome = Outcome.ABORTED if error is None else outcome_of(error, begun=False)
     code = error.code or "" if error is not None else ""
     metrics.requests.labels(UNKNOWN_CLASS, outcome, code).inc()
@@ -143,17 +145,17 @@ class RequestRecorder:
         self._first_at = 0.0
         self._last_at = 0.0
         self._tokens = 0
-        """Tokens of the first choice."""
+        """Output tokens of the request's first choice so far."""
         self.output_tokens = 0
-        """Tokens of all choices."""
+        """Output tokens of all choices of the request so far."""
         self.prompt_tokens = len(request.prompt_ids)
         self.cached_tokens = 0
-        """Prompt tokens that were found in a cache."""
+        """Number of the request's prompt tokens that were found in a cache."""
         self.context_class = context_class
         self._worker = ""
         """The decode worker of the latest choice that ended."""
         self._batch_size = 0.0
-        """Sequences in the decode steps at the end of the answer."""
+        """Mean number of sequences in the decode worker's last steps for the request."""
         self._reasons: list[str] = []
         self._ended = False
         self._summary: dict[str, object] = {}
@@ -168,11 +170,13 @@ class RequestRecorder:
 
     @property
     def worker(self) -> str:
-        """The decode worker that ended the answer; empty unless it ended well."""
+        """Slot of the decode worker that ended the answer; empty unless the answer ended well."""
         return self._worker
 
     def delta(self, delta: OutputDelta, now: float) -> None:
-        """Record a delta. Tokens that arrive together have no gap between them."""
+        """Record a delta that arrived at ``now``. The latency between tokens of one delta counts as
+        zero.
+        """
         if delta.token_ids and not self.output_tokens and self.trace_id:
             self._span.add_event("first token", timestamp=wall_ns(now))
         self.output_tokens += len(delta.token_ids)
@@ -189,7 +193,7 @@ class RequestRecorder:
             self._series.generated_tokens.inc(len(delta.token_ids))
 
     def succeed(self, now: float) -> None:
-        """Record the arrival of the last token."""
+        """Record that the request ended well, with its last token at ``now``."""
         if self._ended:
             return
         self._series.request_latency.observe(now - self._received_at)
@@ -209,7 +213,7 @@ class RequestRecorder:
         self._end(Outcome.OK, "")
 
     def fail(self, error: BatonError) -> None:
-        """Record the end with an error."""
+        """Record that the request ended with an error."""
         self._end(outcome_of(error, begun=self._tokens > 0), error.code or "", error)
 
     def abort(self) -> None:
@@ -217,7 +221,9 @@ class RequestRecorder:
         self._end(Outcome.ABORTED, "")
 
     def summary(self) -> dict[str, object]:
-        """Return the result in plain values; times, if known, in milliseconds."""
+        """Return the request's measurements as plain values for the log. Known times are in
+        milliseconds.
+        """
         return {
             "class": self.context_class,
             "trace_id": self.trace_id,
@@ -288,7 +294,8 @@ Show = Callable[[Sequence[int]], str]
 DeviceOf = Callable[[str], tuple[str, str]]
 """Returns a worker's device and the quantization of its weights; empty if unknown."""
 CostOf = Callable[[str, int, int, int], str]
-"""Returns the cost in dollars of a class's tokens: of the prompt, cached, and generated."""
+"""Returns the cost in dollars of a request in a class, by its numbers of prompt, cached and
+generated tokens."""
 
 
 class RequestLog:
@@ -297,7 +304,7 @@ class RequestLog:
     def __init__(
         self, config: Config, revision: str, show: Show, device_of: DeviceOf, cost_of: CostOf
     ) -> None:
-        """Create a log; ``revision`` of the model; empty: it has none."""
+        """Create a log. ``revision`` is the commit of the served model; empty if it has none."""
         self._revision = revision
         self._device_of = device_of
         self._cost_of = cost_of
@@ -305,7 +312,9 @@ class RequestLog:
         self._show = show if config.log_prompts else None
 
     def ended(self, request: GenerationRequest, recorder: RequestRecorder) -> None:
-        """Write the line if it is enabled. Times are in milliseconds."""
+        """Log a request that has ended, if the configuration enables that. Times are in
+        milliseconds.
+        """
         if not self._is_on:
             return
         device, quantization = self._device_of(recorder.worker)
@@ -340,12 +349,12 @@ class RecentRequest:
     """A request that has ended in any way."""
 
     received_at: float
-    """Seconds, of the clock of the code that adds it."""
+    """Time of the request's receipt in seconds, by the clock of the code that adds the record."""
     prompt_tokens: int
     output_tokens: int | None
-    """Length of its answer; None if the answer did not end by itself."""
+    """Number of tokens of the request's answer; None if the answer did not end by itself."""
     cached_tokens: int
-    """Prompt tokens that were found in a cache."""
+    """Number of the request's prompt tokens that were found in a cache."""
 
 
 class RecentRequests:

@@ -13,7 +13,7 @@ from baton.sampling_params import SamplingParams
 from baton.store.registry import WorkerRecord
 
 AnswerPart = Literal["start", "reasoning", "content"]
-"""The part of an answer in which a prompt ends: before it, in its reasoning, or in its content."""
+"""Where a prompt ends: before its answer, in the answer's reasoning, or in the answer's content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class ReasoningMarkers:
     start: str
     ends: tuple[str, ...]
     repeat: bool = False
-    """Whether more reasoning may follow the first."""
+    """Whether an answer may have further reasoning after its first reasoning has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class ScoredToken:
     token_id: int
     logprobs: TokenLogprobs
     offset: int
-    """Number of characters of the answer before its text."""
+    """Number of characters of the answer before this token's text."""
     hidden: bool = False
-    """Whether it ends the answer, so that its text is not shown."""
+    """Whether the token ends the answer, so that its text is not shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class GenerationRequest:
     cache_salt: bytes = b""
     """Separates prefix caches: requests share cached blocks only if their salts are equal."""
     session: str = ""
-    """The client's name for its conversation; empty if it gave none."""
+    """The client's name for the conversation that the request belongs to; empty if it gave none."""
     cache_key: str = ""
     """Requests with the same key go to the same worker if possible; empty: no preference."""
     retentions: tuple[Retention, ...] = ()
@@ -66,14 +66,15 @@ class GenerationRequest:
     shown_ids: tuple[int, ...] = ()
     """Special tokens whose text is shown anyway."""
     background: bool = False
-    """Whether it waits, without limit, for spare capacity. ``deadline_s`` then counts from its
-    admission."""
+    """Whether the request waits, without limit, for spare capacity. ``deadline_s`` then counts from
+    its admission."""
     choices: int = 1
     """Number of answers to the prompt. Each ends on its own."""
     shows_stop_string: bool = False
-    """Whether the text includes the stop string that ended it."""
+    """Whether the text of an answer includes the stop string that ended the answer."""
     shows_special_tokens: bool = False
-    """Whether the text includes special tokens, except for the one that ended it."""
+    """Whether the text of an answer includes special tokens, except for the one that ended the
+    answer."""
     embeds: bool = False
     """Whether the prompt's embedding is requested instead of an answer."""
     prompt_only: bool = False
@@ -85,23 +86,26 @@ class GenerationRequest:
     reasoning_markers: ReasoningMarkers | None = None
     """Markers of the reasoning, whose tokens are counted; None: the answer has no reasoning."""
     reasoning_span: ReasoningSpan | None = None
-    """The markers in tokens, if the reasoning has a budget or a grammar follows it."""
+    """Token ids of the reasoning markers, if the reasoning has a budget or a grammar follows it;
+    else None."""
     model: str = ""
     """The served model's id."""
     agent: str = ""
-    """The client's name of the sender, for its bill; empty if it gave none."""
+    """The client's name for the agent that sent the request, for the bill; empty if it gave
+    none."""
     run_id: str = ""
     """The client's name of the run that the request belongs to, for the log."""
     trace: TraceContext = NO_TRACE
     """Trace context of the client, replaced by that of the request's own span when it runs."""
     without_speculation: bool = False
-    """Whether speculative decoding is off for it."""
+    """Whether speculative decoding is off for this request."""
     without_prefix_cache: bool = False
-    """Whether it uses no blocks of other requests, and others use none of its blocks."""
+    """Whether the request uses no cached blocks of other requests, and others use none of its
+    blocks."""
 
     @property
     def block_salt(self) -> bytes:
-        """Salt of its block hashes, which a request migration does not change."""
+        """Salt of the request's block hashes. A request migration does not change it."""
         own = self.request_id.encode() if self.without_prefix_cache else b""
         return self.cache_salt + own
 
@@ -121,7 +125,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """The output since the last delta."""
+    """The output of one choice since its previous delta."""
 
     text: str
     """Whole characters; empty while text is held back."""
@@ -130,30 +134,35 @@ class OutputDelta:
     finish_reason: FinishReason | None
     """Set only in the last delta of a choice."""
     cached_prompt_tokens: int = 0
-    """Prompt tokens whose KV was found in a cache; set in one delta of a request."""
+    """Number of prompt tokens whose KV was found in a cache; set in one delta of a request."""
     written_prompt_tokens: int = 0
-    """Prompt tokens whose KV was computed and is retained; set in one delta of a request."""
+    """Number of prompt tokens whose KV was computed and is retained; set in one delta of a
+    request."""
     choice: int = 0
-    """Number of the choice."""
+    """Index of the choice that the output belongs to."""
     scored: tuple[ScoredToken, ...] = ()
-    """With log probabilities: the tokens whose text was shown since the last delta."""
+    """The tokens whose text was shown since the previous delta, if log probabilities are
+    requested."""
     prompt_logprobs: Sequence[TokenLogprobs] = ()
-    """If requested, in a request's first delta: for each token of the prompt except the first."""
+    """Log probabilities of each prompt token except the first. Set in a request's first delta, if
+    they are requested."""
     stop_string: str = ""
     """The stop string that ended the choice, in its last delta."""
     embedding: tuple[float, ...] = ()
-    """fp32 [hidden_size], of length 1: if requested, in a request's only delta."""
+    """The prompt's embedding: fp32 [hidden_size], normalized to length 1. Set in a request's only
+    delta, if the embedding is requested."""
     prefill_worker: str = ""
     decode_worker: str = ""
-    """In the last delta of a choice: the slots of its latest workers."""
+    """The slots of the choice's latest prefill and decode workers; set in its last delta."""
     reasoning_tokens: int = 0
-    """Tokens of reasoning, without its markers. Tokens that may begin a marker are counted later.
-    """
+    """Number of reasoning tokens, without the markers. Tokens that may begin a marker are counted
+    in a later delta."""
     accepted_drafts: int = 0
-    """Number of ``token_ids`` that were drafted, and accepted in the step of another token."""
+    """Number of ``token_ids`` that were draft tokens, accepted in the same step as another
+    token."""
     batch_size: float = 0.0
-    """In the last delta of a choice: mean batch size of its worker's latest decode steps; 0: none.
-    """
+    """Mean batch size of the latest decode steps of the choice's worker; 0: none. Set in the last
+    delta of a choice."""
 
 
 def without_answer(delta: OutputDelta) -> OutputDelta:
@@ -184,15 +193,17 @@ class Choice:
     pieces: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_string: str = ""
-    """The stop string that ended it, if one did."""
+    """The stop string that ended the choice; empty if none did."""
     begun: bool = False
     decode_worker: str = ""
-    """Slot of its latest decode worker; empty until it has ended."""
+    """Slot of the choice's latest decode worker; empty until the choice has ended."""
     accepted_drafts: int = 0
-    """Number of its tokens that were drafted."""
+    """Number of the choice's tokens that were accepted draft tokens."""
 
     def add(self, delta: OutputDelta, *, keep_text: bool) -> None:
-        """Count a delta."""
+        """Add a delta to the counts of the choice. Its text is stored only if ``keep_text`` is
+        set.
+        """
         self.completion_tokens += len(delta.token_ids)
         self.cached_tokens += delta.cached_prompt_tokens
         self.written_tokens += delta.written_prompt_tokens
@@ -207,17 +218,19 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """The text that was kept."""
+        """The text of all deltas that were added with ``keep_text``."""
         return "".join(self.pieces)
 
     @property
     def finish(self) -> Literal["stop", "length"]:
-        """The finish reason, once there is one."""
+        """The finish reason in words; valid only once the choice has ended."""
         return "stop" if self.finish_reason is FinishReason.STOP else "length"
 
 
 def choices_for(requests: Sequence[GenerationRequest]) -> list[Choice]:
-    """Create the choices of the first prompt, of the second, and so on."""
+    """Create an empty choice for each answer: those to the first prompt, then to the second, and so
+    on.
+    """
     return [
         Choice(len(request.prompt_ids) if number == 0 else 0)
         for request in requests

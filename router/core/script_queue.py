@@ -23,7 +23,7 @@ from baton.host.background import end_tasks, spawn
 MAX_TOGETHER = 64
 """Maximum number of calls sent together: a few milliseconds of the server's time."""
 CALL_S = 2.0
-"""Timeout of calls sent together, in seconds. Callers have shorter deadlines."""
+"""Timeout in seconds for all calls that are sent together. Callers have shorter deadlines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,12 @@ class ScriptCall:
 
 @dataclass(slots=True, eq=False)
 class AskedCall:
-    """A call that is queued or sent."""
+    """A call of a script that is queued or sent."""
 
     call: ScriptCall
     answer: asyncio.Future[Any]
-    """Fails with ``redis.RedisError``. A caller cancels it to give up a call that is not sent."""
+    """The script's answer. Fails with ``redis.RedisError``. A caller that no longer wants an unsent
+    call cancels the future."""
     sent: bool = False
 
 
@@ -90,7 +91,7 @@ class ScriptQueue:
         self._carrying: set[asyncio.Task[None]] = set()
 
     def put(self, call: ScriptCall) -> AskedCall | None:
-        """Queue a call of a script. Return None if the queue is full."""
+        """Queue a call of a script. Return the queued call, or None if the queue is full."""
         if len(self._waiting) >= self._max_waiting:
             return None
         loop = asyncio.get_running_loop()

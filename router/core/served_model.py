@@ -16,13 +16,14 @@ class ServedModel:
 
     id: str
     created: int
-    """Creation time, in Unix seconds."""
+    """Unix time in seconds at which this router read the model. Clients get it as the creation
+    time."""
     context_length: int
     """Maximum tokens of prompt and answer together."""
     embedding_size: int
     """Length of an embedding."""
     revision: str = ""
-    """The commit of its repository; empty if the model is a local folder or file."""
+    """The commit of the model's repository; empty if the model is a local folder or file."""
 
     @classmethod
     def of(cls, name: str, folder: Path, max_model_len: int = 0, revision: str = "") -> ServedModel:

@@ -5,8 +5,8 @@
     waiting ─``MAX_WAIT_S`` later→ refused (429)
     asked ─the tenant has ``max_waiting`` waiting→ refused (429)
 
-A tenant holds all turns but one at most. So the work of another tenant waits at most for the end of
-work that began before it.
+One tenant holds at most all turns but one. So work of another tenant waits at most until earlier
+work ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ RETRY_AFTER_S = 1.0
 
 
 class FairTurns:
-    """A set of turns. Owned by one event loop."""
+    """Limits how many operations run at a time, and shares these turns among tenants. Owned by one
+    event loop.
+    """
 
     def __init__(
         self,
@@ -36,7 +38,9 @@ class FairTurns:
         max_waiting: int = MAX_WAITING,
         max_wait_s: float = MAX_WAIT_S,
     ) -> None:
-        """Create ``at_once`` turns, at least 2; ``what`` names the work in errors."""
+        """Allow ``at_once`` operations at a time, at least 2. ``what`` names the operations in
+        errors.
+        """
         self._what = what
         self._free = at_once
         self._max_share = at_once - 1
@@ -48,7 +52,9 @@ class FairTurns:
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
-        """Hold a turn. Raises Overloaded."""
+        """Wait for a turn, and hold it during the block. Raises Overloaded if too many operations
+        of the tenant wait, or if the wait is too long.
+        """
         if not self._take(tenant):
             await self._wait(tenant)
         try:

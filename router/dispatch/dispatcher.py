@@ -43,13 +43,13 @@ from router.workers.worker_discovery import WorkerDiscovery
 from router.workers.worker_links import WorkerLinks
 
 CLOSE_S = 2.0
-"""Maximum time that a stopping router waits for workers to receive its aborts."""
+"""Maximum time in seconds that a stopping router waits for workers to receive its aborts."""
 IDLE_POLL_S = 0.02
 IDLE_S = 0.2
 
 
 class ClusterDispatcher:
-    """Runs requests on the workers of a cluster."""
+    """Runs clients' requests on the workers of a cluster."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class ClusterDispatcher:
         board: TrafficStore | None = None,
         pins: PinStore | None = None,
     ) -> None:
-        """Create a dispatcher, and everything that it needs.
+        """Create a dispatcher, and the parts that it needs.
 
         ``board`` sends ``traffic`` to an autoscaler; None: there is no autoscaler. ``pins`` stores
         the prefixes that clients have pinned; None: nothing can be pinned.
@@ -96,16 +96,18 @@ class ClusterDispatcher:
         self._hang_detector = HangDetector(config, self._links, self._placement, self._failover)
         self._report = None if board is None else TrafficReport(board, self.router_id, traffic)
         self._running: set[RunningRequest] = set()
-        """Requests that were admitted."""
+        """Requests that admission has accepted and that have not ended."""
         self._draining = False
         self._active = 0
-        """Number of requests in flight, with those that wait for admission."""
+        """Number of requests in flight, including those that wait for admission."""
         self._tasks: list[asyncio.Task[None]] = []
 
     # A request
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[OutputDelta, None]:
-        """See ``router.core.request.Dispatcher``."""
+        """Answer a request: yield the deltas of its choices. See
+        ``router.core.request.Dispatcher``.
+        """
         received_at = time.monotonic()
         self._quarantine.check(request.prompt_ids, request.cache_salt, received_at)
         self._metrics.active_requests.inc()
@@ -158,7 +160,7 @@ class ClusterDispatcher:
         )
 
     def _capacity(self) -> Capacity | None:
-        """Capacity of the usable workers; None while a role has none."""
+        """Capacity of the usable workers; None while prefill or decode has no usable worker."""
         prefill, decode = self._links.usable("prefill"), self._links.usable("decode")
         if self._config.local_prefill != "never":
             prefill = prefill or decode
@@ -184,7 +186,9 @@ class ClusterDispatcher:
             self._report.start()
 
     async def settled(self) -> None:
-        """Wait until the registry is read and, if it lists workers, requests can be served."""
+        """Wait until the registry has been read. If it lists workers, also wait until requests can
+        be served.
+        """
         # Polling is enough: links come up in many ways, and within moments.
         while not self._discovery.has_view or (self._links.all() and self.health()[0] == "down"):  # noqa: ASYNC110
             await asyncio.sleep(IDLE_POLL_S)
@@ -196,7 +200,7 @@ class ClusterDispatcher:
     async def until_idle(self) -> None:
         """Wait until no request has been in flight for ``IDLE_S``.
 
-        The margin covers requests that are still being read and tokenized: they are not counted
+        The time covers requests that are still being read and tokenized, which are not counted
         yet.
         """
         idle_since = time.monotonic()
@@ -223,16 +227,20 @@ class ClusterDispatcher:
 
     @property
     def workers(self) -> WorkerLinks:
-        """The connections to the workers, for parts that call workers themselves."""
+        """The connections to the workers, for code that calls workers without a request."""
         return self._links
 
     @property
     def transfer_line(self) -> tuple[float, float]:
-        """Transfer costs of an average pair of workers: see ``router.routing.cost_model``."""
+        """Constant and per-block cost of a transfer between an average pair of workers: see
+        ``router.routing.cost_model``.
+        """
         return self._routing.transfers.usual
 
     def health(self) -> tuple[str, str]:
-        """Return ``ok``, ``degraded`` or ``down``, and the reason in words."""
+        """Return the cluster's health as ``ok``, ``degraded`` or ``down``, and the reason in
+        words.
+        """
         if self._draining:
             return "down", "draining"
         return self._links.health(local_prefill=self._config.local_prefill != "never")
@@ -242,17 +250,18 @@ class ClusterDispatcher:
         return [link.record.metrics_address for link in self._links.all()]
 
     def block_hashes(self, request: GenerationRequest) -> Sequence[bytes]:
-        """Return the hashes of the prompt's full blocks; none without workers.
+        """Return the hashes of the full blocks of a request's prompt; empty while there are no
+        workers.
 
         Raises ContextLengthExceeded.
         """
         return self._routes.hashes(request.prompt_ids, request.cache_salt, HashChain())
 
     def worker_records(self) -> list[WorkerRecord]:
-        """Return the registry record of every worker, whether it is usable or not."""
+        """Return the registry record of every worker, whether or not requests can go to it."""
         return [link.record for link in self._links.all()]
 
     @property
     def context_length(self) -> int:
-        """Shortest context of all workers; 0 while there is none."""
+        """Minimum context length of all workers, in tokens; 0 while there are no workers."""
         return min((link.record.context_length for link in self._links.all()), default=0)

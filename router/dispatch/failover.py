@@ -53,25 +53,27 @@ PREEMPTED = "preempted"
 DRAINED = "drained"
 """Values of the label ``reason`` of the metric of migrations."""
 COMMIT_GRACE_S = 0.25
-"""Wait after a failed prefill, for the decode worker to show that the handoff was committed."""
+"""Seconds to wait after a failed prefill. In that time the decode worker may show that the handoff
+was committed."""
 MAX_FAILURES = 8
-"""Maximum number of failures under one request before the router gives it up."""
+"""Maximum number of failures of a request, after which it is not migrated again."""
 LOOK_S = 0.1
 """Seconds between two checks whether a lost worker has died."""
 RETRY_AFTER_S = 1.0
-"""Retry-After of a request that could not be migrated, in seconds."""
+"""Retry-After in seconds of a request that could not be migrated."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """Why an attempt ends early."""
+    """The reason why an attempt ends early, and what follows from it."""
 
     reason: str
     failure: BatonError
     tries: tuple[Names, ...]
-    """Exclusion sets for the next attempt, tried in order until one leaves a worker."""
+    """Sets of workers that the next attempt must avoid. They are tried in order until one leaves a
+    worker."""
     culprit: str = ""
-    """The worker that failed under the attempt, if it is known."""
+    """Incarnation of the worker that failed during the attempt; empty if it is not known."""
     is_cut_off: bool = False
     """Whether all workers became unreachable together. Then none has failed, and requests wait."""
     proved: bool = False
@@ -79,7 +81,7 @@ class _Loss:
 
 
 class Failover:
-    """Migrates requests, or gives them up."""
+    """Migrates requests whose attempts have failed, or fails them."""
 
     def __init__(
         self,
@@ -90,7 +92,9 @@ class Failover:
         quarantine: Quarantine,
         metrics: RouterMetrics,
     ) -> None:
-        """Create a failover. It subscribes to ``placement`` and ``links`` until ``close``."""
+        """Create a failover. It subscribes to events of ``placement`` and ``links`` until
+        ``close``.
+        """
         self._placement = placement
         self._links = links
         self._budget = budget
@@ -100,8 +104,7 @@ class Failover:
         )
         self._left_out = metrics.left_out_workers
         self._verdict_s = config.advanced.registry_ttl_s + 2 * config.advanced.heartbeat_s
-        """Time after which a dead worker has left the registry and the router has seen it, in
-        seconds."""
+        """Seconds after which a dead worker has left the registry and the router has noticed it."""
         self._unsubscribe = (
             links.subscribe(on_broken=self.worker_broken, on_draining=self.worker_drains),
             placement.subscribe(
@@ -112,16 +115,16 @@ class Failover:
         )
 
     def close(self) -> None:
-        """Stop reacting to failures."""
+        """Unsubscribe from events: no further request is migrated."""
         for unsubscribe in self._unsubscribe:
             unsubscribe()
 
     # Events of attempts and workers
 
     def worker_broken(self, name: str, error: BatonError) -> None:
-        """Migrate the requests of a decode worker whose token stream has ended.
+        """Migrate the requests of a decode worker whose token stream has ended with ``error``.
 
-        If ``error`` is not WorkerFailed, no worker is blamed.
+        Unless ``error`` is WorkerFailed, no worker is blamed.
         """
         failure = WorkerFailed(error.message, retry_after=RETRY_AFTER_S)
         attempts = self._placement.at(name)
@@ -142,7 +145,9 @@ class Failover:
         self._leave_all(link, "is silent", DECODE_SILENT, PREFILL_SILENT)
 
     def worker_stalled(self, link: WorkerLink) -> None:
-        """Treat a worker whose engine finishes no step like a silent one."""
+        """Migrate the requests of a worker whose engine finishes no step, like those of a silent
+        worker.
+        """
         link.stall()
         self._leave_all(link, "computes nothing", DECODE_STALLED, PREFILL_STALLED)
 
@@ -163,7 +168,7 @@ class Failover:
     def worker_drains(self, link: WorkerLink) -> None:
         """Migrate the requests that decode at a draining worker, if another worker is available.
 
-        Requests still on their way there are migrated by a later call, once they have arrived.
+        Requests whose handoff to it is not complete are migrated by a later call.
         """
         if not self._is_replaceable(link):
             return
@@ -174,17 +179,20 @@ class Failover:
     def _is_replaceable(self, link: WorkerLink) -> bool:
         """Return whether other workers can do the work of this one.
 
-        The check avoids an expensive search by every running request when the search must fail.
+        If not, each of its running requests would search for another worker in vain, which is
+        expensive.
         """
         prefill = any(other is not link for other in self._links.up("prefill"))
         decode = any(other is not link for other in self._links.up("decode"))
         if link.record.role == "prefill":
-            # Its handoffs go to decode workers that already exist.
+            # The decode workers still exist: only the prefill worker must be replaced.
             return prefill or (self._computes_locally and decode)
         return decode and (prefill or self._computes_locally)
 
     async def prefill_failed(self, attempt: Attempt, failure: BatonError, broke: bool) -> None:
-        """Handle a prefill that ended without a handoff. ``broke``: its stream broke."""
+        """Handle a prefill that ended without a handoff. ``broke``: true if the prefill worker's
+        stream broke.
+        """
         if isinstance(failure, Unavailable):
             with contextlib.suppress(TimeoutError):
                 async with listening(COMMIT_GRACE_S):
@@ -234,7 +242,9 @@ class Failover:
         self._lost(attempt, loss, deadly=proved)
 
     def handed_back(self, attempt: Attempt, choice: int) -> None:
-        """Place a choice that has lost its blocks again at once: it was already admitted."""
+        """Place a choice again after its decode worker has handed it back. It needs no new
+        admission.
+        """
         owner = attempt.owner
         attempt.choices.discard(choice)
         owner.choices[choice].preemptions += 1
@@ -248,7 +258,9 @@ class Failover:
     # Circuit breakers
 
     def _blame(self, link: WorkerLink, streams: int = 1, *, doubtful: bool = False) -> None:
-        """Count streams of this router that broke at a worker."""
+        """Count ``streams`` streams of this router that broke at a worker, in the worker's circuit
+        breaker.
+        """
         breaker = link.breaker
         before = breaker.openings
         breaker.broke(time.monotonic(), streams, doubtful=doubtful)
@@ -260,7 +272,9 @@ class Failover:
             self._left_out.labels(worker=link.record.slot).inc()
 
     def _doubt(self, attempt: Attempt) -> None:
-        """Count a failed handoff against both workers, as doubtful, or against the only one."""
+        """Count a failed handoff against its workers. If there are two, each may be innocent, so it
+        counts less.
+        """
         links = {attempt.source, attempt.target}
         for link in links:
             self._blame(link, doubtful=len(links) > 1)
@@ -286,9 +300,9 @@ class Failover:
             owner.move(self._place_all(owner, left, loss))
 
     def _is_given_up(self, owner: RunningRequest, loss: _Loss) -> bool:
-        """Return whether the request gets no other attempt, and charge the retry budget.
+        """Return whether the request gets no other attempt.
 
-        A loss of all workers at once costs no budget.
+        Each migration uses the retry budget, except after a loss of all workers at once.
         """
         owner.failures += loss.is_cut_off
         if owner.failures > MAX_FAILURES:
@@ -296,9 +310,9 @@ class Failover:
         return not loss.is_cut_off and not self._budget.take(time.monotonic())
 
     def _is_poison(self, owner: RunningRequest, loss: _Loss, *, deadly: bool) -> bool:
-        """Count a failure and return whether the request is poison.
+        """Count a failure of a request, and return whether the request is poison.
 
-        ``deadly``: the worker was running the request.
+        ``deadly``: true if the failed worker was running the request.
         """
         owner.failures += 1
         if not loss.culprit:
@@ -315,7 +329,9 @@ class Failover:
         return True
 
     async def _has_proved_poison(self, owner: RunningRequest) -> bool:
-        """Return whether the request is poison; wait for news of lost workers if that decides."""
+        """Return whether a request is poison. If that depends on lost workers, wait until it is
+        known whether they are dead.
+        """
         looks = int(self._verdict_s / LOOK_S)
         while owner.failed_workers.may_be_proof and looks:
             # Wait first: the connection to a worker that has just died may still look alive.
@@ -327,7 +343,9 @@ class Failover:
         return False
 
     async def _place_all(self, owner: RunningRequest, choices: set[int], loss: _Loss) -> None:
-        """Place choices again; if no worker is available, fail the request with its loss."""
+        """Place choices of a request again. If no worker is available, fail the request with the
+        error in ``loss``.
+        """
         if await self._has_proved_poison(owner):
             owner.fail(poison_error())
             return
@@ -339,8 +357,8 @@ class Failover:
             owner.fail(_with_retry(loss.failure))
 
     async def _leave(self, attempt: Attempt, link: WorkerLink, loss: _Loss) -> None:
-        """Migrate from a worker that hangs, if another can take the request and it still hangs
-        then.
+        """Migrate an attempt away from a worker that hangs. Nothing changes if no other worker can
+        take the request, or if the worker recovers during the search.
         """
         owner = attempt.owner
         found = await self._elsewhere(attempt, _avoided(owner, loss.tries))
@@ -357,7 +375,9 @@ class Failover:
             self._placement.begin(owner, route, loss.reason)
 
     async def _hand_over(self, attempt: Attempt, link: WorkerLink) -> None:
-        """Migrate from a draining worker. The next worker fetches the blocks that it holds."""
+        """Migrate an attempt away from a draining worker. The next worker fetches the blocks that
+        the draining one holds.
+        """
         found = await self._elsewhere(attempt, ANY, link.record.incarnation)
         if found:
             self._placement.end(attempt, DRAINED)
@@ -367,10 +387,11 @@ class Failover:
     async def _elsewhere(
         self, attempt: Attempt, avoid: Sequence[Names], source_worker: str = ""
     ) -> list[Route]:
-        """Find routes for the unfinished choices of an attempt; none if it cannot move or has
-        moved.
+        """Find other workers for the unfinished choices of an attempt. Return no routes if there
+        are none, or if the attempt has changed meanwhile.
 
-        ``source_worker`` has all of its blocks, whatever the index lists.
+        ``source_worker`` has all blocks of the choices, even if the prefix index does not list
+        them.
         """
         owner = attempt.owner
         groups = owner.groups(attempt.unfinished)
@@ -384,7 +405,7 @@ class Failover:
 
 
 def _broken(reason: str, failure: BatonError, name: str, *, is_cut_off: bool) -> _Loss:
-    """Return the loss of an attempt whose worker's stream has ended.
+    """Build the loss of an attempt whose worker's stream has ended.
 
     A worker that was cut off together with all others is not blamed. It gets the request again if
     no other worker comes back.
@@ -395,14 +416,16 @@ def _broken(reason: str, failure: BatonError, name: str, *, is_cut_off: bool) ->
 
 
 def _avoided(owner: RunningRequest, tries: tuple[Names, ...]) -> Sequence[Names]:
-    """Prefer workers that have not failed this request before; fall back to all."""
+    """Return the sets of workers to avoid: first those in ``tries`` together with all workers that
+    have failed the request before, then ``tries`` alone.
+    """
     if not owner.excluded:
         return tries
     return [*(names | owner.excluded for names in tries), *tries]
 
 
 def _with_retry(failure: BatonError) -> BatonError:
-    """Return the failure as the client sees it, with a Retry-After."""
+    """Return the failure as the client receives it, with a Retry-After."""
     if isinstance(failure, StepFailed):
         failure = WorkerFailed(failure.message, retry_after=failure.retry_after)
     if failure.retry_after is None:

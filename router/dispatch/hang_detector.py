@@ -22,11 +22,11 @@ from router.workers.worker_links import WorkerLinks
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.1
-"""Interval at which messages and steps are counted, in seconds."""
+"""Interval in seconds at which the messages and steps of workers are counted."""
 
 
 class HangDetector:
-    """Watches the workers of all attempts."""
+    """Detects workers that hang while they have requests of this router."""
 
     def __init__(
         self, config: Config, links: WorkerLinks, placement: Placement, failover: Failover
@@ -59,11 +59,13 @@ class HangDetector:
                 self._failover.worker_stalled(link)
 
     def expected_messages(self) -> dict[str, int]:
-        """Return the number of messages received from each busy worker, by incarnation."""
+        """Return the number of messages received so far from each busy worker, by incarnation."""
         return {link.record.incarnation: link.messages for link in self._busy()}
 
     def expected_steps(self) -> dict[str, int]:
-        """Return the finished steps of each busy worker whose engine runs one, by incarnation."""
+        """Return the number of steps that each busy worker's engine has finished, by incarnation.
+        Only engines that run a step are listed.
+        """
         loads = {link.record.incarnation: link.engine_load for link in self._busy()}
         return {name: load.engine_steps for name, load in loads.items() if load.steps_in_flight}
 

@@ -39,21 +39,22 @@ from router.workers.worker_links import Unsubscribe, WorkerLinks
 log = logging.getLogger(__name__)
 
 NO_ROOM_RETRY_S = 0.1
-"""Wait before a full decode worker is tried again, if it gives no time itself."""
+"""Seconds after which a full decode worker is tried again if its answer has no retry time."""
 
 Names = frozenset[str]
-"""Incarnations of workers."""
+"""A set of incarnations of workers."""
 ANY: tuple[Names, ...] = (frozenset(),)
-"""Exclusion sets that exclude no worker."""
+"""Sets of workers to avoid, for a search that may choose any worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The decision where some choices of a request go."""
+    """The workers chosen for some choices of a request."""
 
     choices: tuple[int, ...]
     scored: bool
-    """Whether this attempt must compute the prompt's log probabilities: cached blocks have none."""
+    """Whether this attempt must compute the prompt's log probabilities or embedding. Cached blocks
+    have no log probabilities."""
     request: RouteRequest
     hashes: Sequence[bytes]
     decision: Decision
@@ -68,7 +69,7 @@ class _Listener(NamedTuple):
 
 
 class Placement:
-    """Holds the attempts of all running requests."""
+    """Places requests at workers, and holds the current attempts of all running requests."""
 
     def __init__(
         self,
@@ -80,7 +81,9 @@ class Placement:
         pins: PinnedPrefixes,
         metrics: RouterMetrics,
     ) -> None:
-        """Create a placement; workers keep ``pins`` whose prefix a computed prompt begins with."""
+        """Create a placement. Workers that compute a prompt retain its blocks if it begins with a
+        prefix in ``pins``.
+        """
         self._router_id = router_id
         self._class_of = config.class_of
         self._links = links
@@ -91,7 +94,7 @@ class Placement:
         self._moved = metrics.moved_requests
         self._listeners: list[_Listener] = []
         self._attempts: dict[Attempt, Unsubscribe] = {}
-        """Attempts at workers, and how to stop reading their outputs."""
+        """Current attempts. Each value is the function that stops reading the attempt's outputs."""
         self._by_target: defaultdict[str, set[Attempt]] = defaultdict(set)
         self._background: set[asyncio.Task[None]] = set()
 
@@ -104,8 +107,9 @@ class Placement:
     ) -> Unsubscribe:
         """Register callbacks for attempts that fail or lose a choice.
 
-        ``on_prefill_failed`` is awaited with the error, and whether the stream to the source broke;
-        ``on_handed_back`` gets the number of the choice.
+        ``on_prefill_failed`` is awaited with the attempt, the error, and whether the prefill
+        worker's stream broke. ``on_handed_back`` gets the attempt and the number of the choice.
+        Returns a function that removes the callbacks.
         """
         listener = _Listener(on_prefill_failed, on_decode_failed, on_handed_back)
         self._listeners.append(listener)
@@ -121,10 +125,11 @@ class Placement:
         *,
         moved: str = "",
     ) -> None:
-        """Find workers for choices of a request, and begin. ``moved``: the reason of a migration.
+        """Find workers for choices of a request, and start attempts there. ``moved``: the reason of
+        a migration.
 
-        Workers of the first set of ``avoid`` are excluded. If that leaves none, the second set
-        counts, and so on. Waits for workers that are cut off. Raises BatonError.
+        ``avoid``: sets of workers to exclude. If the first set leaves no worker, the second one is
+        used, and so on. Waits while the workers are cut off. Raises BatonError.
         """
         for position, group in enumerate(running.groups(choices)):
             await self._links.returned(running.deadline)
@@ -137,9 +142,9 @@ class Placement:
         avoid: Sequence[Names],
         source_worker: str = "",
     ) -> list[Route]:
-        """Find workers for choices of a request as ``place`` does, but begin nothing.
+        """Find workers for choices of a request as ``place`` does, but start no attempt.
 
-        ``source_worker`` has all of their blocks. Raises BatonError.
+        ``source_worker`` has all blocks of the choices. Raises BatonError.
         """
         return [
             await self._route(running, position, group, avoid, source_worker)
@@ -181,7 +186,9 @@ class Placement:
         return Route(group, scored, request, hashes, decision)
 
     def begin(self, running: RunningRequest, route: Route, moved: str = "") -> None:
-        """Start an attempt at its workers. Raises DeadlineExceeded, WorkerFailed."""
+        """Start an attempt at the workers of ``route``. ``moved``: the reason of a migration.
+        Raises DeadlineExceeded, WorkerFailed.
+        """
         decision, now = route.decision, time.monotonic()
         left_s = running.left_s(now)
         source, target = self._links.get(decision.prefill), self._links.get(decision.decode)
@@ -243,7 +250,9 @@ class Placement:
             self._moved.labels(reason=moved).inc()
 
     def _prefix_source(self, decision: Decision) -> prefill_pb2.PrefixSource | None:
-        """Return the worker from which the prefill worker may fetch blocks."""
+        """Return the worker from which the prefill worker may fetch cached blocks; None if there is
+        none.
+        """
         holder = self._links.get(decision.holder)
         if holder is None or not holder.lends(time.monotonic()):
             return None
@@ -257,7 +266,7 @@ class Placement:
     # Following
 
     async def _prefill(self, attempt: Attempt, message: prefill_pb2.PrefillRequest) -> None:
-        """Follow a prefill to its end, and report a failure to subscribers."""
+        """Follow an attempt's prefill to its end, and report a failure to subscribers."""
         stream = attempt.source.prefills
         breaks = stream.breaks
         try:
@@ -274,7 +283,8 @@ class Placement:
                 attempt.owner.fail(failure)
 
     async def _follow(self, attempt: Attempt, message: prefill_pb2.PrefillRequest) -> None:
-        """Follow a prefill. Raises BatonError if it yields no first token, or no handoff after it.
+        """Follow an attempt's prefill. Raises BatonError if there is no first token, or no handoff
+        after it.
 
         A prefill worker waits for room itself. A full decode worker that would compute the prompt
         returns NoRoom with the time to retry, as it does to prefill workers.
@@ -295,7 +305,7 @@ class Placement:
             message.sequence.deadline_ms = max(1, int((deadline - time.monotonic()) * 1e3))
 
     def _on_prefill(self, attempt: Attempt, response: prefill_pb2.PrefillResponse) -> None:
-        """Process a worker's message about a prefill."""
+        """Process a message that a worker has sent about a prefill."""
         running, promise = attempt.owner, attempt.promise
         if response.HasField("first_token"):
             attempt.span.add_event("first token")
@@ -304,7 +314,7 @@ class Placement:
                 computed_tokens=response.computed_tokens,
                 compute_ms=response.compute_ms,
             )
-            # Cache hits of later attempts are not the client's.
+            # Later attempts also hit blocks of the request itself. Clients do not get those hits.
             has_moved = len(attempt.spec.token_ids) > attempt.spec.prompt_length
             is_counted = running.is_cache_counted or has_moved
             running.is_cache_counted = True
@@ -322,7 +332,7 @@ class Placement:
             )
 
     def _on_output(self, attempt: Attempt, output: TokenOutput) -> None:
-        """Process an output of the decode worker."""
+        """Process an output that the decode worker of an attempt has sent."""
         running = attempt.owner
         if _is_left_to_prefill(attempt, output):
             return
@@ -345,9 +355,9 @@ class Placement:
         attempt.owner.fail(BatonError(f"internal error: {type(error).__name__}"))
 
     def _end_stopped(self, attempt: Attempt) -> None:
-        """End the choices that a stop string has ended, while others go on.
+        """End the choices in which a stop string was found, while other choices continue.
 
-        The decode worker has sent a token of each, so it knows the sequences to end.
+        The decode worker knows their sequences, since it has sent a token of each.
         """
         for choice in attempt.owner.take_stopped():
             for placed in attempt.owner.attempts:
@@ -360,7 +370,9 @@ class Placement:
     # Ending
 
     def end(self, attempt: Attempt, moved: str = "") -> None:
-        """End an attempt at its workers; idempotent. ``moved``: the reason of a migration."""
+        """End an attempt, and abort what its workers still run; idempotent. ``moved``: the reason
+        of a migration.
+        """
         stop_reading = self._attempts.pop(attempt, None)
         if stop_reading is None:
             return
@@ -383,7 +395,7 @@ class Placement:
             self._abort(attempt, stop=attempt.owner.stopped)
 
     def release(self, running: RunningRequest) -> None:
-        """End all attempts of a request; idempotent."""
+        """End all attempts and migrations of a request; idempotent."""
         for move in list(running.moves):
             move.cancel()
         for attempt in list(running.attempts):
@@ -397,7 +409,7 @@ class Placement:
         task.add_done_callback(self._background.discard)
 
     async def close(self, timeout_s: float) -> None:
-        """Wait until workers have received the aborts, or ``timeout_s`` seconds."""
+        """Wait until workers have received all aborts, at most ``timeout_s`` seconds."""
         if self._background:
             await asyncio.wait(self._background, timeout=timeout_s)
 
@@ -405,24 +417,27 @@ class Placement:
 
     @property
     def attempts(self) -> Collection[Attempt]:
-        """All attempts at workers."""
+        """All current attempts of all requests."""
         return self._attempts.keys()
 
     def at(self, decode: str) -> list[Attempt]:
-        """Return the attempts that decode at a worker, or are going to."""
+        """Return the attempts whose decode worker is the incarnation ``decode``, before and after
+        their handoffs.
+        """
         return list(self._by_target.get(decode, ()))
 
     def computing_at(self, source: str) -> list[Attempt]:
-        """Return the attempts whose prompts a worker computes or hands off."""
+        """Return the attempts whose prompts the incarnation ``source`` computes or hands off."""
         every = self._attempts
         return [a for a in every if a.computes and a.source.record.incarnation == source]
 
 
 def _is_left_to_prefill(attempt: Attempt, output: TokenOutput) -> bool:
-    """Return whether a one-token answer must wait for its prefill stream.
+    """Return whether an output with a one-token answer must wait for the message on the prefill
+    stream.
 
-    The prefill stream brings that token too, with the cache hits of the prompt. The answer must not
-    end before these are known.
+    That message has the token too, and the cache hits of the prompt. The answer must not end before
+    these are known.
     """
     running = attempt.owner
     is_all = output.finish_reason is not None and output.index + len(output.token_ids) == 1

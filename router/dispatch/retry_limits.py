@@ -15,15 +15,17 @@ from baton.errors import PoisonRequest
 from baton.hashing import block_hashes, hash_key
 
 MOVE_RATIO = 0.2
-"""Maximum number of migrations after failures, as a fraction of a router process's requests."""
+"""Maximum number of migrations after failures, as a fraction of the requests of this router
+process."""
 MOVES_PER_S = 4.0
-"""Maximum number of further migrations after failures per second of a router process."""
+"""Number of migrations after failures that are allowed per second in addition, in each router
+process."""
 QUARANTINE_S = 300.0
 """Seconds for which a prompt is rejected after two workers failed while they computed it."""
 PROGRESS_TOKENS = 8
-"""A request that has made this many tokens of progress since a failure did not cause it."""
+"""Number of further tokens after a failure that show that the request did not cause it."""
 MAX_FAILED_WORKERS = 2
-"""Number of failed workers at one point of an answer that makes a request poison."""
+"""A request is poison if this many workers have failed at about the same point of its answer."""
 _MAX_PROMPTS = 4096
 """Maximum number of quarantined prompts. Above it, the oldest are accepted again."""
 
@@ -49,14 +51,14 @@ class RetryBudget:
     def of(cls, config: Config) -> RetryBudget:
         """Build the budget of a router process.
 
-        Its burst is twice what one decode worker runs. The death of a worker migrates its requests
-        and leaves a reserve.
+        Its burst is twice the number of sequences that a decode worker runs. So when a worker dies,
+        all of its requests can migrate, and a reserve is left.
         """
         burst = 2 * max(pool.max_sequences for pool in config.pools if pool.role == "decode")
         return cls(MOVE_RATIO, burst, MOVES_PER_S)
 
     def admitted(self) -> None:
-        """Count an admitted request."""
+        """Count an admitted request, which adds to the budget."""
         self._level = min(self._burst, self._level + self._ratio)
 
     def take(self, now: float) -> bool:
@@ -72,7 +74,7 @@ class RetryBudget:
 
 
 class FailedWorkers:
-    """The workers that have failed under one request, or may have.
+    """The workers that have failed while they had one request, or may have failed.
 
     Workers are distinguished by incarnation. Two incarnations of one slot are two workers, so that
     a cluster with one worker is protected, too. A worker failed under a request if it reports that
@@ -82,11 +84,14 @@ class FailedWorkers:
 
     def __init__(self) -> None:
         self._proved: dict[str, bool] = {}
-        """Whether the failure is proved, by worker."""
+        """Workers that failed or were lost. The value is true if the failure is proved."""
         self._place = 0
 
     def note(self, worker: str, place: int, *, proved: bool) -> None:
-        """Record that ``worker`` failed, or was lost, when the answer had ``place`` tokens."""
+        """Record that ``worker`` failed or was lost when the answer had ``place`` tokens.
+
+        ``proved``: true if the worker itself reported that a step with the request failed.
+        """
         if place >= self._place + PROGRESS_TOKENS:
             self._proved.clear()
         if not self._proved:
@@ -94,7 +99,9 @@ class FailedWorkers:
         self._proved[worker] = proved or self._proved.get(worker, False)
 
     def learn(self, is_dead: Callable[[str], bool | None]) -> None:
-        """Query ``is_dead`` for each lost worker; it returns None while that is unknown."""
+        """Update the workers that were lost. ``is_dead`` returns whether a worker has died, or None
+        while that is unknown.
+        """
         for worker in [worker for worker, proved in self._proved.items() if not proved]:
             verdict = is_dead(worker)
             if verdict is False:
@@ -104,17 +111,17 @@ class FailedWorkers:
 
     @property
     def are_proof(self) -> bool:
-        """Whether the request is poison."""
+        """Whether enough failures are proved for the request to be poison."""
         return sum(self._proved.values()) >= MAX_FAILED_WORKERS
 
     @property
     def may_be_proof(self) -> bool:
-        """Whether the request is poison if all lost workers turn out to be dead."""
+        """Whether the request would be poison if all lost workers turned out to be dead."""
         return len(self._proved) >= MAX_FAILED_WORKERS
 
 
 class Quarantine:
-    """The prompts of poison requests, by hash."""
+    """Holds the prompts of poison requests for a while, by hash."""
 
     def __init__(self, quarantine_s: float = QUARANTINE_S) -> None:
         """Create an empty quarantine, in which each prompt stays for ``quarantine_s`` seconds."""
@@ -126,7 +133,7 @@ class Quarantine:
         return len(self._until)
 
     def add(self, prompt_ids: Sequence[int], cache_salt: bytes, now: float) -> None:
-        """Quarantine a tenant's prompt of at least one token from now on."""
+        """Quarantine the prompt of a tenant from ``now`` on. It must have at least one token."""
         prompt = _prompt_hash(prompt_ids, cache_salt)
         self._until.pop(prompt, None)
         self._until[prompt] = now + self._quarantine_s
@@ -134,11 +141,11 @@ class Quarantine:
             self._until.popitem(last=False)
 
     def check(self, prompt_ids: Sequence[int], cache_salt: bytes, now: float) -> None:
-        """Check a tenant's prompt. Raises PoisonRequest if it is quarantined."""
+        """Check whether the prompt of a tenant is quarantined. Raises PoisonRequest if it is."""
         while self._until and next(iter(self._until.values())) <= now:
             self._until.popitem(last=False)
         if not self._until:
-            # Skip the hash.
+            # Nothing is quarantined, so the hash is not needed.
             return
         until = self._until.get(_prompt_hash(prompt_ids, cache_salt), now)
         if until > now:

@@ -43,7 +43,7 @@ _PART = 64
 
 
 class RunningRequest:
-    """A request, its choices, and the state that outlives its attempts."""
+    """A running request with its choices and its current attempts."""
 
     def __init__(
         self,
@@ -51,7 +51,9 @@ class RunningRequest:
         processors: Sequence[OutputProcessor],
         deadline: float,
     ) -> None:
-        """Create a request with a processor per choice. ``deadline`` is on the monotonic clock."""
+        """Create a running request. ``processors``: one for each choice. ``deadline`` is on the
+        monotonic clock.
+        """
         self.request = request
         self.deadline = deadline
         self.choices: Sequence[RunningChoice] = tuple(
@@ -61,18 +63,19 @@ class RunningRequest:
         """Whether deltas are held back until the prompt's log probabilities or its embedding
         arrive."""
         self.attempts: set[Attempt] = set()
-        """The current attempts."""
+        """The current attempts of the request."""
         self.next_attempt = 0
         self.excluded: set[str] = set()
-        """Workers that have failed under the request."""
+        """Incarnations of workers that have failed while they had the request."""
         self.failures = 0
-        """Number of migrations that failures made necessary."""
+        """Number of migrations of the request that failures made necessary."""
         self.chains: defaultdict[int, HashChain] = defaultdict(HashChain)
-        """Block hashes of each placed choice."""
+        """Block hashes of each choice that has been placed."""
         self.is_cache_counted = False
-        """Whether the cache hits of the prompt are known."""
+        """Whether the prompt's cache hits have been counted for the request, so that later attempts
+        add none."""
         self.moves: set[asyncio.Task[None]] = set()
-        """Tasks that place choices again."""
+        """Tasks that place choices of the request again."""
         self._prompt_logprobs: Sequence[TokenLogprobs] = ()
         self._embedding: tuple[float, ...] = ()
         self._written_tokens = 0
@@ -99,11 +102,11 @@ class RunningRequest:
         return [(number,) for number in numbers]
 
     def token_ids(self, choice: int) -> tuple[int, ...]:
-        """Return the prompt and all accepted tokens of a choice."""
+        """Return the token ids of the prompt and of all accepted tokens of a choice."""
         return self.request.prompt_ids + tuple(self.choices[choice].token_ids)
 
     def left_s(self, now: float) -> float:
-        """Return the seconds until the deadline. Raises DeadlineExceeded."""
+        """Return the seconds until the request's deadline. Raises DeadlineExceeded."""
         left_s = self.deadline - now
         if left_s <= 0:
             raise DeadlineExceeded("the request's deadline passed while it waited")
@@ -121,10 +124,10 @@ class RunningRequest:
         retentions: tuple[Retention, ...] = (),
         cache_ttl_s: float = 0.0,
     ) -> SequenceSpec:
-        """Build the sequence of choices that are placed together, for the next attempt.
+        """Build the message for workers about choices that are placed together in the next attempt.
 
-        ``scored``: the worker computes the prompt's log probabilities, if they are requested.
-        ``retentions`` are added to those of the request.
+        ``scored``: true if the worker must compute the prompt's log probabilities, provided that
+        they are requested. ``retentions`` are added to those of the request.
         """
         request, sampling = self.request, self.request.sampling
         return SequenceSpec(
@@ -152,7 +155,7 @@ class RunningRequest:
         )
 
     def move(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work``, which places choices again. If it raises, the request fails."""
+        """Run ``work``, which places choices again, in a task. If it raises, the request fails."""
         task = asyncio.create_task(self._move(work), name="move")
         self.moves.add(task)
         task.add_done_callback(self.moves.discard)
@@ -170,12 +173,12 @@ class RunningRequest:
 
     @property
     def several(self) -> bool:
-        """Whether there is more than one choice."""
+        """Whether the request has more than one choice."""
         return len(self.choices) > 1
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found: the worker must end the sequence."""
+        """Whether a stop string was found in any choice: the worker must end the sequence."""
         return any(choice.processor.stopped for choice in self.choices)
 
     @property
@@ -191,7 +194,9 @@ class RunningRequest:
         written_prompt_tokens: int = 0,
         batch_size: float = 0.0,
     ) -> None:
-        """Process a worker's output; ``batch_size`` is that of its latest decode steps."""
+        """Process the output of a worker. ``batch_size`` is the mean one of the worker's latest
+        decode steps.
+        """
         if output.choice >= len(self.choices):
             return
         choice = self.choices[output.choice]
@@ -211,11 +216,13 @@ class RunningRequest:
             self._changed.set()
 
     def take_stopped(self) -> list[int]:
-        """Return, once each, the choices that a stop string ended and the worker still runs."""
+        """Return the choices in which a stop string was found and which the worker still runs. Each
+        is returned only once.
+        """
         return [choice.number for choice in self.choices if choice.take_stopped()]
 
     def fail(self, error: BatonError) -> None:
-        """End the request with an error, unless its whole answer has arrived."""
+        """End the request with an error, unless its whole answer has already arrived."""
         is_there = all(choice.processor.finished for choice in self.choices)
         if self._error is None and (self.awaits_prompt or not is_there):
             self._error = error
@@ -224,7 +231,9 @@ class RunningRequest:
     # What the client reads
 
     async def next_delta(self) -> OutputDelta:
-        """Wait for output and return all unread output of one choice, merged. Raises BatonError."""
+        """Wait for output of any choice, and return all unread output of that choice in one delta.
+        Raises BatonError.
+        """
         await self._changed.wait()
         choice = None if self.awaits_prompt else self._waiting()
         if choice is None:
@@ -271,16 +280,17 @@ class Attempt:
     choices: set[int]
     """Numbers of the choices that have not been handed back."""
     messages_before: int
-    """Messages on the source's prefill stream before the attempt began."""
+    """Number of messages that had arrived on the prefill worker's stream when the attempt began."""
     decode_began: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the decode worker has sent a token, which proves that the handoff was committed."""
     prefill: asyncio.Task[None] | None = None
-    """Task that follows the prefill; None after its end."""
+    """Task that follows the attempt's prefill; None after the task has ended."""
     failed: bool = False
-    """Whether the decode worker has reported a failure. Then there is nothing to abort."""
+    """Whether the decode worker has reported a failure. If so, it runs nothing that could be
+    aborted."""
 
     def follow(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work``, which follows the prefill, in a task."""
+        """Run ``work``, which follows the attempt's prefill, in a task."""
         self.prefill = spawn(work, f"prefill {self.spec.request_id}")
         self.prefill.add_done_callback(self._forget_prefill)
 
@@ -291,56 +301,56 @@ class Attempt:
 
     @property
     def computes(self) -> bool:
-        """Whether messages of the source are still expected."""
+        """Whether the worker that computes the prompt is still expected to send messages."""
         wanted = not self.decode_began.is_set() or self.owner.awaits_prompt
         return wanted and self.prefill is not None and not self.prefill.done()
 
     def touches(self, link: WorkerLink) -> bool:
-        """Return whether a worker has started on the sequence.
+        """Return whether a worker has started on the attempt's sequence.
 
-        A target has not while the sequence waits for its handoff. A source has not if it died
-        before it sent anything.
+        The decode worker has not while the sequence waits for its handoff. The prefill worker has
+        not if it died before it sent anything.
         """
         has_begun = self.source.prefills.messages > self.messages_before
         return (link is self.source and has_begun) or self.decode_began.is_set()
 
     @property
     def unfinished(self) -> set[int]:
-        """Choices that need more tokens."""
+        """Numbers of the attempt's choices that need more tokens."""
         return {n for n in self.choices if not self.owner.choices[n].ended}
 
     @property
     def is_whole(self) -> bool:
-        """Whether the decode worker has sent everything that was requested."""
+        """Whether the decode worker has sent all requested tokens of the attempt."""
         whole = not self.failed and bool(self.choices) and not self.unfinished
         return whole and self.touches(self.target)
 
     @property
     def runs_at_worker(self) -> bool:
-        """Whether the decode worker may still run one of the choices."""
+        """Whether the decode worker may still run one of the attempt's choices."""
         choices = self.owner.choices
         return not self.failed and any(not choices[n].worker_finished for n in self.choices)
 
 
 class RunningChoice:
-    """One answer of a request."""
+    """One choice of a running request: its accepted tokens and its unread output."""
 
     def __init__(self, number: int, processor: OutputProcessor, attempt: int = 0) -> None:
         self.number = number
         self.processor = processor
         self.attempt = attempt
         self.prefill_worker = self.decode_worker = ""
-        """Slots of the workers of its latest attempt."""
+        """Slots of the prefill and the decode worker of the choice's latest attempt."""
         self.batch_size = 0.0
-        """Batch size of its worker's latest decode steps."""
+        """Batch size in the latest decode steps of the choice's worker."""
         self.preemptions = 0
-        """Number of times that a worker has handed it back."""
+        """Number of times that a worker has handed back the choice."""
         self.token_ids: list[int] = []
         self.unread: list[OutputDelta] = []
-        """Output that the client has not read. Reading merges it. Before that, each ``_PART``
-        pieces are merged, which saves memory."""
+        """Output that the client has not read yet. It is merged when the client reads it. To save
+        memory, every ``_PART`` pieces are merged earlier."""
         self._loose = 0
-        """Number of pieces that are not merged yet."""
+        """Number of unread pieces that are not merged yet."""
         self.worker_finished = False
         self.is_over = False
         self._early: dict[int, TokenOutput] = {}
@@ -348,17 +358,19 @@ class RunningChoice:
 
     @property
     def ended(self) -> bool:
-        """Whether it needs no more tokens."""
+        """Whether the choice needs no more tokens."""
         return self.worker_finished or self.processor.finished
 
     def place(self, attempt: int, prefill_worker: str, decode_worker: str) -> None:
-        """Start the choice, or continue it at other workers after its accepted tokens."""
+        """Record where the choice runs next. At other workers, it continues after its accepted
+        tokens.
+        """
         self.attempt = attempt
         self.prefill_worker, self.decode_worker = prefill_worker, decode_worker
         self._early.clear()
 
     def accept(self, output: TokenOutput, cached_prompt_tokens: int) -> None:
-        """Process a worker's output of the choice."""
+        """Process a worker's output of this choice."""
         if output.index > len(self.token_ids):
             self._keep(output)
             return
@@ -402,7 +414,7 @@ class RunningChoice:
             self._loose = 0
 
     def take(self) -> OutputDelta:
-        """Return all unread output, merged."""
+        """Return all unread output of the choice as one delta, and clear it."""
         pieces, self.unread, self._loose = self.unread, [], 0
         assert pieces, "there is nothing"
         delta = pieces[0] if len(pieces) == 1 else _joined(pieces)
@@ -410,7 +422,9 @@ class RunningChoice:
         return replace(delta, choice=self.number) if self.number else delta
 
     def take_stopped(self) -> bool:
-        """Return, only once, whether the worker must end the sequence."""
+        """Return whether the worker must end the sequence because of a stop string. True is
+        returned only once.
+        """
         wanted = self.processor.stopped and not (self.worker_finished or self._stop_taken)
         self._stop_taken = self._stop_taken or wanted
         return wanted

@@ -19,11 +19,13 @@ log = logging.getLogger(__name__)
 
 
 class TrafficReport:
-    """Writes traffic counts to Redis. Counts only grow, so an outage of Redis loses nothing."""
+    """Writes this router's traffic counts to Redis. Counts only grow, so an outage of Redis loses
+    nothing.
+    """
 
     def __init__(self, board: TrafficStore, router_id: str, counts: TrafficCounts) -> None:
-        """Create a report; ``router_id`` is unique to this process, ``counts`` change while it
-        runs.
+        """Create a report. ``router_id`` is unique to this process; ``counts`` change while the
+        process runs.
         """
         self._board = board
         self._router_id = router_id
@@ -32,11 +34,13 @@ class TrafficReport:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Start to report."""
+        """Start the task that reports traffic counts."""
         self._tasks = [spawn(self._report(), "traffic")]
 
     async def close(self) -> None:
-        """Stop, and remove this router's counts; does nothing if it was never started."""
+        """Stop reporting, and remove this router's counts from Redis. Does nothing if the report
+        was never started.
+        """
         if self._tasks:
             await end_tasks(self._tasks)
             with contextlib.suppress(redis.RedisError, OSError):

@@ -17,21 +17,23 @@ from router.access.api_keys import Caller
 from router.inference.builder import Arrival
 
 SMALL_BYTES = 256 << 10
-"""A message of this size is parsed in a few milliseconds, whatever it contains."""
+"""Maximum size of a small message, in bytes. It is parsed in a few milliseconds, whatever it
+contains."""
 MAX_FIELDS = 12_288
-"""Maximum fields in a larger message: a conversation of 2048 messages has some 6,000."""
+"""Maximum number of fields in a message that is not small. A conversation of 2048 messages has some
+6,000."""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Service(Protocol):
-    """One gRPC service of the listener."""
+    """A gRPC service that can be added to the router's gRPC server."""
 
     def add_to(self, server: grpc.aio.Server) -> str:
-        """Add it to a server that is not started yet; return its full name."""
+        """Add the service to a server that is not started yet. Return the service's full name."""
 
 
 def metadata_of(context: Context) -> dict[str, str]:
-    """Return the text metadata of a call, by name; gRPC uses lower-case names."""
+    """Return the text metadata of a call, by name. gRPC's names are in lower case."""
     pairs = context.invocation_metadata() or ()
     return {name: value for name, value in pairs if isinstance(value, str)}
 
@@ -44,7 +46,7 @@ def arrival_of(
     at: float,
     config: Config,
 ) -> Arrival:
-    """Build the arrival of a call, whose own deadline also bounds it.
+    """Build the arrival of a call. The call's own deadline, if it has one, bounds the request, too.
 
     ``name`` is the router's id of the request. Raises InvalidRequest.
     """
@@ -55,9 +57,10 @@ def arrival_of(
 
 
 async def message_of(context: Context, parse: Callable[[bytes], Message]) -> Any:
-    """Read and parse the message of a call. Raises InvalidRequest.
+    """Read and parse the one message that a client sends in a call. Raises InvalidRequest.
 
-    ``parse`` is the ``FromString`` of its class; the call's handler reads bytes.
+    ``parse`` is ``FromString`` of the message's class. The call's handler must be one that gets
+    bytes.
     """
     raw = await context.read()
     if raw is grpc.aio.EOF:
@@ -74,7 +77,7 @@ async def message_of(context: Context, parse: Callable[[bytes], Message]) -> Any
 def check_fields(raw: bytes, descriptor: Descriptor) -> None:
     """Check the number of fields in a message, including nested ones, before it is parsed.
 
-    Raises InvalidRequest, naming the bound, and DecodeError if the bytes are no such message.
+    Raises InvalidRequest, naming the bound, and DecodeError if the bytes are not such a message.
     """
     left = MAX_FIELDS
     parts = [(0, len(raw), _within(descriptor))]
@@ -104,13 +107,13 @@ def check_fields(raw: bytes, descriptor: Descriptor) -> None:
 
 @functools.cache
 def _within(descriptor: Descriptor) -> Mapping[int, Descriptor]:
-    """Return the descriptors of nested messages, by field number."""
+    """Return the descriptors of a message's nested messages, by field number."""
     kinds = ((field.number, field.message_type) for field in descriptor.fields)
     return {number: kind for number, kind in kinds if kind is not None}
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:
-    """Return a number, and the position after it."""
+    """Read the number that is encoded at ``at``. Return it, and the position after it."""
     if at < len(raw) and raw[at] < 128:
         return raw[at], at + 1
     value = shift = 0
@@ -123,14 +126,14 @@ def _varint(raw: bytes, at: int) -> tuple[int, int]:
 
 
 def message_is_late() -> DeadlineExceeded:
-    """Build the error of a call whose message does not arrive."""
+    """Build the error of a call whose message did not arrive in time."""
     return DeadlineExceeded("the call's message did not arrive in time")
 
 
 async def write_to(context: Context, message: Message, config: Config) -> None:
-    """Write a message; return once the client's connection has room again.
+    """Write a message to a call's client. Return once the connection has room again.
 
-    Raises DeadlineExceeded if it has none for ``slow_client_s``.
+    Raises DeadlineExceeded if it has none for ``slow_client_s`` seconds.
     """
     try:
         async with listening(config.advanced.slow_client_s) as timeout:
@@ -142,6 +145,8 @@ async def write_to(context: Context, message: Message, config: Config) -> None:
 
 
 def check_size(request: Message, config: Config) -> None:
-    """Check the size of a message like that of an HTTP body. Raises RequestTooLarge."""
+    """Check that a message does not exceed the maximum size of an HTTP body. Raises
+    RequestTooLarge.
+    """
     if request.ByteSize() > config.max_body_bytes:
         raise RequestTooLarge(f"the message is larger than {config.max_body_bytes} bytes")

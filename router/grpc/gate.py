@@ -25,18 +25,18 @@ from router.access.audit import Refusals
 from router.grpc.call import Context, message_is_late, message_of
 
 MAX_STREAMS = 1024
-"""Maximum number of calls on one connection at a time; further calls wait in the client."""
+"""Maximum number of calls at a time on one connection. Further calls wait in the client."""
 _SLACK_BYTES = 64 << 10
-"""The service itself rejects a message that exceeds the bound by less than this, and names the
-bound."""
+"""Bytes by which gRPC's bound on messages exceeds the configured one. In this range the service
+itself rejects a message, and names the bound."""
 _UNREAD_BYTES = 16 << 10
-"""Bytes that gRPC buffers of a call whose message is not read."""
+"""Number of bytes that gRPC buffers for a call whose message is not read."""
 _IDLE_S = 300.0
 _AGE_S = 3600.0
-"""A connection without calls ends after ``_IDLE_S`` seconds. After ``_AGE_S`` seconds any
-connection takes no new calls. Clients reconnect by themselves."""
+"""Seconds after which a connection takes no new calls. A connection without calls ends after
+``_IDLE_S`` seconds. Clients reconnect by themselves."""
 _GRACE_S = 60.0
-"""Time in addition to a request's deadline before an old connection is closed, in seconds."""
+"""Seconds, in addition to a request's deadline, before an old connection is closed."""
 
 
 def make_public_server(access: Access, config: Config) -> grpc.aio.Server:
@@ -54,7 +54,7 @@ def make_public_server(access: Access, config: Config) -> grpc.aio.Server:
         "grpc.max_concurrent_streams": MAX_STREAMS,
         "grpc.max_receive_message_length": config.max_body_bytes + _SLACK_BYTES,
         "grpc.http2.lookahead_bytes": _UNREAD_BYTES,
-        # The probe would raise the buffered unread bytes to megabytes.
+        # gRPC's bandwidth probe would raise the buffered unread bytes to megabytes.
         "grpc.http2.bdp_probe": 0,
     }
     gate = GrpcGate(access, config.request_deadline_s)
@@ -62,10 +62,10 @@ def make_public_server(access: Access, config: Config) -> grpc.aio.Server:
 
 
 class GrpcGate(grpc.aio.ServerInterceptor):
-    """Rejects calls that their key does not allow, also those of unknown methods."""
+    """Rejects calls that the caller's key does not allow, also calls of unknown methods."""
 
     def __init__(self, access: Access, message_s: float) -> None:
-        """Create a gate; ``message_s``: the time that a client has to send a call's message."""
+        """Create a gate. ``message_s``: seconds that a client has to send a call's message."""
         self._access = access
         self._refusals = Refusals(access)
         self._message_s = message_s
@@ -77,7 +77,7 @@ class GrpcGate(grpc.aio.ServerInterceptor):
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """See ``grpc.aio.ServerInterceptor``."""
+        """Check a call's key before its handler runs. See ``grpc.aio.ServerInterceptor``."""
         service = handler_call_details.method.rpartition("/")[0].lstrip("/")
         unknown = handler_call_details.method == UNKNOWN
         needed = "inference" if unknown else scope_of_service(service)
@@ -97,10 +97,10 @@ class GrpcGate(grpc.aio.ServerInterceptor):
     def _refusing(
         self, error: BatonError, method: str, metadata: Mapping[str, str]
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Return a handler that ends a call with the error.
+        """Return a handler that ends a call with ``error``.
 
-        It is a streaming handler for any type of method. Clients cannot tell the difference, and a
-        stream is read only on the handler's request.
+        It is a streaming handler for any type of method. Clients cannot tell the difference, and
+        the messages of a stream are read only on the handler's request.
         """
 
         async def refuse(_: AsyncIterator[bytes], context: Context) -> None:
@@ -114,7 +114,9 @@ class GrpcGate(grpc.aio.ServerInterceptor):
 def _bounded(
     handler: grpc.RpcMethodHandler[Any, Any], message_s: float
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """Wrap the handler of one message with a deadline, and an error for an invalid message."""
+    """Wrap a handler that reads one message. The wrapper adds a deadline, and an error for an
+    invalid message.
+    """
     streams = handler.response_streaming
     method: Any = handler.unary_stream if streams else handler.unary_unary
     parse: Any = handler.request_deserializer

@@ -1,7 +1,7 @@
 """The health service of a router, grpc.health.v1: the same answer as /health.
 
-A call needs no key. So it takes a place before its message is read. A watcher keeps its place until
-another call needs it.
+A call needs no key. So it takes a place (``router.access.places``) before its message is read. A
+watcher keeps its place until another call needs it.
 
     called ─a place→ asked within ``ASK_S`` ─Check→ answered
     asked ─Watch→ watching: each change is sent
@@ -32,14 +32,16 @@ NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 MAX_CALLS = 1024
 MAX_CALLS_OF_A_CONNECTION = 16
 ASK_S = 5.0
-"""Time for a client to send its small message, in seconds."""
+"""Seconds that a client of the health service has to send its small message."""
 RETRY_S = 1.0
 POLL_S = 0.5
-"""Maximum delay of a change for watchers, in seconds."""
+"""Maximum delay in seconds until watchers receive a change of the health."""
 
 
 class HealthServicer:
-    """Reports the health of the whole server ("") and of each of ``services``."""
+    """The gRPC health service: reports the health of the whole server ("") and of each of
+    ``services``.
+    """
 
     def __init__(self, dispatcher: Dispatcher, services: tuple[str, ...], config: Config) -> None:
         self._dispatcher = dispatcher
@@ -51,9 +53,9 @@ class HealthServicer:
         self._changed = asyncio.Event()
 
     def add_to(self, server: grpc.aio.Server) -> str:
-        """Add it to a server; return its name.
+        """Add the health service to a server. Return the service's name.
 
-        Its methods take streams, which are read only on request.
+        Its methods take streams, since the messages of streams are read only on request.
         """
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             name: grpc.stream_stream_rpc_method_handler(
@@ -66,7 +68,7 @@ class HealthServicer:
         return str(NAME)
 
     async def _check(self, _: AsyncIterator[Any], context: Context) -> None:
-        """Answer the status once. NOT_FOUND for an unknown service."""
+        """Send the current health status once. The status is NOT_FOUND for an unknown service."""
         async with grpc_boundary(context), self._place(context) as place:
             service = await self._asked(context)
             place.work()
@@ -75,7 +77,7 @@ class HealthServicer:
             await self._send(context, self._status(service))
 
     async def _watch(self, _: AsyncIterator[Any], context: Context) -> None:
-        """Send the current status, then each change."""
+        """Send the current health status, then each change."""
         async with grpc_boundary(context), self._place(context) as place:
             service = await self._asked(context)
             place.wait(math.inf, place.cut)
@@ -95,7 +97,9 @@ class HealthServicer:
 
     @asynccontextmanager
     async def _place(self, context: Context) -> AsyncIterator[Place]:
-        """Hold a place for a call. Raises Overloaded without a place, and DeadlineExceeded."""
+        """Limit the number of calls: hold a ``Place`` during the block. Raises Overloaded if there
+        is none, and DeadlineExceeded.
+        """
         loop = asyncio.get_running_loop()
         error: BatonError = Overloaded("too many health calls are open", retry_after=RETRY_S)
         try:
@@ -127,8 +131,8 @@ class HealthServicer:
 
     @asynccontextmanager
     async def _polled(self) -> AsyncIterator[None]:
-        """Poll for changes inside the block. One task, which sets ``_changed``, serves all
-        watchers.
+        """Poll for changes of the health during the block. One task, which sets ``_changed``,
+        serves all watchers.
         """
         self._watchers += 1
         if self._poller is None:

@@ -50,11 +50,12 @@ _EFFORTS: Mapping[int, Effort | None] = {
     inference_pb2.REASONING_EFFORT_HIGH: "high",
 }
 _SCORES_AT_ONCE = 64
-"""Number of prompt tokens, each with up to 20 alternatives, that are written without a pause."""
+"""Number of prompt tokens, each with up to 20 alternatives, that are written to a message without a
+pause."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """Implements the service of inference.proto."""
+    """Implements baton.v1.InferenceService of inference.proto."""
 
     def __init__(self, service: InferenceService) -> None:
         self._service = service
@@ -69,7 +70,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(  # type: ignore[override]  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> None:
-        """Stream the answer; the last message has the finish reason and the usage."""
+        """Stream the answer to a request. The last message has the finish reason and the usage."""
         received_at = time.monotonic()
         async with grpc_boundary(context), AsyncExitStack() as stack:
             with self._service.counting_refusals():
@@ -108,7 +109,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def ListModels(  # noqa: N802
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
-        """List the one served model."""
+        """Return a list with the one served model."""
         async with grpc_boundary(context):
             self._access.caller(metadata_of(context))
         model = inference_pb2.Model(
@@ -163,7 +164,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def _outputs(
         self, request: inference_pb2.GenerateRequest, built: GenerationRequest
     ) -> list[ParsedOutput]:
-        """Return a parser per choice; none if there are neither tools nor reasoning."""
+        """Return a parser of reasoning and tool calls for each choice; none if the request has
+        neither.
+        """
         tools = grpc_tool_use(request.tools)
         dialect, begins_in = self._builder.dialect, built.begins_in
         if tools is None and not (built.chat and dialect.answer_texts):
@@ -263,7 +266,7 @@ def add_grpc_services(
     *,
     more: Sequence[Service] = (),
 ) -> None:
-    """Add the services, health and reflection to a server that is not started yet.
+    """Add the inference, token, health and reflection services to a server that is not started yet.
 
     ``more``: the operators' services.
     """

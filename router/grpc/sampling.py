@@ -27,13 +27,13 @@ _MAX_COUNTS = {
     "bad_words": MAX_BAD_RUNS,
 }
 _MAX_TEXTS = 32_768
-"""Maximum number of texts in a choice. Their characters are bounded, too."""
+"""Maximum number of texts in a structured choice. Their characters are bounded, too."""
 
 
 def grpc_sampling(message: sampling_pb2.SamplingParameters) -> SamplingInput:
-    """Read sampling parameters. Raises InvalidRequest."""
+    """Convert the sampling parameters of a message. Raises InvalidRequest."""
     for name, limit in _MAX_COUNTS.items():
-        # Check before they become tuples: a message may have millions.
+        # Check lengths before the entries become tuples: a message may have millions.
         if len(getattr(message, name)) > limit:
             raise InvalidRequest(f"{name} has at most {limit} entries", param=name)
     names: tuple[Any, ...] = (*SCALAR_FIELDS, *OPTIONAL_FIELDS)

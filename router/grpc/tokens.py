@@ -16,7 +16,7 @@ from router.inference.tokens import TokenService
 
 
 class TokenServicer(tokens_pb2_grpc.TokenServiceServicer):
-    """Implements the service of tokens.proto."""
+    """Implements baton.v1.TokenService of tokens.proto."""
 
     def __init__(self, tokens: TokenService, config: Config, access: Access) -> None:
         self._tokens = tokens
@@ -24,7 +24,7 @@ class TokenServicer(tokens_pb2_grpc.TokenServiceServicer):
         self._access = access
 
     def add_to(self, server: grpc.aio.Server) -> str:
-        """See ``router.grpc.call.Service``."""
+        """Add the service to a server. Return its name: see ``router.grpc.call.Service``."""
         tokens_pb2_grpc.add_TokenServiceServicer_to_server(self, server)
         return tokens_pb2.DESCRIPTOR.services_by_name["TokenService"].full_name
 

@@ -39,7 +39,9 @@ _MODES: dict[int, Mode] = {
 
 
 def grpc_turns(messages: Sequence[inference_pb2.ChatMessage]) -> list[Turn]:
-    """Convert messages to turns. Raises InvalidRequest and UnsupportedParameter."""
+    """Convert the messages of a conversation to turns. Raises InvalidRequest and
+    UnsupportedParameter.
+    """
     check_message_count(len(messages))
     given = list(messages)
     if not any(one.tool_calls or one.role == "tool" or one.reasoning for one in given):
@@ -67,7 +69,7 @@ def _turn(message: inference_pb2.ChatMessage, where: str) -> Turn:
 
 
 def grpc_tool_use(message: tools_pb2.Tools) -> ToolUse | None:
-    """Read the tools of a request; None if no tool may be called. Raises InvalidRequest."""
+    """Convert the tools of a request; None if no tool may be called. Raises InvalidRequest."""
     mode = _MODES.get(message.mode)
     if mode is None:
         raise InvalidRequest("tools.mode is not known", param="tools.mode")
@@ -97,7 +99,7 @@ def add_parsed_output(
     *,
     shows_reasoning: bool,
 ) -> None:
-    """Add a delta's reasoning, content and calls to its message."""
+    """Add the reasoning, content and tool calls of a delta to the response message."""
     text = ""
     index = len(output.calls) - 1
     for piece in output.feed(delta.text, last=delta.finish_reason is not None):

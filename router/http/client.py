@@ -23,26 +23,28 @@ from router.core.turns import FairTurns
 from router.http.errors import from_validation
 
 SMALL_BYTES = 64 << 10
-"""A body of this size blocks the event loop for a few milliseconds, whatever it contains."""
+"""Maximum size of a small body. Parsing it blocks the event loop for a few milliseconds, whatever
+it contains."""
 LARGE_BYTES = 256 << 10
-"""Larger bodies take turns, fairly among tenants."""
+"""Size above which request bodies take turns, fairly among tenants."""
 LARGE_AT_ONCE = 8
-"""Number of large bodies in process at a time, from their arrival to their token ids."""
+"""Maximum number of large bodies that are in process at a time, from their arrival to their token
+ids."""
 LARGE_BODY_S = 30.0
-"""Timeout for the rest of a large body that holds a turn, in seconds."""
+"""Timeout in seconds for the rest of a large body that has its turn."""
 MAX_CONTAINERS = 32_768
-"""Maximum number of objects and lists in one body."""
+"""Maximum number of JSON objects and lists in one body."""
 MAX_STRINGS = 65_536
-"""Maximum number of strings in one body, with the keys of objects."""
+"""Maximum number of JSON strings in one body, including the keys of objects."""
 MAX_VALUES = 327_680
-"""Maximum number of values in one body, unless the model's context is longer. OpenAI embeds 300,000
-tokens."""
+"""Maximum number of JSON values in one body, unless the model's context is longer. OpenAI embeds
+300,000 tokens."""
 MAX_LISTS = 2048
 """Maximum number of lists of token ids in one body; each API bounds its prompts further."""
 COUNTED_BYTES = 64 << 10
-"""Number of bytes that are counted at a time."""
+"""Number of bytes whose JSON values are counted before control returns to the event loop."""
 MAX_SHOWN_CHARACTERS = 64
-"""Characters of an unknown field's name that an error shows."""
+"""Maximum number of characters of an unknown field's name that an error shows."""
 _COUNTED = ("objects and lists", "strings", "values")
 _QUOTE, _COMMA, _BRACKET, _BACKSLASH, _BRACE = b'",[\\{'
 T = TypeVar("T")
@@ -67,12 +69,12 @@ class RequestBody(BaseModel):
     ignored: ClassVar[frozenset[str]] = frozenset()
     """Fields that do not change the answer, or that are checked elsewhere."""
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Known but unsupported fields, with their values that request nothing. Null requests nothing,
-    too."""
+    """Fields that are known but not supported, with the values that request nothing. Null requests
+    nothing, too."""
 
 
 async def read_object(request: Request, limit: int, deadline_s: float) -> dict[str, Any]:
-    """Read a small body: a JSON object of at most ``limit`` bytes, and of ``SMALL_BYTES``.
+    """Read a small request body: a JSON object of at most ``limit`` bytes, and of ``SMALL_BYTES``.
 
     Raises RequestTooLarge as early as possible, InvalidRequest, and
     ``starlette.requests.ClientDisconnect``.
@@ -85,7 +87,7 @@ async def read_object(request: Request, limit: int, deadline_s: float) -> dict[s
 
 
 class BodyReader:
-    """Reads bodies that are JSON objects. Owned by the event loop.
+    """Reads request bodies that are JSON objects. Owned by the event loop.
 
     arriving ─``SMALL_BYTES``→ its values are counted, part by part, before any of it is parsed
     arriving ─``LARGE_BYTES``→ waiting for a turn ─its tenant has one→ arriving, in ``LARGE_BODY_S``
@@ -95,7 +97,9 @@ class BodyReader:
     """
 
     def __init__(self, max_bytes: int, deadline_s: float, context_length: int) -> None:
-        """Create a reader; ``deadline_s`` bounds a body's arrival, ``context_length`` its token
+        """Create a reader of request bodies of at most ``max_bytes``.
+
+        ``deadline_s`` bounds a body's arrival, and ``context_length`` the number of its token
         ids.
         """
         self._max_bytes = max_bytes
@@ -105,9 +109,10 @@ class BodyReader:
 
     @asynccontextmanager
     async def object(self, request: Request, tenant: str) -> AsyncIterator[dict[str, Any]]:
-        """Read a body. A large one holds its turn until the block, which makes its prompt, ends.
+        """Read a request's body and yield the object in it.
 
-        Raises RequestTooLarge as early as possible, InvalidRequest, Overloaded, and
+        A large body holds its turn until the block ends, in which its prompt must be made. Raises
+        RequestTooLarge as early as possible, InvalidRequest, Overloaded, and
         ``starlette.requests.ClientDisconnect``.
         """
         _check_headers(request, self._max_bytes)
@@ -130,7 +135,9 @@ class BodyReader:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Parse a body whose size or number of values is already bounded. Raises InvalidRequest."""
+    """Parse a request body, whose size or number of values must already be bounded. Raises
+    InvalidRequest.
+    """
     try:
         value = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -148,16 +155,18 @@ class ValueCount:
 
     def __init__(self, context_length: int) -> None:
         self._counted = 0
-        """Number of parts that were counted."""
+        """Number of parts of the body whose values were counted."""
         self._max = (MAX_CONTAINERS, MAX_STRINGS, max(MAX_VALUES, context_length + MAX_CONTAINERS))
         self._found = np.zeros(3, np.int64)
-        """Numbers of objects and lists, strings, commas."""
+        """Numbers found so far: of objects and lists, of strings, and of commas."""
         self._in_string = False
         self._backslashes = 0
-        """Number of backslashes at the end of the counted text."""
+        """Number of backslashes at the end of the text that was counted last."""
 
     async def add(self, parts: Sequence[bytes]) -> None:
-        """Count the new parts of ``parts``. Raises InvalidRequest, naming the bound."""
+        """Count the values in those of ``parts`` that were not counted yet. Raises InvalidRequest,
+        naming the exceeded bound.
+        """
         for part in parts[self._counted :]:
             for begin in range(0, len(part), COUNTED_BYTES):
                 self.feed(part[begin : begin + COUNTED_BYTES])
@@ -165,7 +174,9 @@ class ValueCount:
         self._counted = len(parts)
 
     def feed(self, text: bytes) -> None:
-        """Count the values in some bytes. Raises InvalidRequest, naming the bound."""
+        """Count the values in further bytes of the body. Raises InvalidRequest, naming the exceeded
+        bound.
+        """
         characters = np.frombuffer(text, np.uint8)
         quotes = characters == _QUOTE
         if self._backslashes or b"\\" in text:
@@ -182,7 +193,7 @@ class ValueCount:
                 raise InvalidRequest(f"the body has more than {limit} {what}")
 
     def _escaped(self, characters: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-        """Return whether an odd number of backslashes stands before each character."""
+        """Return, for each character, whether an odd number of backslashes stands before it."""
         places = np.arange(len(characters), dtype=np.int32)
         before = np.int32(-1 - self._backslashes)
         others = np.where(characters == _BACKSLASH, before, places)
@@ -194,7 +205,8 @@ class ValueCount:
 
 
 def validate(model: type[Body], value: dict[str, Any]) -> Body:
-    """Validate an object. Raises InvalidRequest with the name of the first bad field.
+    """Validate a JSON object as a ``model``. Raises InvalidRequest with the name of the first bad
+    field.
 
     For a ``RequestBody``, raises UnsupportedParameter for unknown and unsupported fields. A field
     that is null counts as absent.
@@ -251,10 +263,10 @@ def _check_headers(request: Request, limit: int) -> None:
 
 
 class _Arriving:
-    """A body whose parts are arriving."""
+    """A request body whose parts are arriving."""
 
     def __init__(self, request: Request, limit: int) -> None:
-        """``limit`` is in bytes."""
+        """Create a reader of the body of ``request``; ``limit`` is its maximum size in bytes."""
         self._stream = request.stream()
         self._limit = limit
         self._size = 0
@@ -262,7 +274,8 @@ class _Arriving:
         self.ended = False
 
     async def beyond(self, size: int, deadline_s: float, counts: ValueCount | None = None) -> None:
-        """Read until the body ends or has more than ``size`` bytes, and count its values.
+        """Read until the body ends or has more than ``size`` bytes. ``counts``: counts its values
+        meanwhile.
 
         Raises InvalidRequest, RequestTooLarge.
         """
@@ -286,7 +299,7 @@ class _Arriving:
         self._parts.append(part)
 
     def take(self) -> bytes:
-        """Return what has arrived."""
+        """Return the bytes of the body that have arrived, and forget them."""
         parts, self._parts = self._parts, []
         return b"".join(parts)
 
@@ -296,7 +309,7 @@ def _too_large(limit: int) -> RequestTooLarge:
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
-    """Await ``work``, in the caller's task. It is cancelled when the client disconnects.
+    """Await ``work`` in the caller's task. Cancel it when the client disconnects.
 
     The request's body must have been read. Raises ClientGone, and all that ``work`` raises, after
     ``work`` has ended and cleaned up.
@@ -325,12 +338,16 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
 
 
 def _integral(value: Any) -> Any:
-    """Convert a whole float to an integer: JSON has one type of number, so 16.0 is an integer."""
+    """Convert a float without a fraction to an integer: JSON has one type of number, so 16.0 is an
+    integer.
+    """
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _integrals(values: Any) -> Any:
-    """Apply ``_integral`` to a list, without a call per item if all are integers."""
+    """Apply ``_integral`` to each item of a list. If all items are integers, no call per item is
+    made.
+    """
     if isinstance(values, list) and float in set(map(type, values)):
         return [_integral(value) for value in values]
     return values

@@ -51,7 +51,7 @@ def is_anthropic(path: str) -> bool:
 
 
 def internal_error(error: Exception) -> BatonError:
-    """Return the error that clients receive for an unexpected exception."""
+    """Return the error that clients receive for an exception that is not a BatonError."""
     return BatonError(f"internal error: {type(error).__name__}")
 
 
@@ -72,7 +72,9 @@ def error_response(error: BatonError, path: str) -> Response:
 
 
 def from_validation(error: ValidationError) -> InvalidRequest:
-    """Convert the first error of a body. The message does not repeat what the client sent."""
+    """Convert the first error of a request body. The message does not repeat what the client
+    sent.
+    """
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     location = first["loc"]
     for place, part in enumerate(location):
@@ -117,7 +119,9 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> str:
-    """Return the methods of a path (RFC 9110, 15.5.6); Starlette only knows those of one route."""
+    """Return the methods that the path of a request allows (RFC 9110, 15.5.6). Starlette only knows
+    those of one route.
+    """
     routes: list[BaseRoute] = request.app.routes
     matching = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
     return ", ".join(sorted({name for one in matching for name in getattr(one, "methods", ())}))

@@ -55,9 +55,9 @@ from router.http.protocol import MAX_HEADERS
 log = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Awaitable[Response]]
-"""Answers a request, or raises BatonError."""
+"""Function that answers a request, or raises BatonError."""
 Part = Literal["all", "clients", "operators"]
-"""The group of endpoints that a listener serves."""
+"""The group of endpoints that one HTTP listener serves."""
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _SAME_SITE = frozenset({"same-origin", "none"})
 _PROMPT = 'Basic realm="Baton: any name, and an API key as the password", charset="UTF-8"'
@@ -68,7 +68,9 @@ _NO_HANDLERS: Mapping[str, Handler] = MappingProxyType({})
 
 
 class HttpGate:
-    """An ASGI app around ``app``. It holds no state of requests; ``access`` has the keys."""
+    """The ASGI app that checks every request before ``app`` gets it. It holds no state of requests;
+    ``access`` has the keys.
+    """
 
     def __init__(
         self,
@@ -80,7 +82,9 @@ class HttpGate:
         part: Part = "all",
         direct: Mapping[str, Handler] = _NO_HANDLERS,
     ) -> None:
-        """Create a gate; ``direct``: POST handlers, by path. Their refusals count as requests."""
+        """Create a gate. ``direct``: POST handlers by path, which are called without FastAPI. Their
+        refusals count as requests.
+        """
         self._app = app
         self._access = access
         self._refusals = Refusals(access)
@@ -93,7 +97,9 @@ class HttpGate:
         self._origins = frozenset(config.allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request. An error after the response began is raised: it ends the connection."""
+        """Check a request and answer it. An error after the response began is raised, which ends
+        the connection.
+        """
         if scope["type"] == "websocket":
             await send({"type": "websocket.close"})
             return
@@ -154,7 +160,9 @@ class HttpGate:
                 self._access.leave(caller)
 
     def _check(self, method: str, path: str, headers: Headers) -> Caller | None:
-        """Return the caller, or None if the path needs no key. Raises BatonError."""
+        """Check a request's path, browser headers and key. Return the caller, or None if the path
+        needs no key. Raises BatonError.
+        """
         if len(headers.raw) > MAX_HEADERS:
             raise HeadTooLarge(f"the request has more than {MAX_HEADERS} headers")
         if self._loopback or path not in OPEN:
@@ -212,7 +220,7 @@ def gated(
     part: Part = "all",
     direct: Mapping[str, Handler] = _NO_HANDLERS,
 ) -> ASGIApp:
-    """Return ``app`` behind its gate and, for pages of ``allowed_origins``, behind CORS."""
+    """Return ``app`` behind a gate and, for pages of ``allowed_origins``, behind CORS."""
     gate = HttpGate(app, access, config, metrics, part=part, direct=direct)
     if not config.allowed_origins:
         return gate
@@ -226,7 +234,9 @@ def gated(
 
 
 def _host_name(given: str) -> str:
-    """Return the host without its port, brackets, and the dot of the root zone."""
+    """Return the host name in a Host header or origin, without the port, brackets, and the dot of
+    the root zone.
+    """
     given = given.strip().lower()
     if given.startswith("["):
         return given[1:].partition("]")[0]

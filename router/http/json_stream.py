@@ -14,17 +14,19 @@ from starlette.types import Receive, Scope, Send
 from router.http.client import unless_disconnected
 
 _ITEMS_AT_ONCE = 32
-"""Number of items per step. An item may be a token with 20 alternatives: about 2 ms of the event
-loop."""
+"""Number of list items that are made per step. An item may be a token with 20 alternatives: about 2
+ms of the event loop."""
 PART_CHARACTERS = 32 << 10
-"""Minimum size of one write, in characters."""
+"""Minimum size of one write to the client, in characters."""
 
 
 class Items:
     """A list in an answer whose items are made as they are sent. It can be read only once."""
 
     def __init__(self, items: Iterable[Any], at_once: int = _ITEMS_AT_ONCE) -> None:
-        """Create a list of JSON values; ``at_once`` of them are made without a pause."""
+        """Create a list of JSON values. ``at_once``: number of items that are made without a
+        pause.
+        """
         self._items = items
         self.at_once = at_once
 
@@ -63,7 +65,7 @@ class JsonStream(Response):
 
 
 def json_parts(value: Any) -> Iterator[str]:
-    """Encode a value as JSON, in parts."""
+    """Encode a value, which may contain ``Items``, as JSON in parts."""
     match value:
         case Items():
             yield "["
@@ -89,7 +91,7 @@ def json_parts(value: Any) -> Iterator[str]:
 
 
 def without_items(value: Any) -> Any:
-    """Return the value with lists in place of ``Items``."""
+    """Return the value with plain lists in place of ``Items``."""
     match value:
         case Items():
             return list(value)

@@ -13,7 +13,8 @@ class MetricsPages:
     """Fetches /metrics pages. Owned by the router's event loop."""
 
     def __init__(self, files: TlsFiles | None) -> None:
-        """Create a fetcher; ``files``: the router's certificate, if other processes require one.
+        """Create a fetcher of metrics pages. ``files``: the router's certificate, if other
+        processes require one.
 
         Raises ConfigError if the certificate cannot be used.
         """
@@ -21,7 +22,7 @@ class MetricsPages:
         self.scheme = "http" if files is None else "https"
 
     def client(self, timeout_s: float) -> httpx.AsyncClient:
-        """Create a client with its own connections and without a proxy."""
+        """Create an HTTP client with its own connections and without a proxy."""
         # Without certificates, workers speak plain HTTP and there is nothing to verify.
         verify = False if self._tls is None else self._tls.get()
         return httpx.AsyncClient(trust_env=False, verify=verify, timeout=timeout_s)
@@ -29,7 +30,8 @@ class MetricsPages:
     async def fetch(
         self, client: httpx.AsyncClient, address: str, role: PeerRole, deadline_s: float
     ) -> str:
-        """Fetch the page at ``address`` (host:port), of a process with ``role`` in its certificate.
+        """Fetch the metrics page at ``address`` (host:port). The process there must have ``role``
+        in its certificate.
 
         Raises httpx.HTTPError, TimeoutError.
         """

@@ -48,32 +48,36 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 @functools.cache
 def _schema_of(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the schema of ``model``. It takes milliseconds to make, so callers share it and copy
-    it.
+    """Return the JSON schema of ``model``. It takes milliseconds to make, so callers share it, and
+    copy it before changes.
     """
     return model.model_json_schema(ref_template=_SCHEMA)
 
 
 def json_body(model: type[BaseModel], example: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return ``openapi_extra`` of an operation with a body of ``model``."""
+    """Return ``openapi_extra`` of an operation whose request body is a ``model``."""
     shape = {"schema": _schema_of(model)}
     return body({JSON: shape | ({"example": example} if example else {})})
 
 
 def body(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``openapi_extra`` of an operation with a body of these media types."""
+    """Return ``openapi_extra`` of an operation whose request body has one of these media types."""
     return {"requestBody": {"required": True, "content": content}}
 
 
 def streamed(answer: type[BaseModel] | None = None) -> dict[str, Any]:
-    """Return the response of an operation that streams on request."""
+    """Return the OpenAPI response of an operation that streams its answer if the client requests
+    that.
+    """
     text = "The answer; with `stream: true` server-sent events."
     response = {"description": text, "content": {JSON: {}, "text/event-stream": {}}}
     return response | ({"model": answer} if answer else {})
 
 
 def made_of_its_id(parameter: str, *operations: tuple[str, str]) -> dict[str, Any]:
-    """Return the links of a response with an id: operations that take it as ``parameter``."""
+    """Return the OpenAPI links of a response with an id, to the operations that take the id as
+    ``parameter``.
+    """
     links = {}
     for method, path in operations:
         pointer = path.replace("~", "~0").replace("/", "~1")
@@ -85,7 +89,8 @@ def made_of_its_id(parameter: str, *operations: tuple[str, str]) -> dict[str, An
 
 
 def describe(app: FastAPI) -> None:
-    """Serve the description of ``app`` with bodies, keys and error responses added.
+    """Serve the OpenAPI description of ``app``, with request bodies, keys and error responses
+    added.
 
     It is built at the first request, in a thread, since that takes a tenth of a second.
     """
@@ -123,7 +128,9 @@ def _description(app: FastAPI) -> bytes:
 
 
 def _name_body(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
-    """Move the schema of ``json_body`` and its definitions to the named schemas."""
+    """Replace the schema in an operation's ``json_body`` by a reference, and add it to the named
+    ``schemas``.
+    """
     content = operation.get("requestBody", {}).get("content", {}).get(JSON)
     # FastAPI's own schemas are references or unions.
     if content is None or content["schema"].get("type") != "object":
@@ -142,11 +149,11 @@ def _add_model(schema: Mapping[str, Any], schemas: dict[str, Any]) -> str:
 
 
 def _describe_refusals(path: str, operation: dict[str, Any]) -> None:
-    """Add the error responses of the gate and the handlers."""
+    """Add the error responses of the gate and the handlers to an operation."""
     shape = {} if is_anthropic(path) else _ERROR
     refusal = {"content": {JSON: {"schema": shape}}}
     responses = operation["responses"]
-    # FastAPI's own response. Here an invalid request gets 400.
+    # FastAPI adds 422 by itself. This server answers an invalid request with 400.
     responses.pop("422", None)
     responses.setdefault("4XX", {"description": "The request is refused.", **refusal})
     if path in OPEN:

@@ -40,18 +40,18 @@ log = logging.getLogger(__name__)
 
 _NO_LINGER = struct.pack("ii", 1, 0)
 SLOW_BYTES = 4096
-"""A client that reads fewer bytes than this in ``slow_client_s`` is disconnected. An event has
-about 200 bytes."""
+"""Minimum number of bytes that a client must read in ``slow_client_s``. Otherwise it is
+disconnected. An event has about 200 bytes."""
 MAX_HEAD_BYTES = 16 << 10
-"""Maximum size of a request's head, and of one step of parsing."""
+"""Maximum size in bytes of a request's head, and of the data that is parsed in one step."""
 MAX_HEADERS = 128
 MAX_PIPELINED = 4
-"""Maximum number of requests on a connection that wait for earlier answers."""
+"""Maximum number of requests that wait on a connection for the answers to earlier ones."""
 LINGER_BYTES = 8 << 20
 
 
 def plain_answer(status: int, text: str, *headers: str) -> bytes:
-    """Build a whole response of one line of text, which closes the connection."""
+    """Build a whole HTTP response with one line of text, after which the connection closes."""
     body = f"{text}\r\n"
     lines = (
         f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
@@ -73,19 +73,19 @@ class Bounds:
 
     max_connections: int = 4096
     max_per_client: int = 0
-    """Maximum connections of one client; 0: unlimited."""
+    """Maximum number of connections of one client; 0: unlimited."""
     head_s: float = 10.0
-    """Timeout of a TLS handshake, and of a request's head."""
+    """Timeout in seconds of a TLS handshake, and of receiving a request's head."""
     keep_alive_s: float = 5.0
-    """Maximum time between two requests."""
+    """Maximum seconds that a connection may be idle between two requests."""
     slow_client_s: float = 30.0
-    """Time in which a client must read some of what was written."""
+    """Seconds in which a client must read at least ``SLOW_BYTES`` of what was written to it."""
     linger_s: float = 1.0
-    """Time for a client to read the answer to a request whose body is not read."""
+    """Seconds that a client has to read an answer if its request's body is not read."""
 
     @property
     def shortest_s(self) -> float:
-        """The shortest deadline."""
+        """The shortest of all deadlines of a connection, in seconds."""
         return min(self.head_s, self.keep_alive_s, self.slow_client_s, self.linger_s)
 
 
@@ -94,10 +94,11 @@ class _TooManyRequests(Exception):
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """A connection. ``Place`` keeps its deadlines.
+    """One HTTP connection with bounds. ``Place`` has its deadlines.
 
     The parser collects headers of any length, in time quadratic in the length. Without a bound, one
-    client could fill the router's memory and block its event loop. Readers bound bodies.
+    client could fill the router's memory and block its event loop. The size of bodies is bounded
+    where they are read.
     """
 
     def __init__(
@@ -112,23 +113,25 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._place = place
         self._bounds = bounds
         self._socket: asyncio.Transport | None = None
-        """The connection's own transport; uvicorn's ``transport`` is an ``_Outlet``."""
+        """The connection's own transport; what uvicorn has as ``transport`` is an ``_Outlet``."""
         self._running: RequestResponseCycle | None = None
-        """The request that is being answered, or the last one."""
+        """The request that is being answered, or the last one that was."""
         self._in_message = False
         """Whether a request has begun to arrive and is not complete."""
         self._in_head = False
         self._keeps_alive = False
-        """Whether another request may follow the latest one."""
+        """Whether the connection may carry another request after the latest one."""
         self._stopping = False
         self._lingered = -1
-        """Bytes received since the last answer; -1 while the connection does not linger."""
+        """Number of bytes received since the last answer, while the connection lingers; otherwise
+        -1."""
         self._progress_timer: SilenceTimer | None = None
-        """Timer of the next check of a paused client."""
+        """Timer of the next check of whether a client reads; None unless writing is paused."""
         self._unfinished = 0
-        """Bytes since the parser last completed a head, a part of a body or a message."""
+        """Number of bytes received since the parser last completed a head, a part of a body or a
+        message."""
         self._parts: list[bytes] = []
-        """Parts of a body in the latest data."""
+        """Parts of a request's body in the latest received data."""
 
     # A connection's phases
 
@@ -239,7 +242,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._parts.append(body)
 
     def _pass_body(self) -> None:
-        """Pass on the parts of a body in one piece: it may arrive in chunks of one byte."""
+        """Pass the received parts of a body to uvicorn in one piece: a body may arrive in chunks of
+        one byte.
+        """
         if self._parts:
             body = b"".join(self._parts)
             self._parts.clear()
@@ -256,8 +261,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     # A connection's end
 
     def end(self) -> None:
-        """Close once the client can have read the last answer. uvicorn calls it through
-        ``_Outlet``.
+        """Close the connection once the client can have read the last answer. uvicorn calls this
+        through ``_Outlet``.
         """
         if self._lingered >= 0:
             return
@@ -271,7 +276,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def is_ending(self) -> bool:
-        """Whether no more of an answer may be written."""
+        """Whether nothing more of an answer may be written to the connection."""
         return self._lingered >= 0
 
     def _close(self) -> None:
@@ -301,7 +306,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._progress_timer = None
 
     def _unread(self) -> int:
-        """Return the number of bytes that wait for the client, in the kernel's buffer too.
+        """Return the number of written bytes that the client has not read, including those in the
+        kernel's buffer.
 
         That buffer may hold megabytes and frees them in large steps, so this process's buffer alone
         does not show whether a client reads.
@@ -322,7 +328,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 class _Outlet(asyncio.Transport):
-    """A connection's transport as uvicorn sees it. Closing it lets the client read the answer."""
+    """The transport of a connection as uvicorn sees it. When uvicorn closes it, the client can
+    still read the answer.
+    """
 
     def __init__(self, transport: asyncio.Transport, protocol: BoundedHttpProtocol) -> None:
         super().__init__()
@@ -330,7 +338,7 @@ class _Outlet(asyncio.Transport):
         self._protocol: BoundedHttpProtocol | None = protocol
 
     def detach(self) -> None:
-        """Record that the connection is lost."""
+        """Record that the connection is lost: nothing can be written any more."""
         self._protocol = None
 
     def write(self, data: bytes | bytearray | memoryview) -> None:

@@ -31,9 +31,10 @@ log = logging.getLogger(__name__)
 _BACKLOG = 2048
 _REST_S = 1.0
 _CLIENT_BITS = 64
-"""Bits of an IPv6 address that identify a client, which has all addresses of its network."""
+"""Number of leading bits of an IPv6 address that identify a client: a client has all addresses of
+its network."""
 _TLS_END_S = 1.0
-"""Time that closing a TLS connection waits for the client's reply, in seconds."""
+"""Seconds that closing a TLS connection waits for the client's reply."""
 _TOO_MANY = plain_answer(503, "There are too many connections.", "retry-after: 1")
 
 
@@ -48,9 +49,9 @@ class HttpServer(QuietServer):
         context: ssl.SSLContext | None = None,
         grace_s: int | None = None,
     ) -> None:
-        """Create a server, with TLS if there is a ``context``.
+        """Create a server for ``app``, with TLS if there is a ``context``.
 
-        ``grace_s``: how long requests may run on during shutdown.
+        ``grace_s``: seconds for which requests may continue during shutdown.
         """
         config = uvicorn.Config(
             app,
@@ -71,7 +72,7 @@ class HttpServer(QuietServer):
         self._opening: set[asyncio.Task[None]] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on ``sockets``. uvicorn calls this, and ``shutdown``."""
+        """Listen on ``sockets``. uvicorn calls this method, and ``shutdown``."""
         self._listening = list(sockets or ())
         for listening in self._listening:
             listening.setblocking(False)
@@ -81,7 +82,9 @@ class HttpServer(QuietServer):
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more connections, and let open ones end within the grace period."""
+        """Accept no more connections, and let open ones end within the grace period. uvicorn calls
+        this method.
+        """
         self._rest()
         await end_tasks(self._opening)
         await super().shutdown(sockets)
@@ -164,13 +167,15 @@ class HttpServer(QuietServer):
 
 
 def _cut(client: socket.socket) -> None:
-    """End a connection that no protocol owns yet. The pending read then sees its end."""
+    """End a client's connection that no protocol owns yet. The pending read then gets its end."""
     with contextlib.suppress(OSError):
         client.shutdown(socket.SHUT_RDWR)
 
 
 def client_of(peer: tuple[str, int] | tuple[str, int, int, int]) -> str:
-    """Return the client of a socket's peer name, by which connections are counted."""
+    """Return the name under which the connections of a client are counted, by the peer name of a
+    socket.
+    """
     address = ipaddress.ip_address(peer[0].partition("%")[0])
     if address.version == 4:
         return str(address)

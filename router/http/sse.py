@@ -21,33 +21,34 @@ log = logging.getLogger(__name__)
 
 DONE = "[DONE]"
 _LAST_WORDS_S = 1.0
-"""Maximum wait for a client to receive the error event, in seconds."""
+"""Maximum wait in seconds until a client has received the error event that ends its stream."""
 # A proxy that buffers would delay events until the end of the stream.
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 def to_json(value: Any) -> str:
-    """Encode compact JSON in ASCII, which contains no line separators."""
+    """Encode a value as compact JSON in ASCII, which contains no line separators."""
     return json.dumps(value, ensure_ascii=True, separators=(",", ":"))
 
 
 def encode_events(payloads: Iterable[str]) -> bytes:
-    """Encode events. Payloads hold no line breaks."""
+    """Encode payloads as server-sent events. They must contain no line breaks."""
     return "".join(f"data: {payload}\n\n" for payload in payloads).encode()
 
 
 def encode_named(events: Iterable[Mapping[str, Any]]) -> bytes:
-    """Encode events named by their ``type``."""
+    """Encode JSON objects as server-sent events, named by their ``type``."""
     return "".join(f"event: {one['type']}\ndata: {to_json(one)}\n\n" for one in events).encode()
 
 
 def error_event(error: BatonError) -> bytes:
-    """Encode OpenAI's error object as an event."""
+    """Encode OpenAI's error object as a server-sent event."""
     return encode_events([to_json(error_object(error))])
 
 
 class EventStream(Response):
-    """Streams the events that ``work`` writes. It cancels ``work`` if the client disconnects.
+    """A response that streams the events that ``work`` writes. If the client disconnects, ``work``
+    is cancelled.
 
     Headers go out with the first event. A BatonError of ``work`` before that is raised, so that it
     is answered with its status. A later one becomes ``last_words``, an error event that ends the
@@ -83,7 +84,7 @@ class EventStream(Response):
                     await self.write(self._last_words(error), more=False)
 
     async def write(self, body: bytes, *, more: bool) -> None:
-        """Send encoded events; without ``more`` they end the response.
+        """Send encoded events to the client. Unless ``more``, they end the response.
 
         Returns once the client's socket has room again.
         """

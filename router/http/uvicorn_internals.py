@@ -27,7 +27,7 @@ __all__ = [
 
 
 class QuietServer(uvicorn.Server):
-    """A server without signal handlers: the router's process handles signals."""
+    """A uvicorn server without signal handlers: the router's process handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

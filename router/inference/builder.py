@@ -47,17 +47,17 @@ from router.inference.sampling_input import (
 from router.text.tokenizer import Tokenizer
 
 COMPLETION_MAX_TOKENS = 16
-"""OpenAI's default for completions."""
+"""OpenAI's default of ``max_tokens`` for completions."""
 MAX_PROMPTS = 128
 """Maximum number of prompts in one request."""
 MAX_EMBEDDED = 2048
 """Maximum number of inputs in one embeddings request, as at OpenAI."""
 _BUILT_AT_ONCE = 64
-"""Number of requests that are built without yielding to the event loop."""
+"""Number of requests that are built before control returns to the event loop."""
 _SHOWN_ID_CHARACTERS = 128
 _LAST_TOKENS = 16
-"""Number of tokens at a prompt's end that hold the reasoning marker and the white space after it.
-"""
+"""Number of tokens at a prompt's end in which the reasoning marker and the white space after it are
+searched."""
 
 _NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 _EMBEDDED = SamplingInput(temperature=0.0)
@@ -68,20 +68,21 @@ class Arrival:
     """The facts of a request before its prompt is known: its id, deadline and caller."""
 
     request_id: str
-    """Unique; for the prompts of one body, their position is appended to it."""
+    """Unique id of the request. For each prompt of a body with several, the prompt's position is
+    appended."""
     at: float
-    """Arrival time, in seconds of the monotonic clock."""
+    """Time of the request's arrival, in seconds of the monotonic clock."""
     deadline_s: float
-    """Deadline, in seconds after ``at``."""
+    """Deadline of the request, in seconds after ``at``."""
     caller: Caller
     own_deadline: bool = False
     """Whether the client set ``deadline_s``."""
     session: str = ""
-    """The client's name for its conversation; empty if it gave none."""
+    """The client's name for the conversation that the request belongs to; empty if it gave none."""
     trace: TraceContext = NO_TRACE
     """The trace context that the client sent."""
     background: bool = False
-    """Whether it is a line of a batch, which waits for spare capacity."""
+    """Whether the request is a line of a batch, which waits for spare capacity."""
     labels: Labels = NO_LABELS
 
     @property
@@ -101,8 +102,8 @@ class Arrival:
     ) -> Arrival:
         """Build an arrival from ``headers``, whose names are in lower case.
 
-        ``max_s`` bounds ``DEADLINE_HEADER``. ``own_deadline``: the client has set ``max_s``. Raises
-        InvalidRequest.
+        ``max_s`` bounds the deadline in ``DEADLINE_HEADER``. ``own_deadline``: true if ``max_s`` is
+        the client's own setting. Raises InvalidRequest.
         """
         given, session = headers.get(DEADLINE_HEADER, ""), headers.get(SESSION_HEADER, "")
         parent, trace = headers.get("traceparent", ""), NO_TRACE
@@ -121,7 +122,9 @@ class Arrival:
 
 
 class RequestBuilder:
-    """Tokenizes and checks requests. Raises InvalidRequest, its subclasses, and ModelNotFound."""
+    """Tokenizes and checks the inputs of all APIs. Raises InvalidRequest, its subclasses, and
+    ModelNotFound.
+    """
 
     def __init__(
         self,
@@ -145,16 +148,18 @@ class RequestBuilder:
         self.encoder = PromptEncoder(
             tokenizer, self.dialect.tools, config, lambda: self.context_length
         )
-        """Encodes prompts; also for APIs that count a prompt's tokens without running it."""
+        """Encodes prompts. APIs that count a prompt's tokens without running it use it, too."""
         self._clock = clock
         self._grammars = grammars
         self._cluster_secret = config.cluster_secret
         self._background_s = config.request_deadline_s
-        """Deadline of a background request, in seconds after it is admitted."""
+        """Deadline of a background request, in seconds after its admission."""
 
     @property
     def context_length(self) -> int:
-        """Maximum tokens of prompt and answer: the minimum over the model and the workers."""
+        """Maximum tokens of prompt and answer together: the minimum over the model and the
+        workers.
+        """
         # Without workers the dispatcher has no bound. It rejects the request itself.
         return min(self._model.context_length, self._dispatcher.context_length or 1 << 62)
 
@@ -179,8 +184,8 @@ class RequestBuilder:
     ) -> GenerationRequest:
         """Build the request of a conversation; max_tokens defaults to the rest of the context.
 
-        ``ending`` and ``variables`` are those of ``PromptEncoder.chat_ids``. Raises InvalidRequest,
-        also if a grammar is combined with required tool calls.
+        ``ending`` and ``variables``: see ``PromptEncoder.chat_ids``. Raises InvalidRequest, also if
+        a grammar is combined with required tool calls.
         """
         if tools is not None:
             sampling = self._bound_to(tools, sampling)
@@ -213,7 +218,8 @@ class RequestBuilder:
     def variables(
         self, reasoning: ReasoningInput, given: Mapping[str, Any] = _NO_VARIABLES
     ) -> Mapping[str, Any]:
-        """Return the chat template's variables: the given ones and those that control reasoning.
+        """Return the variables for the chat template: those in ``given``, and those that control
+        reasoning.
 
         Raises InvalidRequest.
         """
@@ -227,7 +233,9 @@ class RequestBuilder:
         *,
         to_content: bool,
     ) -> GenerationRequest:
-        """Return the request with the markers, start and budget of its answer's reasoning."""
+        """Return the request with the markers and the budget of its answer's reasoning, and the
+        part in which the answer begins.
+        """
         form = self.dialect.reasoning
         if form is None:
             return request
@@ -249,7 +257,9 @@ class RequestBuilder:
         )
 
     def _bound_to(self, tools: ToolUse, sampling: SamplingInput) -> SamplingInput:
-        """Constrain the answer by a grammar if calls are required or a function is strict."""
+        """Return the sampling with a grammar if tool calls are required or a function is strict.
+        Raises InvalidRequest if it has another grammar.
+        """
         special = self._tokenizer.special_ids(self.dialect.tools.texts)
         if sampling.grammar is not None and not tools.required:
             return sampling
@@ -278,10 +288,10 @@ class RequestBuilder:
         choices: int = 1,
         embeds: bool = False,
     ) -> list[GenerationRequest]:
-        """Build the requests of plain prompts.
+        """Build one request for each plain prompt.
 
-        ``default_max_tokens`` None takes the rest of the context; ``param`` is the client's name
-        for the prompts.
+        ``default_max_tokens`` None: the rest of the context. ``param``: the client's name for the
+        prompts.
         """
         if not prompts:
             raise InvalidRequest(f"{param} must not be empty", param=param)
@@ -320,8 +330,8 @@ class RequestBuilder:
         )
 
     async def _check_grammar(self, arrival: Arrival, sampling: SamplingInput) -> None:
-        """Check that workers can follow the grammar. Raises InvalidGrammar, naming the client's
-        field.
+        """Check that workers can follow the grammar of a request. Raises InvalidGrammar, naming the
+        client's field.
         """
         if sampling.grammar is None:
             return

@@ -30,7 +30,9 @@ class CacheFields(Protocol):
 def with_cache_fields(
     requests: Sequence[GenerationRequest], body: CacheFields
 ) -> list[GenerationRequest]:
-    """Return the requests of a body with its prefix cache fields applied. Raises InvalidRequest."""
+    """Return the requests of a body, with the body's prefix cache fields applied. Raises
+    InvalidRequest.
+    """
     key, retention = body.prompt_cache_key or "", body.prompt_cache_retention or "in_memory"
     if len(key) > MAX_KEY_CHARACTERS:
         raise InvalidRequest(

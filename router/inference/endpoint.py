@@ -29,54 +29,60 @@ from router.inference.service import BACKGROUND_WAIT_S, InferenceService
 
 
 class ApiAnswer(abc.ABC):
-    """The answer to one request, in the format of its API, either streamed or whole."""
+    """The answer to one API request, in the format of its API, either streamed or whole."""
 
     def __init__(
         self, requests: Sequence[GenerationRequest], *, stream: bool, at_once: int | None = None
     ) -> None:
-        """Create the answer; ``at_once`` bounds how many of its prompts run at a time."""
+        """Create the answer to ``requests``. ``at_once``: the maximum number of its prompts that
+        run at a time; None: all.
+        """
         self.requests = requests
         self.choices: list[Choice] = choices_for(requests)
-        """The choices of the first prompt, then of the second, and so on."""
+        """The choices of the answer: those of the first prompt, then of the second, and so on."""
         self.stream = stream
         self.at_once = at_once
 
     @abc.abstractmethod
     def events(self, prompt: int, delta: OutputDelta) -> bytes:
-        """Count a prompt's delta. Return its server-sent events, empty if it shows nothing."""
+        """Count a prompt's delta. Return its server-sent events; empty if the client sees nothing
+        of it.
+        """
 
     @abc.abstractmethod
     def last_events(self) -> bytes:
-        """Return the last events of a stream that has not failed."""
+        """Return the last events of a stream whose requests have not failed."""
 
     def failure(self, error: BatonError) -> bytes:
-        """Return the last event of a stream that has failed."""
+        """Return the last event of a stream whose requests have failed."""
         return error_event(error)
 
     @abc.abstractmethod
     def keep(self, prompt: int, delta: OutputDelta) -> None:
-        """Count a prompt's delta, and keep it for ``whole``."""
+        """Count a prompt's delta, and store it for ``whole``."""
 
     @abc.abstractmethod
     def whole(self) -> Mapping[str, Any]:
-        """Return the body of an answer that is not streamed; long lists are ``Items``."""
+        """Return the body of an answer that is not streamed. Long lists in it are ``Items``."""
 
 
 Parse = Callable[[dict[str, Any], Arrival], Awaitable[ApiAnswer]]
-"""Checks a body and builds its answer and requests. Raises BatonError."""
+"""Function that checks a body, and builds its answer with its requests. Raises BatonError."""
 
 
 class Endpoint:
-    """Answers the bodies of one path. Owned by the router's event loop."""
+    """Answers the request bodies of one path. Owned by the router's event loop."""
 
     def __init__(self, service: InferenceService, prefix: str, parse: Parse) -> None:
-        """Create an endpoint; ``prefix`` starts the ids of its answers."""
+        """Create an endpoint. ``prefix``: the beginning of its answers' ids. ``parse``: the
+        function that reads a body.
+        """
         self._service = service
         self._prefix = prefix
         self._parse = parse
 
     async def answer(self, request: Request) -> Response:
-        """Answer an HTTP request, streamed or in one piece. Raises BatonError."""
+        """Answer an HTTP request, either streamed or whole. Raises BatonError."""
         service, received_at = self._service, time.monotonic()
         max_s = service.config.request_deadline_s
         try:
@@ -95,7 +101,9 @@ class Endpoint:
         return await unless_disconnected(request.receive, self._whole(arrival, answer))
 
     async def run_line(self, body: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
-        """Run a line of a batch in the background; return its whole answer. Raises BatonError."""
+        """Run a line of a batch as a background request, and return its whole answer. Raises
+        BatonError.
+        """
         service = self._service
         arrival = Arrival(
             self._name(), time.monotonic(), BACKGROUND_WAIT_S, caller, background=True

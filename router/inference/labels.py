@@ -34,8 +34,8 @@ class Labels:
         )
 
     def or_of_body(self, body: Mapping[str, Any]) -> Labels:
-        """Return the labels of a body's ``metadata``, or these if it has none. Raises
-        InvalidRequest.
+        """Return the labels in a body's ``metadata``. Those that it lacks are taken from these
+        labels. Raises InvalidRequest.
         """
         given = body.get("metadata")
         if given is None:

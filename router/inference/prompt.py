@@ -33,30 +33,32 @@ from router.text.chat_template import MAX_WAIT_S, ChatTemplate
 from router.text.tokenizer import Tokenizer
 
 Turn = Mapping[str, Any]
-"""A message: ``role``, ``content``, an assistant's ``tool_calls`` and ``reasoning_content``, and a
-tool result's ``tool_call_id``."""
+"""A message of a conversation: ``role``, ``content``, an assistant's ``tool_calls`` and
+``reasoning_content``, and a tool result's ``tool_call_id``."""
 Prompt = str | tuple[int, ...]
 Ending = Literal["answer", "closed", "open"]
 """How a conversation's prompt ends. ``answer``: the template begins the assistant's turn.
 ``closed``: the prompt ends after the last message. ``open``: the last message stays open, and the
 answer continues it."""
 TEXTS_AT_ONCE = 4
-"""Number of long texts that are rendered and tokenized at a time."""
+"""Maximum number of long texts that are rendered and tokenized at a time."""
 _PROMPT_CHARACTERS = 64
-"""Overhead of one prompt or message, in characters of text."""
+"""Overhead of one prompt or message in addition to its text, in characters."""
 MAX_MESSAGES = 2048
 """Maximum number of messages in a conversation, as at OpenAI."""
 MAX_TEXT_TOKENS = 131_072
-"""Maximum tokens to count, spell or detokenize in one request, unless the model's context is
-longer."""
+"""Maximum number of tokens to count, tokenize or detokenize in one request, unless the model's
+context is longer."""
 MAX_ARGUMENT_VALUES = 131_072
-"""Maximum number of JSON values in the arguments of one call, counted by commas and brackets."""
+"""Maximum number of JSON values in the arguments of one tool call, counted by commas and
+brackets."""
 MAX_PARSED_CHARACTERS = 64 << 10
-"""Size of arguments that are parsed without yielding to the event loop."""
+"""Maximum size of tool call arguments that are parsed without yielding to the event loop."""
 MAX_VARIABLES_CHARACTERS = 64 << 10
-"""Maximum size of the template's variables, as JSON."""
+"""Maximum size of a chat template's variables, as JSON."""
 _OWN_FIELDS = {"messages", "tools", "documents", "add_generation_prompt"}
-"""Template variables that are set by request fields of their own."""
+"""Variables of chat templates that are set from other request fields. Clients must not set them as
+variables."""
 _OPEN_END = "<end of the message that stays open> "
 """Marks the end of the open message while the template is rendered. Its space shows whether the
 template keeps white space at a message's end."""
@@ -65,10 +67,10 @@ _NOTHING_ASKED = SamplingInput()
 
 
 class PromptEncoder:
-    """Makes the token ids of prompts. Owned by the event loop.
+    """Converts prompts to token ids. Owned by the event loop.
 
-    The template's process renders texts, and threads tokenize them. Texts of more than ``INLINE``
-    characters take turns, fairly among tenants.
+    The process of the chat template renders texts, and threads tokenize them. Texts of more than
+    ``INLINE`` characters take turns, fairly among tenants.
     """
 
     def __init__(
@@ -78,7 +80,9 @@ class PromptEncoder:
         config: Config,
         context_length: Callable[[], int],
     ) -> None:
-        """Create an encoder; ``context_length`` returns the maximum tokens of prompt and answer."""
+        """Create an encoder. ``context_length`` returns the maximum tokens of prompt and answer
+        together.
+        """
         self._tokenizer = tokenizer
         self._tool_format = tool_format
         self._max_characters = config.max_body_bytes
@@ -98,9 +102,9 @@ class PromptEncoder:
     ) -> tuple[int, ...]:
         """Return the token ids of a conversation.
 
-        ``variables``: more variables of the template, which runs in a sandbox. ``special``: add the
-        tokenizer's special tokens to those of the template. Raises InvalidRequest,
-        ContextLengthExceeded, DeadlineExceeded, Overloaded.
+        ``variables``: more variables for the chat template, which runs in a sandbox. ``special``:
+        true if the tokenizer's special tokens are added to those of the template. Raises
+        InvalidRequest, ContextLengthExceeded, DeadlineExceeded, Overloaded.
         """
         check_message_count(len(turns))
         size = sum(map(_characters, turns)) + (0 if tools is None else tools.characters)
@@ -120,7 +124,7 @@ class PromptEncoder:
     async def prompt_ids(
         self, tenant: str, prompts: Sequence[Prompt], sampling: SamplingInput, param: str
     ) -> list[tuple[int, ...]]:
-        """Return the token ids of each prompt; ``param`` is the client's name for the prompts.
+        """Return the token ids of each prompt. ``param``: the client's name for the prompts.
 
         Raises InvalidRequest, ContextLengthExceeded, Overloaded.
         """
@@ -133,7 +137,8 @@ class PromptEncoder:
     async def text_ids(self, tenant: str, text: str, *, special: bool) -> tuple[int, ...]:
         """Return the token ids of a text that is not a prompt.
 
-        ``special``: add the tokenizer's special tokens. Raises InvalidRequest, Overloaded.
+        ``special``: true if the tokenizer's special tokens are added. Raises InvalidRequest,
+        Overloaded.
         """
         encode = partial(
             self._tokenizer.encode,
@@ -145,7 +150,9 @@ class PromptEncoder:
             return await off_loop(len(text), encode)
 
     async def text_of(self, tenant: str, token_ids: Sequence[int], param: str) -> str:
-        """Return the text of token ids, with special tokens. Raises InvalidRequest, Overloaded."""
+        """Return the text of token ids, including special tokens. Raises InvalidRequest,
+        Overloaded.
+        """
         self.check_count(len(token_ids), param)
         check_token_ids(token_ids, self._tokenizer.vocab_size, param)
         decode = partial(self._tokenizer.decode, token_ids, skip_special_tokens=False)
@@ -155,8 +162,8 @@ class PromptEncoder:
     async def banned_runs(
         self, tenant: str, words: Sequence[str] | None
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the token runs of words that must not be generated. Raises InvalidRequest,
-        Overloaded.
+        """Return the token sequences that must not be generated, for a client's words. Raises
+        InvalidRequest, Overloaded.
         """
         if not words:
             return ()
@@ -167,7 +174,9 @@ class PromptEncoder:
             )
 
     def check_count(self, tokens: int, param: str) -> None:
-        """Check the number of tokens of a text that is not a prompt. Raises InvalidRequest."""
+        """Check that a text which is not a prompt does not have too many tokens. Raises
+        InvalidRequest.
+        """
         limit = max(MAX_TEXT_TOKENS, self._context_length())
         if tokens > limit:
             raise InvalidRequest(
@@ -233,7 +242,9 @@ class PromptEncoder:
         )
 
     def _check_size(self, text: str, param: str) -> None:
-        """Reject a text that cannot fit before spending seconds on tokenizing it."""
+        """Reject a text that is too long for the context, before seconds are spent on tokenizing
+        it.
+        """
         least = self._tokenizer.fewest_tokens(text)
         context = self._context_length()
         if least >= context:
@@ -261,7 +272,9 @@ def _cut_open(text: str, final: str) -> str:
 
 
 def checked_variables(variables: Mapping[str, Any], param: str) -> Mapping[str, Any]:
-    """Check that the template's variables set no reserved name. Raises InvalidRequest."""
+    """Check that a client's variables for the chat template set no reserved name. Raises
+    InvalidRequest.
+    """
     if taken := sorted(_OWN_FIELDS & variables.keys()):
         raise InvalidRequest(
             f"{param} must not set {taken[0]}: it has a field of its own", param=param
@@ -274,17 +287,17 @@ def checked_variables(variables: Mapping[str, Any], param: str) -> Mapping[str, 
 
 
 def is_about_tools(turn: Turn) -> bool:
-    """Return whether ``turn`` has tool calls, or is the result of one."""
+    """Return whether a message has tool calls, or is the result of one."""
     return turn["role"] == "tool" or "tool_calls" in turn
 
 
 def fitted(
     turns: Sequence[Turn], use: ToolUse | None, template: ChatTemplate, form: ToolFormat
 ) -> list[Turn]:
-    """Write what ``template`` does not support into the text of the messages.
+    """Return the messages, with what ``template`` does not support written into their text.
 
-    Tools go into the system message, calls into the assistant's messages. Results become messages
-    of the user, as in the templates of Hermes and Qwen.
+    Tools go into the system message, and calls into the assistant's messages. Results become
+    messages of the user, as in the templates of Hermes and Qwen.
     """
     fit: list[Turn] = list(turns)
     if not template.knows_calls:
@@ -307,8 +320,8 @@ def _with_written_calls(turn: Turn, form: ToolFormat) -> Turn:
 
 
 def _with_thinking(turn: Turn) -> Turn:
-    """Copy reasoning to ``thinking``, gpt-oss's name for it; its template allows no content with
-    it.
+    """Copy a message's reasoning to ``thinking``, the name in gpt-oss's template. That template
+    allows no content with it.
     """
     reasoning = turn.get("reasoning_content")
     return turn if not reasoning or turn["content"] else {**turn, "thinking": reasoning}
@@ -328,9 +341,9 @@ def _with_instructions(turns: list[Turn], instructions: str) -> list[Turn]:
 
 
 def calls_turn(content: str, calls: Sequence[tuple[str, str, Any]]) -> Turn:
-    """Build an assistant's message from calls, each with id, name and arguments.
+    """Build an assistant's message from tool calls, each with id, name and arguments.
 
-    Arguments stay JSON text until ``parsed``.
+    Arguments stay JSON text until ``parsed`` is called.
     """
     values = [
         {"id": name, "type": "function", "function": {"name": tool, "arguments": given}}
@@ -341,7 +354,7 @@ def calls_turn(content: str, calls: Sequence[tuple[str, str, Any]]) -> Turn:
 
 
 def with_reasoning(turn: Turn, reasoning: str | None) -> Turn:
-    """Add the preceding reasoning, if any, to an assistant's message."""
+    """Return an assistant's message with the reasoning that precedes it, if there is any."""
     return {**turn, "reasoning_content": reasoning} if reasoning else turn
 
 
@@ -351,7 +364,7 @@ def result_turn(call_id: str, content: str) -> Turn:
 
 
 def check_message_count(messages: int) -> None:
-    """Check the number of messages. Raises InvalidRequest."""
+    """Check that a conversation does not have too many messages. Raises InvalidRequest."""
     if messages > MAX_MESSAGES:
         raise InvalidRequest(f"at most {MAX_MESSAGES} messages are possible", param="messages")
 
@@ -363,7 +376,7 @@ def _characters(turn: Turn) -> int:
 
 
 async def parsed(turns: Sequence[Turn]) -> list[Turn]:
-    """Return the turns with the arguments of their calls parsed. Raises InvalidRequest."""
+    """Return the messages with the arguments of their tool calls parsed. Raises InvalidRequest."""
     found, size = list[Turn](), 0
     for place, turn in enumerate(turns):
         if "tool_calls" not in turn:
@@ -383,7 +396,7 @@ async def parsed(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def _value(arguments: str, param: str) -> Any:
-    """Parse a call's arguments. Text that is not a JSON object is returned as it is."""
+    """Parse the arguments of a tool call. Text that is not a JSON object is returned as it is."""
     if len(arguments) > MAX_PARSED_CHARACTERS:
         values = sum(arguments.count(mark) for mark in ",[{")
         if values > MAX_ARGUMENT_VALUES:

@@ -21,18 +21,19 @@ from router.text.chat_template import ChatTemplate
 Effort = Literal["none", "minimal", "low", "medium", "high"]
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
 EFFORT_BUDGETS: Mapping[Effort, int] = {"none": 0, "minimal": 256, "low": 1024, "medium": 8192}
-"""Maximum reasoning tokens if the chat template has no effort variable; ``high`` has no maximum."""
+"""Maximum number of reasoning tokens for each effort, if the chat template has no variable for it;
+``high`` has no maximum."""
 MAX_BUDGET = (1 << 31) - 1
 SWITCHES = ("enable_thinking", "thinking")
 """Variables by which chat templates turn reasoning on and off: ``enable_thinking`` for Qwen 3, GLM
 4.5 and SmolLM3, ``thinking`` for DeepSeek V3.1 and Granite."""
 _EFFORT, _BUDGET = "reasoning_effort", "thinking_budget"
-"""Template variables of gpt-oss and of Seed-OSS."""
+"""Names of template variables: gpt-oss's for the effort, and Seed-OSS's for the budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningInput:
-    """A client's settings for the reasoning; None: the client set nothing."""
+    """A client's settings for the model's reasoning. None: the client set nothing."""
 
     effort: Effort | None = None
     enabled: bool | None = None
@@ -40,11 +41,13 @@ class ReasoningInput:
     budget: int | None = None
     """Maximum number of reasoning tokens."""
     budget_param: str = "thinking_token_budget"
-    """The client's name for the budget."""
+    """The client's name for the field that sets the budget."""
 
     @property
     def wanted(self) -> bool | None:
-        """Whether the model should reason. Raises InvalidRequest for a contradiction."""
+        """Whether the model should reason, by all settings; None: not set. Raises InvalidRequest if
+        they contradict each other.
+        """
         by_effort = None if self.effort is None else self.effort != "none"
         if None not in (by_effort, self.enabled) and by_effort != self.enabled:
             raise InvalidRequest(
@@ -59,7 +62,7 @@ NOTHING_ASKED = ReasoningInput()
 
 
 def checked_effort(given: Any, param: str) -> Effort | None:
-    """Check an effort that a client gave. Raises InvalidRequest."""
+    """Check the reasoning effort that a client gave. Raises InvalidRequest."""
     if given is None:
         return None
     if given not in EFFORTS:
@@ -69,7 +72,7 @@ def checked_effort(given: Any, param: str) -> Effort | None:
 
 
 def checked_budget(given: Any, param: str) -> int | None:
-    """Check a budget that a client gave; -1 means no maximum. Raises InvalidRequest."""
+    """Check the reasoning budget that a client gave; -1 means no maximum. Raises InvalidRequest."""
     if given is None or given == -1:
         return None
     if not isinstance(given, int) or isinstance(given, bool) or not 0 <= given <= MAX_BUDGET:
@@ -78,7 +81,9 @@ def checked_budget(given: Any, param: str) -> int | None:
 
 
 def checked_thinking(given: Any, param: str = "thinking") -> ReasoningInput:
-    """Read Anthropic's object of ``type`` and ``budget_tokens``. Raises InvalidRequest."""
+    """Read Anthropic's ``thinking`` object, which has ``type`` and ``budget_tokens``. Raises
+    InvalidRequest.
+    """
     if given is None:
         return NOTHING_ASKED
     if not isinstance(given, Mapping):
@@ -101,7 +106,8 @@ def checked_thinking(given: Any, param: str = "thinking") -> ReasoningInput:
 def template_variables(
     asked: ReasoningInput, template: ChatTemplate, given: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return a chat template's variables: the given ones and those for the reasoning settings.
+    """Return the variables for a chat template: those in ``given``, and those for the reasoning
+    settings.
 
     Raises InvalidRequest if they contradict each other.
     """
@@ -125,7 +131,9 @@ def template_variables(
 
 
 def _template_effort(asked: ReasoningInput, template: ChatTemplate) -> str | None:
-    """Return the effort in a word of the template; not all know ``none`` and ``minimal``."""
+    """Return the effort as a word that the template knows; not all know ``none`` and
+    ``minimal``.
+    """
     if asked.effort is None or not template.reads(_EFFORT):
         return None
     if asked.effort in ("none", "minimal") and not template.mentions(asked.effort):
@@ -134,7 +142,9 @@ def _template_effort(asked: ReasoningInput, template: ChatTemplate) -> str | Non
 
 
 def budget_of(asked: ReasoningInput, template: ChatTemplate) -> int | None:
-    """Return the maximum number of reasoning tokens; None: no maximum. Raises InvalidRequest."""
+    """Return the maximum number of reasoning tokens that the engine must enforce; None: no maximum.
+    Raises InvalidRequest.
+    """
     if asked.wanted is False:
         knows = any(template.reads(name) for name in SWITCHES)
         return None if knows or _template_effort(asked, template) is not None else 0
@@ -146,10 +156,9 @@ def budget_of(asked: ReasoningInput, template: ChatTemplate) -> int | None:
 def answer_part(
     form: ReasoningFormat | None, ending: Ending, message: str, prompt_end: str
 ) -> AnswerPart:
-    """Return the part that an answer begins in: ``reasoning``, ``content``, or undecided
-    (``start``).
+    """Return in which part an answer begins: ``reasoning``, ``content``, or undecided (``start``).
 
-    ``message`` is the conversation's last message, ``prompt_end`` the end of its prompt.
+    ``message``: the last message of the conversation. ``prompt_end``: the end of its prompt.
     """
     if ending == "open":
         return "reasoning" if form is not None and form.is_open_in(message) else "content"
@@ -170,12 +179,13 @@ def reasoning_span(
     *,
     to_content: bool = True,
 ) -> ReasoningSpan | None:
-    """Return the tokens around an answer's reasoning, for a grammar after it or for its ``budget``.
+    """Return the tokens around an answer's reasoning. A ``budget``, or a grammar that follows the
+    reasoning, needs them.
 
-    None if the answer has no reasoning, or nothing depends on where it ends. ``marker_ids``: the
-    tokens of a marker, None if it has none of its own. ``param`` is the client's name for the
-    budget. ``to_content``: content follows the reasoning, and no tool call. Raises InvalidRequest
-    if a marker that is needed has no token.
+    None if the answer has no reasoning, or nothing depends on where it ends. ``marker_ids`` returns
+    the tokens of a marker, or None if it has none of its own. ``param``: the client's name for the
+    budget. ``to_content``: true if content follows the reasoning, and no tool call. Raises
+    InvalidRequest if a marker that is needed has no token.
     """
     if begins_in == "content" or (budget is None and sampling.grammar is None):
         return None

@@ -24,18 +24,20 @@ MAX_BIASES = 300
 MAX_ALLOWED = 16_384
 """Maximum number of ``allowed_token_ids``."""
 MAX_SCORES = 768 << 10
-"""Maximum log probabilities of one request. Each token counts once, plus its requested top
-alternatives. A router holds each in 8 to 20 bytes."""
+"""Maximum number of log probabilities in one request. Each token counts once, plus its requested
+top alternatives. A router holds each in 8 to 20 bytes."""
 MAX_LINE_SCORES = MAX_SCORES // 8
-"""The same maximum for a line of a batch, whose answer is kept as text."""
+"""Maximum number of log probabilities in a line of a batch, whose answer is kept as text."""
 MAX_BAD_RUNS = 256
 MAX_BAD_RUN_TOKENS = 64
 _SHOWN_CHARACTERS = 64
-"""Characters of a client's value that an error shows."""
+"""Maximum number of characters of a client's value that an error shows."""
 _MIN_TEMPERATURE = 1e-3
-"""Lower values would overflow logits in 32 bits. Draws at this value already equal greedy ones."""
+"""Minimum temperature above 0. Lower values would overflow logits in 32 bits. Draws at this value
+already equal greedy ones."""
 _MIN_TOP_P = 1e-6
-"""Every vocabulary's most likely token exceeds this. Smaller values would become 0 on the wire."""
+"""Minimum ``top_p``. The most likely token of every vocabulary exceeds it. Smaller values would
+become 0 on the wire."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +64,18 @@ class SamplingInput:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     no_answer: bool = False
-    """``max_tokens`` may be 0: only the prompt matters. One token is still drawn, and dropped."""
+    """Whether ``max_tokens`` may be 0: only the prompt matters. One token is still drawn, and
+    dropped."""
     shows_stop_string: bool = False
-    """Whether the text includes the stop string that ended it."""
+    """Whether the text of an answer includes the stop string that ended the answer."""
     shows_special_tokens: bool = False
-    """Whether the text includes special tokens, except for the one that ended it."""
+    """Whether the text of an answer includes special tokens, except for the one that ended the
+    answer."""
     truncate: int | None = None
-    """Keep only this number of tokens at the prompt's end; -1: the maximum that fits."""
+    """Number of tokens to keep at the prompt's end; -1: the maximum that fits; None: all."""
     grammar: Grammar | None = None
     grammar_param: str = "grammar"
-    """The client's name for the grammar."""
+    """The client's name for the field that sets the grammar."""
 
 
 def final_sampling(
@@ -84,10 +88,11 @@ def final_sampling(
     prompt_param: str = "prompt",
     eos_ids: Collection[int] = (),
 ) -> SamplingParams:
-    """Check ranges and fill in what is absent; the seed is drawn if none was given.
+    """Check a client's sampling parameters, and fill in those that are absent. The seed is drawn if
+    none was given.
 
-    ``default_max_tokens`` None takes the rest of the context; ``prompt_param`` is the client's name
-    for its prompt. Raises InvalidRequest, naming the parameter, and ContextLengthExceeded.
+    ``default_max_tokens`` None: the rest of the context. ``prompt_param``: the client's name for
+    its prompt. Raises InvalidRequest, naming the parameter, and ContextLengthExceeded.
     """
     check_prompt_length(prompt_tokens, context_length, prompt_param)
     asked = 1 if given.no_answer and given.max_tokens == 0 else given.max_tokens
@@ -124,7 +129,9 @@ def final_sampling(
 
 
 def _check_some_token_comes(sampling: SamplingParams, eos_ids: Collection[int]) -> None:
-    """Check that some allowed token may be drawn first. Raises InvalidRequest."""
+    """Check that the parameters allow at least one token to be drawn first. Raises
+    InvalidRequest.
+    """
     forbidden = {run[0] for run in sampling.bad_words if len(run) == 1}
     if sampling.min_tokens:
         forbidden.update(sampling.stop_token_ids, eos_ids if sampling.ends_at_eos else ())
@@ -169,7 +176,7 @@ def _bad_words(given: tuple[tuple[int, ...], ...], vocab_size: int) -> tuple[tup
 
 
 def kept_tokens(given: SamplingInput, context_length: int) -> int | None:
-    """Return the number of tokens kept at a prompt's end; None: all. Raises InvalidRequest."""
+    """Return the number of tokens to keep at a prompt's end; None: all. Raises InvalidRequest."""
     most = given.truncate
     if most == -1:
         most = context_length - max(1, given.max_tokens or 1)
@@ -181,9 +188,10 @@ def kept_tokens(given: SamplingInput, context_length: int) -> int | None:
 
 
 def check_prompt_length(tokens: int, context_length: int, param: str) -> None:
-    """Check that the prompt leaves room for an answer. Raises ContextLengthExceeded.
+    """Check that a prompt of ``tokens`` tokens leaves room for an answer. Raises
+    ContextLengthExceeded.
 
-    ``param`` is the client's name for its prompt.
+    ``param``: the client's name for its prompt.
     """
     if tokens >= context_length:
         raise ContextLengthExceeded(
@@ -265,8 +273,8 @@ def _stop_token_ids(given: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
 
 
 def scored_tokens(given: SamplingInput, choices: int, limit: int) -> int | None:
-    """Maximum tokens of each answer with at most ``limit`` log probabilities in all; None: no
-    maximum.
+    """Return the maximum tokens of each answer, so that a request has at most ``limit`` log
+    probabilities; None: no maximum.
     """
     return None if given.logprobs is None else max(1, limit // (choices * (1 + given.logprobs)))
 
@@ -274,7 +282,8 @@ def scored_tokens(given: SamplingInput, choices: int, limit: int) -> int | None:
 def check_scores(requests: Sequence[tuple[int, SamplingParams, int]], limit: int) -> None:
     """Check that a request asks for at most ``limit`` log probabilities in all.
 
-    ``requests``: for each prompt its tokens, its sampling and its choices. Raises InvalidRequest.
+    ``requests``: for each prompt its number of tokens, its sampling parameters and its number of
+    choices. Raises InvalidRequest.
     """
     answers = prompts = 0
     for tokens, sampling, choices in requests:
@@ -335,7 +344,7 @@ def _bias(key: str | int, value: Any) -> float:
 
 
 def _shown(value: str | int) -> str:
-    """Format a client's value for an error: JSON, cut to a few characters."""
+    """Format a client's value for an error message: as JSON, cut to a few characters."""
     if isinstance(value, int) and value.bit_length() > 64:
         return "a number of more than 64 bits"
     text = json.dumps(value)
@@ -343,9 +352,9 @@ def _shown(value: str | int) -> str:
 
 
 def banned_runs(tokenizer: Tokenizer, words: Iterable[str] | None) -> tuple[tuple[int, ...], ...]:
-    """Return the token runs of words, at a text's start and after a space.
+    """Return the token sequences of words to be banned: at the start of a text, and after a space.
 
-    Spellings of a word with other tokens are not covered. Raises InvalidRequest.
+    Other ways to tokenize a word are not covered. Raises InvalidRequest.
     """
     words = list(words or ())
     if len(words) > MAX_WORDS:

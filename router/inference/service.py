@@ -41,16 +41,20 @@ from router.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 BACKGROUND_WAIT_S = 31 * 86400.0
-"""Maximum time a background request waits for admission: no batch window is longer."""
+"""Maximum time in seconds that a background request waits for admission: no batch window is
+longer."""
 
 Sink = Callable[[int, OutputDelta], Awaitable[None]]
-"""Receives the index of a prompt and its next delta; blocks while the client reads slowly."""
+"""Function that receives the index of a prompt and the prompt's next delta. It waits while the
+client reads slowly."""
 Admitted = Callable[[Mapping[str, str]], Awaitable[None]]
-"""Receives headers with the remaining limits of the API key."""
+"""Function that receives response headers with the remaining limits of the API key."""
 
 
 class InferenceService:
-    """Runs requests for every API. Owned by the router's event loop; methods raise BatonError."""
+    """Runs the requests of every API. Owned by the router's event loop; methods raise
+    BatonError.
+    """
 
     def __init__(
         self,
@@ -98,7 +102,9 @@ class InferenceService:
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:
-        """Count errors that occur before a request is built."""
+        """Count a BatonError of the block as a refused request. No request may be built in the
+        block.
+        """
         try:
             yield
         except BatonError as error:
@@ -110,7 +116,7 @@ class InferenceService:
         return self._dispatcher.worker_records()
 
     def count_abandoned(self) -> None:
-        """Count a request whose client left before sending all of it."""
+        """Count a request whose client disconnected before it had sent all of the request."""
         count_refusal(self._stats.metrics, None)
 
     async def run(
@@ -125,10 +131,9 @@ class InferenceService:
     ) -> None:
         """Run the prompts of one API request concurrently, until all have a finish reason.
 
-        ``choices`` count the answers that ``sink`` receives. ``at_once`` bounds how many prompts
-        run at a time. Every deadline counts from now. The first failure ends the other prompts and
-        is raised. If the caller is cancelled, every prompt is aborted at the workers before this
-        returns.
+        ``sink`` must count the deltas that it receives in ``choices``. ``at_once`` bounds how many
+        prompts run at a time. The first failure ends the other prompts and is raised. If the caller
+        is cancelled, every prompt is aborted at the workers before this method returns.
         """
         charged = self.access.charged(arrival.caller, arrival.request_id, requests, choices)
         async with charged as charge:
@@ -172,9 +177,10 @@ class InferenceService:
         *,
         slow: bool,
     ) -> None:
-        """Run one prompt, and record it exactly once.
+        """Run one prompt, and record its end exactly once.
 
-        ``slow``: it waits for spare capacity as background requests do, but keeps its deadline.
+        ``slow``: true if the prompt waits for spare capacity as background requests do, but keeps
+        its deadline.
         """
         background = request.background
         context_class = BACKGROUND_CLASS if background else self._class_of(len(request.prompt_ids))
@@ -218,7 +224,7 @@ class InferenceService:
 
 
 def _failure(request: GenerationRequest, error: Exception, *, timed_out: bool) -> BatonError:
-    """Convert an error to the one that the client receives."""
+    """Convert an error of a request to the one that its client receives."""
     if isinstance(error, BatonError):
         return error
     if isinstance(error, TimeoutError) and timed_out:

@@ -17,19 +17,20 @@ _KINDS = ("int8", "int4", "fp8")
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts of the served model."""
+    """The properties of the served model that APIs report."""
 
     id: str
     created: int
-    """Creation time, in Unix seconds."""
+    """Unix time in seconds at which this router read the model. Clients get it as the creation
+    time."""
     revision: str
-    """The commit of its repository; empty if the model is a local folder or file."""
+    """The commit of the model's repository; empty if the model is a local folder or file."""
     max_model_len: int
     """Maximum tokens of prompt and answer together."""
     vocab_size: int
     """Size of the vocabulary: every token id is below this."""
     eos_token_ids: tuple[int, ...]
-    """Tokens that end an answer."""
+    """Token ids that end an answer."""
     has_chat_template: bool
     tool_parser: str
     """The format in which tool calls are read; see `tool_parser` in the configuration."""
@@ -40,24 +41,24 @@ class ModelFacts:
     kv_dtype: str
     """Type of the KV cache."""
     batch_size: int
-    """Maximum sequences that a decode worker computes in one step."""
+    """Maximum number of sequences that a decode worker computes in one step."""
     fingerprint: str
     """Hash of all that decides the KV: weights, tokenizer, KV type. Empty while no worker is known.
     """
 
     @property
     def model_name(self) -> str:
-        """Alias of ``id``."""
+        """Alias of ``id``, under a name that an API uses."""
         return self.id
 
     @property
     def max_sequence_length(self) -> int:
-        """Alias of ``max_model_len``."""
+        """Alias of ``max_model_len``, under a name that an API uses."""
         return self.max_model_len
 
 
 class TokenService:
-    """Tokenizes and detokenizes for APIs, and reports the model's facts.
+    """Tokenizes and detokenizes for APIs, and reports the model's properties.
 
     Owned by the event loop; texts are tokenized on threads. Raises BatonError.
     """
@@ -75,12 +76,14 @@ class TokenService:
         return self._builder.context_length
 
     def check_model(self, model_id: str | None) -> None:
-        """Check the model's name, if one is given. Raises ModelNotFound."""
+        """Check a model name that a client gave; None is allowed. Raises ModelNotFound."""
         if model_id:
             self._builder.check_model(model_id)
 
     async def ids_of_text(self, text: str, tenant: str, *, special: bool) -> tuple[int, ...]:
-        """Tokenize a text; ``special``: add the tokenizer's own tokens. Raises InvalidRequest."""
+        """Tokenize a text. ``special``: true if the tokenizer's special tokens are added. Raises
+        InvalidRequest.
+        """
         return await self._builder.encoder.text_ids(tenant, text, special=special)
 
     async def ids_of_turns(
@@ -99,15 +102,17 @@ class TokenService:
         )
 
     def spelling(self, token_id: int) -> str:
-        """Return a token as the vocabulary writes it."""
+        """Return a token in the spelling of the vocabulary."""
         return self._tokenizer.spell(token_id)
 
     async def text(self, token_ids: Sequence[int], param: str, tenant: str) -> str:
-        """Detokenize token ids, with special tokens. Raises InvalidRequest."""
+        """Return the text of token ids, including special tokens. Raises InvalidRequest."""
         return await self._builder.encoder.text_of(tenant, token_ids, param)
 
     def facts(self) -> ModelFacts:
-        """Return the facts that decode workers report, or the configuration's without any."""
+        """Return the model's properties as decode workers report them; without workers, those of
+        the configuration.
+        """
         config = self._config
         pools = [pool for pool in config.pools if pool.role == "decode"]
         records = [one for one in self._records() if one.role == "decode"]

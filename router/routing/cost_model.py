@@ -27,55 +27,60 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 Coefficients = tuple[float, float, float]
-"""a, b, c in milliseconds: constant, per token or sequence, and per their product."""
+"""The coefficients a, b, c of a cost in milliseconds: the constant, per token or sequence, and per
+product of two features."""
 
 UNKNOWN: Coefficients = (0.0, 0.0, 0.0)
 """Coefficients that an uncalibrated worker reports."""
 PREFILL_DEFAULT: Coefficients = (5.0, 0.3, 0.0001)
 """Prefill costs of an uncalibrated worker: roughly a 135M-parameter model on two CPU cores."""
 STEP_DEFAULT: Coefficients = (8.0, 1.0, 0.001)
-"""Costs of a decode step of that worker."""
+"""Decode step costs of an uncalibrated worker: roughly a 135M-parameter model on two CPU cores."""
 
 TRANSFER_DEFAULT: Coefficients = (2.0, 0.3, 0.0)
-"""Two calls, and 360 KiB per block (the demo model's) at 1.2 GiB/s."""
+"""Transfer costs of a new cluster: two calls, and 360 KiB per block (the demo model's) at 1.2
+GiB/s."""
 MAX_PAIRS = 16_384
-"""Maximum number of pairs; the least recently used are dropped."""
+"""Maximum number of pairs of workers whose transfers are learned; the least recently used are
+dropped."""
 _TRANSFER_SCALE: Coefficients = (1.0, 32.0, 1.0)
 
 Line = tuple[float, float]
-"""a and b of a pair's transfers."""
+"""The coefficients a and b of the transfers between a pair of workers: constant and per block, in
+milliseconds."""
 
 _KEPT = 0.98
 """Factor on an observation's weight at each new observation: a memory of about 50."""
 _KEPT_IF_WRONG = 0.9
-"""The same factor after a prediction that was far off. Repeated misses mean that the worker has
-changed and old observations are obsolete (Fortescue, Kershenbaum and Ydstie, Implementation of
-Self-tuning Regulators with Variable Forgetting Factors, Automatica 17(6), 1981)."""
+"""Factor on an observation's weight at each new observation, after a prediction that was far off.
+Repeated misses mean that the worker has changed and old observations are obsolete (Fortescue,
+Kershenbaum and Ydstie, Implementation of Self-tuning Regulators with Variable Forgetting Factors,
+Automatica 17(6), 1981)."""
 _NOISE = 0.1
 """Relative noise of a timing, which sets its weight against the initial coefficients."""
 _PRIOR_ERROR = 0.5
-"""Assumed relative error of a calibration."""
+"""Assumed relative error of coefficients from a calibration."""
 _GUESS_ERROR = 5.0
-"""Assumed relative error of the defaults."""
+"""Assumed relative error of the default coefficients."""
 _MIN_PRIOR = 1e-3
 """Minimum weight of the initial coefficients, relative to their first weight."""
 _HUBER = 3.0
-"""Residuals are capped at this multiple of a typical one."""
+"""Residuals are capped at this multiple of a typical residual."""
 _SPREAD_STEP = 0.1
 _MIN_SPREAD = 0.02
 _WIDEST_SPREAD = 1.0
-"""Maximum initial spread: an early outlier must not dominate."""
+"""Maximum initial value of a typical residual, so that an early outlier does not dominate."""
 _MIN_MS = 0.05
 """Lower bound of a prediction by which a residual is divided."""
 _SHARE_OF_ALL = 0.05
-"""A coefficient's assumed error is at least that of this share of a typical cost."""
+"""Minimum assumed error of a coefficient, as a fraction of a typical cost."""
 
 _SETS: tuple[tuple[int, ...], ...] = ((0, 1), (0, 2), (1, 2), (0,), (1,), (2,))
 _ENTRIES = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))
 
 
 class CostModel:
-    """The coefficients of one worker, or of one pair of workers.
+    """Learns the cost coefficients of one worker, or of one pair of workers.
 
     Owned by the router's event loop.
     """
@@ -94,8 +99,8 @@ class CostModel:
     def __init__(self, begin: Coefficients, default: Coefficients, scale: Coefficients) -> None:
         """Start from ``begin``, or from ``default`` if that is ``UNKNOWN``.
 
-        ``scale`` is the size of typical features, such as (1, 512, 512 * 512). It makes the three
-        comparable.
+        ``scale`` has typical values of the three features, such as (1, 512, 512 * 512), which make
+        their coefficients comparable.
         """
         known = begin != UNKNOWN
         start = begin if known else default
@@ -112,7 +117,7 @@ class CostModel:
 
     @property
     def coefficients(self) -> Coefficients:
-        """Return a, b, c; none is negative."""
+        """Return the learned coefficients a, b, c; none is negative."""
         a, b, c = self._solution
         first, second, third = self._scale
         return a / first, b / second, c / third
@@ -146,7 +151,9 @@ class CostModel:
         return True
 
     def _solve(self) -> tuple[float, float, float]:
-        """Minimize the weighted squares over nonnegative coefficients, in scaled units."""
+        """Return the nonnegative coefficients, in scaled units, that minimize the weighted squares
+        of the residuals.
+        """
         m00, m01, m02, m11, m12, m22 = self._information
         w0, w1, w2 = (self._prior * weight for weight in self._weights)
         matrix = ((m00 + w0, m01, m02), (m01, m11 + w1, m12), (m02, m12, m22 + w2))
@@ -188,7 +195,7 @@ def mean_context(prompt_tokens: float, cached_tokens: float) -> float:
 
 
 class TransferCosts:
-    """The part of a handoff's time that computing does not hide, per pair of workers.
+    """Learns the part of a handoff's time that computing does not hide, for each pair of workers.
 
     A new pair starts from the mean over all pairs. Owned by the router's event loop.
     """
@@ -198,10 +205,11 @@ class TransferCosts:
         self._pairs: OrderedDict[tuple[str, str], CostModel] = OrderedDict()
         self._lines: dict[tuple[str, str], Line] = {}
         self.usual: Line = _line(self._all)
-        """The line of a pair without observations."""
+        """Coefficients a and b of a pair without observations."""
 
     def observe(self, source: str, target: str, blocks: float, ms: float) -> None:
-        """Learn that ``blocks`` from ``source`` to ``target`` added ``ms`` after the computing.
+        """Learn that transferring ``blocks`` from ``source`` to ``target`` took ``ms`` after the
+        computing had ended.
 
         Negative numbers are ignored.
         """
@@ -221,18 +229,18 @@ class TransferCosts:
             self._lines.pop(oldest, None)
 
     def line(self, source: str, target: str) -> Line:
-        """Return a and b of one pair."""
+        """Return the coefficients a and b of the transfers between one pair of workers."""
         return self._lines.get((source, target), self.usual)
 
     def forget(self, worker: str) -> None:
-        """Drop the pairs of a worker that has left."""
+        """Drop what was learned about the pairs of a worker that has left."""
         for key in [key for key in self._pairs if worker in key]:
             del self._pairs[key]
             self._lines.pop(key, None)
 
     @property
     def has_pairs(self) -> bool:
-        """Whether any pair has a line of its own."""
+        """Whether any pair of workers has coefficients of its own."""
         return bool(self._lines)
 
 
@@ -247,7 +255,9 @@ _Matrix = tuple[tuple[float, float, float], tuple[float, float, float], tuple[fl
 def _solve_three(
     matrix: _Matrix, right: tuple[float, float, float]
 ) -> tuple[float, float, float] | None:
-    """Solve by Cramer's rule; None if rounding made the matrix singular."""
+    """Solve three linear equations by Cramer's rule. Return None if rounding made the matrix
+    singular.
+    """
     (a, b, c), (_, e, f), (_, _, i) = matrix
     first, second, third = e * i - f * f, c * f - b * i, b * f - c * e
     determinant = a * first + b * second + c * third
@@ -264,7 +274,7 @@ def _solve_three(
 def _solve_part(
     matrix: _Matrix, right: tuple[float, float, float], chosen: Iterable[int]
 ) -> tuple[float, float, float]:
-    """Solve for one or two coefficients, with the others at zero."""
+    """Solve the equations for one or two coefficients, with the others at zero."""
     found = [0.0, 0.0, 0.0]
     places = tuple(chosen)
     if len(places) == 1:

@@ -20,11 +20,11 @@ from baton.store.pin_store import Pin, PinStore
 log = logging.getLogger(__name__)
 
 REFRESH_S = 1.0
-"""Maximum age of the view of other routers' pins, in seconds."""
+"""Maximum age in seconds of the view of the pins that other routers have stored."""
 
 
 class PinnedPrefixes:
-    """The pins of all tenants, by the hash of their last block."""
+    """The pinned prefixes of all tenants, by the hash of the prefix's last block."""
 
     def __init__(
         self,
@@ -32,8 +32,8 @@ class PinnedPrefixes:
         block_size: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Create a view of ``store``; None: nothing is ever pinned. ``block_size``: tokens per hash
-        block.
+        """Create a view of the pins in ``store``; None: nothing is ever pinned. ``block_size``:
+        tokens per hashed block.
         """
         self._store = store
         self._block_size = block_size
@@ -43,7 +43,9 @@ class PinnedPrefixes:
         """Distinct lengths of pinned prefixes, in blocks."""
 
     async def run(self) -> None:
-        """Follow the store until cancelled. While it is unavailable, the last view holds."""
+        """Read the pins from the store periodically, until cancelled. While it is unavailable, the
+        last pins stay valid.
+        """
         if self._store is None:
             return
         is_away = False
@@ -63,7 +65,9 @@ class PinnedPrefixes:
         self._depths = sorted({pin.blocks for pin in self._by_hash.values()})
 
     def retentions_of(self, hashes: Sequence[bytes]) -> tuple[Retention, ...]:
-        """Return the retentions of the pins that a prompt with these block hashes begins with."""
+        """Return how long blocks of a prompt must be retained, by the pinned prefixes with which it
+        begins.
+        """
         if not self._by_hash:
             return ()
         now = self._clock()

@@ -30,14 +30,14 @@ from router.routing.worker_table import Floats, Rows, WorkerTable, preferred_row
 
 
 class SimplePolicy(ABC):
-    """Picks a prefill and a decode worker independently.
+    """Base class of policies that pick a prefill and a decode worker independently.
 
     A decode worker computes the prompt only if ``local_prefill`` is ``always``, or if no prefill
     worker is up and it is not ``never``. Implements ``router.routing.policy.Policy``.
     """
 
     reason: str
-    """The policy's name."""
+    """Name of the policy, as the reason of its decisions."""
 
     def __init__(self, settings: RouteSettings) -> None:
         self._settings = settings
@@ -50,7 +50,7 @@ class SimplePolicy(ABC):
         held: Mapping[str, int],
         now_ms: float,
     ) -> Decision:
-        """See ``router.routing.policy.Policy``."""
+        """Choose the workers of a request: see ``router.routing.policy.Policy``."""
         seen = predict(self._settings, request, table, held, now_ms)
         target = self._pick(_with_room(seen), seen, self.decode_load(seen))
         if not seen.remote:
@@ -59,29 +59,37 @@ class SimplePolicy(ABC):
         return remote(seen, transfers, source, target, self.reason)
 
     def decode_load(self, seen: Predictions) -> Floats:
-        """Return the load of each decode worker: its sequences as a fraction of its maximum."""
+        """Return the load of each decode worker: its number of sequences as a fraction of its
+        maximum.
+        """
         return seen.table.sequences / seen.table.max_sequences
 
     @abstractmethod
     def _pick(self, rows: Rows, seen: Predictions, load: Floats) -> int:
-        """Pick one of ``rows``, which are not empty."""
+        """Pick one of ``rows``, which must not be empty. ``load`` has a value for each row of the
+        table.
+        """
 
 
 def _with_room(seen: Predictions) -> Rows:
-    """Return the decode workers with room, or all if none has room."""
+    """Return the rows of the decode workers with room, or of all decode workers if none has
+    room.
+    """
     rows = seen.decode.rows
     fitting = rows[seen.fits[rows]]
     return fitting if len(fitting) else rows
 
 
 def _least(rows: Rows, seen: Predictions, *keys: Floats) -> int:
-    """Return the row with the minimum first key; ties go to the next key, then to ``placed``."""
+    """Return the row with the minimum of the first key. Ties go to the next key, and at last to the
+    fewest requests placed.
+    """
     order = np.lexsort((rows, seen.table.placed[rows], *(key[rows] for key in reversed(keys))))
     return int(rows[order[0]])
 
 
 class RoundRobin(SimplePolicy):
-    """Picks workers in turn."""
+    """Picks the workers of each role in turn."""
 
     reason = "round_robin"
 
@@ -91,7 +99,9 @@ class RoundRobin(SimplePolicy):
 
 
 class LeastLoaded(SimplePolicy):
-    """Picks the shortest queue and the emptiest batch."""
+    """Picks the prefill worker with the shortest queue and the decode worker with the emptiest
+    batch.
+    """
 
     reason = "least_loaded"
 
@@ -102,7 +112,7 @@ class LeastLoaded(SimplePolicy):
 class LongestPrefix(SimplePolicy):
     """Picks the worker that holds the longest prefix of the prompt; ties go to the least loaded.
 
-    It herds: all prompts with one beginning go to one worker.
+    All prompts with the same beginning go to one worker, even if it is overloaded.
     """
 
     reason = "prefix"
@@ -121,7 +131,7 @@ class PowerOfTwo(SimplePolicy):
     reason = "power_of_two"
 
     def __init__(self, settings: RouteSettings, seed: int | None = None) -> None:
-        """Create the policy; ``seed`` None draws a seed."""
+        """Create the policy. ``seed`` is that of the random choices; None draws a seed."""
         super().__init__(settings)
         self._dice = random.Random(seed)  # noqa: S311 - a choice of workers, no secret
 
@@ -145,7 +155,9 @@ class Session(SimplePolicy):
 
 
 def make_policy(name: PolicyName, settings: RouteSettings, seed: int | None = None) -> Policy:
-    """Create the policy ``name``. ``seed`` is for the random one; None draws a seed."""
+    """Create the policy ``name``. ``seed`` is that of the policy with random choices; None draws a
+    seed.
+    """
     match name:
         case "predictive":
             return PredictivePolicy(settings)

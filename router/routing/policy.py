@@ -21,7 +21,7 @@ from router.routing.cost_model import TransferCosts
 from router.routing.worker_table import EVERY_POOL, Floats, Group, PoolFilter, WorkerTable
 
 RETRY_AFTER_S = 2.0
-"""Retry-After if a pool has no workers, in seconds: a worker starts in seconds."""
+"""Retry-After in seconds if a pool has no workers. A new worker starts within seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +29,16 @@ class RouteRequest:
     """A request as a policy sees it."""
 
     prompt_tokens: int
-    """At least 1."""
+    """Number of tokens of the prompt; at least 1."""
     context_class: str = ""
     session: str = ""
-    """The client's name for its conversation; empty if it gave none."""
+    """The client's name for the conversation that the request belongs to; empty if it gave none."""
     deadline_ms: float = float("inf")
     """Milliseconds until the request's deadline."""
     choices: int = 1
-    """Number of sequences after its prompt is computed."""
+    """Number of sequences that decode once the prompt is computed."""
     excluded: frozenset[str] = frozenset()
-    """Incarnations that must not get the request."""
+    """Incarnations of workers that must not get the request."""
     cache_key: str = ""
     """Requests with the same key go to the same worker if possible; empty: no preference."""
 
@@ -59,15 +59,17 @@ class RouteSettings:
     """The configuration of the policies."""
 
     hash_block: int = 16
-    """Tokens in a block of the prefix index."""
+    """Number of tokens in a block of the prefix index."""
     classes: Mapping[str, ClassRoute] = field(default_factory=dict)
     default: ClassRoute = ClassRoute()
-    """Settings of a class that is not listed."""
+    """Settings of context-length classes that have none of their own."""
     pulls: bool = True
     """Whether prefill workers fetch cached blocks from others."""
 
     def of(self, request: RouteRequest) -> ClassRoute:
-        """Return the settings of a request's class, without the workers that it excludes."""
+        """Return the settings of the request's class. The workers that the request excludes are
+        excluded in it.
+        """
         route = self.classes.get(request.context_class, self.default)
         if not request.excluded:
             return route
@@ -80,39 +82,43 @@ class RouteSettings:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The chosen workers, the reason, and the predictions."""
+    """The workers chosen for a request, the reason, and the predictions."""
 
     prefill: str
-    """The worker that computes the prompt; equal to ``decode`` if ``local``."""
+    """Incarnation of the worker that computes the prompt; equal to ``decode`` if ``local``."""
     decode: str
     uncached_tokens: int
     """Prompt tokens that ``prefill`` must compute: they are neither cached nor fetched."""
     reason: str
-    """A word for logs and metrics, from the constants of the policies' modules."""
+    """The reason in a word for logs and metrics, from the constants in the policies' modules."""
     holder: str = ""
-    """Another worker, of any role, that holds more of the prompt than ``prefill``; empty: none."""
+    """Incarnation of another worker, of any role, that holds more of the prompt than ``prefill``;
+    empty: none."""
     holder_blocks: int = 0
-    """Leading blocks that the holder has and ``prefill`` can use."""
+    """Number of the prompt's leading blocks that ``holder`` has and ``prefill`` can use."""
     local: bool = False
     """Whether the decode worker computes the prompt itself."""
     shed: bool = False
-    """Whether no worker is predicted to give the first token before the request's deadline."""
+    """Whether the request must be rejected: no worker is predicted to give the first token before
+    the deadline."""
     ttft_ms: float = 0.0
     """Predicted time to the first token, with the part of the transfer that computing does not
     hide."""
     tpot_ms: float = 0.0
-    """Predicted time per output token. For a local prefill, the maximum of that during and after
-    it."""
+    """Predicted time per output token. If the decode worker computes the prompt, the maximum of the
+    times during and after that."""
     queue_ms: float = 0.0
-    """Part of ``ttft_ms``: the wait before the computing begins."""
+    """Part of ``ttft_ms``: the wait of the prompt before it is computed."""
     prefill_ms: float = 0.0
-    """Part of ``ttft_ms``: the computing, on an otherwise idle worker."""
+    """Part of ``ttft_ms``: the time to compute the prompt on an otherwise idle worker."""
     missing_blocks: int = 0
-    """Blocks that the decode worker does not hold."""
+    """Number of the prompt's blocks that the decode worker does not hold."""
 
 
 class Policy(Protocol):
-    """Chooses workers. Its only state is a turn or a random generator."""
+    """Chooses the workers of requests. Its only state is whose turn it is, or a random
+    generator.
+    """
 
     def decide(
         self,
@@ -124,13 +130,13 @@ class Policy(Protocol):
     ) -> Decision:
         """Choose the workers of a request.
 
-        ``held``: leading blocks of the prompt by incarnation. Raises Unavailable if a needed role
-        has no worker that is up.
+        ``held``: number of the prompt's leading blocks that each incarnation holds. Raises
+        Unavailable if a needed role has no worker that is up.
         """
 
 
 def _no_worker(role: str) -> Unavailable:
-    """Build the error of a request for whose role no worker is ready."""
+    """Build the error of a request that needs a worker of ``role`` while none is ready."""
     return Unavailable(f"no {role} worker is ready", retry_after=RETRY_AFTER_S)
 
 
@@ -159,8 +165,8 @@ def route_settings(config: Config) -> RouteSettings:
 
 
 MIN_CHUNK_TOKENS = 16
-"""A local prompt makes at least this progress per step, whatever it costs the other sequences
-(``worker.core.step_planner``)."""
+"""Minimum number of tokens that a step computes of a local prefill, however much it delays the
+other sequences (``worker.core.step_planner``)."""
 _MIN_MS = 1e-3
 
 
@@ -181,39 +187,45 @@ class Predictions:
     table: WorkerTable
     hash_block: int
     route: ClassRoute
-    """Pools and SLOs of the request's class."""
+    """Pools and SLOs of the request's context-length class."""
     prefill: Group
     decode: Group
     """Decode workers that may serve the request: at least one."""
     remote: bool
     """Whether a prefill worker may compute the prompt; otherwise a decode worker does."""
     held: Floats
-    """Leading blocks that the worker holds and can use."""
+    """For each worker: number of the prompt's leading blocks that it holds and can use."""
     uncached: Floats
-    """Tokens that the worker would have to compute."""
+    """For each worker: number of the prompt's tokens that it would have to compute."""
     prefill_ms: Floats
-    """Time to compute them."""
+    """For each worker: milliseconds to compute the prompt's uncached tokens."""
     queue_ms: Floats
-    """Wait before that computing."""
+    """For each worker: milliseconds until it could start on the prompt."""
     fetchable: Floats
-    """Leading blocks that the worker could have after a fetch from another worker."""
+    """For each worker: number of the prompt's leading blocks that it would hold after a fetch from
+    another worker."""
     missing: Floats
-    """Blocks that the worker would have to receive."""
+    """For each worker: number of the prompt's blocks that it would have to receive as the decode
+    worker."""
     tpot_ms: Floats
-    """Time of a step with one more sequence."""
+    """For each worker: milliseconds of a decode step with one more sequence."""
     fits: npt.NDArray[np.bool_]
-    """Whether the worker has room for one more sequence and for the missing blocks."""
+    """For each worker: whether it has room for one more sequence and for the missing blocks."""
 
     def prefill_from(self, cached: Floats | float) -> Floats:
-        """Return the milliseconds to compute the prompt after ``cached`` tokens."""
+        """Return the milliseconds that each worker needs to compute the prompt if it has ``cached``
+        tokens of it.
+        """
         table, prompt = self.table, self.request.prompt_tokens
         attention = table.prefill_c * ((prompt + cached) / 2.0)
         return table.prefill_a + (prompt - cached) * (table.prefill_b + attention)
 
     def local(self) -> tuple[Floats, Floats]:
-        """Return TTFT without the queue, and TPOT during it, for a local prefill at each row.
+        """Predict a local prefill at each decode worker. Return its TTFT without the queue, and the
+        TPOT during and after it.
 
-        With other sequences decoding, a step takes only as much of the prompt as their SLO allows.
+        While other sequences decode there, a step computes only as much of the prompt as their SLO
+        allows.
         """
         table = self.table
         step = table.step_a + table.step_b * table.running + table.step_c * table.context_tokens
@@ -225,8 +237,8 @@ class Predictions:
         return ttft, np.maximum(busy * (step + chunk), self.tpot_ms)
 
     def best_holder(self, row: int) -> tuple[str, int]:
-        """Return the worker with the most blocks that ``row`` lacks and can fetch, and their
-        number.
+        """Return the worker from which the worker of ``row`` can fetch the most blocks that it
+        lacks. Also return the number of leading blocks it has then.
         """
         most = self.fetchable[row]
         if most <= self.held[row]:
@@ -245,7 +257,7 @@ def predict(
     held: Mapping[str, int],
     now_ms: float,
 ) -> Predictions:
-    """Predict the costs of a request; ``held`` is that of ``Policy.decide``.
+    """Predict the costs of a request at each worker. ``held``: see ``Policy.decide``.
 
     Raises Unavailable if a needed role has no worker that may serve the request.
     """
@@ -295,7 +307,9 @@ def remote(
     *,
     shed: bool = False,
 ) -> Decision:
-    """Build the decision that ``source``'s row computes the prompt and ``target``'s row decodes."""
+    """Build the decision that the worker of row ``source`` computes the prompt, and that of row
+    ``target`` decodes.
+    """
     table = seen.table
     names = table.names
     holder, blocks = seen.best_holder(source)
@@ -319,7 +333,7 @@ def remote(
 
 
 def local(seen: Predictions, row: int, reason: str, *, shed: bool = False) -> Decision:
-    """Build the decision that the worker of ``row`` computes the prompt and decodes."""
+    """Build the decision that the worker of ``row`` both computes the prompt and decodes."""
     name = seen.table.names[row]
     ttft, tpot = seen.local()
     holder, blocks = seen.best_holder(row)

@@ -10,7 +10,7 @@ score of a candidate is its predicted TTFT plus its cost for other requests:
   answer at the same time, the one with the longer prefix is better, though its queue is longer.
 - A request with a cache key has a preferred worker among those that compute prompts, by rendezvous
   hashing. That worker wins among the best candidates, unless another one holds more of the prompt.
-  So requests with one beginning meet before any of them is cached.
+  So requests with the same beginning go to one worker even before their prefix is cached.
 - ``work``: the worker's work of the last minutes (``HALF_LIFE_MS``), compared with the mean of its
   role, in units of this prompt without any cache (``full``). If no request waits, TTFT alone would
   send all prompts with one beginning to one worker: its cache fills while the others stay empty.
@@ -21,9 +21,9 @@ score of a candidate is its predicted TTFT plus its cost for other requests:
   the mean number of sequences per decode worker is counted. A worker that is idle now does not stay
   idle, and a long prompt would delay later requests.
 
-Replays of Mooncake's conversation trace chose the weights (docs/lab-notes/routing.md). Up to the
-4, more of the prompts are found in a cache and the mean TTFT stays within a hundredth of its
-minimum.
+Replays of Mooncake's conversation trace chose the weights (docs/lab-notes/routing.md). As the
+weight of ``compute`` rises to 4, more of the prompts are found in a cache, and the mean TTFT stays
+within a hundredth of its minimum.
 """
 
 from __future__ import annotations
@@ -55,25 +55,28 @@ MIN_HARM = "least_harm"
 DEADLINE = "deadline"
 
 OTHERS_WEIGHT = 4.0
-"""Assumed number of requests that wait for this one's computing."""
+"""Assumed number of other requests that wait while this one's prompt is computed."""
 SPREAD_WEIGHT = 5.0
 SPREAD_PROMPTS = 6.0
-"""Smaller differences in work, in prompts of this size, hardly count."""
+"""Difference in recent work between workers from which it clearly counts, in multiples of this
+prompt's work."""
 ANSWER_TOKENS = 32.0
-"""Number of answer tokens for which a step's time counts."""
+"""Number of output tokens for which the time of a decode step counts in the score."""
 TIE = 0.01
-"""Scores that differ by less than this share of the uncached prompt's computing are equal."""
+"""Two scores count as equal if they differ by less than this fraction of the time to compute the
+prompt without a cache."""
 SHORTLIST = 8
-"""Number of workers per role, the best by their own scores, whose pairs are all compared."""
+"""Number of workers per role whose pairs are all compared. They are the best by their own
+scores."""
 _SHORTLIST_BY_TTFT = 4
 _MIN_MS = 1e-6
 _PER_SLO_MS, _FULL_MS = 1e6, 1e12
-"""Penalties larger than any score."""
+"""Penalties that are larger than any score: for missing the SLO, and for having no room."""
 
 
 @dataclass(slots=True)
 class _Candidates:
-    """Columns of candidates: pairs of workers, or decode workers that compute the prompt
+    """The candidates as columns: pairs of workers, or single decode workers that compute the prompt
     themselves.
     """
 
@@ -98,7 +101,7 @@ class PredictivePolicy:
         held: Mapping[str, int],
         now_ms: float,
     ) -> Decision:
-        """See ``router.routing.policy.Policy``."""
+        """Choose the workers of a request: see ``router.routing.policy.Policy``."""
         seen = predict(self._settings, request, table, held, now_ms)
         prefill, decode = seen.prefill, seen.decode
         work = table.recent_work(now_ms)
@@ -124,8 +127,8 @@ class PredictivePolicy:
 
 
 class _Sources:
-    """The workers that may compute the prompt for others: time and score of each row, without the
-    decode side.
+    """The workers that may compute the prompt for a decode worker. Columns have the TTFT and the
+    score of each row, without the decode side.
     """
 
     def __init__(
@@ -146,11 +149,14 @@ class _Sources:
         if self.fetch is not None:
             self.ttft = self.ttft + self.fetch
         self.own = _own_row(seen)
-        """Row preferred by the request's cache key; -1: no key, or another row holds more."""
+        """Row of the worker preferred by the request's cache key; -1 if there is no key, or if
+        another worker holds more of the prompt."""
         self.score = self.ttft + OTHERS_WEIGHT * self.compute + _spread(work, full, seen.prefill)
 
     def _price_fetches(self, transfers: TransferCosts) -> None:
-        """Include the fetch of another worker's blocks wherever it is faster."""
+        """Include the fetch of blocks from another worker in the times of each row where that is
+        faster.
+        """
         seen = self._seen
         depth = seen.fetchable
         lacking = depth - seen.held
@@ -164,7 +170,9 @@ class _Sources:
         self.fetch = np.where(pays, fetch, 0.0)
 
     def shortlist(self, limit_ms: float) -> Rows:
-        """Return the best rows; if all exceed ``limit_ms``, add the best by TTFT alone."""
+        """Return the rows with the best scores. If the TTFT of all exceeds ``limit_ms``, add the
+        rows with the best TTFT.
+        """
         rows = self._seen.prefill.rows
         if len(rows) <= SHORTLIST:
             return rows
@@ -176,7 +184,9 @@ class _Sources:
         return np.concatenate((best, _least(rows, self.ttft, _SHORTLIST_BY_TTFT)))
 
     def with_fetch(self, decision: Decision, row: int) -> Decision:
-        """Return the decision, adjusted for the fetch if it pays."""
+        """Return the decision, with its times adjusted if ``row`` fetches blocks from another
+        worker.
+        """
         if self.fetch is None or self.fetch[row] <= 0:
             return decision
         spent = float(self.compute[row] + self.fetch[row])
@@ -199,7 +209,7 @@ def _own_row(seen: Predictions) -> int:
 
 
 def _spread(work: Floats, full: Floats, group: Group) -> Floats:
-    """Return the score that each row's recent work adds; infinity outside of the group."""
+    """Return what each row's recent work adds to its score; infinity for rows outside the group."""
     mean = float(work @ group.share)
     share = full / (mean + SPREAD_PROMPTS * full + _MIN_MS)
     return SPREAD_WEIGHT * share * (work - mean) + group.closed
@@ -220,13 +230,15 @@ def _pairs(seen: Predictions, sources: _Sources, transfers: TransferCosts) -> _C
 
 
 def _penalty(seen: Predictions, tpot: Floats) -> Floats:
-    """Return penalties that rank workers over their SLO after others, and full ones last."""
+    """Return a penalty for each row. It ranks workers that miss the TPOT SLO after others, and
+    those without room last.
+    """
     over = np.maximum(tpot / seen.route.slo_tpot_ms - 1.0, 0.0)
     return _PER_SLO_MS * over + _FULL_MS * ~seen.fits
 
 
 def _least(rows: Rows, values: Floats, count: int) -> Rows:
-    """Return the ``count`` members of ``rows`` with the smallest values, in any order."""
+    """Return the ``count`` members of ``rows`` that have the smallest ``values``, in any order."""
     return rows[np.argpartition(values[rows], count)[:count]]
 
 
@@ -269,7 +281,9 @@ def _joined(one: _Candidates, other: _Candidates) -> _Candidates:
 def _choose(
     found: _Candidates, seen: Predictions, work: Floats, full: Floats, own: int
 ) -> tuple[int, str]:
-    """Return the index of the best candidate, and the reason. ``own``: see ``_Sources``."""
+    """Return the index of the best candidate, and the reason. ``own``: row preferred by the
+    request's cache key, or -1.
+    """
     route = seen.route
     late = found.ttft > seen.request.deadline_ms
     if late.all():
@@ -297,7 +311,9 @@ def _choose(
 def _order(
     found: _Candidates, table: WorkerTable, work: Floats, places: npt.NDArray[np.intp]
 ) -> npt.NDArray[np.intp]:
-    """Order equal candidates, the one with the least work first."""
+    """Return the indexes ``places`` of equally good candidates, those with the least recent work
+    first.
+    """
     source, target = found.source[places], found.target[places]
     return np.lexsort(
         (

@@ -29,14 +29,14 @@ from router.workers.worker_links import WorkerLinks
 log = logging.getLogger(__name__)
 
 DEADLINE_S = 0.1
-"""Timeout of a prefix lookup, in seconds. After it, routing goes on without the result."""
+"""Timeout of a lookup in the prefix index, in seconds. After it, routing goes on without the
+result."""
 RETRY_S = 0.5
-"""Seconds between two tries while the index is unavailable."""
+"""Seconds between two tries to reach the prefix index while it is unavailable."""
 
 
 class PrefixLookup:
-    """Looks up which workers hold a prompt's blocks; does without the index while it is
-    unavailable.
+    """Looks up which workers hold a prompt's blocks. While the index is unavailable, it finds none.
 
         there ─a lookup fails, or takes too long→ away
         away ─a lookup in the background is answered→ there
@@ -53,8 +53,8 @@ class PrefixLookup:
         self._next_try = 0.0
 
     async def ask(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """Return the leading blocks that each incarnation holds; empty while the index is
-        unavailable.
+        """Return how many leading blocks of a prompt each incarnation holds; empty while the index
+        is unavailable.
         """
         if self._away:
             now = asyncio.get_running_loop().time()
@@ -76,7 +76,7 @@ class PrefixLookup:
         return {} if failed else lookup.result()
 
     async def close(self) -> None:
-        """End the lookups in flight."""
+        """Cancel the lookups in flight."""
         await end_tasks(self._running)
 
     def _start(self, hashes: Sequence[bytes]) -> asyncio.Task[dict[str, int]]:
@@ -111,14 +111,14 @@ class PrefixLookup:
 
 
 REFRESH_S = 0.05
-"""Maximum age of the table in seconds. With a thousand workers, a refresh takes about 1 ms.
-Promises of this router count at once."""
+"""Maximum age in seconds of the routing table. With a thousand workers, a refresh takes about 1 ms.
+This router's own decisions change the table at once."""
 NO_PREFILL_WORKER = "no_prefill_worker"
 """Metric label: a decode worker computes the prompt because no prefill worker is up."""
 
 
 class RouteFinder:
-    """Chooses workers by the prefix index's answer and the policy."""
+    """Chooses the workers of requests by the prefix index and the routing policy."""
 
     def __init__(
         self,
@@ -142,7 +142,8 @@ class RouteFinder:
     ) -> Sequence[bytes]:
         """Return the block hashes of a sequence as the workers compute them; none without workers.
 
-        ``chain`` keeps them while the sequence grows. Raises ContextLengthExceeded.
+        ``chain`` stores the hashes while the sequence grows, so that none is computed twice. Raises
+        ContextLengthExceeded.
         """
         self._sync.refresh(time.monotonic())
         longest = self._sync.context_length
@@ -166,10 +167,10 @@ class RouteFinder:
     ) -> Decision:
         """Choose the workers of a request.
 
-        The first set of ``avoid`` is excluded; if that leaves no worker, the second, and so on.
-        ``reads_cache``: cached blocks may be used. ``source_worker`` has all blocks, including
-        those that the index does not list yet. With ``is_moved`` a request is not rejected because
-        it would be late. Raises Unavailable, Overloaded.
+        ``avoid``: sets of workers to exclude. If the first set leaves no worker, the second one is
+        used, and so on. ``reads_cache``: cached blocks may be used. ``source_worker`` has all
+        blocks, including those that the index does not list yet. ``is_moved``: the request
+        migrates, so it is not rejected for being late. Raises Unavailable, Overloaded.
         """
         asked_at = time.monotonic()
         held: dict[str, int] = {}
@@ -207,7 +208,9 @@ class RouteFinder:
     def _decide(
         self, asked: RouteRequest, hashes: Sequence[bytes], held: dict[str, int], now: float
     ) -> Decision:
-        """Decide among the workers that are up right now; refresh the table if it is outdated."""
+        """Choose workers by the policy. If one of them is not usable any more, refresh the table
+        and choose again.
+        """
         if asked.excluded:
             # No blocks are fetched from an excluded worker.
             held = {name: count for name, count in held.items() if name not in asked.excluded}
@@ -232,12 +235,14 @@ class TableSync:
         self._seen: dict[str, tuple[WorkerRecord, LoadSnapshot]] = {}
         self._refreshed_at = float("-inf")
         self.context_length: int | None = None
-        """Shortest context of the workers that are up; None while none is up."""
+        """Minimum context length in tokens of the workers that are up; None while none is up."""
         self.fingerprint = ""
-        """Fingerprint of these workers; empty while none is up."""
+        """Fingerprint of the workers that are up; empty while none is up."""
 
     def refresh(self, now: float, *, at_once: bool = False) -> None:
-        """Read the links again if the table is old, or ``at_once``. ``now`` in seconds."""
+        """Update the table from the links if it is older than ``REFRESH_S``, or if ``at_once``.
+        ``now`` is in seconds.
+        """
         if not at_once and now - self._refreshed_at < REFRESH_S:
             return
         self._refreshed_at = now

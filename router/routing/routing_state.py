@@ -1,4 +1,4 @@
-"""The routing state: decides where requests go, and tracks what was promised to workers.
+"""The routing state: decides where requests go, and tracks the load that this adds to workers.
 
     decided ─promise→ computing ─first token→ running ─end→ ended
 
@@ -20,14 +20,16 @@ from router.routing.worker_table import WorkerTable
 log = logging.getLogger(__name__)
 
 EXPECTED_MS = 2000.0
-"""Time after their computing for which blocks stay expected: the event takes a heartbeat at most.
-"""
+"""Milliseconds after a prompt is computed for which its blocks count as held by the worker. The
+worker reports them itself within a heartbeat."""
 MAX_BLOCKS = 1_000_000
-"""Maximum number of expected blocks; more are not recorded."""
+"""Maximum number of blocks that are expected to appear in caches; more are not recorded."""
 
 
 class RoutingState:
-    """The policies' memory: workers, their costs, and the blocks that decisions create."""
+    """What routing remembers between decisions: workers, their costs, and the blocks that decisions
+    create.
+    """
 
     def __init__(
         self, policy: Policy, hash_block: int, traffic: TrafficCounts | None = None
@@ -50,9 +52,11 @@ class RoutingState:
         held: Mapping[str, int],
         now: float,
     ) -> Decision:
-        """Choose workers for a prompt with these block hashes, without promising anything.
+        """Choose workers for a prompt with these block hashes. Their load in the table does not
+        change.
 
-        ``held`` is the prefix index's answer: leading blocks by incarnation. Raises Unavailable.
+        ``held``: number of leading blocks that each incarnation holds by the prefix index. Raises
+        Unavailable.
         """
         now_ms = now * 1e3
         known = self.expected.joined(held, hashes, now_ms)
@@ -63,7 +67,9 @@ class RoutingState:
     def promise(
         self, decision: Decision, request: RouteRequest, hashes: Sequence[bytes], now: float
     ) -> Promise:
-        """Charge a decision to its workers, and expect the blocks that it creates."""
+        """Add the load of a decision to its workers in the table, and expect the blocks that it
+        creates there.
+        """
         now_ms = now * 1e3
         self.table.promise_prompt(decision.prefill, decision.prefill_ms, now_ms)
         self.table.promise_sequence(
@@ -75,7 +81,7 @@ class RoutingState:
         return Promise(self, decision, request.prompt_tokens, request.choices)
 
     def remove(self, worker: str) -> None:
-        """Remove a worker that has left."""
+        """Remove a worker that has left, with its load, its costs and its expected blocks."""
         self.table.remove(worker)
         self.transfers.forget(worker)
 
@@ -91,11 +97,13 @@ class Promise:
         self._routing = routing
         self._prompt_tokens = prompt_tokens
         self.is_computed = False
-        """Whether the first token has arrived, or cannot arrive any more."""
+        """Whether the request's first token has arrived, or cannot arrive any more."""
         self._running = True
 
     def computed(self, now: float, *, computed_tokens: int = 0, compute_ms: float = 0.0) -> None:
-        """Record the first token and the worker's report; 0: not reported."""
+        """Record that the prompt is computed, and what the worker reported about it. 0: not
+        reported.
+        """
         if self.is_computed:
             return
         self.is_computed = True
@@ -109,7 +117,9 @@ class Promise:
         table.sequence_settled(decision.decode, decision.missing_blocks)
 
     def committed(self, *, pinned_blocks: int, transfer_ms: float) -> None:
-        """Record the end of the handoff; the receiver already held ``pinned_blocks``."""
+        """Record that the handoff is complete. The receiver already held ``pinned_blocks`` of the
+        prompt.
+        """
         blocks = -(-self._prompt_tokens // self._routing.table.hash_block) - pinned_blocks
         self._routing.transfers.observe(
             self.decision.prefill, self.decision.decode, max(0, blocks), transfer_ms
@@ -144,7 +154,7 @@ class ExpectedBlocks:
         return self._blocks
 
     def expect(self, hashes: Sequence[bytes], worker: str, now: float, wait: float = 0.0) -> None:
-        """Expect ``worker`` to hold ``hashes``, a prompt's first blocks, after ``wait``
+        """Expect that ``worker`` holds ``hashes``, a prompt's first blocks, in ``wait``
         milliseconds.
         """
         self._forget(now)
@@ -161,7 +171,9 @@ class ExpectedBlocks:
     def joined(
         self, held: Mapping[str, int], hashes: Sequence[bytes], now: float
     ) -> dict[str, int]:
-        """Merge ``held``, the leading blocks of each worker, with the expected blocks."""
+        """Return the number of leading blocks that each worker holds by ``held``, or is expected to
+        hold.
+        """
         self._forget(now)
         found = dict(held)
         alive: dict[str, float] = {}
@@ -182,7 +194,7 @@ class ExpectedBlocks:
             until, _, worker, hashes = heapq.heappop(self._notes)
             self._blocks -= len(hashes)
             for block in hashes:
-                # Another note with the same expiry may have removed it.
+                # Another note with the same expiry may have removed the worker already.
                 workers = self._workers.get(block, {})
                 if workers.get(worker, until + 1.0) <= until:
                     del workers[worker]

@@ -1,8 +1,9 @@
 """The router's table of workers: one row each, in columns, so that a decision is a few vector sums.
 
-A row's load combines the worker's last snapshot with this router's promises since then. Names are
-incarnations; updates of unlisted ones are ignored. Times are milliseconds on the router's clock;
-blocks are those of the prefix index. No I/O, no clock; owned by the router's event loop.
+A row's load combines the worker's last snapshot with the load that this router has sent it since
+then. Names are incarnations; updates of unlisted ones are ignored. Times are milliseconds on the
+router's clock; blocks are those of the prefix index. No I/O, no clock; owned by the router's event
+loop.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.intp]
 
 HALF_LIFE_MS = 60_000.0
-"""Half-life of a worker's recorded work, in milliseconds."""
+"""Half-life in milliseconds of a worker's recorded work."""
 _LONGEST_EXPONENT = 256.0
 _LATE_CREDIT = 0.9
 """Maximum fraction of the prompt at the head of a queue that counts as done before its first token:
@@ -39,7 +40,7 @@ _FIRST_CAPACITY = 8
 
 
 def hash_of(name: str) -> int:
-    """Return a 64-bit hash of a name, equal in every process."""
+    """Return a 64-bit hash of ``name`` that is equal in every process."""
     digest = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -49,11 +50,11 @@ class PoolFilter:
     """Selects the pools whose workers may serve a context-length class in one role."""
 
     only: frozenset[str] | None = None
-    """Only these pools; None: every pool but those of ``never``."""
+    """The only pools that may serve the class; None: every pool except those of ``never``."""
     never: frozenset[str] = frozenset()
-    """Pools that other classes own."""
+    """Pools that only other classes may use."""
     without: frozenset[str] = frozenset()
-    """Excluded incarnations, whatever their pool."""
+    """Incarnations that are excluded, whatever their pool."""
 
     def allows(self, pool: str) -> bool:
         """Return whether a pool's workers may serve the class."""
@@ -68,18 +69,21 @@ class Group:
     """The workers of one role that are up and that a class may use."""
 
     rows: Rows
-    """Their rows, ascending."""
+    """Table rows of the group's workers, in ascending order."""
     closed: Floats
-    """For each row of the table: 0 if it is in the group, otherwise infinity."""
+    """For each row of the table: 0 if the worker is in the group, otherwise infinity."""
     share: Floats
-    """For each row of the table: 1/size of the group if it is in the group, otherwise 0."""
+    """For each row of the table: 1 / (size of the group) if the worker is in the group, otherwise
+    0."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
 
 class _RowNumbers(dict[str, int]):
-    """Rows by name. Indexing an unknown name gives the last row, ``get`` gives None."""
+    """Row numbers by incarnation. Indexing with an unknown name gives the last row; ``get`` gives
+    None.
+    """
 
     def __missing__(self, name: str) -> int:
         return -1
@@ -87,7 +91,7 @@ class _RowNumbers(dict[str, int]):
 
 @dataclass(slots=True)
 class _Worker:
-    """The fields of a row that are not numbers."""
+    """The data of a worker in the table that are not numbers."""
 
     pool: str
     prefill: CostModel
@@ -95,14 +99,18 @@ class _Worker:
     role: str = ""
     load: LoadSnapshot | None = None
     stepped_at: float = float("-inf")
-    """Time of the last observed step, in milliseconds."""
+    """Time of the worker's last observed decode step, in milliseconds."""
 
 
 class WorkerTable:
-    """All workers of a router. Others may read the columns; only methods write them."""
+    """All workers that a router knows, one row each. Other code may read the columns, but not
+    change them.
+    """
 
     def __init__(self, hash_block: int = 16) -> None:
-        """Create an empty table; ``hash_block``: tokens in a block of the prefix index."""
+        """Create an empty table. ``hash_block``: number of tokens in a block of the prefix
+        index.
+        """
         self.hash_block = hash_block
         self._rows = _RowNumbers()
         self._workers: dict[int, _Worker] = {}
@@ -111,7 +119,7 @@ class WorkerTable:
         self._epoch_ms = 0.0
         self._coarse = False
         self.names: list[str] = []
-        """Incarnation of each row; empty for a free row."""
+        """Incarnation of the worker in each row; empty for a free row."""
         self._capacity = 0
         self._allocate(_FIRST_CAPACITY)
 
@@ -166,15 +174,17 @@ class WorkerTable:
         return name in self._rows
 
     def row(self, name: str) -> int | None:
-        """Return a worker's row, for reading the columns."""
+        """Return the row number of a worker, for reading the columns; None if it is not listed."""
         return self._rows.get(name)
 
     def incarnations(self) -> list[str]:
-        """Return all listed workers."""
+        """Return the incarnations of all listed workers."""
         return list(self._rows)
 
     def add(self, record: WorkerRecord) -> None:
-        """Add a worker, idle and not up yet; a listed one keeps its row and its load."""
+        """Add a worker, as idle and not up yet. If it is already listed, it keeps its row and its
+        load.
+        """
         row = self._rows.get(record.incarnation)
         if row is None:
             row = self._new_row(record)
@@ -246,8 +256,8 @@ class WorkerTable:
     def set_up(self, name: str, up: bool, *, lends: bool | None = None) -> None:
         """Set whether new requests may go to a worker.
 
-        ``lends``: whether others may fetch its blocks, as they may from a draining worker; None:
-        the value of ``up``.
+        ``lends``: whether other workers may fetch its blocks, which is also allowed while it
+        drains. None: as ``up``.
         """
         row = self._rows.get(name)
         if row is None:
@@ -258,7 +268,9 @@ class WorkerTable:
             self._groups.clear()
 
     def group(self, role: str, pools: PoolFilter = EVERY_POOL) -> Group:
-        """Return the workers that may be chosen. Cached until a worker joins, leaves or changes."""
+        """Return the workers of a role that are up and in one of ``pools``. The result is cached
+        until a worker joins, leaves or changes.
+        """
         found = self._groups.get((role, pools))
         if found is None:
             rows = [
@@ -275,7 +287,7 @@ class WorkerTable:
         return found
 
     def prefill_cost(self, role: str) -> Coefficients:
-        """Return the mean prefill cost of a role's workers; the default if there is none."""
+        """Return the mean prefill cost of the workers of a role; the default if there are none."""
         rows = self.group(role).rows
         if not len(rows):
             return PREFILL_DEFAULT
@@ -285,7 +297,7 @@ class WorkerTable:
     # Load reported by workers
 
     def set_load(self, name: str, load: LoadSnapshot, now_ms: float) -> None:
-        """Apply a load snapshot; a repeated one changes nothing."""
+        """Apply a worker's load snapshot. A snapshot that was already applied changes nothing."""
         row = self._rows.get(name)
         if row is None or self._workers[row].load == load:
             return
@@ -309,7 +321,7 @@ class WorkerTable:
     # What this router promises
 
     def promise_prompt(self, name: str, prefill_ms: float, now_ms: float) -> None:
-        """Record a prompt that a worker computes in ``prefill_ms``."""
+        """Record that this router sent a worker a prompt that it computes in ``prefill_ms``."""
         row = self._rows.get(name)
         if row is None:
             return
@@ -322,7 +334,9 @@ class WorkerTable:
         self._set_floor(row)
 
     def prompt_computed(self, name: str, prefill_ms: float, now_ms: float) -> None:
-        """Record that a prompt's first token has arrived, or cannot arrive any more."""
+        """Record that a prompt of this router is computed: its first token has arrived, or cannot
+        arrive any more.
+        """
         row = self._rows.get(name)
         if row is None or not self.outstanding[row]:
             return
@@ -339,18 +353,23 @@ class WorkerTable:
     def promise_sequence(
         self, name: str, prompt_tokens: int, blocks: int, choices: int = 1
     ) -> None:
-        """Record a sequence that a decode worker runs; it needs ``blocks`` that are not held yet.
+        """Record that this router placed a sequence at a decode worker. It needs ``blocks`` that
+        are not allocated yet.
 
         Each of several ``choices`` runs as a sequence over the whole prompt.
         """
         self._change_sequence(name, choices, prompt_tokens * choices, blocks)
 
     def sequence_settled(self, name: str, blocks: int) -> None:
-        """Record that a sequence's blocks are allocated: the next snapshot counts them."""
+        """Record that a sequence's ``blocks`` are now allocated: the worker's next snapshot counts
+        them.
+        """
         self._change_sequence(name, 0, 0, -blocks)
 
     def sequence_ended(self, name: str, prompt_tokens: int, choices: int = 1) -> None:
-        """Record that a sequence, with all its choices, has ended."""
+        """Record that a sequence of this router, with all its choices, has ended at a decode
+        worker.
+        """
         self._change_sequence(name, -choices, -prompt_tokens * choices, 0)
 
     def _change_sequence(self, name: str, count: int, tokens: int, blocks: int) -> None:
@@ -366,7 +385,9 @@ class WorkerTable:
     # Learned costs
 
     def learn_prefill(self, name: str, computed_tokens: float, context: float, ms: float) -> None:
-        """Learn that tokens attending to ``context`` others on average took ``ms``."""
+        """Learn that a worker computed ``computed_tokens`` in ``ms``, each attending to ``context``
+        others on average.
+        """
         row = self._rows.get(name)
         if row is None or computed_tokens <= 0 or ms <= 0:
             return
@@ -394,12 +415,14 @@ class WorkerTable:
     # Columns that depend on the time or on a request
 
     def queue_ms(self, now_ms: float) -> Floats:
-        """Return, for each row, the wait of a prompt that arrives now."""
+        """Return, for each row, the milliseconds that a prompt waits there if it arrives now."""
         own = np.maximum(self.own_until - now_ms, self.own_floor)
         return own + np.maximum(self.others_until - now_ms, 0.0)
 
     def recent_work(self, now_ms: float) -> Floats:
-        """Return, for each row, its recent work in milliseconds, decayed by ``HALF_LIFE_MS``."""
+        """Return, for each row, the worker's recent work in milliseconds, decayed by
+        ``HALF_LIFE_MS``.
+        """
         faded: Floats = self.work * (2.0 ** -self._exponent(now_ms))
         return faded
 
@@ -413,7 +436,9 @@ class WorkerTable:
         return exponent
 
     def held_blocks(self, held: Mapping[str, int]) -> Floats:
-        """Return, for each row, the leading blocks of a prompt that it holds and can use."""
+        """Return, for each row, how many leading blocks of a prompt the worker holds and can
+        use.
+        """
         column = np.zeros(self._capacity)
         if held:
             count = len(held)
@@ -426,7 +451,9 @@ class WorkerTable:
         return column
 
     def best_of_shape(self, column: Floats) -> Floats:
-        """Return, for each row, the maximum of ``column`` over the rows with its KV shape."""
+        """Return, for each row, the maximum of ``column`` over all workers with the same KV
+        shape.
+        """
         if len(self._shapes) <= 1:
             return np.full(self._capacity, column.max())
         best = np.zeros(len(self._shapes) + 1)
@@ -450,5 +477,7 @@ def scores(workers: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
 
 
 def preferred_row(table: WorkerTable, rows: Rows, key: str) -> int:
-    """Return the one of ``rows``, at least one, that takes a key: see ``scores``."""
+    """Return the row of the worker, among ``rows``, that takes a key by rendezvous hashing. There
+    must be at least one row.
+    """
     return int(rows[scores(table.slot_hash[rows], hash_of(key)).argmax()])

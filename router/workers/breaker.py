@@ -14,18 +14,18 @@ seconds of any one clock; owned by the router's event loop.
 from __future__ import annotations
 
 HALF_LIFE_S = 10.0
-"""Half-life of the counts, in seconds."""
+"""Half-life in seconds of the counts of streams, both of broken ones and of others."""
 MAX_BREAKS = 2.5
 """The breaker opens above this decayed number of breaks: after three in quick succession."""
 MIN_SHARE = 1 / 3
-"""Minimum fraction of broken streams to open, in addition."""
+"""Minimum fraction of broken streams for the breaker to open, in addition to ``MAX_BREAKS``."""
 DOUBTFUL = 0.25
 """Weight of a break that may be another worker's fault. Suppose a faulty worker shares each break
-with a random other one, whose other streams end well. Then that innocent worker's share is
-``DOUBTFUL`` / (1 + ``DOUBTFUL``), a fifth. This is less than ``MIN_SHARE``, even at small counts.
-"""
+with a random other one, whose other streams end well. Then the fraction of broken streams at that
+innocent worker is ``DOUBTFUL`` / (1 + ``DOUBTFUL``), a fifth. This is less than ``MIN_SHARE``, even
+at small counts."""
 MOMENT_S = 0.25
-"""Streams that break within this time, in seconds, count as one break."""
+"""Streams of a worker that break within this time, in seconds, count as one break."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 TRIAL_S = 10.0
 """A trial stream that has lasted this many seconds proves that the worker is well: whole answers
@@ -37,7 +37,7 @@ class Breaker:
 
     def __init__(self) -> None:
         self.openings = 0
-        """How often it has opened."""
+        """Number of times that the breaker has opened."""
         self._breaks = self._broken = self._whole = 0.0
         self._at: float | None = None
         self._broke_at = float("-inf")
@@ -47,31 +47,33 @@ class Breaker:
         self._trial_at: float | None = None
 
     def is_closed(self, now: float) -> bool:
-        """Return whether the worker is trusted."""
+        """Return whether the breaker is closed: the worker is trusted."""
         if self._opened_at is None:
             return True
         return self._trial_at is not None and now - self._trial_at >= TRIAL_S
 
     def allows(self, now: float) -> bool:
-        """Return whether a new stream may go to the worker."""
+        """Return whether the breaker allows a new stream to the worker."""
         return self.is_closed(now) or now >= self._next_trial
 
     def began(self, now: float) -> None:
-        """Record a new stream."""
+        """Record that a new stream to the worker began."""
         if not self.is_closed(now) and now >= self._next_trial:
             self._next_trial = now + self._pause_s
             if self._trial_at is None:
                 self._trial_at = now
 
     def ended_well(self, began_at: float, now: float) -> None:
-        """Record the successful end of a stream that began at ``began_at``."""
+        """Record that a stream that began at ``began_at`` ended well."""
         self._fade(now)
         self._whole += 1.0
         if self._opened_at is not None and began_at > self._opened_at:
             self._close()
 
     def broke(self, now: float, streams: int = 1, *, doubtful: bool = False) -> None:
-        """Record at least one broken stream; ``doubtful``: it may be another worker's fault."""
+        """Record that ``streams`` streams of the worker broke, at least one. ``doubtful``: the
+        fault may be another worker's.
+        """
         if self._opened_at is not None and self.is_closed(now):
             self._close()
         self._fade(now)
@@ -99,7 +101,7 @@ class Breaker:
     def _close(self) -> None:
         self._opened_at = self._trial_at = None
         self._pause_s = FIRST_PAUSE_S
-        # The breaks that opened it count no longer.
+        # The breaks that opened the breaker no longer count.
         self._breaks = self._broken = 0.0
 
     def _fade(self, now: float) -> None:

@@ -15,9 +15,11 @@ log = logging.getLogger(__name__)
 
 
 def commit_of(records: Iterable[WorkerRecord], revision: str) -> str:
-    """Return the commit for a router configured with ``revision``: that of the workers, if any.
+    """Return the commit for a router configured with ``revision``: that of the workers, if there
+    are workers.
 
-    Raises ConfigError if they serve several, or if ``revision`` is the hash of another one.
+    Raises ConfigError if the workers serve several commits, or if ``revision`` is the hash of
+    another commit.
     """
     commits = sorted({record.revision for record in records} - {""})
     if not commits:
@@ -37,15 +39,19 @@ def commit_of(records: Iterable[WorkerRecord], revision: str) -> str:
 
 
 class CommitCheck:
-    """Excludes workers that serve another commit than the router. Logs each one once."""
+    """Excludes workers that serve another commit of the model than the router. Logs each such
+    worker once.
+    """
 
     def __init__(self, revision: str) -> None:
-        """Create a check; ``revision`` is the router's commit, empty if its model is local."""
+        """Create a check. ``revision``: the router's commit of the model; empty if the model is
+        local.
+        """
         self._revision = revision
         self._refused: set[str] = set()
 
     def alike(self, records: Mapping[str, WorkerRecord]) -> dict[str, WorkerRecord]:
-        """Return the workers that this router may use, by incarnation."""
+        """Return the workers that serve the router's commit of the model, by incarnation."""
         others = {
             name: record
             for name, record in records.items()

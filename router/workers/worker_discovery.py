@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 REGISTRY_POLL_S = 0.25
 """Interval at which the registry is read, in seconds."""
 COLLECT_AFTER_S = 10.0
-"""Seconds that a worker must be listed as dead before the index forgets it. After an outage of
-Redis, all are listed as dead until their next heartbeat. Dead workers get no requests in that time.
-"""
+"""Seconds for which a worker must be listed as dead before the prefix index drops it. After an
+outage of Redis, all workers are listed as dead until their next heartbeat. Dead workers get no
+requests in that time."""
 
 
 class WorkerDiscovery:
@@ -53,16 +53,16 @@ class WorkerDiscovery:
         self._commit_check = CommitCheck(config.revision)
         self._logged_health = ("down", "")
         self._dead = SilenceWatch[str](COLLECT_AFTER_S)
-        """Workers that the registry lists as dead."""
+        """Workers that the registry lists as dead, and for how long."""
         self._read_at = time.monotonic()
-        """Time of the latest read of the registry, initially that of creation."""
+        """Time of the latest read of the registry; initially the time of creation."""
         self._has_view = False
         self._can_read = True
-        """Whether the last read succeeded."""
+        """Whether the last read of the registry succeeded."""
 
     @property
     def has_view(self) -> bool:
-        """Whether the registry was ever read."""
+        """Whether the registry was ever read successfully."""
         return self._has_view
 
     async def run(self) -> None:
@@ -87,7 +87,9 @@ class WorkerDiscovery:
             await asyncio.sleep(REGISTRY_POLL_S)
 
     async def read(self) -> None:
-        """Read the registry once. Raises redis.RedisError, OSError."""
+        """Read the registry once, and update the links to workers. Raises redis.RedisError,
+        OSError.
+        """
         with self._registry_calls.one():
             listed, dead = await self._registry.read()
         records = self._commit_check.alike(listed)
@@ -102,7 +104,7 @@ class WorkerDiscovery:
             await self._registry.forget(incarnation)
 
     def _log_health(self) -> None:
-        """Log the health if it has changed."""
+        """Log the cluster's health if it has changed."""
         health = self._links.health(local_prefill=self._local_prefill)
         if health == self._logged_health:
             return

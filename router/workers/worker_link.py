@@ -42,10 +42,11 @@ class PrefillStream:
     """One stream to a worker that computes prompts, for all requests that this router places there.
 
         closed ─a request, ``open``→ open ─broken, or ended by the worker→ closed: its requests fail
-        closed, open ─close()→ gone: its requests fail, and so does every other
+        closed, open ─close()→ gone: its requests fail, and so does every later request
 
-    The first request opens it, and the first after a break. ``open`` opens it to monitor a worker.
-    It starts and cancels prefills, and passes on the worker's messages about each.
+    The first request opens the stream, and the first one after a break. ``open`` opens it to
+    monitor a worker. Prefills are started and cancelled on the stream, and the worker's messages
+    about each arrive on it.
     """
 
     def __init__(self, channel: grpc.aio.Channel, incarnation: str) -> None:
@@ -57,18 +58,19 @@ class PrefillStream:
         self._life: asyncio.Task[None] | None = None
         self._is_gone = False
         self.messages = 0
-        """Number of received messages, keepalives included."""
+        """Number of messages received on the stream, keepalives included."""
         self.breaks = 0
-        """How often the stream has ended with prefills in flight."""
+        """Number of times that the stream has ended while prefills were in flight."""
         self.load: worker_pb2.LoadSnapshot | None = None
-        """Load snapshot of the latest message, while the stream is open."""
+        """Load snapshot in the latest message; None while the stream is closed."""
 
     async def run(
         self, request: prefill_pb2.PrefillRequest
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
-        """Start a prefill, and follow it to its end. Closing the iterator aborts it at the worker.
+        """Start a prefill, and yield the worker's messages about it. Closing the iterator aborts
+        the prefill.
 
-        Raises the BatonError that the prefill fails with, or WorkerFailed if the stream breaks.
+        Raises the BatonError with which the prefill fails, or WorkerFailed if the stream breaks.
         """
         if self._is_gone:
             raise self._ended()
@@ -92,7 +94,7 @@ class PrefillStream:
                 self._command(prefill_pb2.PrefillCommand(cancel=cancel))
 
     async def close(self) -> None:
-        """Fail every prefill, and abort it at the worker."""
+        """Close the stream for good: every prefill fails here, and is aborted at the worker."""
         self._is_gone = True
         if self._life is not None:
             await end_tasks([self._life])
@@ -103,7 +105,7 @@ class PrefillStream:
         self.open()
 
     def open(self) -> None:
-        """Open the stream if it is closed. The worker sends keepalives on it."""
+        """Open the stream if it is closed. An open stream gets keepalives from the worker."""
         if self._life is None and not self._is_gone:
             self._life = spawn(self._live(), f"prefills {self._incarnation}")
 
@@ -150,8 +152,8 @@ class PrefillStream:
                     waiting.put_nowait(event)
 
     async def _write(self, call: Call) -> None:
-        """Send all pending commands in as few messages as possible. Errors are reported by the
-        reader.
+        """Send all pending commands, in as few messages as possible. The task that reads the stream
+        reports errors.
         """
         while True:
             await self._commanded.wait()
@@ -169,13 +171,13 @@ def _error(end: prefill_pb2.PrefillEnd) -> BatonError:
 
 
 _COOL_DOWN_S = 1.0
-"""Seconds for which a worker gets no requests after a failed call."""
+"""Seconds for which a worker gets no requests after a call to it has failed."""
 SUSPECT_S = 5.0
-"""A suspected, still silent worker is tried again after this many seconds: an idle one may have
-nothing to send."""
+"""Seconds after which a worker that is suspected of hanging and still silent is tried again. An
+idle worker may have nothing to send."""
 _MAX_OWED = 4096
-"""Maximum number of aborts kept for an unreachable worker. Its places, and how often they can be
-refilled meanwhile, bound those of sequences."""
+"""Maximum number of aborts that are kept for an unreachable worker. The number of sequences that
+the worker runs, and starts meanwhile, bounds how many of them matter."""
 
 TokenStream = grpc.aio.UnaryStreamCall[
     decode_pb2.StreamTokensRequest, decode_pb2.StreamTokensResponse
@@ -184,7 +186,7 @@ TokenStream = grpc.aio.UnaryStreamCall[
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """A request, or one of its choices, to end at a decode worker."""
+    """An abort of a request, or of one of its choices, that a decode worker must receive."""
 
     request_id: str
     attempt: int
@@ -193,7 +195,7 @@ class Abort:
 
 
 def error_from_gone(incarnation: str) -> WorkerFailed:
-    """Build the error of a request whose worker has left."""
+    """Build the error of a request whose worker no longer exists."""
     return WorkerFailed(f"worker {incarnation} is gone", retry_after=1.0)
 
 
@@ -201,7 +203,9 @@ class WorkerLink:
     """A connection to one incarnation of a worker."""
 
     def __init__(self, record: WorkerRecord, plane: WorkerPlane = OPEN_PLANE) -> None:
-        """Create a link; ``plane``: how this router calls the worker. Raises ConfigError."""
+        """Create a link to the worker of ``record``. ``plane``: how this router calls workers.
+        Raises ConfigError.
+        """
         self.record = record
         self._renewal = None if plane.tls is None else Renewal(plane.tls)
         self.channel = plane.channel(record.address)
@@ -211,39 +215,43 @@ class WorkerLink:
         """Task that reads a decode worker's token stream, or watches a prefill worker's channel."""
         self.connected = False
         self.missing_since: float | None = None
-        """When a prefill worker disappeared from the registry and stopped sending on its prefill
-        stream. None while the registry lists it, and for decode workers, whose stream is always
-        open."""
+        """Time at which a prefill worker had disappeared from the registry and sent nothing more on
+        its prefill stream. None while the registry lists it, and for decode workers, whose stream
+        is always open."""
         self._messages_missing = 0
         self.token_stream: TokenStream | None = None
-        """The current token stream."""
+        """The worker's current token stream; None while there is none."""
         self.token_messages = 0
-        """Number of messages on the token stream, keepalives included."""
+        """Number of messages received on the token stream, keepalives included."""
         self.owed: deque[Abort] = deque(maxlen=_MAX_OWED)
-        """Aborts that did not arrive: they are sent again with the worker's next message."""
+        """Aborts that the worker has not received. They are sent again when its next message
+        arrives."""
         self.breaker = Breaker()
         self.broken_at = float("-inf")
-        """When its token stream last broke after it had been up."""
+        """Time at which the worker's token stream last broke after it had been up."""
         self._suspected_until = float("-inf")
         self._suspected_at = 0
         self._stalled_at: int | None = None
         self._failed_at = float("-inf")
 
     def follow(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work``, which reads the token stream or watches the channel, until ``close``."""
+        """Run ``work`` until ``close``, in a task. It reads the token stream or watches the
+        channel.
+        """
         self.follower = spawn(work, f"follow {self.record.incarnation}")
 
     async def close(self) -> None:
-        """Close the streams and the connection."""
+        """Close the worker's streams and the connection."""
         if self.follower is not None:
             await end_tasks([self.follower])
         await self.prefills.close()
         await self.channel.close()
 
     def shows_old_files(self) -> bool:
-        """Return whether it is disconnected and its certificate files have been replaced.
+        """Return whether the worker is disconnected and this router's certificate files have been
+        replaced.
 
-        Its channel would use the old ones forever. Returns True only once.
+        The link's channel would use the old files forever. Returns True only once.
         """
         return not self.connected and self._renewal is not None and self._renewal.came()
 
@@ -253,7 +261,7 @@ class WorkerLink:
         return self.token_messages + self.prefills.messages
 
     def miss(self, now: float) -> None:
-        """Record that the registry does not list it, and monitor its prefill stream.
+        """Record that the registry does not list the worker, and monitor its prefill stream.
 
         Redis may be read-only, so the worker may still be alive.
         """
@@ -262,17 +270,20 @@ class WorkerLink:
         self.prefills.open()
 
     def suspect(self, now: float) -> None:
-        """Mark it as hanging: it gets nothing more until it sends a message."""
+        """Mark the worker as suspected of hanging. It gets no requests until it sends a message, or
+        ``SUSPECT_S`` pass.
+        """
         self._suspected_until = now + SUSPECT_S
         self._suspected_at = self.messages
 
     def is_suspected(self, now: float) -> bool:
-        """Return whether it is considered hanging."""
+        """Return whether the worker is suspected of hanging."""
         return now < self._suspected_until and self.messages == self._suspected_at
 
     @property
     def engine_load(self) -> LoadSnapshot | worker_pb2.LoadSnapshot:
-        """Latest load reported on a stream, or that of the registry if there is none.
+        """Latest load that the worker reported on a stream, or in the registry if no stream has
+        any.
 
         Both types report the engine's steps.
         """
@@ -281,41 +292,54 @@ class WorkerLink:
         return self.prefills.load
 
     def stall(self) -> None:
-        """Mark its engine as stalled: it gets nothing more until a step has ended."""
+        """Mark the worker's engine as stalled. The worker gets no requests until a step has
+        ended.
+        """
         self._stalled_at = self.engine_load.engine_steps
 
     def is_stalled(self) -> bool:
-        """Return whether its engine still runs the step at which it was marked as stalled."""
+        """Return whether the worker's engine still runs the step at which it was marked as
+        stalled.
+        """
         if self._stalled_at is None:
             return False
         load = self.engine_load
         return load.steps_in_flight > 0 and load.engine_steps == self._stalled_at
 
     def hangs(self, now: float) -> bool:
-        """Return whether running requests should leave it."""
+        """Return whether running requests should migrate away from the worker."""
         return self.is_suspected(now) or self.is_stalled()
 
     def is_up(self, now: float, missing_s: float) -> bool:
-        """Return whether new requests may go there; not if it was missing for ``missing_s``."""
+        """Return whether new requests may go to the worker. They may not if the registry has not
+        listed it for ``missing_s`` seconds.
+        """
         well = not self.hangs(now) and now - self._failed_at > _COOL_DOWN_S
         return well and self.is_ready(now, missing_s)
 
     def is_ready(self, now: float, missing_s: float) -> bool:
-        """Return whether it is connected and reports itself as ready."""
+        """Return whether the worker is connected and reports itself as ready.
+
+        False if the registry has not listed it for ``missing_s`` seconds.
+        """
         if self.missing_since is not None and now - self.missing_since > missing_s:
             return False
         return self.record.state == "ready" and self.connected
 
     def lends(self, now: float) -> bool:
-        """Return whether its cached blocks may be fetched; also while it drains."""
+        """Return whether other workers may fetch this worker's cached blocks; also true while it
+        drains.
+        """
         known = self.record.state in ("ready", DRAINING)
         return known and self.connected and not self.is_suspected(now)
 
     @property
     def is_draining(self) -> bool:
-        """Whether its running requests should migrate."""
+        """Whether the worker drains, so that its running requests should migrate."""
         return self.record.state == DRAINING and self.connected
 
     def failed(self, now: float) -> None:
-        """Record a failed call: the worker gets nothing for a moment."""
+        """Record that a call to the worker failed. It gets no requests for ``_COOL_DOWN_S``
+        seconds.
+        """
         self._failed_at = now

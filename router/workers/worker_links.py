@@ -35,46 +35,47 @@ from router.workers.worker_link import Abort, TokenStream, WorkerLink, error_fro
 log = logging.getLogger(__name__)
 
 RECONNECT_S = 0.2
-"""Seconds between a broken token stream and the next try."""
+"""Seconds between the break of a token stream and the next try to open it."""
 MOMENT_S = 0.05
-"""Streams that break within this time, in seconds, count as broken together. Sequences migrate only
-after it, so that another worker that fails under the same request does not count as cut off."""
+"""Streams of different workers that break within this time, in seconds, count as broken together.
+Sequences migrate only after it, so that another worker that fails under the same request does not
+count as cut off."""
 RETURN_S = 1.0
-"""If the streams of all decode workers break together, the fault is in the network or in this
-router. Requests wait this many seconds for them to come back."""
+"""Seconds for which requests wait for decode workers whose streams have all broken together. The
+fault is then in the network or in this router."""
 _RETURN_POLL_S = 0.02
 SILENCE_S = 5.0
-"""A token stream has a message per heartbeat. It counts as broken after this many silent seconds,
-or after ``_SILENT_HEARTBEATS`` heartbeats if that is longer."""
+"""Seconds of silence after which a token stream counts as broken, unless ``_SILENT_HEARTBEATS``
+heartbeats are longer. A stream has a message per heartbeat."""
 _SILENT_HEARTBEATS = 3
 ABORT_DEADLINE_S = 2.0
-"""Timeout of an abort, in seconds. After it, the worker's own deadlines end the sequence."""
+"""Timeout in seconds of sending an abort. After it, the worker's own deadlines end the sequence."""
 
 
 Unsubscribe = Callable[[], None]
 
 
 class _Reader(NamedTuple):
-    """Callbacks for the outputs of one attempt."""
+    """Callbacks that receive the outputs of one attempt."""
 
     on_output: Callable[[TokenOutput], None]
     on_lost: Callable[[Exception], None]
 
 
 class _Listener(NamedTuple):
-    """Callbacks for changes of workers."""
+    """Callbacks that are called when the state of a worker changes."""
 
     on_broken: Callable[[str, BatonError], None]
     on_draining: Callable[[WorkerLink], None]
 
 
 class WorkerLinks:
-    """All links, by incarnation."""
+    """The connections to all workers, by incarnation."""
 
     def __init__(
         self, router_id: str, *, heartbeat_s: float, plane: WorkerPlane = OPEN_PLANE
     ) -> None:
-        """Create an empty set of links; ``plane``: how this router calls workers."""
+        """Create an empty set of links to workers. ``plane``: how this router calls workers."""
         self._plane = plane
         self._router_id = router_id
         self._readers: dict[tuple[str, int], _Reader] = {}
@@ -84,7 +85,7 @@ class WorkerLinks:
         self._missing_s = _SILENT_HEARTBEATS * heartbeat_s
         self._links: dict[str, WorkerLink] = {}
         self._cut_off: set[str] = set()
-        """Decode workers whose streams broke together and left none up."""
+        """Decode workers whose streams broke together, so that no decode worker was connected."""
         self._cut_off_at = float("-inf")
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -94,10 +95,11 @@ class WorkerLinks:
         on_broken: Callable[[str, BatonError], None],
         on_draining: Callable[[WorkerLink], None],
     ) -> Unsubscribe:
-        """Call ``on_broken`` with the incarnation of each decode worker whose stream has ended.
+        """Register callbacks for changes of workers. Returns a function that removes them.
 
-        Its error is WorkerFailed only if the worker is to blame. ``on_draining`` gets the link of
-        each draining worker at every read of the registry.
+        ``on_broken`` gets the incarnation of each decode worker whose token stream has ended, and
+        the error. That is WorkerFailed only if the worker is to blame. ``on_draining`` gets the
+        link of each draining worker at every read of the registry.
         """
         listener = _Listener(on_broken, on_draining)
         self._listeners.append(listener)
@@ -110,9 +112,11 @@ class WorkerLinks:
         on_output: Callable[[TokenOutput], None],
         on_lost: Callable[[Exception], None],
     ) -> Unsubscribe:
-        """Call ``on_output`` with each output of an attempt; outputs without a reader are dropped.
+        """Register a callback that gets each output of an attempt. Outputs of other attempts are
+        dropped.
 
-        ``on_lost`` gets the error if an output cannot be processed.
+        ``on_lost`` gets the error if an output cannot be processed. Returns a function that removes
+        the callbacks.
         """
         name = request_id, attempt
         self._readers[name] = _Reader(on_output, on_lost)
@@ -123,7 +127,7 @@ class WorkerLinks:
         return unsubscribe
 
     def get(self, incarnation: str) -> WorkerLink | None:
-        """Return the link to a worker; None if there is none."""
+        """Return the link to the worker ``incarnation``; None if there is none."""
         return self._links.get(incarnation)
 
     def is_up(self, link: WorkerLink) -> bool:
@@ -134,9 +138,10 @@ class WorkerLinks:
         return link.breaker.allows(now) or link in self.up(link.record.role)
 
     def up(self, role: str) -> list[WorkerLink]:
-        """Return the links of a role that take requests.
+        """Return the links to the workers of a role that take new requests.
 
-        If no breaker allows any, all do: an unreliable worker is better than none.
+        If the circuit breakers allow none, all workers that are up are returned: an unreliable
+        worker is better than none.
         """
         now = time.monotonic()
         links = [link for link in self._links.values() if link.record.role == role]
@@ -144,10 +149,10 @@ class WorkerLinks:
         return [link for link in ready if link.breaker.allows(now)] or ready
 
     def usable(self, role: str) -> list[WorkerLink]:
-        """Return the links of a role at which requests are placed.
+        """Return the links to the workers of a role at which requests may be placed.
 
-        If none is up, these are workers that hang or have just failed. Such a worker may recover in
-        a moment, and a request that waits for it has lost nothing.
+        If none is up, these are the workers that hang or have just failed. Such a worker may
+        recover in a moment, and a request that waits for it has lost nothing.
         """
         now = time.monotonic()
         return self.up(role) or [
@@ -157,15 +162,17 @@ class WorkerLinks:
         ]
 
     def is_usable(self, link: WorkerLink) -> bool:
-        """Return whether a link is among the ``usable`` ones of its role."""
+        """Return whether a link is among those that ``usable`` returns for its role."""
         return self.is_up(link) or link in self.usable(link.record.role)
 
     def all(self) -> list[WorkerLink]:
-        """Return every link."""
+        """Return the links to all workers."""
         return list(self._links.values())
 
     def is_cut_off(self) -> bool:
-        """Return whether all decode workers disconnected together just now and may soon be back."""
+        """Return whether all decode workers have just disconnected together, and may soon be
+        connected again.
+        """
         if time.monotonic() - self._cut_off_at > RETURN_S:
             return False
         away = (link for name in self._cut_off if (link := self._links.get(name)) is not None)
@@ -174,9 +181,9 @@ class WorkerLinks:
         return is_without_prefill or any(not link.connected for link in away)
 
     def health(self, *, local_prefill: bool) -> tuple[str, str]:
-        """Return ``ok``, ``degraded`` or ``down``, and the reason in words.
+        """Return the cluster's health as ``ok``, ``degraded`` or ``down``, and the reason in words.
 
-        With ``local_prefill``, decode workers compute prompts if no prefill worker is up.
+        ``local_prefill``: decode workers compute prompts if no prefill worker is up.
         """
         for role in ("decode", "prefill"):
             if not self.up(role):
@@ -185,9 +192,9 @@ class WorkerLinks:
         return "ok", ""
 
     def is_dead(self, incarnation: str) -> bool | None:
-        """Return whether a lost worker has died; None: not known yet.
+        """Return whether a lost worker has died; None if that is not known yet.
 
-        It is dead once the registry does not list it and it cannot be reached.
+        A worker is dead once the registry does not list it and it cannot be reached.
         """
         link = self._links.get(incarnation)
         if link is None:
@@ -195,7 +202,7 @@ class WorkerLinks:
         return None if not link.connected or link.hangs(time.monotonic()) else False
 
     async def returned(self, deadline: float) -> None:
-        """Wait while the workers are cut off, until ``deadline`` on the monotonic clock."""
+        """Wait while all workers are cut off, at most until ``deadline`` on the monotonic clock."""
         # Polling is enough: links come up in many ways, and the wait is short.
         while self.is_cut_off() and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_RETURN_POLL_S)
@@ -214,7 +221,7 @@ class WorkerLinks:
             self._cut_off, self._cut_off_at = together, time.monotonic()
 
     def update(self, records: dict[str, WorkerRecord]) -> None:
-        """Apply the registry's view."""
+        """Open and close links by ``records``, the workers that the registry lists."""
         for incarnation, record in records.items():
             link = self._links.get(incarnation)
             owed: deque[Abort] = deque()
@@ -252,7 +259,9 @@ class WorkerLinks:
                     listener.on_draining(link)
 
     def listen(self, now: float) -> None:
-        """Break silent token streams; must be called several times a second."""
+        """End the token streams that have been silent for too long. Must be called several times a
+        second.
+        """
         open_ones = {
             link.token_stream: link.token_messages
             for link in self._links.values()
@@ -267,7 +276,7 @@ class WorkerLinks:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Close every link."""
+        """Close the links to all workers."""
         links, self._links = self._links, {}
         await asyncio.gather(*(link.close() for link in links.values()), *self._tasks)
 
@@ -309,7 +318,7 @@ class WorkerLinks:
                 log.exception("worker %s: the end of its stream could not be handled", incarnation)
 
     async def _read_stream(self, link: WorkerLink) -> BatonError:
-        """Read a token stream to its end and return the reason of the end."""
+        """Read the token stream of a worker to its end, and return the reason why it ended."""
         stub = decode_pb2_grpc.DecodeServiceStub(link.channel)
         call = stub.StreamTokens(decode_pb2.StreamTokensRequest(router_id=self._router_id))
         link.token_stream = call
@@ -354,7 +363,8 @@ class WorkerLinks:
         stop: bool,
         choice: int | None = None,
     ) -> None:
-        """End a request, or one of its choices, at a decode worker. ``stop``: it has ended well.
+        """End a request, or one of its choices, at a decode worker. ``stop``: true if it has ended
+        well.
 
         If the worker cannot be reached, the abort is sent again with its next message. Never
         raises.
@@ -380,7 +390,7 @@ class WorkerLinks:
             link.owed.append(abort)
 
     def _send_owed(self, link: WorkerLink) -> None:
-        """Send pending aborts again: the worker is reachable."""
+        """Send a worker its pending aborts again, since it is reachable now."""
         owed = list(link.owed)
         link.owed.clear()
         for abort in owed:
