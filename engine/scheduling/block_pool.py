@@ -47,21 +47,24 @@ class BlockCounts:
 class CacheListener(Protocol):
     """Copies cached blocks elsewhere. It must not change the pool.
 
-    Its methods are called before each change. If one raises, the pool stays unchanged.
+    The pool calls each method before it makes the change. If a method raises, the pool stays
+    unchanged.
     """
 
     def idle(self, block: int) -> None:
-        """A block has become cached, and may be evicted from now on."""
+        """The pool calls this when a block becomes cached, so that it may be evicted from now
+        on."""
 
     def busy(self, block: int) -> None:
-        """A cached block has been pinned."""
+        """The pool calls this when a sequence or ticket pins a cached block."""
 
     def evicted(self, block: int) -> None:
-        """A cached block is about to be forgotten; its memory is reused."""
+        """The pool calls this when it evicts a cached block; the block's memory is reused."""
 
 
 class BlockPool:
-    """The blocks 0 … ``total - 1`` of one cache group."""
+    """State of the blocks 0 … ``total - 1`` of one cache group: free, used, cached or
+    quarantined."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -72,12 +75,14 @@ class BlockPool:
         self._retained_cached: OrderedDict[int, None] = OrderedDict()
         """Cached blocks whose hashes are retained."""
         self._ttl_of: dict[int, float] = {}
-        """Maximum seconds for which a findable block stays cached; blocks not listed have no
-        limit."""
+        """Seconds for which a block stays cached after its last use; a block without an entry never
+        expires."""
         self._newly_cached: dict[int, None] = {}
-        """Cached blocks with such a limit, added since the last call of ``expire``."""
+        """Cached blocks that have an entry in ``_ttl_of`` and were added since the last call of
+        ``expire``."""
         self._expiring: dict[float, OrderedDict[int, float]] = {}
-        """Cached blocks and their expiry times by limit, the first to expire first."""
+        """Cached blocks by their TTL in seconds. Each maps to its expiry time; the first to expire
+        is first."""
         self._quarantined: set[int] = set()
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
@@ -87,12 +92,12 @@ class BlockPool:
         self._listeners: tuple[CacheListener, ...] = ()
 
     def subscribe(self, listener: CacheListener) -> None:
-        """Call ``listener`` from the next change on."""
+        """Add a listener, which is called for each change from now on."""
         self._listeners = (*self._listeners, listener)
 
     @property
     def available(self) -> int:
-        """Number of blocks that ``allocate`` can return."""
+        """Number of blocks that can be allocated now: those that are free or cached."""
         return len(self._free) + self._cached_count
 
     @property
@@ -109,7 +114,8 @@ class BlockPool:
         )
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """The cached blocks of the longest run of leading hashes. Pins nothing."""
+        """Return the cached blocks of the longest leading run of ``hashes`` that the pool has. Pins
+        nothing."""
         blocks = []
         for digest in hashes:
             block = self._block_of.get(digest)
@@ -119,23 +125,26 @@ class BlockPool:
         return blocks
 
     def holds(self, digest: bytes) -> bool:
-        """Whether the prefix index has to list a hash."""
+        """Whether a block or a prefix with this hash is in the pool, so that the prefix index lists
+        it."""
         return digest in self._block_of or digest in self._leading
 
     def holder(self, digest: bytes) -> int | None:
-        """The block with a hash; None if there is none."""
+        """Return the block with this hash; None if there is none."""
         return self._block_of.get(digest)
 
     def contents(self, block: int) -> tuple[bytes, tuple[bytes, ...]]:
-        """The hash of a findable block, and those of the shorter prefixes that end within it."""
+        """Return a findable block's hash, and the hashes of the shorter prefixes that end within
+        the block."""
         return self._hash_of[block], self._leading_of.get(block, ())
 
     def evictable(self, blocks: Iterable[int]) -> int:
-        """How many of ``blocks`` are available now and would not be if they were pinned."""
+        """Count the blocks among ``blocks`` that have no user; pinning them would make fewer
+        available."""
         return sum(1 for block in blocks if self._references[block] == 0)
 
     def is_shared(self, block: int) -> bool:
-        """Whether a block has several users."""
+        """Whether a block has several users (sequences or tickets)."""
         return self._references[block] > 1
 
     def pin(self, blocks: Iterable[int]) -> None:
@@ -156,8 +165,8 @@ class BlockPool:
             self._references[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` blocks with one user each. Evicts the least recently used, retained ones
-        last.
+        """Allocate ``count`` blocks, each with one user. If too few are free, the least recently
+        used cached blocks are evicted, retained ones last.
 
         Raises OutOfBlocks without any change.
         """
@@ -171,11 +180,11 @@ class BlockPool:
         return blocks
 
     def _evict(self) -> None:
-        """Free the least recently used cached block; a retained one only if there is no other."""
+        """Evict the least recently used cached block; a retained one only if there is no other."""
         self._forget(next(iter(self._cached or self._retained_cached)))
 
     def _forget(self, block: int) -> None:
-        """Free a cached block."""
+        """Make a cached block free, and its contents no longer findable."""
         queue = self._queue_of(block)
         for listener in self._listeners:
             listener.evicted(block)
@@ -195,7 +204,8 @@ class BlockPool:
                 self._changed[prefix] = False
 
     def release(self, blocks: Several[int]) -> None:
-        """Remove a user from each block. A sequence's last block is evicted first."""
+        """Remove a user from each block. Blocks are evicted in reverse order, so a prompt's last
+        block goes first."""
         for block, count in Counter(reversed(blocks)).items():
             if self._references[block] < count:
                 raise ValueError(f"block {block} is released more often than pinned")
@@ -253,18 +263,20 @@ class BlockPool:
 
     @property
     def retained(self) -> Set[bytes]:
-        """Hashes whose blocks are evicted last, cached or not."""
+        """Hashes whose blocks are evicted last, whether or not the blocks are cached now."""
         return self._retained
 
     def retain(self, digests: Several[bytes]) -> None:
-        """Evict the blocks of these hashes last, starting with the last hash.
+        """Mark these hashes as retained: their blocks are evicted after all others, the last hash's
+        first.
 
         The blocks need not be cached yet.
         """
         self._change_retention(digests, self._retained.add)
 
     def end_retention(self, digests: Several[bytes]) -> None:
-        """Treat the blocks of these hashes like all others. Cached ones count as just used."""
+        """Unmark these hashes: their blocks are evicted like all others. Cached ones count as just
+        used."""
         self._change_retention(digests, self._retained.discard)
 
     def _change_retention(self, digests: Several[bytes], change: Callable[[bytes], None]) -> None:
@@ -280,11 +292,11 @@ class BlockPool:
             queue[block] = None
 
     def expires(self, block: int) -> bool:
-        """Whether a findable block has a maximum time in the cache."""
+        """Whether a findable block has a TTL in the cache."""
         return block in self._ttl_of
 
     def expire(self, now: float) -> int:
-        """Forget the cached blocks that were not used for longer than their limit.
+        """Forget the cached blocks whose last use is longer ago than their TTL.
 
         Returns their number. The time counts from the first call after the last use; retention
         counts as use. ``now`` is in seconds, on any monotonic clock.
@@ -306,7 +318,8 @@ class BlockPool:
         return count
 
     def quarantine(self, blocks: Iterable[int]) -> None:
-        """Take blocks out of circulation that have one user and no hash."""
+        """Reserve used blocks to which a writer elsewhere may still write. Each has one user and no
+        hash."""
         for block in blocks:
             if self._references[block] != 1 or block in self._hash_of:
                 raise ValueError(f"block {block} cannot be quarantined: it is shared or findable")
@@ -314,13 +327,14 @@ class BlockPool:
             self._quarantined.add(block)
 
     def end_quarantine(self, blocks: Iterable[int]) -> None:
-        """Free quarantined blocks that have no writer left."""
+        """Make quarantined blocks free. No writer may write to them any more."""
         for block in blocks:
             self._quarantined.remove(block)
             self._free.append(block)
 
     def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Hashes stored and removed since the last call, for the prefix index."""
+        """Return the hashes stored and the hashes removed since the last call, for the prefix
+        index."""
         changed, self._changed = self._changed, {}
         stored = [digest for digest, held in changed.items() if held]
         return stored, [digest for digest, held in changed.items() if not held]
@@ -330,7 +344,7 @@ class BlockPool:
         return [*self._block_of, *self._leading]
 
     def drop_cache(self) -> None:
-        """Forget all unused cached blocks."""
+        """Evict all cached blocks; used blocks stay findable."""
         while self._cached_count:
             self._evict()
 
@@ -358,19 +372,20 @@ class BlockPool:
 
 
 PATIENCE = 3
-"""A sequence that was preempted this many times comes before all others, whatever their priorities.
-So even the lowest priority ends."""
+"""After a sequence was preempted this many times, it comes before all others, whatever their
+priorities. So even a sequence of the lowest priority ends."""
 CACHED_SHARE = 0.25
-"""Cost of a token whose block may still be found in the cache, relative to a token that must be
-computed. The blocks are the first to be reused, and then they cannot be found."""
+"""Cost of recomputing a token whose block may still be in the prefix cache, relative to a token
+that must be computed. It is above 0 because such blocks may be evicted before the sequence
+resumes."""
 
 
 def victim_of(candidates: Several[Sequence], pool: BlockPool, block_size: int) -> Sequence:
     """Choose the sequence to preempt; ``candidates`` is not empty.
 
     The order is: lowest priority, fewest preemptions, lowest cost to recompute, last of
-    ``candidates``, which are in order of arrival. So one sequence is never chosen while there are
-    others. It ends, and leaves its blocks to the next one.
+    ``candidates``, which are in order of arrival. So the first sequence in this order is preempted
+    only if it is the only candidate. It runs to its end, and then the next one gets its blocks.
     """
 
     def rank(place: int) -> tuple[bool, int, int, float, int]:
@@ -383,9 +398,9 @@ def victim_of(candidates: Several[Sequence], pool: BlockPool, block_size: int) -
 
 
 def recompute_cost(sequence: Sequence, pool: BlockPool, block_size: int) -> float:
-    """Cost to bring a sequence back, in tokens to compute.
+    """Estimate the cost of resuming a sequence after a preemption, in tokens to compute.
 
-    Its full blocks that other sequences share stay where they are, and cost nothing.
+    Full blocks that it shares with other sequences stay in the pool, and cost nothing.
     """
     full = sequence.block_table[: sequence.registered]
     own = sum(not pool.is_shared(block) for block in full)

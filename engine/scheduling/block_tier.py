@@ -24,7 +24,7 @@ from collections.abc import Iterator
 
 
 class Copy:
-    """A copy of a block in a slot."""
+    """A copy of a block in a slot of an offload tier."""
 
     __slots__ = ("digest", "dropped", "leading", "readers", "slot")
 
@@ -35,27 +35,30 @@ class Copy:
         self.slot = slot
         self.readers = 0
         self.dropped = False
-        """Whether the copy is forgotten; its slot is free once nothing reads or writes it."""
+        """Whether the copy can no longer be found; its slot is free once nothing reads or writes
+        it."""
 
 
 class BlockTier:
-    """The slots 0 … ``total - 1`` of one tier."""
+    """State of the slots 0 … ``total - 1`` of one offload tier, and the copies that they hold."""
 
     def __init__(self, name: str, total: int) -> None:
         self.name = name
         self._held: OrderedDict[bytes, Copy] = OrderedDict()
         self._writing: dict[bytes, Copy] = {}
         self._forgotten = 0
-        """Number of copies that are dropped and still read or written."""
+        """Number of copies that are dropped while they are still being read or written."""
         self._free: list[int] = []
         self._used = 0
-        """Number of slots that were used at least once, which is the next new slot's number."""
+        """Number of slots that were used at least once. It is also the number of the next unused
+        slot."""
         self._end = total
-        """The number after that of the last slot."""
+        """Number of usable slots at the start of the range: slots from this number on are
+        retired."""
         self._retired = 0
 
     def __len__(self) -> int:
-        """Number of copies that can be found."""
+        """Number of copies in the tier that can be found."""
         return len(self._held)
 
     def __iter__(self) -> Iterator[Copy]:
@@ -79,24 +82,26 @@ class BlockTier:
         return not (self._writing or self._forgotten or readers)
 
     def find(self, digest: bytes) -> Copy | None:
-        """The copy of a block; None if there is none."""
+        """Return the copy of the block with this hash; None if there is none that can be found."""
         return self._held.get(digest)
 
     def has(self, digest: bytes) -> bool:
-        """Whether a copy of a block is held or being written."""
+        """Whether a copy of the block with this hash is held or being written."""
         return digest in self._held or digest in self._writing
 
     def touch(self, digest: bytes) -> None:
-        """Mark a block as used, so that other copies make room before it does."""
+        """Mark the copy with this hash as the most recently used, so that other copies are replaced
+        first."""
         if digest in self._held:
             self._held.move_to_end(digest)
 
     def begin_write(
         self, digest: bytes, leading: tuple[bytes, ...]
     ) -> tuple[Copy, Copy | None] | None:
-        """Get a slot for a block. Returns its copy, and the forgotten copy that made room for it.
+        """Get a slot for a copy of a block. Returns the new copy, and the old copy that it
+        replaces, if any.
 
-        None if every slot is being read or written, or if the block is here already.
+        Returns None if every slot is being read or written, or if the tier has the block already.
         """
         if self.has(digest):
             return None
@@ -117,7 +122,8 @@ class BlockTier:
         return copy, victim
 
     def end_write(self, copy: Copy) -> bool:
-        """End a write. Returns whether the block can be found, which is false if it was dropped."""
+        """Complete a copy. Returns whether it can be found, which is false if it was dropped
+        meanwhile."""
         if copy.dropped:
             self._end_forgotten(copy)
             return False
@@ -126,7 +132,7 @@ class BlockTier:
         return True
 
     def abandon(self, copy: Copy) -> None:
-        """Discard a copy that is being written."""
+        """Discard a copy that is being written, and free its slot."""
         if copy.dropped:
             self._end_forgotten(copy)
             return
@@ -134,18 +140,19 @@ class BlockTier:
         self._free.append(copy.slot)
 
     def retire(self, copy: Copy) -> None:
-        """Retire a slot that could not be written, and all slots that were never used."""
+        """Retire the slot of a copy that could not be written, and all slots that were never
+        used."""
         self.abandon(copy)
         self._free.remove(copy.slot)
         self._retired += 1
         self._end = self._used
 
     def begin_read(self, copy: Copy) -> None:
-        """Keep a copy in its slot until ``end_read``."""
+        """Add a reader: the copy stays in its slot until each reader has called ``end_read``."""
         copy.readers += 1
 
     def end_read(self, copy: Copy) -> None:
-        """See ``begin_read``."""
+        """Remove a reader from a copy, which was added by ``begin_read``."""
         copy.readers -= 1
         if copy.dropped and not copy.readers:
             self._end_forgotten(copy)
@@ -155,7 +162,7 @@ class BlockTier:
         self._free.append(copy.slot)
 
     def drop(self, copy: Copy) -> None:
-        """Forget a copy that can be found or is being written."""
+        """Make a copy unfindable, whether it is complete or being written."""
         is_busy = copy.readers > 0 or copy.digest in self._writing
         self._held.pop(copy.digest, None)
         self._writing.pop(copy.digest, None)
@@ -166,7 +173,7 @@ class BlockTier:
             self._free.append(copy.slot)
 
     def drop_all(self) -> list[Copy]:
-        """Forget all copies; returns those that could be found."""
+        """Make all copies unfindable. Returns those that could be found."""
         held = list(self._held.values())
         for copy in (*held, *self._writing.values()):
             self.drop(copy)

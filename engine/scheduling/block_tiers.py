@@ -21,60 +21,65 @@ from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.block_tier import BlockTier, Copy
 
 _AHEAD = 0.5
-"""Share of a level's blocks that can be given away at once. A long prompt takes many at a time."""
+"""Share of the blocks of a level (pool or tier) that should be free or copied below, so that they
+can be evicted at once. A long prompt takes many blocks at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spill:
-    """A copy that has to be made to a lower tier."""
+    """A copy that has to be made from the pool, or from a tier, to the next lower tier."""
 
     source: BlockTier | None
     """The tier to copy from; None: the pool."""
     place: int
-    """The block in the pool, or the slot in the tier."""
+    """Block number in the pool, or slot number in the source tier."""
     target: BlockTier
     copy: Copy
     origin: Copy | None
-    """The copy that is read, unless the source is the pool."""
+    """The copy in the source tier that is read; None if the source is the pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The location of one block of a prompt: the pool, or a tier."""
+    """Where one block of a prompt was found: in the pool, or as a copy in a tier."""
 
     digest: bytes
     block: int | None
-    """The block in the pool; None if ``copy`` of ``tier`` has it."""
+    """Block number in the pool; None if the block is only in ``tier``, as ``copy``."""
     tier: BlockTier | None = None
     copy: Copy | None = None
 
 
 class BlockTiers:
-    """The block books of the pool and its tiers.
+    """The block pool with its offload tiers: decides what is copied down, and finds blocks on all
+    levels.
 
     Implements ``engine.scheduling.block_pool.CacheListener``.
     """
 
     def __init__(self, pool: BlockPool, tiers: Sequence[BlockTier]) -> None:
-        """``tiers`` are in order of speed, the fastest first."""
+        """``tiers`` are the offload tiers in order of speed, the fastest first."""
         self.pool = pool
         self.tiers = tuple(tiers)
         pool.subscribe(self)
         self._bare: OrderedDict[int, None] = OrderedDict()
-        """Cached blocks of the pool without a copy in the first tier, the longest idle first."""
+        """Cached blocks of the pool that the first tier has no copy of, the longest unused
+        first."""
         self._bare_copies: list[OrderedDict[bytes, Copy]] = [OrderedDict() for _ in self.tiers]
-        """For each tier, copies that no lower tier has, in about the order of their last use."""
+        """For each tier, its copies that the next lower tier lacks, in about the order of their
+        last use."""
         self._turn = len(self.tiers) - 1
-        """The level that was copied from last; 0 is the pool."""
+        """Level from which the latest copy was made: 0 is the pool, 1 the first tier."""
         self._spilling: dict[int, Spill] = {}
-        """Blocks of the pool that are being copied."""
+        """Copies in progress from the pool to the first tier, by block number."""
         self._leading: Counter[bytes] = Counter()
         self._changed: dict[bytes, None] = {}
 
     # Events of the pool
 
     def idle(self, block: int) -> None:
-        """See ``CacheListener``."""
+        """Note that a block of the pool became cached: copy it to the first tier unless it is
+        there."""
         digest, _ = self.pool.contents(block)
         for tier in self.tiers:
             tier.touch(digest)
@@ -84,11 +89,11 @@ class BlockTiers:
             self._bare[block] = None
 
     def busy(self, block: int) -> None:
-        """See ``CacheListener``."""
+        """Note that a cached block of the pool was pinned: it needs no copy while it is in use."""
         self._bare.pop(block, None)
 
     def evicted(self, block: int) -> None:
-        """See ``CacheListener``."""
+        """Note that the pool evicts a block: a copy of it in progress is invalid."""
         self._bare.pop(block, None)
         # A copy in progress of this block is torn.
         self._spilling.pop(block, None)
@@ -97,7 +102,7 @@ class BlockTiers:
 
     @property
     def wants_spill(self) -> bool:
-        """Whether ``next_spill`` has a copy to make."""
+        """Whether blocks or copies should now be copied to a lower tier: see ``next_spill``."""
         return self._pool_is_behind() or any(
             self._is_behind(level) for level in range(len(self.tiers) - 1)
         )
@@ -116,7 +121,8 @@ class BlockTiers:
         return tier.room + len(tier) - len(bare) < wanted
 
     def next_spill(self) -> Spill | None:
-        """The next copy to make; None if there is none. ``end_spill`` must follow.
+        """Return the next copy to make to a lower tier; None if there is none. The caller makes the
+        copy, and then calls ``end_spill``.
 
         The levels take turns: under pressure the first tier must not lose blocks that the next one
         lacks.
@@ -159,9 +165,10 @@ class BlockTiers:
         return copy
 
     def end_spill(self, spill: Spill, *, failed: bool = False, damaged: bool = False) -> bool:
-        """End a copy. Returns whether it can be found now.
+        """Record that a copy to a lower tier was made. Returns whether it can be found now.
 
-        ``failed``: its slot could not be written; ``damaged``: its bytes are wrong.
+        ``failed``: true if its slot could not be written. ``damaged``: true if the bytes read were
+        wrong.
         """
         if spill.source is None:
             is_whole = self._spilling.pop(spill.place, None) is spill
@@ -201,7 +208,8 @@ class BlockTiers:
     # Loads from the tiers
 
     def find(self, hashes: Iterable[bytes]) -> list[Found]:
-        """Locate the longest run of leading hashes in the pool or any tier. Pins nothing."""
+        """Locate the blocks of the longest leading run of ``hashes`` that the pool or a tier has.
+        Pins nothing."""
         run = []
         for digest in hashes:
             found = self._find(digest)
@@ -221,14 +229,15 @@ class BlockTiers:
         return None
 
     def begin_load(self, run: Iterable[Found]) -> None:
-        """Keep the copies of a run in their slots until ``end_load``."""
+        """Keep the tiers' copies of these blocks in their slots, until ``end_load`` is called."""
         for found in run:
             if found.tier is not None and found.copy is not None:
                 found.tier.begin_read(found.copy)
                 found.tier.touch(found.digest)
 
     def end_load(self, run: Iterable[Found], bad: Iterable[bytes] = ()) -> None:
-        """See ``begin_load``. Copies of the hashes ``bad`` are damaged, and are forgotten."""
+        """Let the tiers replace the copies again that ``begin_load`` kept. Copies with hashes in
+        ``bad`` are damaged, and are dropped."""
         damaged = set(bad)
         for found in run:
             if found.tier is None or found.copy is None:
@@ -246,7 +255,8 @@ class BlockTiers:
         return self.pool.total + sum(tier.total for tier in self.tiers)
 
     def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Hashes that the pool and tiers together have stored and removed since the last call."""
+        """Return the hashes stored and those removed since the last call, in pool and tiers
+        together."""
         stored, removed = self.pool.drain_changes()
         changed, self._changed = self._changed, {}
         gone = [digest for digest in removed if not self._holds(digest)]
@@ -273,7 +283,8 @@ class BlockTiers:
     # Dropping the cache
 
     def drop_cache(self) -> int:
-        """Forget all unused cached blocks, in the pool and in all tiers; returns their number."""
+        """Evict all cached blocks of the pool, and drop all copies of the tiers. Returns their
+        number."""
         copied = {copy.digest for tier in self.tiers for copy in tier}
         alone = sum(1 for digest in copied if self.pool.holder(digest) is None)
         dropped = self.pool.counts().cached + alone
@@ -285,7 +296,7 @@ class BlockTiers:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no copy is being read or written."""
+        """Whether no copy of any tier is being read or written."""
         return all(tier.is_idle for tier in self.tiers)
 
     def check(self) -> None:

@@ -18,24 +18,25 @@ from engine.scheduling.sequence import SchedulerLimits, Sequence, SequenceBounds
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence that the engine does not know, or has dropped."""
+    """A sequence that the engine does not have: a new one, or one that it has dropped."""
 
     sequence_id: int
     token_ids: tuple[int, ...]
     prompt_length: int
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
-    """Tokens that end the sequence; they are forbidden before ``min_tokens``."""
+    """Tokens that end the sequence. They cannot be drawn before ``min_tokens``."""
     choice: int = 0
-    """Number of this choice of the request; it is part of the noise of its draws."""
+    """Number of this choice within its request; it is an input of the sampling noise."""
     takes_prompt: bool = True
     """Whether a drafter may process the prompt while it is computed."""
     embeds: bool = False
-    """Whether the embedding is wanted, with the next token."""
+    """Whether the request wants the sequence's embedding. It is returned with the next token."""
     matcher: TokenMatcher | None = None
     """Matcher of the grammar, at the start of the answer; the engine uses a copy."""
     reasoning: ReasoningSpan | None = None
-    """The tokens around the reasoning, if the reasoning has a budget or precedes a grammar."""
+    """The tokens that delimit the reasoning, if it has a budget or precedes a grammar; None
+    otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +53,20 @@ class PlanRow:
     count: int
     block_table: tuple[int, ...]
     sample: bool
-    """Whether the row ends with the last known token, so that the next token is drawn."""
+    """Whether the row ends with the sequence's last known token, so that the next token is
+    sampled."""
     limit: int = 0
-    """Maximum tokens of the sequence after the step, which bounds drafts. 0: no drafts."""
+    """Maximum length of the sequence after the step, in tokens. It bounds the number of draft
+    tokens; 0 means no drafts."""
     choices: int = 1
-    """Number of choices that draw their first token here. They share the logits; each has its own
-    noise. The first choice is the sequence itself; the others become new sequences."""
+    """Number of choices that sample their first token from this row's logits, each with its own
+    noise. The first choice is the row's sequence; the others become new sequences."""
     scored: int = 0
-    """Number of leading tokens for which the next token's log probability is wanted. That next
-    token is known already, as part of the prompt."""
+    """Number of leading tokens of the row for which the log probability of the following prompt
+    token is computed."""
     draft: tuple[int, ...] = ()
-    """Drafted tokens after the row's own token; ``count`` includes them. The engine adds them: a
-    plan has none."""
+    """Draft tokens after the row's own token; ``count`` includes them. The engine adds them; the
+    scheduler's plan has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ class StepPlan:
     dropped: tuple[int, ...]
     rows: tuple[PlanRow, ...]
     copies: tuple[tuple[int, int], ...] = ()
-    """Blocks to copy before the rows are computed: (from, to)."""
+    """Blocks to copy before the rows are computed, as pairs (from, to)."""
 
     @property
     def tokens(self) -> int:
@@ -83,7 +86,7 @@ class StepPlan:
 
     @property
     def decodes_only(self) -> bool:
-        """Whether every sequence computes one token, which makes the step short."""
+        """Whether every row computes one token, so that the step is short."""
         return all(row.count == 1 for row in self.rows)
 
 
@@ -93,24 +96,26 @@ class StepResult:
 
     step: int
     token_ids: tuple[tuple[int, ...], ...]
-    """New tokens of each row. A row that samples has one, and one more for each accepted token of
-    its draft. A row with ``choices`` has the first token of each choice."""
+    """New tokens of each row. A row that samples has one token, and one more for each accepted
+    draft token. A row with ``choices`` has the first token of each choice."""
     seconds: float = 0.0
     failed: tuple[tuple[int, str], ...] = ()
-    """Rows whose sequences cannot continue, by their index in the plan, and the reason."""
+    """Rows whose sequences cannot continue: (index of the row in the plan, reason)."""
     drafted: int = 0
-    """Number of drafted tokens that were checked, in all rows."""
+    """Number of draft tokens that the step verified, in all rows."""
     accepted: int = 0
-    """Number of these tokens that were accepted."""
+    """Number of the verified draft tokens that were accepted, in all rows."""
     logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] = ()
-    """One for each of a row's tokens, or None if the row wants none; empty if no row does."""
+    """For each row, the log probabilities of its new tokens, or None if it wants none. Empty if no
+    row wants any."""
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
-    """One for each token that a row scores; empty if no row does."""
+    """For each row, the log probabilities of the prompt tokens that it scores. Empty if no row
+    scores any."""
     embeddings: tuple[tuple[float, ...] | None, ...] = ()
     """Embedding of each row that wants one, fp32 [hidden_size]; empty if no row does."""
     left_out: tuple[int, ...] = ()
-    """Rows that were not computed, by their index in the plan: an earlier step failed, and their
-    sequences lack its tokens."""
+    """Indexes of rows that were not computed, because an earlier step failed and their sequences
+    lack that step's tokens."""
 
 
 @dataclass(slots=True)
@@ -118,19 +123,19 @@ class RunnerSequence:
     """A sequence as the engine knows it, with its current tokens. Owned by the engine thread."""
 
     token_ids: list[int]
-    """Tokens of prompt and output; the runner appends to them."""
+    """Tokens of prompt and output. The runner appends each step's new tokens."""
     prompt_length: int
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
     choice: int
     takes_prompt: bool = True
-    """Whether a drafter processes the prompt while it is computed."""
+    """Whether a drafter processes the prompt while the prompt is computed."""
     embeds: bool = False
-    """Whether the embedding is wanted, with the next token."""
+    """Whether the request wants the sequence's embedding. It is returned with the next token."""
 
     @classmethod
     def of(cls, new: NewSequence) -> RunnerSequence:
-        """The initial state of a new sequence."""
+        """Make the engine's initial state of a new sequence."""
         return cls(
             list(new.token_ids),
             new.prompt_length,
@@ -142,11 +147,11 @@ class RunnerSequence:
 
 
 class ScheduledStep:
-    """One step of a scheduler.
+    """One step of a scheduler, from its planning until its result is applied.
 
-        planned: ``add``, ``make_plan``, ``mark_planned`` → in flight: ``land`` → over
+    planned: ``add``, ``make_plan``, ``mark_planned`` → in flight: ``land`` → over
 
-    The sequences of a step in flight land one after another. Each is counted once, even if the
+    ``land`` is called once for each sequence of the step. Each is counted once, even if the
     scheduler fails to apply one of the results: ``Scheduler.fail`` continues after that one.
     """
 
@@ -156,11 +161,12 @@ class ScheduledStep:
         self._limits = limits
         self._bounds = bounds
         self.rows: list[tuple[Sequence, PlanRow]] = []
-        """The sequences with their rows, in the order of the plan."""
+        """The sequences of the step with their rows, in the order of the plan."""
         self.copied: list[int] = []
-        """Blocks that the plan copies from; pinned until the step is over."""
+        """Blocks that the plan copies from. They stay pinned until the step has ended."""
         self.stayed: list[Sequence] = []
-        """Sequences that were still there when they landed, and the siblings that they started."""
+        """Sequences that had not left the scheduler when their results were applied, and the
+        siblings that they started."""
         self._highest: list[int] = []
         self._landed = 0
 
@@ -172,7 +178,8 @@ class ScheduledStep:
         return sum(row.count for _, row in self.rows)
 
     def add(self, sequence: Sequence, most: int) -> int:
-        """Add a row of at most ``most`` tokens; returns its number of tokens."""
+        """Add a row of at most ``most`` tokens for a sequence. Returns the row's number of
+        tokens."""
         start = sequence.scheduled
         count = min(sequence.target - start, most, self._limits.max_tokens(start))
         scored = 0
@@ -190,11 +197,11 @@ class ScheduledStep:
         return count
 
     def drop_preempted(self) -> None:
-        """Remove the sequences that were preempted since they were added."""
+        """Remove the rows of sequences that were preempted after they were added."""
         self.rows = [(sequence, row) for sequence, row in self.rows if not sequence.preempted]
 
     def make_plan(self, step: int, dropped: tuple[int, ...]) -> StepPlan:
-        """Make the plan. It changes no sequence: see ``mark_planned``."""
+        """Make the step plan. Sequences do not change until ``mark_planned`` is called."""
         new, copies, highest = [], [], []
         for sequence, row in self.rows:
             if sequence.copy_of is not None:
@@ -211,7 +218,8 @@ class ScheduledStep:
         return StepPlan(step, tuple(new), dropped, rows, tuple(copies))
 
     def mark_planned(self) -> None:
-        """Count all sequences as scheduled. Nothing here raises: all are counted or none."""
+        """Add the plan's tokens to each sequence's counts of scheduled and pending tokens. It never
+        raises, so all sequences are updated or none."""
         for (sequence, row), highest in zip(self.rows, self._highest, strict=True):
             sequence.copy_of = None
             sequence.known_to_engine = True
@@ -222,7 +230,8 @@ class ScheduledStep:
             sequence.in_flight += 1
 
     def land(self, left: Container[Sequence]) -> int | None:
-        """Land the next sequence and return its index; None if all have landed.
+        """Mark the plan as ended for its next sequence. Returns the index of that sequence's row;
+        None if no row is left.
 
         ``left`` contains the sequences that have left the scheduler.
         """

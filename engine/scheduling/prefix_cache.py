@@ -20,10 +20,11 @@ class PrefixCache:
         self._limits = limits
 
     def prefix_of(self, sequence: Sequence) -> list[int]:
-        """The cached blocks of the longest known prefix of a sequence that has no blocks yet.
+        """Return the cached blocks of the longest known prefix of a sequence that has no blocks
+        yet.
 
-        The last token is always computed, because its logits are needed, and it must not be written
-        into a shared block. So only blocks before it are taken.
+        The block of the last token is never taken. That token is always computed, because its
+        logits are needed, and it must not be written into a shared block.
         """
         if sequence.scores_prompt:
             # Scored tokens must be computed, because their logits are needed.
@@ -33,7 +34,8 @@ class PrefixCache:
         return self._pool.match(last_hashes(hashes, self._limits.hashes_per_block)[:most])
 
     def deduplicate(self, sequence: Sequence) -> None:
-        """Replace blocks whose contents were cached already. The sequence must not be in flight."""
+        """Replace a sequence's blocks by cached ones with the same contents. No plan in flight may
+        have a row for the sequence."""
         for index in range(sequence.registered):
             own = sequence.block_table[index]
             holder = self._make_findable(sequence, index)
@@ -46,8 +48,8 @@ class PrefixCache:
                 sequence.spare.remove(own)
 
     def register(self, sequence: Sequence) -> None:
-        """Make newly filled blocks findable. If equal contents are cached, those blocks stay
-        findable."""
+        """Make a sequence's newly filled blocks findable by hash. Where the cache has a block with
+        equal contents, that one stays findable."""
         full = sequence.computed // self._limits.block_size
         if full <= sequence.registered:
             return
@@ -57,7 +59,8 @@ class PrefixCache:
         sequence.registered = full
 
     def _make_findable(self, sequence: Sequence, index: int) -> int:
-        """Register one block of a sequence: see ``BlockPool.register``."""
+        """Make one block of a sequence findable by hash. Returns the block that is found: see
+        ``BlockPool.register``."""
         count = self._limits.hashes_per_block
         *leading, last = sequence.hashes[index * count : (index + 1) * count]
         ttl_s = sequence.spec.cache_ttl_s

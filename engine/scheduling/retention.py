@@ -25,7 +25,7 @@ class RetentionShare:
 
     of_tenant: int
     total: int
-    """Maximum for all tenants together."""
+    """Maximum number of blocks that claims may cover, for all tenants together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,13 @@ class _Claim:
 
 
 class RetentionBook:
-    """The claims on the blocks of one pool."""
+    """The claims that retain blocks of one pool, and the number of blocks that each tenant's claims
+    cover."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._claims: OrderedDict[tuple[str, bytes | str], _Claim] = OrderedDict()
-        """Claims by tenant and name, or last hash if unnamed; the newest is last."""
+        """Claims by (tenant, name), or by (tenant, last hash) if unnamed; the newest is last."""
         self._blocks: defaultdict[str, Counter[bytes]] = defaultdict(Counter)
         """For each tenant, the number of claims that cover each hash."""
         self._pinned: defaultdict[str, Counter[bytes]] = defaultdict(Counter)
@@ -70,10 +71,11 @@ class RetentionBook:
         share: RetentionShare,
         name: str = "",
     ) -> int:
-        """Retain the blocks of a prompt's leading hashes until ``until``, on the clock of
+        """Retain the blocks of a prompt's leading hashes until the time ``until``, on the clock of
         ``expire``.
 
-        Returns how many are retained; for a pin, all or none. If the number is 0, nothing changes.
+        Returns how many blocks are retained. For a pin, these are all or none. If the number is 0,
+        nothing has changed.
         """
         room = min(share.of_tenant, share.total - self.total + self._covered(tenant))
         kept = tuple(digests[: self._fitting(tenant, digests, room)])
@@ -95,23 +97,24 @@ class RetentionBook:
         return len(kept)
 
     def end(self, tenant: str, name: str) -> bool:
-        """End a pin. Returns whether there was one."""
+        """End a tenant's pin of this name. Returns whether there was one."""
         if (tenant, name) not in self._claims:
             return False
         self._drop((tenant, name))
         return True
 
     def expire(self, now: float) -> None:
-        """End the claims that have expired. ``now`` is in seconds."""
+        """End the claims whose time is over at ``now``, in seconds."""
         for key in [key for key, claim in self._claims.items() if claim.until <= now]:
             self._drop(key)
 
     def _covered(self, tenant: str, more: Sequence[bytes] = ()) -> int:
-        """Number of blocks that the tenant's claims and ``more`` cover."""
+        """Number of distinct blocks that a tenant's claims and ``more`` cover together."""
         return len(self._blocks.get(tenant, Counter[bytes]()).keys() | set(more))
 
     def _fitting(self, tenant: str, digests: Sequence[bytes], room: int) -> int:
-        """Number of leading hashes that have room in addition to the tenant's pins."""
+        """Number of leading hashes that fit into ``room`` blocks together with the tenant's
+        pins."""
         covered = set(self._pinned.get(tenant, ()))
         for count, digest in enumerate(digests):
             covered.add(digest)
@@ -120,14 +123,15 @@ class RetentionBook:
         return len(digests)
 
     def _unnamed(self, tenant: str) -> Iterator[tuple[str, bytes | str]]:
-        """The tenant's claims that are no pins, the oldest first."""
+        """Iterate over the keys of a tenant's unnamed claims (those that are not pins), the oldest
+        first."""
         for key, claim in self._claims.items():
             if claim.tenant == tenant and not claim.is_pin:
                 yield key
 
     def _drop_covered(self, key: tuple[str, bytes | str]) -> None:
-        """Drop claims that a longer one covers: a growing conversation needs only the newest
-        claim."""
+        """Drop unnamed claims that the claim ``key`` covers. A growing conversation needs only its
+        newest claim."""
         claim = self._claims[key]
         covered = set(claim.digests)
         for other in [one for one in self._unnamed(claim.tenant) if one != key]:
@@ -160,7 +164,8 @@ class RetentionBook:
 
 
 def _subtract(counts: dict[str, Counter[bytes]], claim: _Claim) -> list[bytes]:
-    """Remove a claim from the counts. Returns the hashes that no claim covers any more."""
+    """Remove a claim from a tenant's counts. Returns the hashes that no other claim of the tenant
+    covers."""
     own = counts[claim.tenant]
     own.subtract(claim.digests)
     ended = [digest for digest in claim.digests if not own[digest]]

@@ -36,8 +36,8 @@ from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.sequence import SchedulerLimits, Sequence, SequenceBounds, SequenceUpdate
 
 ReturnsHere = Callable[[Sequence], bool]
-"""Whether a preempted sequence should resume here (from an offload tier) rather than be handed
-back."""
+"""Decides where a preempted sequence resumes: true if here, with its blocks from an offload tier;
+false if it may be handed back to its router."""
 
 
 class Scheduler:
@@ -54,9 +54,9 @@ class Scheduler:
         self.preemptions = 0
         self._leaving: set[Sequence] = set()
         self._giving_back: dict[Sequence, None] = {}
-        """Sequences that leave or were preempted, and still have blocks.
+        """Sequences that have left or were preempted, and still have blocks.
 
-        A plan in flight may write to these blocks.
+        Their blocks are not released yet, because a plan in flight may write to them.
         """
         self._handed_back: list[Sequence] = []
         self._expired: list[Sequence] = []
@@ -72,7 +72,7 @@ class Scheduler:
 
     @property
     def waiting_tokens(self) -> int:
-        """Number of tokens whose KV must be computed before their sequences can decode."""
+        """Number of tokens whose KV must be computed before the waiting sequences can decode."""
         rest = (s.target - s.scheduled for s in (*self.waiting, *self.running))
         return sum(count for count in rest if count > 1)
 
@@ -87,13 +87,14 @@ class Scheduler:
 
     @property
     def decoding(self) -> list[Sequence]:
-        """Running sequences whose next step brings their next token, so that clients wait for
-        it."""
+        """Running sequences that get a token from their next step, so that clients wait for that
+        step."""
         return [s for s in self.running if s.target - s.scheduled == 1 and not s.prefill_only]
 
     @property
     def next_chunk_start(self) -> int | None:
-        """Number of tokens before the next chunk of a prompt; None if there is no prompt."""
+        """Position at which the next chunk of a prompt begins; None if no prompt has to be
+        computed."""
         prompts = (s for s in (*self.running, *self.waiting) if s.target - s.scheduled > 1)
         first = next(prompts, None)
         return None if first is None else first.scheduled
@@ -104,11 +105,11 @@ class Scheduler:
     # Joining and leaving
 
     def add(self, sequence: Sequence, blocks: Iterable[int] = ()) -> None:
-        """Queue a sequence whose KV has to be computed, except that of its leading ``blocks``.
+        """Queue a sequence whose KV has to be computed, except for the tokens in ``blocks``.
 
-        These blocks are full and computed, and end before its last token; the sequence owns them
-        from now on. Raises InvalidRequest if nothing is left to generate, since the sequence would
-        never end. Its blocks are then released.
+        ``blocks`` are its leading blocks. They are full and computed, and end before its last
+        token; the sequence owns them from now on. Raises InvalidRequest if nothing is left to
+        generate, since the sequence would never end. Its blocks are then released.
         """
         blocks = list(blocks)
         if not self._bounds.can_run(sequence):
@@ -125,7 +126,8 @@ class Scheduler:
             self.waiting.append(sequence)
 
     def add_computed(self, sequence: Sequence, blocks: list[int], computed: int) -> None:
-        """Queue a sequence whose first ``computed`` tokens are in ``blocks``, which it now owns."""
+        """Queue a sequence whose first ``computed`` tokens have their KV in ``blocks``, which the
+        sequence owns from now on."""
         sequence.block_table = blocks
         sequence.computed = sequence.scheduled = computed
         self.waiting.append(sequence)
@@ -133,12 +135,13 @@ class Scheduler:
         self._prefix_cache.deduplicate(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """End a sequence in any state; idempotent."""
+        """End a sequence in any state, and release its blocks; idempotent."""
         if sequence in self.running or sequence in self.held or sequence in self.waiting:
             self._leave(sequence)
 
     def expire(self, now: float) -> list[Sequence]:
-        """End the sequences whose deadline has passed, so that no step computes them; returns them.
+        """End the sequences whose deadline has passed, so that no step computes them. Returns these
+        sequences.
 
         Held sequences are not included. They cost no step, and their handoff enforces the deadline.
         """
@@ -180,8 +183,8 @@ class Scheduler:
         self._leaving.discard(sequence)
 
     def _release_all_idle(self) -> None:
-        """Release sequences that are no longer in flight, including those that an error left
-        over."""
+        """Release the blocks of sequences that no plan in flight names, including blocks that an
+        earlier error left unreleased."""
         for sequence in tuple(self._giving_back):
             self._release_if_idle(sequence)
 
@@ -192,9 +195,9 @@ class Scheduler:
     ) -> StepPlan | None:
         """Plan the next step; None if there is nothing to compute now.
 
-        Chunks of prompts get at most ``max_prompt_tokens`` tokens, a positive number, for the sake
-        of sequences that decode in the same step. If it is None, only the step's own limits apply.
-        ``returns_here`` is None if no blocks return from KV tiers.
+        ``max_prompt_tokens``, a positive number, limits the tokens of prompts in this step, so that
+        sequences that decode in the same step are not slowed down. If it is None, only the step's
+        own limits apply. ``returns_here`` is None if there are no offload tiers.
         """
         budget = self.limits.chunk_tokens
         chunks = budget if max_prompt_tokens is None else max_prompt_tokens
@@ -225,7 +228,7 @@ class Scheduler:
         return self._send(rows) if rows else None
 
     def _send(self, rows: ScheduledStep) -> StepPlan:
-        """Make the plan, and mark it as in flight."""
+        """Make the plan of these rows, and record it as in flight."""
         plan = rows.make_plan(self._step + 1, tuple(self._dropped))
         rows.mark_planned()
         self._step += 1
@@ -234,8 +237,8 @@ class Scheduler:
         return plan
 
     def _grow(self, sequence: Sequence, returns_here: ReturnsHere | None) -> bool:
-        """Get blocks for all tokens that there may be; preempts the latest arrivals if
-        necessary."""
+        """Allocate blocks for all tokens that a sequence may have after its next step. If too few
+        are free, the latest arrivals are preempted."""
         tokens = max(
             sequence.target,
             min(self._bounds.known_at_most(sequence), self._bounds.max_tokens(sequence)),
@@ -254,9 +257,10 @@ class Scheduler:
         return True
 
     def _make_room(self, sequence: Sequence) -> None:
-        """Get blocks for drafts, if more are free than the running sequences may soon need.
+        """Allocate blocks for a sequence's draft tokens, if more are free than the running
+        sequences may soon need.
 
-        A sequence keeps them for its next tokens.
+        The sequence keeps the blocks for its next tokens.
         """
         if not self._bounds.may_draft(sequence):
             return
@@ -269,14 +273,15 @@ class Scheduler:
             sequence.block_table.extend(self.pool.allocate(missing))
 
     def _blocks_are_coming(self) -> bool:
-        """Whether a sequence will release blocks when the plans in flight have ended."""
+        """Whether blocks will be released when the plans in flight have ended."""
         return bool(self._giving_back)
 
     def _preempt(self, sequence: Sequence, returns_here: ReturnsHere | None = None) -> None:
-        """Take the blocks of a running or waiting sequence.
+        """Preempt a running or waiting sequence, which loses its blocks.
 
-        If it may be handed back, it continues elsewhere, unless its blocks return here sooner.
-        Computing it again here would slow the decoding sequences down.
+        If it may be handed back, it leaves the scheduler, and its router places it again, unless
+        its blocks will return from a tier. Recomputing it on this worker would slow the decoding
+        sequences down.
         """
         if sequence.may_be_handed_back and not (returns_here and returns_here(sequence)):
             self._leave(sequence, handed_back=True)
@@ -291,12 +296,14 @@ class Scheduler:
         self._release_if_idle(sequence)
 
     def take_handed_back(self) -> list[Sequence]:
-        """Sequences that were handed back since the last call; they have left."""
+        """Return the sequences that were handed back since the last call. They have left the
+        scheduler."""
         handed_back, self._handed_back = self._handed_back, []
         return handed_back
 
     def _strip_last_in_line(self, returns_here: ReturnsHere | None) -> bool:
-        """Take the blocks of the last waiting sequence that has any, or else both wait forever."""
+        """Preempt the last waiting sequence that has blocks, other than the first. Without this,
+        both could wait for blocks forever."""
         if self.waiting and self.waiting[0].returning:
             return False
         for sequence in reversed(self.waiting):
@@ -306,7 +313,8 @@ class Scheduler:
         return False
 
     def _admit(self, rows: ScheduledStep, chunks: int) -> None:
-        """Let queued sequences join; at most ``chunks`` prompt tokens are added to ``rows``."""
+        """Move queued sequences into the step ``rows`` and to the running ones; ``chunks`` is the
+        maximum number of prompt tokens that are added."""
         budget = self.limits.chunk_tokens - rows.tokens
         while budget and len(self.running) < self.limits.max_sequences:
             sequence = self._next_in_line(prompts=chunks > 0)
@@ -321,9 +329,10 @@ class Scheduler:
             chunks -= count if is_chunk else 0
 
     def _next_in_line(self, *, prompts: bool) -> Sequence | None:
-        """The first queued sequence that can get its blocks, or one that holds its own.
+        """Return the first queued sequence that can get its blocks, or that has them already.
 
-        Without ``prompts``, only a sequence that decodes at once: it need not wait behind a prompt.
+        Without ``prompts``, return only a sequence that decodes at once: it need not wait until a
+        prompt ahead of it is admitted.
         """
         for sequence in self.waiting:
             if not prompts and (
@@ -338,7 +347,8 @@ class Scheduler:
         return None
 
     def _take_blocks(self, sequence: Sequence) -> bool:
-        """Take the cached blocks of the longest known prefix, and new ones for the rest."""
+        """Give a sequence the cached blocks of its longest known prefix, and new blocks for the
+        rest. Returns whether it has all."""
         if not sequence.block_table:
             hits = self._prefix_cache.prefix_of(sequence)
             missing = self._bounds.blocks_for(sequence.target) - len(hits)
@@ -398,7 +408,8 @@ class Scheduler:
             sequence.compute_s += row.count * token_s
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
-        """End the sequences of a failed step. Returns those that had not left already."""
+        """End the sequences of a failed step. Returns those that had not left the scheduler
+        before."""
         flight = self._plans[plan.step]
         while flight.land(self._leaving) is not None:
             pass
@@ -417,7 +428,7 @@ class Scheduler:
     def _apply(
         self, sequence: Sequence, row: PlanRow, result: StepResult, place: int
     ) -> list[SequenceUpdate]:
-        """Apply one row's result to its sequence, and to siblings that start with it."""
+        """Apply one row's result to its sequence, and to the siblings that start with this row."""
         tokens = result.token_ids[place]
         logprobs = (result.logprobs[place] if result.logprobs else None) or ()
         if row.scored:
@@ -462,11 +473,12 @@ class Scheduler:
     # Several answers from one prompt
 
     def fork(self, sequence: Sequence, tokens: Iterable[int]) -> list[Sequence]:
-        """Start a sequence's siblings, each with its first token; the list of siblings is then
-        empty.
+        """Start a sequence's siblings, each with its first token from ``tokens``. Returns them; the
+        sequence has no siblings afterwards.
 
-        The KV of all tokens that the sequence came with must be computed or given up. Siblings that
-        have not ended with their first token run, unless the sequence is ``prefill_only``.
+        The KV of all tokens of the sequence's prompt must be computed or given up. Siblings that
+        have not ended with their first token are queued or run, unless the sequence is
+        ``prefill_only``.
         """
         forks, sequence.siblings = list(sequence.siblings), ()
         for fork, token in zip(forks, tokens, strict=True):
@@ -480,14 +492,16 @@ class Scheduler:
         return forks
 
     def finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
-        """See ``SequenceBounds``."""
+        """Why a sequence ends with ``token`` as its last token; None if it does not end."""
         return self._bounds.finish_reason(sequence, token)
 
     def _begin(self, fork: Sequence, parent: Sequence) -> None:
-        """Let a fork run over its parent's full blocks and one of its own.
+        """Start a sibling (``fork``), which shares its parent's full blocks and gets one block of
+        its own.
 
-        Its first step writes into its own block, which is filled from the parent's before. If there
-        is no block for it, or the parent was preempted, the fork's KV is computed again.
+        Its first step writes into its own block, into which the parent's last, partial block is
+        copied first. If there is no block for it, or the parent was preempted, the fork's KV is
+        computed again.
         """
         if parent not in self._giving_back and self._has_spare(parent):
             computed, size = len(parent.spec.token_ids), self.limits.block_size
@@ -508,7 +522,8 @@ class Scheduler:
         self.waiting.appendleft(fork)
 
     def _has_spare(self, parent: Sequence) -> bool:
-        """Whether there is a block for a fork. It stays the parent's until the fork takes it."""
+        """Whether there is a block for a fork; allocates one if needed. The parent owns the block
+        until the fork takes it."""
         if not parent.spare and self.pool.available:
             parent.spare = self.pool.allocate(1)
         return bool(parent.spare)

@@ -19,7 +19,7 @@ class Sequence:
 
     A request's choices share the prompt until the first token of each is drawn, all from the same
     logits. ``siblings`` are the choices that start then. A sibling writes into a block of its own.
-    If its prompt ends within a block, that block is first filled from ``copy_of``.
+    If the prompt ends within a block, that block is first copied from ``copy_of``.
     """
 
     __slots__ = (
@@ -70,9 +70,10 @@ class Sequence:
         deadline: float = math.inf,
         choice: int = 0,
     ) -> None:
-        """``prefill_only``: stop after one token, and keep the blocks until they are released.
+        """``prefill_only``: true if the sequence ends after one token and keeps its blocks until
+        they are released.
 
-        Nothing is computed after ``deadline``, which is on the clock of ``queued_at``.
+        Nothing is computed after ``deadline``, which is on the same clock as ``queued_at``.
         """
         self.sequence_id = sequence_id
         self.spec = spec
@@ -85,49 +86,52 @@ class Sequence:
         self.token_ids: list[int] = list(spec.token_ids)
         self.block_table: list[int] = []
         self.hashes: list[bytes] = []
-        """Hashes of the full hash blocks, as far as they were needed."""
+        """Hashes of the sequence's full hash blocks, computed as far as they were needed."""
         self.registered = 0
-        """Number of leading blocks that the prefix cache knows."""
+        """Number of leading blocks that are registered in the prefix cache."""
         self.computed = 0
-        """Number of tokens whose KV is in the cache."""
+        """Number of leading tokens whose KV is in the cache."""
         self.scheduled = 0
-        """``computed`` plus the tokens of plans in flight."""
+        """Value of ``computed`` once the plans in flight have ended."""
         self.pending = 0
-        """Samples in flight: tokens that the engine has and the scheduler does not have yet."""
+        """Number of steps in flight that sample for this sequence. The engine may have their
+        tokens; the scheduler does not yet."""
         self.highest = 0
-        """Maximum tokens once the plans in flight have ended, including drafts."""
+        """Maximum number of tokens once the plans in flight have ended, including draft tokens."""
         self.in_flight = 0
         """Number of plans in flight that have a row for this sequence."""
         self.cached_tokens = 0
         """Number of prompt tokens whose KV was found in the prefix cache."""
         self.computed_here = 0
-        """Number of initial tokens that were computed here, in ``compute_s`` seconds."""
+        """Number of leading tokens that this worker computed, in ``compute_s`` seconds."""
         self.compute_s = 0.0
-        """The sequence's share of step times, in proportion to its share of the tokens."""
+        """Seconds of engine steps attributed to this sequence, by its share of each step's
+        tokens."""
         self.known_to_engine = False
         self.preempted = False
         self.preemptions = spec.preemptions
         self.returning = False
-        """Whether preempted blocks are being loaded from a tier: it keeps its place in the
-        queue."""
+        """Whether the blocks of the preempted sequence are being loaded from an offload tier; it
+        keeps its position in the queue."""
         self.finish_reason: FinishReason | None = None
         self.choice = choice
         self.siblings: tuple[Sequence, ...] = ()
         self.copy_of: int | None = None
-        """A pinned block that is copied into the sequence's own block before its first step."""
+        """A pinned block of the parent, which is copied into the sequence's own block before its
+        first step."""
         self.spare: list[int] = []
-        """Blocks for the first writes of siblings."""
+        """Blocks that are allocated for the first writes of siblings."""
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.takes_prompt = True
-        """Whether a drafter may process the prompt while it is computed."""
+        """Whether a drafter may process the prompt while the prompt is computed."""
         self.embedding: tuple[float, ...] = ()
-        """Embedding of the prompt, if wanted; it arrives with the first token."""
+        """Embedding of the prompt, if the request wants it; set with the first token."""
         self.matcher: TokenMatcher | None = None
 
     def follow(self, matcher: TokenMatcher | None) -> None:
-        """Let this sequence and its siblings follow a grammar. Call it before they are queued.
+        """Set the grammar of this sequence and its siblings. Call it before they are queued.
 
-        ``matcher`` is at the start of an answer. It is only copied.
+        ``matcher`` is at the start of an answer. It is copied and not changed.
         """
         for choice in (self, *self.siblings):
             choice.matcher = matcher
@@ -143,56 +147,61 @@ class Sequence:
 
     @property
     def target(self) -> int:
-        """Number of tokens whose KV the next sample needs, including samples in flight."""
+        """Number of tokens whose KV must be computed before the next sample, including samples in
+        flight."""
         return len(self.token_ids) + self.pending
 
     @property
     def has_begun(self) -> bool:
-        """Whether the sequence has a token that it did not come with."""
+        """Whether the sequence has generated a token on this worker."""
         return len(self.token_ids) > len(self.spec.token_ids)
 
     @property
     def may_be_handed_back(self) -> bool:
-        """Whether the router places it again after a preemption.
+        """Whether the router places this sequence again after a preemption.
 
-        A sequence without a new token is not handed back: the router waits for it here.
+        A sequence without a new token is not handed back, because the router waits for its first
+        token from this worker.
         """
         return self.spec.hand_back and self.has_begun and not self.prefill_only
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log probabilities of the prompt's tokens are wanted and missing.
+        """Whether log probabilities of the prompt's tokens are wanted and not complete yet.
 
-        Only the first choice computes them, on the way to its first token.
+        Only the request's first choice computes them, before its first token.
         """
         if self.spec.sampling.prompt_logprobs is None or self.choice != self.spec.choice:
             return False
         return not self.has_begun and len(self.prompt_logprobs) < self.prompt_length - 1
 
     def full_hashes(self, hash_block: int) -> list[bytes]:
-        """Hashes of all full hash blocks of the known tokens; ``hash_block`` is in tokens."""
+        """Return the hashes of all full hash blocks of the known tokens; ``hash_block`` is in
+        tokens."""
         self.hashes = block_hashes(self.token_ids, hash_block, self.hash_key, self.hashes)
         return self.hashes
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceUpdate:
-    """What a step brought a sequence: new tokens, computed prompt tokens, perhaps its end."""
+    """The result of a step for one sequence: new tokens, number of computed prompt tokens, and why
+    it has ended, if so."""
 
     sequence: Sequence
     token_ids: tuple[int, ...]
     computed_prompt_tokens: int
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each token, if they are wanted."""
+    """Log probabilities, one entry for each new token; empty if they are not wanted."""
     failure: str = ""
     """Why the sequence could not continue and has ended; empty if it can."""
     lost: bool = False
-    """Whether it has ended because an earlier step failed, so that it lacks that step's tokens."""
+    """Whether the sequence has ended because an earlier step failed and the sequence lacks that
+    step's tokens."""
 
 
 SCORED_TOKENS = 128
-"""Default maximum of scored tokens in a step. 128 rows of 128k logits take 64 MiB, and a matrix
-product of this size reaches full speed."""
+"""Default maximum number of prompt tokens that are scored in a step. 128 rows of 128k logits take
+64 MiB, and a matrix product of this size reaches full speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +220,13 @@ class SchedulerLimits:
     context_length: int
     chunk_keys: int = 0
     hash_block_size: int = 0
-    """Tokens of a hash block, a divisor of ``block_size``; 0: ``block_size``."""
+    """Number of tokens in a hash block, a divisor of ``block_size``; 0 means ``block_size``."""
     scored_tokens: int = SCORED_TOKENS
-    """Maximum tokens of a step whose logits are computed to score the next prompt token. A prompt
-    that finds none left still scores one."""
+    """Maximum number of prompt tokens that are scored in a step, over all its prompts. A prompt
+    that exceeds what is left still scores one token."""
     draft_tokens: int = 0
-    """Maximum tokens that the engine drafts for a sequence in a step."""
+    """Maximum number of tokens that the engine drafts for one sequence in a step; 0 without
+    speculation."""
 
     def __post_init__(self) -> None:
         if self.block_size % self.hash_block:
@@ -236,7 +246,7 @@ class SchedulerLimits:
         return self.block_size // self.hash_block
 
     def max_tokens(self, start: int) -> int:
-        """The maximum length of a chunk that begins at token ``start``; at least one token."""
+        """Maximum number of tokens in a chunk that begins at position ``start``; at least one."""
         if not self.chunk_keys:
             return self.chunk_tokens
         # The largest n with n * (start + n) <= chunk_keys.
@@ -245,7 +255,8 @@ class SchedulerLimits:
 
 
 class SequenceBounds:
-    """Derives bounds from a scheduler's limits and a sequence's state; changes neither."""
+    """Computes the maximum length, draft room and end of sequences from a scheduler's limits. It
+    changes nothing."""
 
     __slots__ = ("_limits",)
 
@@ -260,12 +271,12 @@ class SequenceBounds:
         return sequence.scheduled < sequence.target and samples_left > 0 and fits
 
     def max_tokens(self, sequence: Sequence) -> int:
-        """Maximum tokens of a sequence, given its answer's limit."""
+        """Maximum length of a sequence, prompt and answer together, in tokens."""
         sampling = sequence.spec.sampling
         return min(self._limits.context_length, sequence.prompt_length + sampling.max_tokens)
 
     def known_at_most(self, sequence: Sequence) -> int:
-        """Maximum tokens of a sequence once the steps in flight have ended."""
+        """Maximum number of tokens that a sequence can have once the steps in flight have ended."""
         if not sequence.pending:
             return sequence.target
         most = len(sequence.token_ids) + sequence.pending * (1 + self._limits.draft_tokens)
@@ -275,7 +286,8 @@ class SequenceBounds:
         return -(-tokens // self._limits.block_size)
 
     def may_draft(self, sequence: Sequence) -> bool:
-        """Whether its next step only draws its next token, and drafts are allowed after that.
+        """Whether a sequence's next step may include draft tokens: the step only samples its next
+        token.
 
         The first new token is never combined with drafts, so that it is sent at once.
         """
@@ -287,14 +299,15 @@ class SequenceBounds:
         return target - sequence.scheduled == 1 and target != len(sequence.spec.token_ids)
 
     def row_limit(self, sequence: Sequence) -> int:
-        """See ``PlanRow.limit``."""
+        """Value of ``PlanRow.limit`` for a sequence's next row: its maximum length after the step;
+        0 without drafts."""
         if not self.may_draft(sequence):
             return 0
         room = len(sequence.block_table) * self._limits.block_size
         return min(self.max_tokens(sequence), room + 1)
 
     def finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
-        """Why a sequence ends with its last token, ``token``; None if it does not end."""
+        """Why a sequence ends with ``token`` as its last token; None if it does not end."""
         sampling = sequence.spec.sampling
         if token in sequence.stop_ids and self._may_stop(sequence):
             return FinishReason.STOP
@@ -305,7 +318,7 @@ class SequenceBounds:
         return None
 
     def _may_stop(self, sequence: Sequence) -> bool:
-        """Whether a stop token ends the answer. The end of a grammar takes precedence over
-        ``min_tokens``."""
+        """Whether a stop token now ends the answer. A stop token that a grammar allows ends it even
+        before ``min_tokens``."""
         sampling = sequence.spec.sampling
         return sequence.output_length > sampling.min_tokens or sampling.grammar is not None
