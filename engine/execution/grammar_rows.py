@@ -21,7 +21,8 @@ from engine.sampling.sampling import SampleRow
 from engine.scheduling.plan import NewSequence
 
 _AHEAD = 32
-"""Masks are made from this many tokens before the end of a budget: more than one step brings."""
+"""Masks are made from this many tokens before the end of a reasoning budget. One step brings
+fewer."""
 
 
 class GrammarRows:
@@ -30,12 +31,14 @@ class GrammarRows:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._states: dict[int, AnswerState | str] = {}
-        """State by sequence id; the error text if the grammar has failed."""
+        """State of each sequence's answer by sequence id; the error text if its grammar has
+        failed."""
         self._begins: dict[int, int] = {}
-        """By id, for sequences without a grammar: the output length from which masks are needed."""
+        """Output length from which a sequence's draws need masks, by sequence id. It has only
+        sequences without a grammar."""
 
     def learn(self, new: NewSequence) -> None:
-        """Follow a sequence from its output's start, if a grammar or budget applies."""
+        """Add a sequence that has a grammar or a reasoning budget; others are ignored."""
         self.forget(new.sequence_id)
         reasoning = new.reasoning
         if new.sampling.grammar is not None:
@@ -63,18 +66,20 @@ class GrammarRows:
         )
 
     def forget(self, sequence_id: int) -> None:
-        """Remove a sequence that was dropped."""
+        """Remove the state of a sequence that was dropped."""
         self._states.pop(sequence_id, None)
         self._begins.pop(sequence_id, None)
 
     def binds(self, sequence_id: int, output_length: int) -> bool:
-        """Whether a sequence's next draws need masks, ``output_length`` tokens into its answer."""
+        """Whether the next draws of a sequence need masks; ``output_length`` is the number of its
+        output tokens."""
         if sequence_id not in self._states:
             return False
         return output_length >= self._begins.get(sequence_id, 0)
 
     def failure(self, sequence_id: int) -> str:
-        """Why a sequence cannot continue; empty if it can."""
+        """Why a sequence's grammar has failed, so that the sequence cannot continue; empty if it
+        can."""
         state = self._states.get(sequence_id)
         return state if isinstance(state, str) else ""
 
@@ -85,10 +90,11 @@ class GrammarRows:
         prompt_length: int,
         draft_tokens: Sequence[int] = (),
     ) -> list[Mask | None]:
-        """The masks after a sequence's prompt and output, and after each of its draft tokens.
+        """Make the masks for the token after a sequence's output, and for the token after each
+        draft token.
 
-        None means that the whole vocabulary is allowed. New tokens are processed first: those of
-        one step, or all of them if the sequence has moved here.
+        None means that the whole vocabulary is allowed. The grammar first processes new output
+        tokens. These are the tokens of one step, or all of them after a migration to this worker.
         """
         state = self._states.get(sequence_id)
         if state is not None and not isinstance(state, str):
@@ -103,10 +109,10 @@ class GrammarRows:
         return [None] * (1 + len(draft_tokens))
 
     def masked(self, sequence_ids: Sequence[int], draws: list[SampleRow]) -> list[SampleRow]:
-        """Add masks to a step's draws; ``sequence_ids`` has the sequence of each draw.
+        """Add masks to a step's draws; ``sequence_ids`` has the sequence id of each draw.
 
-        Draws of one sequence are adjacent. They belong to its choices, which have the same tokens,
-        or to its drafts, whose tokens extend those of the first draw.
+        Draws of one sequence are adjacent. They are the first draws of its choices, which share
+        their tokens, or the draws of a draft, whose tokens extend those of the first draw.
         """
         if not self._states:
             return draws

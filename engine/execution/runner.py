@@ -28,7 +28,8 @@ Ending = Callable[[], StepResult]
 
 
 class ModelRunner:
-    """Holds the model, the cache and the tokens of all sequences that it has received."""
+    """Runs step plans with a model. It holds the KV cache, and the tokens of all sequences of the
+    plans."""
 
     overlaps = False
     """Whether a step may be started before the previous one has ended."""
@@ -46,8 +47,8 @@ class ModelRunner:
         """``vocab_size`` is the number of tokens in a grammar's mask; 0 if there are no grammars.
 
         Without ``speculation``, each sequence gets one token per step. Without ``embedder``, no
-        sequence can be embedded. ``copy`` copies blocks, if copying in this cache alone is not
-        enough.
+        sequence can be embedded. ``copy`` replaces ``cache.copy`` where other ranks must copy
+        blocks, too.
         """
         self.model = model
         self.cache = cache
@@ -63,7 +64,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute one step. Deterministic in the plan and what came before."""
+        """Compute one step. The result depends only on this plan and the plans before it."""
         began = time.perf_counter()
         self._take_news(plan)
         plan, left_out = self._computable(plan)
@@ -92,14 +93,17 @@ class ModelRunner:
 
     @property
     def layers_done(self) -> int:
-        """See ``StepModel``; a drafter's part of the blocks is complete with the last layer."""
+        """Number of layers that have stored the KV of all tokens of the running step.
+
+        If a drafter stores KV, too, the last layer counts only after the step's end.
+        """
         done = self.model.layers_done
         if self._speculation is not None and self._speculation.watches:
             return min(done, self.cache.data.shape[1] - 1)
         return done
 
     def clear_progress(self) -> None:
-        """See ``StepModel``."""
+        """Reset ``layers_done`` to 0 before a step."""
         self.model.clear_progress()
 
     def use_threads(self, threads: int) -> None:
@@ -112,7 +116,7 @@ class ModelRunner:
             self._sampler.use_threads(threads)
 
     def share_cores(self, share: CoreShare) -> None:
-        """Share the host's cores with other engines, if the model can."""
+        """Share the host's cores with other engines on it, if the model supports that."""
         if isinstance(self.model, CpuDecoder):
             self.model.share_cores(share)
         if self._speculation is not None:
@@ -120,17 +124,19 @@ class ModelRunner:
 
     @property
     def speculation(self) -> StepSpeculation | None:
-        """The speculation that drafts tokens; None if there is none."""
+        """The object that drafts tokens and decides how many to verify; None without
+        speculation."""
         return self._speculation
 
     def takes_prompt(self) -> bool:
-        """Whether a drafter should process one more sequence's prompt. Any thread may call this."""
+        """Whether a drafter should process one more sequence's prompt while it is computed. Any
+        thread may call this."""
         speculation = self._speculation
         return speculation is not None and speculation.takes_prompt()
 
     @property
     def drafter(self) -> str:
-        """Name of the speculative method, as in the configuration."""
+        """Name of the speculative method in the configuration."""
         return "none" if self._speculation is None else self._speculation.drafter
 
     def forget(self, sequence_id: int) -> None:
@@ -157,10 +163,12 @@ class ModelRunner:
         self._grammars.learn(new)
 
     def _computable(self, plan: StepPlan) -> tuple[StepPlan, tuple[int, ...]]:
-        """The plan without the rows that cannot be computed, and the indexes of those rows.
+        """Remove the rows that cannot be computed from a plan. Returns the rest, and the indexes of
+        the removed rows.
 
-        Such a row was planned behind a step that has failed. It needs a token that was never
-        sampled, or a sequence that the runner does not know. Raises RuntimeError if no row is left.
+        Such a row was planned while a step was in flight that then failed. It needs a token that
+        was never sampled, or a sequence that the runner does not know. Raises RuntimeError if no
+        row is left.
         """
         left_out = tuple(place for place, row in enumerate(plan.rows) if not self._has_tokens(row))
         if not left_out:
@@ -175,30 +183,33 @@ class ModelRunner:
         return sequence is not None and row.start + row.count <= len(sequence.token_ids)
 
     def _failed(self, rows: tuple[PlanRow, ...]) -> tuple[tuple[int, str], ...]:
-        """See ``StepResult.failed``."""
+        """Return the rows whose grammars have failed, as in ``StepResult.failed``."""
         found = ((place, self._grammars.failure(r.sequence_id)) for place, r in enumerate(rows))
         return tuple((place, why) for place, why in found if why)
 
     def _drafted(self, rows: Iterable[PlanRow]) -> list[PlanRow]:
-        """Adjust the rows to the current lengths of their sequences, and add drafts."""
+        """Set each row's start to its sequence's newest token, and add drafts that are worth their
+        time."""
         placed = self._undrafted(rows)
         if self._speculation is None:
             return placed
         return self._speculation.extend(placed, self._known)
 
     def _undrafted(self, rows: Iterable[PlanRow]) -> list[PlanRow]:
-        """Adjust the rows to the current lengths of their sequences."""
+        """Set each row's start to its sequence's newest token, where the row computes only that
+        token."""
         return [self._placed(row) for row in rows]
 
     def _placed(self, row: PlanRow) -> PlanRow:
-        """Adjust one row: see ``PlanRow``."""
+        """Move the start of a row that samples from one token to its sequence's newest token. Other
+        rows stay unchanged."""
         known = len(self._known[row.sequence_id].token_ids)
         if row.count > 1 or not row.sample or row.start == known - 1:
             return row
         return replace(row, start=known - 1, count=1)
 
     def _compute(self, step: int, rows: Sequence[PlanRow]) -> StepResult:
-        """Compute the rows of step ``step``. The result has no time yet."""
+        """Compute the rows of step number ``step``. ``StepResult.seconds`` is not set yet."""
         work = self._gather(rows)
         speculation = self._speculation
         drafters = () if speculation is None else speculation.hidden_layers
@@ -224,7 +235,8 @@ class ModelRunner:
         return replace(brought, embeddings=embeddings)
 
     def _layers(self, work: StepWork, drafters: tuple[int, ...]) -> tuple[int, ...]:
-        """Layers whose states are needed: those for drafters, and one more for embeddings."""
+        """Numbers of the layers whose inputs the model must return: ``drafters``, and the last
+        layer's output if an embedding is wanted."""
         if not work.embedded:
             return drafters
         assert self._embedder is not None, "a runner that embeds has one"
@@ -232,7 +244,8 @@ class ModelRunner:
         return drafters if last in drafters else (*drafters, last)
 
     def _step_rows(self, rows: Sequence[PlanRow]) -> tuple[PlanRow, ...]:
-        """The rows for the model: the same tokens in the same order."""
+        """Return the rows as the model computes them: here unchanged. Subclasses may split a
+        row."""
         return tuple(rows)
 
     def _masked(self, rows: Sequence[PlanRow], draws: list[SampleRow]) -> list[SampleRow]:
@@ -242,9 +255,9 @@ class ModelRunner:
         return self._grammars.masked(ids, draws)
 
     def _gather(self, rows: Sequence[PlanRow]) -> StepWork:
-        """Collect the input of the model, and what each of its outputs is for.
+        """Collect the step's tokens, and what each of its logits rows is used for.
 
-        The tokens of each row's first draw are the list that the runner keeps.
+        The token list of each row's first draw is the runner's own list, not a copy.
         """
         work = StepWork()
         for place, row in enumerate(rows):
@@ -264,15 +277,15 @@ class ModelRunner:
         return work
 
     def _is_bound(self, sequence_id: int) -> bool:
-        """Whether a sequence's next draws have masks."""
+        """Whether a sequence's next draws need masks."""
         known = self._known[sequence_id]
         return self._grammars.binds(sequence_id, len(known.token_ids) - known.prompt_length)
 
     def _kept(self, rows: Sequence[PlanRow], drawn: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Select each row's new tokens from those drawn, and append them to the sequences.
+        """Select each row's accepted tokens from those drawn, and append them to its sequence.
 
-        These are the tokens up to the first draft that was rejected, or the first tokens of the
-        row's choices.
+        For a row with a draft, these are the tokens up to the first rejected draft token. For a row
+        with several choices, they are the first tokens of the choices.
         """
         at = 0
         tokens: list[tuple[int, ...]] = []
@@ -299,7 +312,8 @@ class ModelRunner:
     def _computed(
         self, rows: Sequence[PlanRow], tokens: tuple[tuple[int, ...], ...]
     ) -> list[ComputedRow]:
-        """The rows in the form that a drafter receives; ``tokens`` are the new tokens of each."""
+        """Convert computed rows to the drafter's input; ``tokens`` has the new tokens of each
+        row."""
         computed = []
         first = 0
         for row, found in zip(rows, tokens, strict=True):
@@ -312,13 +326,13 @@ class ModelRunner:
 
 
 def accepted_of(rows: Sequence[PlanRow], found: StepResult) -> int:
-    """Number of drafted tokens that were accepted, in all rows."""
+    """Count the draft tokens that were accepted, in all rows."""
     kept = zip(rows, found.token_ids, strict=True)
     return sum(len(tokens) - 1 for row, tokens in kept if row.draft)
 
 
 def _draws(known: RunnerSequence, draft: tuple[int, ...], *, bound: bool) -> list[SampleRow]:
-    """Draws of a sequence's next token, and of the token after each draft token."""
+    """Make the draws of a sequence's next token and of the token after each draft token."""
     tokens = known.token_ids
     return [
         draw_of(known, [*tokens, *draft[:place]] if place else tokens, bound=bound)
@@ -327,20 +341,22 @@ def _draws(known: RunnerSequence, draft: tuple[int, ...], *, bound: bool) -> lis
 
 
 def _choices(known: RunnerSequence, count: int, *, bound: bool) -> list[SampleRow]:
-    """Draws of the first tokens of a sequence's choices, its own first."""
+    """Make the draws of the first tokens of a sequence's choices; the first draw is the sequence's
+    own."""
     return [draw_of(known, known.token_ids, known.choice + n, bound=bound) for n in range(count)]
 
 
 def step_of(
     rows: tuple[PlanRow, ...], work: StepWork, hidden_layers: tuple[int, ...] = ()
 ) -> StepInput:
-    """The model's input for these rows."""
+    """Make the model's input for the plan's rows."""
     greedy = not work.needs_logits
     return StepInput(rows, work.token_ids, work.outputs, greedy, hidden_layers)
 
 
 def with_left_out(result: StepResult, left_out: tuple[int, ...]) -> StepResult:
-    """Extend a result to the full plan; the rows at ``left_out`` were not computed."""
+    """Extend a result to all rows of the plan; ``left_out`` has the indexes of rows that were not
+    computed."""
     if not left_out:
         return result
     rows = len(result.token_ids) + len(left_out)
