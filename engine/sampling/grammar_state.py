@@ -12,36 +12,39 @@ from baton.errors import GrammarFailed
 from baton.grammar import TokenMatcher, reason_in
 
 Mask = npt.NDArray[np.uint32]
-"""[words]: one bit per token of the vocabulary, from the lowest bit up; 1 if the token is allowed.
-Bits after the vocabulary have no meaning."""
+"""Bit mask of allowed tokens, uint32 [words]: one bit per token of the vocabulary, from the lowest
+bit up; 1 if the token is allowed. Bits after the vocabulary have no meaning."""
 
 
 class AnswerState(Protocol):
-    """Follows the output tokens of one sequence. Owned by the engine thread."""
+    """Tracks one sequence's output, and computes which tokens may come next. Owned by the engine
+    thread."""
 
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def length(self) -> int:
-        """Number of output tokens so far."""
+        """Number of output tokens that were added and not rolled back."""
 
     def advance(self, token_ids: Iterable[int]) -> None:
-        """Advance by tokens that were drawn. Raises GrammarFailed for a token that is not
+        """Add drawn tokens to the tracked output. Raises GrammarFailed for a token that is not
         allowed."""
 
     def rollback(self, count: int) -> None:
-        """Undo the latest ``count`` tokens. Raises GrammarFailed."""
+        """Remove the latest ``count`` output tokens. Raises GrammarFailed."""
 
     def fill(self, mask: Mask) -> None:
-        """Write the allowed next tokens into a mask of ones. Raises GrammarFailed."""
+        """Clear the bits of tokens that may not come next, in a mask of ones. Raises
+        GrammarFailed."""
 
 
 def masks_of(state: AnswerState, draft_tokens: Sequence[int] = ()) -> npt.NDArray[np.uint32]:
-    """Masks of the allowed next tokens, and of those after each of ``draft_tokens``.
+    """Make the masks for the next token, and for the token after each of ``draft_tokens``.
 
-    Returns uint32 [1 + drafts, words]. After a draft token that is not allowed, all tokens are: a
-    draw there has no effect. The state does not change. Raises GrammarFailed.
+    Returns uint32 [1 + drafts, words]. After a draft token that is not allowed, the masks allow all
+    tokens, because draws there have no effect. The state is the same afterwards. Raises
+    GrammarFailed.
     """
     words = -(-state.vocab_size // 32)
     rows = np.full((1 + len(draft_tokens), words), 0xFFFFFFFF, np.uint32)
@@ -59,10 +62,10 @@ def masks_of(state: AnswerState, draft_tokens: Sequence[int] = ()) -> npt.NDArra
 
 
 class GrammarState:
-    """Follows output tokens with a matcher. Implements ``AnswerState``.
+    """Tracks a grammar's matcher along a sequence's output. Implements ``AnswerState``.
 
-    A text that has ended stays ended. A step that was planned meanwhile may draw more tokens; they
-    are counted and not matched.
+    When the grammar's text is complete, it stays complete. A step that was planned meanwhile may
+    draw more tokens; they are counted and not matched.
     """
 
     def __init__(
@@ -74,14 +77,15 @@ class GrammarState:
         min_tokens: int = 0,
         never: Iterable[int] = (),
     ) -> None:
-        """``stop_ids`` may not be drawn before ``min_tokens``, and ``never`` not at all.
+        """The tokens ``stop_ids`` may not be drawn before ``min_tokens``; the tokens ``never`` may
+        not be drawn at all.
 
-        Both are allowed if no other token is.
+        Both are allowed if the grammar allows no other token.
         """
         self._matcher = matcher
         self.vocab_size = vocab_size
         self.before = 0
-        """Number of output tokens before the text that must match the grammar."""
+        """Number of output tokens before the text that must match the grammar (the reasoning)."""
         self._min_tokens = min_tokens
         never = frozenset(never)
         self._later = all_but(never, vocab_size)
@@ -92,11 +96,12 @@ class GrammarState:
 
     @property
     def length(self) -> int:
-        """Number of tokens so far, without those in ``before``."""
+        """Number of tokens of the text that must match the grammar, without those counted by
+        ``before``."""
         return self._taken + self._behind
 
     def advance(self, token_ids: Iterable[int]) -> None:
-        """Advance by tokens that were drawn. Raises GrammarFailed for a token that is not
+        """Match drawn tokens against the grammar. Raises GrammarFailed for a token that is not
         allowed."""
         for token in token_ids:
             if self._matcher.is_stopped():
@@ -109,7 +114,7 @@ class GrammarState:
             self._taken += 1
 
     def rollback(self, count: int) -> None:
-        """Undo the latest ``count`` tokens. Raises GrammarFailed."""
+        """Remove the latest ``count`` tokens from the matched text. Raises GrammarFailed."""
         behind = min(count, self._behind)
         self._behind -= behind
         if count > behind:
@@ -119,7 +124,7 @@ class GrammarState:
             self._taken -= count - behind
 
     def fill(self, mask: Mask) -> None:
-        """Write the allowed next tokens into the mask. Raises GrammarFailed."""
+        """Write into ``mask`` which tokens may come next. Raises GrammarFailed."""
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self._check()
         if not self._limits:
@@ -137,21 +142,21 @@ class GrammarState:
 
 
 def all_but(token_ids: Iterable[int], vocab_size: int) -> Mask:
-    """A mask of all tokens except these."""
+    """Make a mask that allows all tokens except ``token_ids``."""
     bits = np.ones(vocab_size, np.bool_)
     bits[[token for token in token_ids if 0 <= token < vocab_size]] = False
     return pack(bits)
 
 
 def pack(bits: npt.NDArray[np.bool_]) -> Mask:
-    """Pack bool [vocab_size] into a mask."""
+    """Pack bool [vocab_size], true for allowed tokens, into a mask."""
     padded = np.zeros(-(-len(bits) // 32) * 32, np.bool_)
     padded[: len(bits)] = bits
     return np.packbits(padded, bitorder="little").view(np.uint32)
 
 
 def unpack(mask: Mask, vocab_size: int) -> npt.NDArray[np.bool_]:
-    """Unpack a mask into bool [vocab_size]: the tokens that are allowed."""
+    """Unpack a mask into bool [vocab_size], true for allowed tokens."""
     bits = np.unpackbits(mask.view(np.uint8), count=vocab_size, bitorder="little")
     return bits.view(np.bool_)
 

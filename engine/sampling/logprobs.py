@@ -15,21 +15,22 @@ from baton.logprobs import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A token whose log probability is wanted."""
+    """A token whose log probability is wanted, and the row of logits that gives it."""
 
     row: int
-    """Row of the step's logits."""
+    """Row of the step's logits from which the log probability is computed."""
     token_id: int
     top: int
-    """How many of the most likely tokens to report in addition."""
+    """Number of the most likely tokens that are reported in addition to this token."""
 
 
 Scorer = Callable[[torch.Tensor, Sequence[Scored]], list[TokenLogprobs]]
-"""Takes logits, fp32 [rows, vocab_size], and does not change them."""
+"""Computes log probabilities of ``Scored`` tokens from logits, fp32 [rows, vocab_size]. It does not
+change the logits."""
 
 
 def token_logprobs(logits: torch.Tensor, wanted: Sequence[Scored]) -> list[TokenLogprobs]:
-    """A ``Scorer`` for any device.
+    """Compute log probabilities in plain torch, on any device. Implements ``Scorer``.
 
     Equally likely tokens are ordered by id. If not all of them fit among the most likely, it is
     undefined which ones are reported.

@@ -15,7 +15,7 @@ _GOLDEN = 0x9E3779B9
 
 
 def lowbias32(x: int) -> int:
-    """A bijection of 32-bit integers that mixes well."""
+    """Mix the bits of a 32-bit integer, by a bijection."""
     x ^= x >> 16
     x = (x * _FIRST) & _MASK
     x ^= x >> 15
@@ -24,7 +24,7 @@ def lowbias32(x: int) -> int:
 
 
 def noise_keys(seed: int, choice: int, position: int) -> tuple[int, int]:
-    """Two 32-bit keys for one draw; ``seed`` has 64 bits."""
+    """Derive the two 32-bit noise keys of one draw; ``seed`` has 64 bits."""
     low, high = seed & _MASK, (seed >> 32) & _MASK
     first = lowbias32(low ^ lowbias32((position + _GOLDEN) & _MASK))
     second = lowbias32(high ^ lowbias32((choice * _GOLDEN + position) & _MASK))
@@ -40,12 +40,12 @@ def _lowbias32_tensor(x: torch.Tensor) -> torch.Tensor:
 
 
 def noise_bits_tensor(keys: tuple[int, int], token_ids: torch.Tensor) -> torch.Tensor:
-    """32 random bits, as int64, for each of ``token_ids`` (int64)."""
+    """Return 32 pseudorandom bits, as int64, for each of ``token_ids`` (int64)."""
     mixed = _lowbias32_tensor(token_ids ^ keys[0])
     return _lowbias32_tensor((mixed + keys[1]) & _MASK)
 
 
 def gumbel(keys: tuple[int, int], token_ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise, float64, for each of ``token_ids`` (int64)."""
+    """Return standard Gumbel noise, float64, for each of ``token_ids`` (int64)."""
     uniform = (noise_bits_tensor(keys, token_ids).double() + 0.5) / 2.0**32
     return -torch.log(-torch.log(uniform))

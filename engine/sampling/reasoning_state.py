@@ -15,7 +15,8 @@ from engine.sampling.grammar_state import GrammarState, Mask, all_but
 
 
 class ReasoningState:
-    """An answer that may reason before it matches a grammar. Implements ``AnswerState``."""
+    """Tracks whether an answer is in its reasoning, and limits the reasoning to its budget.
+    Implements ``AnswerState``."""
 
     def __init__(
         self,
@@ -25,9 +26,9 @@ class ReasoningState:
         stop_ids: Iterable[int] = (),
         grammar: GrammarState | None = None,
     ) -> None:
-        """``grammar`` applies to the text after the reasoning, and is in its initial state.
+        """``grammar`` is a state at its start; it applies to the text after the reasoning.
 
-        With a grammar, none of ``stop_ids`` can end the answer within the reasoning.
+        With a grammar, the tokens ``stop_ids`` are not allowed within the reasoning.
         """
         self.vocab_size = vocab_size
         self._span = span
@@ -35,22 +36,24 @@ class ReasoningState:
         self._unstopped = None if grammar is None else all_but(stop_ids, vocab_size)
         self._length = 0
         self._tokens: list[int] = []
-        """Output tokens until the end of the reasoning is known; the grammar has those after it."""
+        """Output tokens up to the end of the reasoning; tokens after it are only in the grammar's
+        state."""
         self._over = False
-        """Whether the end of the reasoning is known."""
+        """Whether the end of the reasoning is among the tracked tokens."""
 
     @property
     def length(self) -> int:
-        """Number of output tokens so far."""
+        """Number of output tokens that were added and not rolled back."""
         return self._length
 
     @property
     def is_free(self) -> bool:
-        """Whether any token may follow from now on, without a limit."""
+        """Whether every token is allowed from now on: the reasoning has ended, and there is no
+        grammar."""
         return self._over and self._grammar is None
 
     def advance(self, token_ids: Iterable[int]) -> None:
-        """Advance by tokens that were drawn. Raises GrammarFailed for a token that is not
+        """Add drawn tokens to the tracked output. Raises GrammarFailed for a token that is not
         allowed."""
         for token in token_ids:
             self._length += 1
@@ -65,7 +68,7 @@ class ReasoningState:
                 self._end(before=len(self._tokens))
 
     def rollback(self, count: int) -> None:
-        """Undo the latest ``count`` tokens. Raises GrammarFailed."""
+        """Remove the latest ``count`` output tokens. Raises GrammarFailed."""
         self._length -= count
         known = len(self._tokens)
         if self._length >= known:
@@ -78,7 +81,8 @@ class ReasoningState:
         del self._tokens[self._length :]
 
     def fill(self, mask: Mask) -> None:
-        """Write the allowed next tokens into a mask of ones. Raises GrammarFailed."""
+        """Clear the bits of tokens that may not come next, in a mask of ones. Raises
+        GrammarFailed."""
         if self._over:
             if self._grammar is not None:
                 self._grammar.fill(mask)
@@ -90,7 +94,8 @@ class ReasoningState:
             mask[:] = self._unstopped
 
     def _fill_start(self, mask: Mask) -> None:
-        """Fill the mask at the answer's beginning: the start run, or the grammar's text."""
+        """Fill the mask at the answer's beginning: allow the tokens that start the reasoning, or
+        the grammar's text."""
         if self._grammar is None:
             return
         begun = len(self._tokens)
@@ -114,7 +119,8 @@ class ReasoningState:
         )
 
     def _forced(self) -> int | None:
-        """The token that must come next; None if the budget leaves room."""
+        """The token of the forced end of reasoning that must come next; None while the budget
+        lasts."""
         span = self._span
         if span.budget is None:
             return None
@@ -128,7 +134,8 @@ class ReasoningState:
         return span.forced[place] if place < len(span.forced) else None
 
     def _end(self, before: int) -> None:
-        """End the reasoning: the text after ``before`` tokens belongs to the grammar."""
+        """Record that the reasoning has ended, and that the tokens after the first ``before``
+        belong to the grammar's text."""
         self._over = True
         if self._grammar is not None:
             self._grammar.before = before
@@ -144,7 +151,7 @@ def _is_prefix(tokens: list[int] | Run, whole: list[int] | Run) -> bool:
 
 
 def _overlap(tokens: list[int], run: Run) -> int:
-    """Length of the longest proper prefix of ``run`` with which ``tokens`` end."""
+    """Length of the longest proper prefix of ``run`` that is a suffix of ``tokens``."""
     for length in range(min(len(tokens), len(run) - 1), 0, -1):
         if tuple(tokens[-length:]) == run[:length]:
             return length

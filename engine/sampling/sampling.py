@@ -21,7 +21,8 @@ from engine.scheduling.plan import RunnerSequence
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """All inputs of one draw except its logits. ``token_ids`` is prompt and output."""
+    """All inputs of one draw except its logits. ``token_ids`` are the tokens of prompt and
+    output."""
 
     sampling: SamplingParams
     token_ids: list[int]
@@ -29,20 +30,21 @@ class SampleRow:
     stop_ids: tuple[int, ...]
     choice: int = 0
     mask: Mask | None = None
-    """Tokens that the sequence's grammar or bounded reasoning allows; None if it has neither, or if
-    the mask is not made yet. A grammar's mask also excludes what may not be drawn before
+    """Tokens that the sequence's grammar or bounded reasoning allows. None if it has neither, or if
+    the mask is added later. A grammar's mask also excludes tokens that may not be drawn before
     ``min_tokens``."""
     bound: bool = False
-    """Whether the draw needs a mask, which may not be made yet."""
+    """Whether the draw needs a mask. The mask may be added later."""
 
     @property
     def plain(self) -> bool:
-        """Whether the logits are used unchanged."""
+        """Whether the draw uses the model's logits unchanged: no penalties, biases or masks."""
         return not (self.adjusted or self.bound) and self.sampling.grammar is None
 
     @property
     def adjusted(self) -> bool:
-        """Whether anything but a grammar's mask changes the logits."""
+        """Whether penalties, biases or other options change the logits. A grammar's mask does not
+        count."""
         s = self.sampling
         penalised = s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0
         limited = s.allowed_token_ids or s.bad_words
@@ -50,26 +52,26 @@ class SampleRow:
 
     @property
     def held_back(self) -> tuple[int, ...]:
-        """The stop tokens, until ``min_tokens`` is reached. A grammar's mask excludes them
-        itself."""
+        """Stop tokens that may not be drawn because ``min_tokens`` is not reached. Empty with a
+        grammar, whose mask excludes them."""
         output = len(self.token_ids) - self.prompt_length
         has_grammar = self.sampling.grammar is not None
         return () if has_grammar or output >= self.sampling.min_tokens else self.stop_ids
 
     @property
     def forbidden(self) -> tuple[int, ...]:
-        """Tokens that may not be drawn here.
+        """Tokens that may not be drawn here: those in ``held_back``, and the last token of each bad
+        word whose other tokens are at the output's end.
 
-        These are ``held_back``, and the last token of each bad word whose other tokens have just
-        come. Empty if nothing else is allowed by the allowed tokens and the grammar's mask: one of
-        them is then drawn.
+        Empty if they are the only tokens that ``allowed_token_ids`` and the grammar's mask leave:
+        one of them is then drawn.
         """
         ends = (word[-1] for word in self.sampling.bad_words if self._ends_with(word[:-1]))
         found = (*self.held_back, *ends)
         return found if found and self._leaves_some(found) else ()
 
     def _leaves_some(self, forbidden: tuple[int, ...]) -> bool:
-        """Whether any token may be drawn besides these."""
+        """Whether any token may still be drawn if ``forbidden`` may not."""
         allowed = self.sampling.allowed_token_ids
         if allowed and self.mask is None:
             return not set(allowed).issubset(forbidden)
@@ -88,9 +90,10 @@ class SampleRow:
 def draw_of(
     known: RunnerSequence, token_ids: list[int], choice: int | None = None, *, bound: bool = False
 ) -> SampleRow:
-    """The draw of the token after ``token_ids``, for the sequence's own choice or another one.
+    """Make the draw of the token after ``token_ids``, for a sequence's own choice, or for
+    ``choice``.
 
-    ``bound``: whether a mask follows.
+    ``bound``: true if a mask is added later.
     """
     number = known.choice if choice is None else choice
     return SampleRow(
@@ -106,7 +109,7 @@ def sample(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
 
 
 def sample_one(logits: torch.Tensor, row: SampleRow) -> int:
-    """Draw one token from one row of logits, fp32 [vocab_size], which does not change."""
+    """Draw one token from one row of logits, fp32 [vocab_size]. The logits do not change."""
     if not row.plain:
         logits = _adjust(logits.clone(), row)
     if row.sampling.greedy:
@@ -147,7 +150,8 @@ def _adjust(logits: torch.Tensor, row: SampleRow) -> torch.Tensor:
 
 
 def _keep(scores: torch.Tensor, sampling: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scores that may be drawn, and their token ids."""
+    """Return the scores of the tokens that top_k, top_p and min_p leave, and the ids of these
+    tokens."""
     limited = 0 < sampling.top_k < scores.shape[0]
     token_ids = torch.arange(scores.shape[0], device=scores.device)
     if limited:

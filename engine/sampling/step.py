@@ -21,22 +21,23 @@ from engine.scheduling.plan import PlanRow, StepResult
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """The tokens of one step, one sequence after another."""
+    """The input of one model step: the tokens of its rows, one sequence after another."""
 
     rows: tuple[PlanRow, ...]
     token_ids: list[int]
-    """The ``count`` tokens of every row, [tokens]."""
+    """The tokens of all rows, one row after another, [tokens]."""
     outputs: list[int]
-    """Indexes of the tokens whose logits are wanted."""
+    """Indexes of the step's tokens whose logits are wanted."""
     greedy: bool
-    """Whether only their most likely tokens are wanted."""
+    """Whether only the most likely token of each output is wanted, and not its logits."""
     hidden_layers: tuple[int, ...] = ()
-    """Layers whose inputs a drafter wants, for every token. 0 is the first layer, whose input is
-    the embeddings. The number of layers is the output of the last layer, before the last norm."""
+    """Layers whose inputs are returned for every token, for a drafter. 0 is the first layer, whose
+    input is the embeddings. The number of layers means the output of the last layer, before the
+    last norm."""
     features: torch.Tensor | None = None
     """Features for an EAGLE head, fp32 [tokens, hidden_size]."""
     states: torch.Tensor | None = None
-    """Inputs of the target's layers, fp32 [tokens, layers, hidden_size]. The head computes its
+    """Inputs of the target's layers, fp32 [tokens, layers, hidden_size]. An EAGLE head computes its
     features from them; set instead of ``features``."""
 
 
@@ -45,16 +46,17 @@ class StepOutput:
     """Output of one step: ``best`` for a greedy step, and ``logits`` otherwise."""
 
     best: list[int] | None
-    """The most likely token of each output; the lowest id on a tie."""
+    """For a greedy step, the most likely token of each output; the lowest id on a tie."""
     logits: torch.Tensor | None
-    """fp32 [outputs, vocab_size]; the next step may overwrite it."""
+    """Logits of each output, fp32 [outputs, vocab_size]; None for a greedy step. The next step may
+    overwrite them."""
     hidden: torch.Tensor | None = None
-    """fp32 [tokens, hidden_layers, hidden_size], in the order of ``StepInput.hidden_layers``; None
-    if none are wanted. The next step may overwrite it."""
+    """Inputs of the layers ``StepInput.hidden_layers``, fp32 [tokens, hidden_layers, hidden_size];
+    None if none are wanted. The next step may overwrite it."""
 
 
 class StepModel(Protocol):
-    """A decoder over a KV cache. Only the engine thread calls it."""
+    """Computes steps of a decoder model over a KV cache. Only the engine thread calls it."""
 
     @property
     def layers_done(self) -> int:
@@ -67,7 +69,7 @@ class StepModel(Protocol):
         """Reset ``layers_done`` before a step."""
 
     def run(self, step: StepInput) -> StepOutput:
-        """Compute the tokens, and store their KV."""
+        """Compute a step's tokens, and store their KV in the cache."""
 
     def use_threads(self, threads: int) -> None:
         """Use this number of CPU threads from the next step on."""
@@ -78,30 +80,31 @@ class StepWork:
     """Collects the work of a step, row by row of the plan."""
 
     token_ids: list[int] = field(default_factory=list)
-    """The tokens of every row."""
+    """The tokens of all rows, one row after another."""
     outputs: list[int] = field(default_factory=list)
-    """Indexes of the tokens that have logits."""
+    """Indexes of the step's tokens that have logits."""
     draws: list[SampleRow] = field(default_factory=list)
     draw_rows: list[int] = field(default_factory=list)
-    """The output from whose logits each draw is made."""
+    """For each draw, the index of the output (row of logits) that it uses."""
     row_draws: list[int] = field(default_factory=list)
-    """Number of draws of each row that samples."""
+    """For each row that samples, its number of draws."""
     scored: list[Scored] = field(default_factory=list)
     """Prompt tokens whose log probabilities are wanted."""
     embedded: dict[int, int] = field(default_factory=dict)
-    """The token whose embedding is wanted, by row."""
+    """For each row (key) that wants an embedding, the index of the token to embed."""
 
     def score(self, row: PlanRow, known: Sequence[int], top: int) -> None:
-        """Score the next tokens of a row's first tokens. The row's tokens were added last."""
+        """Request the log probabilities of the prompt tokens after the first ``row.scored`` tokens
+        of a row. The row's tokens must be added to ``token_ids`` just before."""
         begin = len(self.token_ids) - row.count
         for n in range(row.scored):
             self.scored.append(Scored(len(self.outputs), known[row.start + n + 1], top))
             self.outputs.append(begin + n)
 
     def draw(self, draws: Sequence[SampleRow]) -> None:
-        """Draw one token from the logits of each of the last tokens.
+        """Add draws for the last tokens of the step: one from the logits of each.
 
-        That is the last token, or the tokens of a draft and the one before it.
+        These are the row's last token, or its own token and its draft tokens.
         """
         first = len(self.outputs)
         self.draw_rows += range(first, first + len(draws))
@@ -110,7 +113,7 @@ class StepWork:
         self.row_draws.append(len(draws))
 
     def draw_choices(self, draws: Sequence[SampleRow]) -> None:
-        """Draw all of these from the logits of the last token."""
+        """Add several draws that all use the logits of the step's last token."""
         self.draw_rows += [len(self.outputs)] * len(draws)
         self.outputs.append(len(self.token_ids) - 1)
         self.draws += draws
@@ -118,7 +121,7 @@ class StepWork:
 
     @property
     def needs_logits(self) -> bool:
-        """Whether the most likely tokens alone are not enough."""
+        """Whether the step must return logits, because the most likely tokens are not enough."""
         if self.scored:
             return True
         for draw in self.draws:
@@ -129,22 +132,22 @@ class StepWork:
 
     @property
     def on_device(self) -> bool:
-        """Whether a GPU can make all draws without the host.
+        """Whether a GPU can make all draws of the step without the host.
 
-        Each output then has one draw and no score, and nothing is embedded.
+        If true, each output has one draw and no score, and nothing is embedded.
         """
         if len(self.outputs) != len(self.draws) or self.embedded:
             return False
         return not any(draw.adjusted or draw.sampling.logprobs is not None for draw in self.draws)
 
     def draw_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """One row for each draw, from [outputs, vocab_size]."""
+        """Select a row of logits for each draw from [outputs, vocab_size]."""
         if len(self.outputs) == len(self.draws):
             return logits
         return logits[torch.tensor(self.draw_rows, dtype=torch.int64, device=logits.device)]
 
     def draw_best(self, best: Sequence[int]) -> list[int]:
-        """The token of each draw, from those of the outputs."""
+        """Select the token of each draw from the most likely tokens of the outputs."""
         return [best[row] for row in self.draw_rows]
 
 
@@ -156,9 +159,9 @@ def result_of(
     logits: torch.Tensor | None,
     scorer: Scorer,
 ) -> StepResult:
-    """Assemble the result of a step, with the scores that are wanted.
+    """Assemble the result of a step: new tokens, and the log probabilities that are wanted.
 
-    ``tokens`` has each row's tokens. The seconds of the step are not set yet.
+    ``tokens`` has each row's new tokens. ``StepResult.seconds`` is not set yet.
     """
     if logits is None:
         return StepResult(step, tokens)
@@ -174,7 +177,7 @@ def result_of(
 
 
 def by_row(rows: Sequence[PlanRow], drawn: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Each row's tokens, if every row that samples has one draw."""
+    """Split drawn tokens by row. Each row that samples must have one draw; other rows get none."""
     tokens = iter(drawn)
     for row in rows:
         yield (next(tokens),) if row.sample else ()
@@ -187,7 +190,8 @@ def _token_logprobs(
     logits: torch.Tensor,
     scorer: Scorer,
 ) -> tuple[tuple[TokenLogprobs, ...] | None, ...]:
-    """Scores of each row's tokens; None for a row that wants none; empty if no row does."""
+    """Compute the log probabilities of each row's new tokens. None for a row that wants none; empty
+    if no row wants any."""
     if all(draw.sampling.logprobs is None for draw in work.draws):
         return ()
     wanted: list[Scored] = []
