@@ -15,66 +15,72 @@ from engine.kv.kv_cache import KvGroup
 from engine.scheduling.plan import PlanRow
 
 _TILE = 256
-"""Maximum queries whose scores are in memory at once."""
+"""Maximum number of queries whose attention scores are in memory at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How a layer scores keys, and which keys a query sees; ``attend`` explains the terms."""
+    """How a layer scales and masks attention scores; the docstring of ``attend`` explains the
+    fields."""
 
     scale: float
     window: int
     softcap: float
 
     def first_key(self, position: int) -> int:
-        """The first position that a query at ``position`` attends to."""
+        """Position of the first key that a query at ``position`` attends to."""
         return max(0, position - self.window + 1) if self.window else 0
 
     def mask(self, start: int, stop: int, first: int, device: torch.device) -> torch.Tensor:
-        """Which of the keys ``first …`` each query sees: bool [stop - start, stop - first]."""
+        """Mask of the keys from position ``first`` on that queries at ``start … stop - 1`` see:
+        bool [stop - start, stop - first]."""
         positions = torch.arange(start, stop, device=device)[:, None]
         behind = positions - torch.arange(first, stop, device=device)
         return (behind >= 0) & (behind < self.window) if self.window else behind >= 0
 
     def scores(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Scores of queries and keys: fp32 […, queries, keys]."""
+        """Compute the scaled attention scores of queries and keys: fp32 […, queries, keys]."""
         scores = query.float() @ key.float().transpose(-1, -2) * self.scale
         return self.softcap * torch.tanh(scores / self.softcap) if self.softcap else scores
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkMeta:
-    """A sequence with several query tokens: rows ``first … first + count - 1`` of the batch."""
+    """A sequence with several query tokens in this step: rows ``first … first + count - 1`` of the
+    batch."""
 
     first: int
     count: int
     start: int
     table: torch.Tensor
-    """The block table, int64 [1, blocks]."""
+    """The sequence's block table, int64 [1, blocks]."""
     lengths: torch.Tensor
-    """int64 [count]: number of keys that each query attends to."""
+    """Number of keys that each query of the chunk attends to, int64 [count]."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMeta:
-    """How the rows of a batch attend; the same for every layer of a step."""
+    """Which keys each row of a batch attends to; the same for every layer of a step."""
 
     chunks: tuple[ChunkMeta, ...]
     decode_rows: torch.Tensor
-    """int64 [sequences]: rows of sequences with one query token."""
+    """Batch rows of the sequences with one query token, int64 [sequences]."""
     decode_tables: torch.Tensor
-    """int64 [sequences, blocks], padded with a block of the same sequence. Masked values still
-    enter the sum with weight 0, and an overflow of another sequence must not."""
+    """Block tables of these sequences, int64 [sequences, blocks], each padded with one of its own
+    blocks. Masked values still enter the sum with weight 0, and another sequence's block could
+    contain an overflow."""
     decode_lengths: torch.Tensor
-    """int64 [sequences]: number of keys that each of them attends to."""
+    """Number of keys that each sequence with one query token attends to, int64 [sequences]."""
     decode_mask: torch.Tensor
-    """Keys that each of them sees: bool [sequences, 1, 1, blocks * block_size]."""
+    """Mask of the keys that each sequence with one query token sees: bool [sequences, 1, 1, blocks
+    * block_size]."""
 
 
 def attention_meta(
     rows: tuple[PlanRow, ...], block_size: int, device: torch.device
 ) -> AttentionMeta:
-    """Make the metadata of a plan's rows. Their query tokens follow one another in the batch."""
+    """Make the attention metadata of a plan's rows. The rows' query tokens are in the batch one row
+    after another."""
     chunks: list[ChunkMeta] = []
     singles: list[tuple[int, PlanRow]] = []
     first = 0
@@ -153,7 +159,7 @@ def _attend_chunk(
     chunk: ChunkMeta,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Attention of a prompt's chunk: [count, heads, head_dim]."""
+    """Compute attention for the queries of one chunk of a prompt: [count, heads, head_dim]."""
     end = chunk.start + chunk.count
     if chunk.start == 0 and cache.data.dtype == keys.dtype:
         origin = 0
@@ -179,9 +185,9 @@ def _attend_chunk(
 def _attend_causal(
     queries: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Attention of queries [count, heads, dim] over keys [1, kv_heads, keys, dim].
+    """Compute causal attention of queries [count, heads, dim] over keys [1, kv_heads, keys, dim].
 
-    The last query sees all keys. No mask is in memory if there is a flash kernel.
+    The last query sees all keys. Where torch has a flash attention kernel, no mask is allocated.
     """
     count, keys = queries.shape[0], key.shape[2]
     found = F.scaled_dot_product_attention(
@@ -197,7 +203,8 @@ def _attend_causal(
 
 
 def _causal_mask(count: int, keys: int, device: torch.device) -> torch.Tensor:
-    """A causal mask, bool [count, keys], or its equivalent for a flash kernel."""
+    """Make a causal mask, bool [count, keys], or its equivalent object for a flash attention
+    kernel."""
     if device.type == "cuda":
         # Imported here: it loads torch's compiler, which takes longer than all other imports.
         from torch.nn.attention.bias import causal_lower_right  # noqa: PLC0415
@@ -213,7 +220,7 @@ def _attend_tile(
     mask: torch.Tensor,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Attention of queries [count, heads, dim] over keys [1, kv_heads, keys, dim].
+    """Compute attention of queries [count, heads, dim] over keys [1, kv_heads, keys, dim].
 
     ``mask`` is [count, keys].
     """
@@ -228,7 +235,7 @@ def _attend_tile(
 def _attend_singles(
     queries: torch.Tensor, cache: KvGroup, layer: int, meta: AttentionMeta, scoring: Scoring
 ) -> torch.Tensor:
-    """Attention of sequences with one query token each: [sequences, heads, head_dim]."""
+    """Compute attention for sequences with one query token each: [sequences, heads, head_dim]."""
     tables, mask = meta.decode_tables, meta.decode_mask
     if scoring.window:
         tables, mask = _windowed(meta, cache.block_size, scoring.window)
@@ -243,9 +250,11 @@ def _attend_singles(
 def _windowed(
     meta: AttentionMeta, block_size: int, window: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tables of the blocks that windows cover, and their masks, as in ``AttentionMeta``.
+    """Make the block tables and masks of single queries with a sliding window, as in
+    ``AttentionMeta``.
 
-    All windows get the number of blocks that the widest can cover.
+    The tables have only the blocks that the windows cover. All have as many blocks as the widest
+    window can cover.
     """
     tables, lengths = meta.decode_tables, meta.decode_lengths[:, None]
     first = (lengths - window).clamp(min=0)
@@ -264,7 +273,7 @@ def _weigh(
     mask: torch.Tensor,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Attention of queries over keys and values […, keys, dim] where the mask is true.
+    """Compute attention of queries over the keys and values […, keys, dim] where the mask is true.
 
     Returns […, queries, dim].
     """

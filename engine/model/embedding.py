@@ -1,7 +1,7 @@
-"""A sequence's embedding: the model's output after its last token, of length 1.
+"""Sequence embeddings: the model's output after a sequence's last token, normalized to length 1.
 
-It is the last layer's output after the last token, normalized by the model's last norm, and divided
-by its length. Other servers call this pooling ``last``.
+An embedding is the last layer's output after the last token, normalized by the model's last norm,
+and divided by its length. Other servers call this pooling ``last``.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from engine.model.model import DecoderModel
 
 Embedding = tuple[float, ...]
-"""A list of hidden_size numbers of fp32."""
+"""The hidden_size numbers of one embedding, fp32."""
 
 
 class Embedder:
-    """Computes embeddings with a model's last norm. Owned by the engine thread."""
+    """Computes sequence embeddings with a model's last norm. Owned by the engine thread."""
 
     def __init__(self, model: DecoderModel) -> None:
         self.layer = model.config.layers
-        """The entry of ``StepInput.hidden_layers`` that provides the output of the last layer."""
+        """The layer number to request in ``StepInput.hidden_layers`` in order to get the last
+        layer's output."""
         self._norm = model.norm
         self._epsilon = model.config.rms_norm_eps
 
@@ -35,9 +36,10 @@ class Embedder:
     def embed_rows(
         self, hidden: torch.Tensor, layers: tuple[int, ...], tokens: Mapping[int, int], rows: int
     ) -> tuple[Embedding | None, ...]:
-        """The embedding of each row of a step; None for a row that wants none.
+        """Compute the embedding of each row of a step; None for a row that wants none.
 
-        ``hidden`` is the step's, for ``layers``. ``tokens`` maps rows to the tokens to embed.
+        ``hidden`` is ``StepOutput.hidden``, and ``layers`` its layers. ``tokens`` maps rows to the
+        indexes of the tokens to embed.
         """
         states = hidden[list(tokens.values()), layers.index(self.layer)]
         found = dict(zip(tokens, self.embed(states), strict=True))

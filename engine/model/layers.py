@@ -17,7 +17,7 @@ from engine.quantization.weight import QuantizedWeight, dequantize
 
 
 class Linear:
-    """``x @ weight.T + bias``; weight [out, in], x [rows, in]."""
+    """A linear layer, ``x @ weight.T + bias``, with weight [out, in] and x [rows, in]."""
 
     def __init__(
         self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None
@@ -27,16 +27,16 @@ class Linear:
         self._dense = weight if isinstance(weight, torch.Tensor) else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply; returns [rows, out] in the type of ``x``."""
+        """Apply the layer to ``x``. Returns [rows, out] in the type of ``x``."""
         return F.linear(x, self._matrix(x.dtype), self.bias)
 
     def to_float(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply; returns fp32 [rows, out]."""
+        """Apply the layer to ``x``. Returns fp32 [rows, out]."""
         return self(x).float()
 
     def _matrix(self, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix in ``dtype``. A quantized weight is dequantized once, when torch first needs
-        it."""
+        """Return the weight as a plain matrix of ``dtype``. A quantized weight is dequantized once,
+        at the first call."""
         if self._dense is None:
             assert isinstance(self.weight, QuantizedWeight)
             self._dense = dequantize(self.weight).to(dtype)
@@ -45,7 +45,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """Weights of ``down(activation(gate(x)) * up(x))``."""
+    """Weights of a gated MLP, ``down(activation(gate(x)) * up(x))``."""
 
     gate: Linear
     up: Linear
@@ -53,7 +53,8 @@ class GatedMlp:
 
 
 def gated_mlp(mlp: GatedMlp, x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Compute fp32 [rows, hidden_size] from ``x`` [rows, hidden_size] in the weights' type."""
+    """Compute a gated MLP: fp32 [rows, hidden_size] from ``x`` [rows, hidden_size] in the weights'
+    type."""
     gate = mlp.gate(x)
     gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return mlp.down.to_float(gate * mlp.up(x))
@@ -61,18 +62,21 @@ def gated_mlp(mlp: GatedMlp, x: torch.Tensor, activation: Activation) -> torch.T
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A router, and the MLPs from which it chooses for each token."""
+    """The experts of a mixture-of-experts layer, and the router that chooses some for each
+    token."""
 
     router: Linear
     experts: tuple[GatedMlp, ...]
     first: int = 0
-    """Number of the first expert: one of several ranks has a range of them."""
+    """Number of the first expert of this rank: with several ranks, each has a range of the
+    experts."""
 
 
 def route(
     router: Linear, x: torch.Tensor, config: ExpertsConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose each token's experts: weights fp32 and numbers int64, both [tokens, per_token]."""
+    """Choose each token's experts. Returns their weights (fp32) and numbers (int64), both [tokens,
+    per_token]."""
     probabilities = router.to_float(x).softmax(dim=-1)
     weights, chosen = probabilities.topk(config.per_token, dim=-1)
     if config.normalized:
@@ -83,11 +87,12 @@ def route(
 def mix_experts(
     experts: Experts, x: torch.Tensor, config: ExpertsConfig, activation: Activation
 ) -> torch.Tensor:
-    """Compute fp32 [tokens, hidden_size] from ``x`` [tokens, hidden_size] in the weights' type.
+    """Compute a mixture of experts: fp32 [tokens, hidden_size] from ``x`` [tokens, hidden_size] in
+    the weights' type.
 
-    Tokens are sorted by expert, so that each expert with tokens runs once. A token's results are
-    added in the order of its own choice, whatever else is in the batch. Experts that are on other
-    ranks contribute zeros.
+    Tokens are sorted by expert, so that each expert with tokens runs once. The results of a token's
+    experts are added in the order in which the router chose them, so other tokens of the batch do
+    not change the sum. Experts that are on other ranks contribute zeros.
     """
     weights, chosen = route(experts.router, x, config)
     order = chosen.flatten().argsort(stable=True)

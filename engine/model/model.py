@@ -32,12 +32,14 @@ _NORMS: Mapping[NormPlacement, tuple[str | None, str | None, str | None, str | N
     ),
     "post": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
 }
-"""Names of a layer's norms: before attention, after it, before the MLP, after it."""
+"""Checkpoint names of a layer's four norms by placement: before attention, after it, before the
+MLP, after it; None if absent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The weights of one layer. Norms are fp32 with the family's offset added; None if absent."""
+    """The weights of one layer. Norm weights are fp32, and include the family's offset. A norm that
+    the family lacks is None."""
 
     attention_norm: torch.Tensor | None
     query: Linear
@@ -51,14 +53,15 @@ class Layer:
     mlp_post_norm: torch.Tensor | None
     mlp: GatedMlp | Experts
     feature_norm: torch.Tensor | None = None
-    """Norm of the features, for an EAGLE layer (engine/speculation/heads/eagle_model.py)."""
+    """Norm of the features that an EAGLE layer reads (engine/speculation/heads/eagle_model.py);
+    None for other layers."""
     residual_normed: bool = False
     """Whether an EAGLE layer's residual stream begins with the normed features."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """The tokens of one step, one sequence after another. All tensors are int64 [tokens]."""
+    """The input tokens of one step, one sequence after another. All tensors are int64 [tokens]."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -68,15 +71,18 @@ class StepTokens:
 
 
 class DecoderModel:
-    """Computes hidden states and logits; holds no state except its weights."""
+    """A decoder model in plain torch: computes hidden states and logits. It holds no state except
+    its weights."""
 
     combine: Linear | None = None
-    """Makes a feature from the inputs of some layers, for an EAGLE head
+    """Layer of an EAGLE head that makes a feature from the inputs of some of the target's layers
     (engine/speculation/heads/eagle_model.py)."""
     rank: RankModel | None = None
-    """What this rank shares with others, if there are several (engine/parallel/)."""
+    """Operations that this rank does together with the others; None if the model is on one rank
+    (engine/parallel/)."""
     context: ContextExchange | None = None
-    """Exchanges the KV of tokens, if several ranks divide prompts."""
+    """Exchanges the KV of tokens between ranks that divide prompts; None without context
+    parallelism."""
 
     def __init__(
         self,
@@ -85,9 +91,9 @@ class DecoderModel:
         device: torch.device,
         rank: RankModel | None = None,
     ) -> None:
-        """``weights`` uses Hugging Face's names.
+        """``weights`` maps Hugging Face's tensor names to weights.
 
-        With a ``rank`` of several, ``config`` and ``weights`` are its shard of the model.
+        With several ranks (``rank`` is set), ``config`` and ``weights`` are its shard of the model.
 
         Raises ConfigError if a weight is missing or its shape differs from ``config``.
         """
@@ -100,7 +106,7 @@ class DecoderModel:
         self.dtype = tensors.take(f"{prefix}norm.weight", hidden).dtype
         """Type of the weights that are not quantized, and of the inputs of linear layers."""
         self.embedding_scale = torch.tensor(config.embedding_scale).to(self.dtype).item()
-        """Rounded to the weights' type, as the models were trained."""
+        """Factor of the embeddings, rounded to the weights' type as in training."""
         self.layers = [_layer(config, tensors, prefix, n, rank) for n in range(config.layers)]
         self.norm = _norm(config, tensors, f"{prefix}norm", hidden)
         self.head = _head(config, tensors, self.embedding, vocab)
@@ -114,11 +120,12 @@ class DecoderModel:
         layer_done: Callable[[int], None] | None = None,
         layer_input: Callable[[int, torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """Compute a step's tokens and store their KV. Returns fp32 [tokens, hidden_size].
+        """Compute a step's tokens through all layers, and store their KV. Returns the last layer's
+        output, fp32 [tokens, hidden_size].
 
         ``layer_done`` is called for each layer once its KV is stored. ``layer_input`` is called
-        with each layer's input, and with the number of layers for the result. Callbacks must not
-        change these tensors.
+        with (layer number, input) for each layer, and last with (number of layers, result).
+        Callbacks must not change these tensors.
 
         The residual stream is fp32 for all weight types. In bf16 its rounding would be about half
         of the logits' error, and it is too small to cost time.
@@ -142,7 +149,7 @@ class DecoderModel:
         return x
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Embed tokens: fp32 [tokens, hidden_size]."""
+        """Look up the embeddings of tokens: fp32 [tokens, hidden_size]."""
         if self.rank is not None:
             x = self.rank.embed(self.embedding, token_ids)
         elif isinstance(self.embedding, QuantizedWeight):
@@ -152,16 +159,18 @@ class DecoderModel:
         return x if self.embedding_scale == 1.0 else x * self.embedding_scale
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Normalize ``x``, which is fp32; returns fp32."""
+        """Apply an RMS norm to ``x``, fp32. Returns fp32."""
         return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
 
     def _before(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        """Normalize the input of linear layers; returns the weights' type."""
+        """Apply the norm before a sublayer's linear layers, if the family has one. Returns the
+        weights' type."""
         normed = x if weight is None else self._norm(x, weight)
         return normed.to(self.dtype)
 
     def _after(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        """Normalize what is added to the residual stream; returns fp32."""
+        """Apply the norm to a sublayer's output before it is added to the residual stream, if the
+        family has one. Returns fp32."""
         return x if weight is None else self._norm(x, weight)
 
     def _attention(
@@ -202,13 +211,14 @@ class DecoderModel:
         return self._joined(layer.output.to_float(attended))
 
     def _joined(self, part: torch.Tensor) -> torch.Tensor:
-        """Sum the ranks' parts of a sublayer's output."""
+        """Sum the ranks' partial outputs of a sublayer."""
         return part if self.rank is None else self.rank.add(part)
 
     def _heads(
         self, x: torch.Tensor, norm: torch.Tensor | None, rotation: torch.Tensor | None
     ) -> torch.Tensor:
-        """Split ``x`` [tokens, heads * head_dim] into heads, normalize and rotate.
+        """Split ``x`` [tokens, heads * head_dim] into heads; then normalize and rotate each head,
+        if requested.
 
         Returns [tokens, heads, head_dim].
         """
@@ -220,24 +230,24 @@ class DecoderModel:
         return x if rotation is None else apply_rope(x, rotation)
 
     def _mlp(self, h: torch.Tensor, mlp: GatedMlp | Experts) -> torch.Tensor:
-        """The MLP's output: fp32 [tokens, hidden_size]."""
+        """Compute a layer's MLP or experts: fp32 [tokens, hidden_size]."""
         if isinstance(mlp, GatedMlp):
             return self._joined(gated_mlp(mlp, h, self.config.activation))
         assert self.config.experts is not None
         return self._joined(mix_experts(mlp, h, self.config.experts, self.config.activation))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits fp32 [rows, vocab_size] of hidden states [rows, hidden_size].
+        """Compute logits, fp32 [rows, vocab_size], from hidden states [rows, hidden_size].
 
-        With several ranks only the first has them; the others return [0, vocab_size].
+        With several ranks, only rank 0 returns logits; the others return [0, vocab_size].
         """
         found = self._own_logits(hidden)
         return found if self.rank is None else self.rank.whole_logits(found, self.config.vocab_size)
 
     def best(self, hidden: torch.Tensor) -> list[int]:
-        """The most likely token of each row of hidden states; the lowest id on a tie.
+        """Return the most likely token of each row of hidden states; the lowest id on a tie.
 
-        With several ranks only the first has them; the others return none.
+        With several ranks, only rank 0 returns tokens; the others return an empty list.
         """
         found = self._own_logits(hidden)
         if self.rank is not None:
@@ -246,20 +256,20 @@ class DecoderModel:
         return tokens
 
     def _own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of this rank's part of the vocabulary."""
+        """Compute logits for this rank's part of the vocabulary."""
         found = self.head.to_float(self._before(hidden, self.norm))
         cap = self.config.logits_softcap
         return torch.tanh(found / cap) * cap if cap else found
 
 
 def _prefix(config: ModelConfig, tensors: NamedTensors) -> str:
-    """The prefix of the decoder's tensor names."""
+    """Find the prefix of the decoder's tensor names in a checkpoint."""
     prefixes = FAMILIES[config.architecture].tensor_prefixes
     return next((p for p in prefixes if f"{p}embed_tokens.weight" in tensors), prefixes[0])
 
 
 def _vocabulary(config: ModelConfig, rank: RankModel | None) -> int:
-    """Number of rows in this rank's embedding and head."""
+    """Number of vocabulary rows that this rank has of the embedding and the head."""
     return config.vocab_size if rank is None else len(rank.shard.vocabulary)
 
 
@@ -355,9 +365,9 @@ def _experts(
     base: str,
     held: range,
 ) -> Experts:
-    """Read experts, one tensor each as published, or fused as transformers 5 stores them.
+    """Load the experts of a layer, from one tensor for each or fused as transformers 5 stores them.
 
-    ``held`` are the experts whose weights this rank has.
+    ``held`` has the numbers of the experts whose weights this rank has.
     """
     inner = config.intermediate_size
     if f"{base}.mlp.experts.gate_up_proj" in tensors:

@@ -13,12 +13,14 @@ from engine.quantization.weight import QuantizedWeight
 
 Matrix = torch.Tensor | QuantizedWeight
 TIED_HEAD = "tied_lm_head.weight"
-"""Name of a quantized copy of the embedding, for a model that uses it as the head."""
+"""Name of the quantized copy of the embedding that serves as the head, in models that tie the
+two."""
 Kind = TypeVar("Kind", bound=Matrix)
 
 
 class NamedTensors:
-    """Returns weights directly or as linear layers; its methods raise ConfigError."""
+    """Returns a checkpoint's weights by name, as tensors or as linear layers. Its methods raise
+    ConfigError."""
 
     def __init__(self, weights: Mapping[str, Matrix]) -> None:
         self._weights = weights
@@ -27,22 +29,24 @@ class NamedTensors:
         return name in self._weights
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """A tensor that must not be quantized."""
+        """Return the tensor ``name``, which must have this shape and not be quantized."""
         weight = self._weights.get(name)
         if isinstance(weight, QuantizedWeight):
             raise ConfigError(f"the model's tensor {name} is quantized; it must be plain")
         return _checked(name, weight, shape)
 
     def matrix(self, name: str, *shape: int) -> Matrix:
-        """A tensor that may be quantized."""
+        """Return the tensor ``name``, which must have this shape and may be quantized."""
         return _checked(name, self._weights.get(name), shape)
 
     def linear(self, name: str, outputs: int, inputs: int) -> Linear:
-        """A layer, with the checkpoint's bias if there is one."""
+        """Make a linear layer from the weight ``name``, with the checkpoint's bias if there is
+        one."""
         return Linear(self.matrix(f"{name}.weight", outputs, inputs), self._bias(name, outputs))
 
     def split_linear(self, name: str, outputs: tuple[int, ...], inputs: int) -> tuple[Linear, ...]:
-        """Several layers whose weights are stacked in one tensor; returns views of it."""
+        """Make several linear layers whose weights are stacked in one tensor. The weights are views
+        of it."""
         weight = self.matrix(f"{name}.weight", sum(outputs), inputs)
         bias = self._bias(name, sum(outputs))
         layers, end = [], 0

@@ -16,10 +16,10 @@ from engine.checkpoint.rope_spec import (
 
 
 def rope_table(spec: RopeSpec, context: int, device: torch.device) -> torch.Tensor:
-    """Cosines and sines of every position: fp32 [context, 2, rotary_dim / 2].
+    """Make the table of cosines and sines of every position: fp32 [context, 2, rotary_dim / 2].
 
-    They include the attention factor of a scaling that has one, since it multiplies queries and
-    keys.
+    The values are multiplied by the scaling's attention factor, if it has one, since that factor
+    applies to queries and keys.
     """
     even = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32, device=device)
     waves = spec.theta ** (even / spec.rotary_dim)
@@ -30,7 +30,8 @@ def rope_table(spec: RopeSpec, context: int, device: torch.device) -> torch.Tens
 
 
 def _scaled(frequencies: torch.Tensor, spec: RopeSpec, context: int) -> tuple[torch.Tensor, float]:
-    """The scaled frequencies and the attention factor."""
+    """Apply the spec's scaling to the rotary frequencies. Returns the frequencies and the attention
+    factor."""
     match spec.scaling:
         case None:
             return frequencies, 1.0
@@ -61,7 +62,7 @@ def _llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
 
 def _yarn(frequencies: torch.Tensor, spec: RopeSpec, scaling: YarnScaling) -> torch.Tensor:
     def dimension(turns: float) -> float:
-        """The dimension that makes ``turns`` turns within the original context."""
+        """Dimension whose frequency makes ``turns`` full turns within the original context."""
         ratio = scaling.original_context / (turns * 2 * math.pi)
         return spec.rotary_dim * math.log(ratio) / (2 * math.log(spec.theta))
 

@@ -11,26 +11,28 @@ from engine.sampling.step import StepInput, StepOutput
 
 
 class LayerInputs:
-    """Collects the inputs of some layers: see ``StepInput.hidden_layers``."""
+    """Collects the inputs of the layers that a step's ``hidden_layers`` name; see ``StepInput``."""
 
     def __init__(self, layers: tuple[int, ...]) -> None:
         self._layers = layers
         self._found: dict[int, torch.Tensor] = {}
 
     def take(self, layer: int, hidden: torch.Tensor) -> None:
-        """Record ``hidden``, fp32 [tokens, hidden_size], as the input of ``layer``."""
+        """Keep ``hidden``, fp32 [tokens, hidden_size], if the input of ``layer`` is wanted."""
         if layer in self._layers:
             self._found[layer] = hidden
 
     def found(self) -> torch.Tensor | None:
-        """The inputs, fp32 [tokens, layers, hidden_size]; None if no layers are wanted."""
+        """Return the collected inputs, fp32 [tokens, layers, hidden_size]; None if no layers are
+        wanted."""
         if not self._layers:
             return None
         return torch.stack([self._found[layer] for layer in self._layers], dim=1)
 
 
 class TorchStepModel:
-    """The reference implementation of ``engine.sampling.step.StepModel``."""
+    """Computes steps in plain torch. Reference implementation of
+    ``engine.sampling.step.StepModel``."""
 
     def __init__(self, model: DecoderModel, cache: KvGroup, device: torch.device) -> None:
         self._model = model
@@ -61,7 +63,7 @@ class TorchStepModel:
             self.layers_done = layer + 1
 
     def use_threads(self, threads: int) -> None:
-        """Do nothing: torch keeps its threads, which busy-wait on cores that others need."""
+        """Do nothing, because torch keeps its threads; they busy-wait on cores that others need."""
 
     def _batch(self, step: StepInput) -> StepTokens:
         size = self._cache.block_size

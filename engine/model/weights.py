@@ -1,4 +1,5 @@
-"""Weights from safetensors files, memory-mapped: workers of one host share the page cache."""
+"""Loads weights from safetensors files. They are memory-mapped, so that workers of one host share
+the page cache."""
 
 from __future__ import annotations
 
@@ -30,11 +31,11 @@ _QUANTIZATIONS = ("auto", "none", *KINDS)
 _EMBEDDINGS = ("embed_tokens",)
 _HEAD = ".lm_head."
 _ROUTERS = ("gate", "router")
-"""Modules that choose experts. They are small, and a wrong choice costs more than a rounding
-error."""
+"""Names of the modules that choose experts. They are never quantized: they are small, and a wrongly
+chosen expert costs more than a rounding error."""
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _PIECE_VALUES = 1 << 22
-"""Number of values that are dequantized at a time."""
+"""Number of values that are dequantized at a time, which bounds the memory for it."""
 
 
 def load_weights(
@@ -44,7 +45,7 @@ def load_weights(
     quantization: str = "auto",
     slices: WeightSlices | None = None,
 ) -> dict[str, Weight]:
-    """All weights of the folder's model by name; see ``iterate_weights``."""
+    """Load all weights of the model in ``folder``, by name; see ``iterate_weights``."""
     return dict(iterate_weights(folder, device, dtype, quantization, slices))
 
 
@@ -55,9 +56,10 @@ def iterate_weights(
     quantization: str = "auto",
     slices: WeightSlices | None = None,
 ) -> Iterator[tuple[str, Weight]]:
-    """The weights of the folder's model, one after another, under Hugging Face's plain names.
+    """Yield the name and weight of each tensor of the model in ``folder``, with Hugging Face's
+    plain names.
 
-    With ``quantization`` ``auto``, they are what the files hold: a quantized matrix is a
+    With ``quantization`` ``auto``, weights stay as the files have them: a quantized matrix is a
     QuantizedWeight under ``<module>.weight``. With ``none``, it is a tensor of ``dtype``. With
     ``int8``, ``int4`` or ``fp8``, every matrix of a plain checkpoint is quantized, except
     embeddings and the routers of experts.
@@ -104,9 +106,10 @@ def iterate_weights(
 
 
 def bytes_per_weight(weights: Iterable[tuple[str, Weight]]) -> tuple[float, float]:
-    """Mean bytes of a weight, scales included: of the layers' matrices, and of the head.
+    """Mean number of bytes of a weight, including scales: (in the layers' matrices, in the head).
 
-    A model without its own head uses its embedding as the head. Absent parts count as 0.
+    A model without its own head uses its embedding as the head. If there are no such weights, the
+    number is 0.
     """
     values, held = 0, 0
     embedding = head = 0.0
@@ -125,7 +128,8 @@ def bytes_per_weight(weights: Iterable[tuple[str, Weight]]) -> tuple[float, floa
 
 
 def kind_of_most(weights: Iterable[tuple[str, Weight]]) -> QuantKind | None:
-    """How most values of the layers' matrices are quantized; None if most are not."""
+    """The quantized type that most values of the layers' matrices have; None if most are not
+    quantized."""
     values: Counter[QuantKind | None] = Counter()
     for name, weight in weights:
         if ".layers." in name and len(weight.shape) == 2:
@@ -135,7 +139,8 @@ def kind_of_most(weights: Iterable[tuple[str, Weight]]) -> QuantKind | None:
 
 
 def _of_type(weight: QuantizedWeight, dtype: torch.dtype, quantization: str) -> Weight:
-    """The weight unchanged, or with ``none`` a plain tensor, converted some rows at a time."""
+    """Return a quantized weight unchanged. With ``quantization`` ``none``, dequantize it to
+    ``dtype``, some rows at a time."""
     if quantization != "none":
         return weight
     plain = torch.empty(weight.shape, dtype=dtype, device=weight.device)
@@ -147,12 +152,12 @@ def _of_type(weight: QuantizedWeight, dtype: torch.dtype, quantization: str) -> 
 
 
 def _module(name: str) -> str:
-    """The last part of a weight's name."""
+    """Last part of a module's dotted name, from the name of its weight."""
     return name.removesuffix(".weight").rpartition(".")[2]
 
 
 def _kind_of(name: str, weight: torch.Tensor, quantization: str) -> QuantKind | None:
-    """The type to which a plain weight is quantized; None if it stays plain."""
+    """Choose the type to which a plain weight is quantized; None if it stays plain."""
     wanted = next((kind for kind in KINDS if kind == quantization), None)
     if wanted is not None and weight.dim() == 3:
         log.warning("%s holds several experts in one tensor: it is not quantized", name)
@@ -165,10 +170,10 @@ def _kind_of(name: str, weight: torch.Tensor, quantization: str) -> QuantKind | 
 
 
 class _TensorFiles:
-    """The tensors of several safetensors files by name. Its methods raise ConfigError."""
+    """Reads tensors by name from several safetensors files. Its methods raise ConfigError."""
 
     def __init__(self, paths: list[Path], stack: ExitStack, *, stay_open: bool) -> None:
-        """``stack`` closes the files.
+        """``stack`` closes the files when it is closed.
 
         With ``stay_open`` false, each tensor is mapped separately: what was read of a file then
         does not count as this process's memory any more.
@@ -247,7 +252,7 @@ def _stored(
 
 
 def _owners(files: _TensorFiles, layout: CheckpointFormat) -> dict[str, str]:
-    """Map the name of each tensor of a quantized module to that module."""
+    """Map the names of the tensors that make up a quantized module to the module's name."""
     modules = {module for name in files if (module := layout.module(name)) is not None}
     return {name: module for module in modules for name in layout.names(module).values()}
 
@@ -276,7 +281,7 @@ def _read(files: _TensorFiles, layout: CheckpointFormat, module: str) -> Quantiz
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of the model, chosen as transformers does."""
+    """Find the safetensors files of the model in ``folder``, in the same way as transformers."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():
         return [whole]
@@ -302,7 +307,8 @@ def _shards(index: Path) -> list[Path]:
 
 
 def fingerprint(folder: Path, dtype: str, quantization: str = "auto") -> Fingerprint:
-    """The fingerprint of the weights, their type and quantization, and the tokenizer.
+    """Make the fingerprint of a model folder: its weights, their type and quantization, and the
+    tokenizer.
 
     Raises ConfigError if there are no weights.
     """
