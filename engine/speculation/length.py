@@ -1,10 +1,12 @@
-"""How many tokens of each draft a step checks: the number that maximizes tokens per second.
+"""Chooses how many draft tokens of each sequence a step verifies: the number that maximizes tokens
+per second.
 
-Each drafted token has a probability of being kept. It is learned by the token's evidence, and
-corrected by the sequence's recent drafts. Each token also makes the step longer, as measured. From
-all drafts of a step together, those tokens are taken that maximize kept tokens per second. If no
-draft pays, one is still tried sometimes, for at most a hundredth of the time, since a sequence may
-begin to copy. Plain Python: no clock, no I/O. Owned by the engine thread.
+Each draft token has a probability of being accepted. It is estimated from earlier tokens with the
+same evidence, and corrected by the sequence's recent drafts. Each token also makes the step longer,
+as measured. Of all drafts of a step together, those tokens are verified that maximize accepted
+tokens per second. If no draft is expected to pay, one is still tried sometimes, for at most a
+hundredth of the time, since a sequence may begin to copy. Plain Python: no clock, no I/O. Owned by
+the engine thread.
 """
 
 from __future__ import annotations
@@ -14,51 +16,53 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _LEVELS = 16
-"""Number of evidence levels; higher evidence counts as the highest level."""
+"""Number of evidence levels. Evidence above the highest level counts as the highest level."""
 _FIRST_GUESS = (0.2, 0.4, 0.55, 0.65, 0.7, 0.75, 0.8, 0.85)
-"""Assumed probability that a token is kept, by its evidence from 1 on, until it is measured."""
+"""Assumed probability that a draft token of evidence 1, 2, … is accepted, until it is measured."""
 _GUESS_WEIGHT = 4.0
-"""Weight of the assumed probabilities, in tokens."""
+"""Weight of the assumed probabilities, as a number of measured tokens."""
 _KEPT_TOKENS = 500.0
-"""Number of the latest tokens of a level that count."""
+"""Number of the latest tokens of an evidence level over which its acceptance rate is averaged."""
 _CLASS_BOUNDS = (2, 4, 8)
-"""Lower bounds of the evidence classes in a sequence's own record."""
+"""Lower bounds of the evidence classes by which a sequence's own acceptance rates are kept."""
 _LEVEL_WEIGHT = 3.0
-"""Weight of the experience with all sequences, in tokens of the sequence's own record."""
+"""Weight of the acceptance rate of all sequences, as a number of tokens of the sequence's own
+record."""
 _RECORD_DECAY = 0.9
-"""Decay of a sequence's own record with each of its drafts."""
+"""Factor by which the weight of a sequence's earlier drafts falls with each new draft."""
 _SUREST = 0.98
 _MIN_LIKELY = 0.02
-"""Minimum probability for a token to be considered."""
+"""Minimum probability of acceptance for a draft token after the first to be considered."""
 _GAIN_ALONE, _GAIN = 1.02, 1.1
 """Minimum gain in tokens per second over a step without drafts: for one sequence, and for several.
-With many drafts, the best of noisy estimates are selected, which promise more than they keep."""
+With many drafts, those with overestimated gains are selected, so the required gain is higher."""
 _PROBE_SHARE = 0.01
-"""Share of the time for drafts that are not expected to pay."""
+"""Share of the time that may be spent on drafts that are not expected to pay."""
 MAX_IN_A_STEP = 48
-"""Maximum drafted tokens of all sequences in a step."""
+"""Maximum draft tokens that one step verifies, over all sequences."""
 
 
 _RATE = 0.15
-"""Weight of the newest measurement in an estimate."""
+"""Weight of the newest measurement in the estimate of a step's duration."""
 _MOST = 2.0
-"""Maximum ratio of a measurement to its estimate; longer times are cut to it."""
+"""Maximum ratio of a measured duration to its estimate; a longer measurement is cut to this."""
 _ROW_SHARE = 0.03
-"""Assumed cost of a drafted token on a CPU until it is measured, as a share of the step without
-drafts. It is low, so that drafts are tried."""
+"""Assumed cost on a CPU of verifying one more draft token, as a share of the step without drafts,
+until it is measured. It is low, so that drafts are tried."""
 _SLOPE_SHARE = 0.5
-"""If steps of fewer and of more sequences are measured: assumed cost of a drafted token, as a
-share of the cost of a sequence between them. Rows may be cheap up to some number and expensive
-after it."""
+"""Assumed cost of a draft token, as a share of the cost of one more sequence in the step. It is
+used if steps with fewer and with more sequences were measured. Rows may be cheap up to some number
+and expensive after it."""
 _KEPT_STEPS = 200
-"""An estimate is valid for this number of steps per observation, up to ``_MAX_SEEN`` observations.
-Then it is dropped, so that a measurement from a bad moment is repeated."""
+"""Number of steps for which an estimate is valid per observation, for up to ``_MAX_SEEN``
+observations. Then it is dropped, so that a measurement from a bad moment is repeated."""
 _MAX_SEEN = 10
 _FIRST_REACH = 4
-"""Maximum tokens of the first draft that is tried. Later maximum: twice the number that was tried,
-or this many more."""
+"""Maximum draft tokens of a step until steps with drafts were measured. Afterwards, the maximum is
+twice the largest measured number plus this many."""
 _EXACT = 16
-"""Counts up to this number are distinguished; larger ones are grouped by fours."""
+"""Numbers up to this one have estimates of their own; larger ones are rounded to multiples of
+four."""
 
 
 @dataclass(slots=True)
@@ -69,20 +73,23 @@ class _Estimate:
 
 
 class DraftCosts:
-    """Duration of a step by its decoding sequences and the drafted tokens that it checks.
+    """Learned duration of a step by its number of decoding sequences and of draft tokens that it
+    verifies.
 
-    It is learned from the steps. A step of few rows is bound by memory, and one of many by
+    It is learned from measured steps. A step of few rows is bound by memory, and one of many by
     arithmetic. Where one becomes the other, and how abruptly, depends on the model and the machine.
     """
 
     def __init__(self, row_share: float = _ROW_SHARE) -> None:
-        """``row_share`` replaces the assumed cost on a CPU."""
+        """``row_share`` is the assumed cost of a draft token until it is measured; the default is
+        for a CPU."""
         self._row_share = row_share
         self._found: dict[int, dict[int, _Estimate]] = {}
         self._step = 0
 
     def observe(self, batch: int, drafted: int, seconds: float) -> None:
-        """Record the duration of a step of ``batch`` sequences with ``drafted`` drafted tokens."""
+        """Record the duration of a step that decoded ``batch`` sequences and verified ``drafted``
+        draft tokens."""
         self._step += 1
         known, count = self._found.setdefault(_rounded(batch), {}), _rounded(drafted)
         estimate = known.get(count)
@@ -94,10 +101,11 @@ class DraftCosts:
         estimate.seen = min(estimate.seen + 1, _MAX_SEEN)
 
     def seconds(self, batch: int, most: int, first_reach: int = _FIRST_REACH) -> list[float] | None:
-        """Durations of steps with 0, 1, … drafted tokens, in seconds.
+        """Estimate the durations of steps with 0, 1, … draft tokens, in seconds.
 
-        The list ends at ``most``, or at the number that may be tried, which is ``first_reach`` if
-        none was tried before. None before a step without drafts was measured.
+        The list ends at ``most`` draft tokens, or at the number that may be tried, which is
+        ``first_reach`` if none was tried before. Returns None until a step without drafts was
+        measured.
         """
         known = self._found.get(_rounded(batch))
         if known is None or 0 not in known:
@@ -117,7 +125,8 @@ class DraftCosts:
         return costs
 
     def _slope(self, rows: int) -> float:
-        """Cost of one more sequence around ``rows`` sequences, in seconds; 0 if it is not known."""
+        """Estimate the cost of one more sequence in a step of about ``rows`` sequences, in seconds;
+        0 if it is not known."""
         batches = [batch for batch, known in self._found.items() if 0 in known]
         below = max((batch for batch in batches if batch < rows), default=0)
         above = min((batch for batch in batches if batch >= rows), default=0)
@@ -141,7 +150,7 @@ def _rounded(count: int) -> int:
 
 
 def towards(known: float | None, found: float) -> float:
-    """Update an estimate with a measurement; None means that it is the first one."""
+    """Move an estimate toward a measurement. ``known`` is None if it is the first measurement."""
     if known is None:
         return found
     return known + _RATE * (min(found, _MOST * known) - known)
@@ -149,21 +158,21 @@ def towards(known: float | None, found: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """The draft of a sequence, described by its numbers."""
+    """A sequence's draft as ``DraftLength`` sees it: number of tokens and their evidence."""
 
     sequence_id: int
     evidence: int
     tokens: int
     drawn: int = 0
-    """Number of leading tokens that only guess what a running step draws. They gain nothing,
-    whether right or wrong."""
+    """Number of leading draft tokens that only guess what a step in flight samples. They bring no
+    gain, even if they are right."""
 
 
 class DraftLength:
-    """Chooses how many tokens of each draft a step checks."""
+    """Chooses how many tokens of each draft a step verifies."""
 
     def __init__(self, costs: DraftCosts | None = None) -> None:
-        """``costs`` holds the measured costs; pass it to share it."""
+        """``costs`` holds the measured step durations; pass one in order to share it."""
         self._costs = costs or DraftCosts()
         self._levels = [_Level(_guess(level)) for level in range(_LEVELS)]
         self._records: dict[int, _Record] = {}
@@ -176,12 +185,12 @@ class DraftLength:
         proposals: Sequence[Proposal],
         costs: list[float] | None = None,
     ) -> list[int]:
-        """Choose how many tokens of each proposal the next step checks.
+        """Choose how many tokens of each proposal the next step verifies.
 
         ``batch`` sequences decode in the step, and ``rows`` tokens are computed without drafts.
-        That is more than ``batch`` if prompts are computed too. Such a step is bound by arithmetic.
-        ``costs``, for steps with 0, 1, … drafted tokens, replaces the measured costs; then no draft
-        is tried that does not pay.
+        ``rows`` is more than ``batch`` if prompts are computed, too. Such a step is bound by
+        arithmetic. ``costs`` replaces the measured durations of steps with 0, 1, … draft tokens;
+        then no draft is tried that is not expected to pay.
         """
         lengths = [0] * len(proposals)
         likely = self._likely(proposals)[:MAX_IN_A_STEP]
@@ -200,11 +209,11 @@ class DraftLength:
         return lengths
 
     def observe(self, batch: int, drafted: int, seconds: float) -> None:
-        """Record the duration of a step in which ``batch`` sequences decoded, and nothing else."""
+        """Record the duration of a step that decoded ``batch`` sequences and computed no prompt."""
         self._costs.observe(batch, drafted, seconds)
 
     def verified(self, sequence_id: int, evidence: int, drafted: int, kept: int) -> None:
-        """Record that the first ``kept`` of a draft's ``drafted`` tokens were right."""
+        """Record that a step accepted the first ``kept`` of a draft's ``drafted`` tokens."""
         record = self._records.setdefault(sequence_id, _Record())
         record.fade()
         for place in range(min(kept + 1, drafted)):
@@ -212,21 +221,24 @@ class DraftLength:
             record.count(evidence + place, place < kept)
 
     def forget(self, sequence_id: int) -> None:
-        """Drop the record of a sequence."""
+        """Drop the record of a sequence that has ended."""
         self._records.pop(sequence_id, None)
 
     def _step_costs(self, batch: int, rows: int, most: int) -> list[float] | None:
-        """Costs in seconds, or in tokens if prompts are computed; None if they are not known."""
+        """Estimate the costs of steps with 0, 1, … draft tokens: seconds, or tokens if prompts are
+        computed. None if nothing was measured."""
         if rows > batch:
             return [float(rows + n) for n in range(most + 1)]
         return self._costs.seconds(batch, most)
 
     def _likely(self, proposals: Sequence[Proposal]) -> list[tuple[float, int]]:
-        """The probability of each token, and the index of its proposal; the most likely first.
+        """List the draft tokens as (probability of acceptance, index of the proposal), the most
+        likely first.
 
         Each draft has at least one token, however unlikely, because it may be tried. Tokens that
-        are drawn already are left out. A token's probability is at most that of the token before
-        it. So any number of the first entries are the first tokens of each draft.
+        only guess a token in flight are left out. A token's probability is at most that of the
+        token before it. So the first entries, however many, are always leading tokens of each
+        draft.
         """
         found = []
         for index, proposal in enumerate(proposals):
@@ -246,7 +258,8 @@ class DraftLength:
         return found
 
     def _probe(self, costs: list[float]) -> int:
-        """1 if there is time for a token that does not pay, else 0."""
+        """Number of draft tokens to try although they are not expected to pay: 1 if the saved-up
+        time is enough, else 0."""
         self._purse = min(self._purse + _PROBE_SHARE * costs[0], costs[0])
         extra = max(0.0, costs[1] - costs[0])
         if self._purse < extra:
@@ -256,7 +269,12 @@ class DraftLength:
 
 
 def best_count(batch: int, chances: Sequence[float], costs: Sequence[float]) -> int:
-    """How many of the most likely tokens maximize tokens per second."""
+    """Return how many of the most likely draft tokens to verify for the maximum of tokens per
+    second.
+
+    ``chances`` are the tokens' probabilities, in descending order. ``costs`` are the durations of
+    steps with 0, 1, … draft tokens.
+    """
     gain = _GAIN_ALONE if batch == 1 else _GAIN
     best, most = 0, gain * batch / costs[0]
     tokens = float(batch)
@@ -277,7 +295,7 @@ def _guess(level: int) -> float:
 
 
 class _Level:
-    """How often tokens of one evidence level are kept."""
+    """Acceptance rate of draft tokens of one evidence level, over all sequences."""
 
     __slots__ = ("_kept", "_seen")
 
@@ -298,7 +316,7 @@ class _Level:
 
 
 class _Record:
-    """Results of a sequence's own recent drafts, by classes of evidence."""
+    """Acceptance rates in one sequence's recent drafts, by classes of evidence."""
 
     __slots__ = ("_kept", "_seen")
 
@@ -307,13 +325,14 @@ class _Record:
         self._kept = [0.0] * (len(_CLASS_BOUNDS) + 1)
 
     def corrected(self, evidence: int, chance: float) -> float:
-        """The probability of a token, given the general ``chance``."""
+        """Correct the probability ``chance`` of a token by the results of this sequence's own
+        drafts."""
         place = bisect_right(_CLASS_BOUNDS, evidence)
         kept = self._kept[place] + _LEVEL_WEIGHT * chance
         return kept / (self._seen[place] + _LEVEL_WEIGHT)
 
     def fade(self) -> None:
-        """Reduce the weight of earlier drafts, because another one follows."""
+        """Reduce the weight of earlier drafts; called before the result of a new draft is added."""
         self._seen = [_RECORD_DECAY * seen for seen in self._seen]
         self._kept = [_RECORD_DECAY * kept for kept in self._kept]
 

@@ -1,8 +1,8 @@
-"""Drafters with a model of their own, which draft for all sequences of a step at once.
+"""Drafters with a model of their own. Each drafts for all sequences of a step at once.
 
 Each step has this order, all on the engine thread:
 
-    backlog, catch_up, propose → begin → (the model computes the step) → computed
+backlog, catch_up, propose → begin → (the model computes the step) → computed
 
 A drafter may have a group of the KV cache (``KvCache.drafter``) with the same block tables as the
 model's. It fills the group for tokens that the model has computed, at once or when it needs them.
@@ -27,82 +27,88 @@ from engine.scheduling.plan import PlanRow, RunnerSequence
 
 @dataclass(frozen=True, slots=True)
 class DraftQuery:
-    """A sequence that decodes in a step, and how many draft tokens are wanted."""
+    """A sequence that decodes in a step, and the maximum number of draft tokens for it."""
 
     row: PlanRow
-    """The row without a draft: the sequence's last token."""
+    """The sequence's row without a draft: it computes the sequence's last token."""
     known: RunnerSequence
     most: int
-    """Maximum draft tokens, 1 or more; the block table has slots for them."""
+    """Maximum number of draft tokens, 1 or more; the block table has slots for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedRow:
-    """A row that the model has computed."""
+    """A row that the target has computed, as its result is passed to a drafter."""
 
     row: PlanRow
-    """The row, including its drafted tokens."""
+    """The computed row, including its draft tokens."""
     known: RunnerSequence
-    """The sequence, including the tokens that the step has brought."""
+    """The row's sequence, including the tokens that the step has added."""
     right: int
-    """Number of the row's leading tokens that belong to the sequence: all except wrong drafts."""
+    """Number of the row's leading tokens that are part of the sequence: all except rejected draft
+    tokens."""
     drafted: int
-    """Number of the row's trailing tokens that are a draft."""
+    """Number of draft tokens at the end of the row."""
     first: int
-    """Index of the row's first token in the step, and in ``StepOutput.hidden``."""
+    """Index of the row's first token in the step's tokens, and in ``StepOutput.hidden``."""
 
 
 class ModelDrafter(Protocol):
-    """Drafts tokens for all sequences of an engine."""
+    """Drafts tokens for all sequences of an engine with a model of its own."""
 
     @property
     def name(self) -> str:
-        """Name in the configuration and the metrics."""
+        """Name of the drafter in the configuration and the metrics."""
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """Layers of the model that ``computed`` needs; see ``StepInput.hidden_layers``."""
+        """The target's layers whose inputs ``computed`` needs, as in
+        ``StepInput.hidden_layers``."""
 
     @property
     def max_tokens(self) -> int:
-        """Maximum tokens of a draft."""
+        """Maximum number of tokens that the drafter can draft at once."""
 
     def backlog(self, query: DraftQuery) -> int | None:
-        """Number of tokens to process before it can draft for a sequence, without the last one.
+        """Number of tokens that the drafter must process before it can draft for a sequence,
+        without the last one.
 
-        None if it cannot draft for the sequence, now or ever.
+        None if the drafter cannot draft for the sequence, now or ever.
         """
 
     def catch_up(self, query: DraftQuery, most: int) -> None:
-        """Process up to ``most`` tokens of the backlog."""
+        """Process up to ``most`` tokens of a sequence's backlog."""
 
     def propose(self, queries: Sequence[DraftQuery]) -> list[list[int]]:
-        """Draft up to ``most`` tokens for each query, after processing its backlog."""
+        """Draft up to ``query.most`` tokens for each query, after processing the query's
+        backlog."""
 
     def begin(self, rows: Sequence[PlanRow]) -> None:
-        """Prepare for a step: the model computes these rows next, drafted tokens included."""
+        """Prepare for a step: the target computes these rows next, including their draft tokens."""
 
     def computed(
         self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None, *, prompts: bool
     ) -> int:
-        """Process a step that the model has computed. ``hidden`` is from ``hidden_layers``.
+        """Process a step that the target has computed. ``hidden`` has the inputs of
+        ``hidden_layers``.
 
-        ``prompts``: whether to process the computed prompt tokens at once. Other tokens may wait
-        for the next draft. Returns the number of tokens that were processed at once.
+        ``prompts``: true if the drafter should process the computed prompt tokens at once. Other
+        tokens may wait for the next draft. Returns the number of tokens that were processed at
+        once.
         """
 
     def forget(self, sequence_id: int) -> None:
         """Drop the state of a sequence; an unknown one is ignored."""
 
     def use_threads(self, threads: int) -> None:
-        """See ``StepModel``."""
+        """Set the number of CPU threads of the drafter."""
 
     def share_cores(self, share: CoreShare) -> None:
-        """Share the host's cores with other engines, if its model can."""
+        """Share the host's cores with other engines, if the drafter's model supports that."""
 
 
 class FilledSlots:
-    """How much of a drafter's part of a CPU cache is filled, block by block.
+    """Records how much of the drafter's part of each block has KV, for a cache in host memory.
 
     The count is in the block itself (``DrafterGroup.filled``). So it is right after a handoff, a
     hit in the prefix cache, a fork and a preemption, without a message. Owned by the engine thread.
@@ -113,10 +119,12 @@ class FilledSlots:
         self._filled = group.filled.numpy().data
         self.block_size = self._size = group.block_size
         self._known: dict[int, int] = {}
-        """Number of each sequence's leading tokens that were filled at the last check."""
+        """For each sequence id, the number of leading tokens that had the drafter's KV at the last
+        check."""
 
     def spoil(self, rows: Iterable[PlanRow]) -> None:
-        """Invalidate draft KV in the slots that the model overwrites with these rows."""
+        """Mark the drafter's KV as missing in the slots that the target overwrites when it computes
+        these rows."""
         size, filled = self._size, self._filled
         for row in rows:
             first, slot = divmod(row.start, size)
@@ -127,7 +135,8 @@ class FilledSlots:
                     filled[block] = 0
 
     def count(self, row: PlanRow, tokens: int) -> int:
-        """How many of the first ``tokens`` tokens of a row's sequence are filled without a gap."""
+        """Count the first tokens, up to ``tokens``, of a row's sequence that all have the drafter's
+        KV."""
         size, found = self._size, tokens
         place = min(tokens, self._known.get(row.sequence_id, 0)) // size
         for block in row.block_table[place : -(-tokens // size)]:
@@ -140,8 +149,8 @@ class FilledSlots:
         return found
 
     def fill(self, row: PlanRow, start: int, end: int) -> None:
-        """Record that tokens ``start`` … ``end - 1`` of a row's sequence and all before are
-        filled."""
+        """Record that the drafter's KV is complete up to token ``end - 1`` of a row's sequence;
+        tokens ``start … end - 1`` are new."""
         size, filled = self._size, self._filled
         for place in range(start // size, -(-end // size)):
             block = row.block_table[place]
@@ -155,42 +164,45 @@ class FilledSlots:
 
 
 class CachedDrafter:
-    """The common part of drafters that have KV in the cache; see ``ModelDrafter``."""
+    """Base class of drafters whose KV is in the cache's group ``drafter``; see ``ModelDrafter``."""
 
     def __init__(self, steps: StepModel, filled: FilledSlots) -> None:
-        """``steps`` computes over the cache's group ``drafter``; ``filled`` tracks that group."""
+        """``steps`` computes over the cache's group ``drafter``; ``filled`` records which slots of
+        the group have KV."""
         self._steps = steps
         self._filled = filled
 
     def begin(self, rows: Sequence[PlanRow]) -> None:
-        """See ``ModelDrafter``."""
+        """Prepare for a step: the slots that the target overwrites lose the drafter's KV."""
         self._filled.spoil(rows)
 
     def forget(self, sequence_id: int) -> None:
-        """See ``ModelDrafter``."""
+        """Drop the state of a sequence; an unknown one is ignored."""
         self._filled.forget(sequence_id)
 
     def use_threads(self, threads: int) -> None:
-        """See ``ModelDrafter``."""
+        """Set the number of CPU threads of the drafter's model."""
         self._steps.use_threads(threads)
 
     def share_cores(self, share: CoreShare) -> None:
-        """See ``ModelDrafter``."""
+        """Share the host's cores with other engines, if the drafter's model supports that."""
         if isinstance(self._steps, CpuDecoder):
             self._steps.share_cores(share)
 
 
 def part_of(row: PlanRow, start: int, count: int) -> PlanRow:
-    """Make a row for some tokens of a row's sequence, for a step of the drafter."""
+    """Make a row for ``count`` tokens from position ``start`` on, for a step of the drafter; it has
+    the block table of ``row``."""
     return PlanRow(row.sequence_id, start, count, row.block_table, True)
 
 
 Sampler = Callable[[torch.Tensor, list[SampleRow]], list[int]]
-"""Draws tokens like ``engine.sampling.sampling.sample``."""
+"""Draws a token for each row of logits, like ``engine.sampling.sampling.sample``."""
 
 
 class DraftDraws:
-    """Draws with the noise that the model will use (``engine.sampling.sampling``)."""
+    """Draws draft tokens with the noise that the target will use for the same positions
+    (``engine.sampling.sampling``)."""
 
     def __init__(
         self,
@@ -198,7 +210,8 @@ class DraftDraws:
         vocab_size: int,
         sampler: Sampler,
     ) -> None:
-        """``token_ids`` int64 [draft_vocab_size] are the model's ids of the head's outputs."""
+        """``token_ids``, int64 [draft_vocab_size], has the target's token id for each output of the
+        drafter."""
         self._token_ids = token_ids
         self._names: list[int] = token_ids.tolist()
         self._vocab_size = vocab_size
@@ -206,17 +219,17 @@ class DraftDraws:
 
     @staticmethod
     def are_greedy(draws: Sequence[SampleRow]) -> bool:
-        """Whether the most likely tokens are those drawn."""
+        """Whether each draw takes the most likely token."""
         return all(draw.sampling.greedy and not draw.adjusted for draw in draws)
 
     def named(self, outputs: Sequence[int]) -> list[int]:
-        """The model's ids of the head's outputs."""
+        """Convert numbers of the drafter's outputs to the target's token ids."""
         return [self._names[output] for output in outputs]
 
     def draw(self, logits: torch.Tensor, draws: list[SampleRow]) -> list[int]:
         """Draw one token for each row of ``logits``, fp32 [rows, draft_vocab_size].
 
-        Grammars are not applied: a token that the grammar forbids is not kept.
+        Drafts ignore grammars; the target does not accept a token that the grammar forbids.
         """
         if self.are_greedy(draws):
             return self.named(logits.argmax(dim=-1).tolist())

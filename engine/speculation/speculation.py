@@ -1,11 +1,12 @@
-"""Drafts in a step: how many tokens of each sequence are checked, and which are kept.
+"""Speculation in a step: how many draft tokens of each sequence are verified, and which are
+accepted.
 
 A drafter guesses the next tokens of a sequence, so that one step can check several of them. A draft
 changes no answer: each of its tokens is kept only if the model draws the same token there.
-``Speculation`` drafts from the tokens, ``engine.speculation.model.speculation`` with a model. The
-engine drafts instead of the scheduler, because only the engine has the newest tokens while two
-plans are in flight. A plan bounds the length of a sequence; see ``PlanRow.limit``. Owned by the
-engine thread.
+``Speculation`` drafts by looking at a sequence's tokens; ``engine.speculation.model.speculation``
+drafts with a model. The engine drafts instead of the scheduler, because only the engine has the
+newest tokens while two plans are in flight. A plan bounds the length of a sequence; see
+``PlanRow.limit``. Owned by the engine thread.
 """
 
 from __future__ import annotations
@@ -24,25 +25,28 @@ from engine.speculation.model_drafter import ComputedRow
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Tokens that may come next, and the evidence for them."""
+    """Draft tokens for a sequence, and the evidence that they are right."""
 
     token_ids: list[int]
     evidence: int
-    """Evidence of the first token, 1 or more, in the drafter's own measure. Each later token has
-    one more, since it counts only if those before it were right."""
+    """Evidence of the first draft token, 1 or more, on the drafter's own scale. Each later token
+    has one more, since it counts only if those before it were right."""
 
 
 class Drafter(Protocol):
-    """Drafts tokens for an engine; it may keep state for each sequence."""
+    """Drafts tokens for one sequence at a time, from its tokens; it may keep state for each
+    sequence."""
 
     @property
     def name(self) -> str:
-        """Name in the configuration and the metrics."""
+        """Name of the drafter in the configuration and the metrics."""
 
     def propose(self, sequence_id: int, token_ids: list[int], most: int) -> Draft | None:
-        """Draft at most ``most`` tokens, a positive number, after ``token_ids``, or return None.
+        """Draft at most ``most`` tokens, a positive number, after ``token_ids``. Returns None if
+        there is no draft.
 
-        ``token_ids`` is the whole sequence, prompt and output. It extends that of the last call.
+        ``token_ids`` is the whole sequence, prompt and output. It begins with the tokens of the
+        last call.
         """
 
     def forget(self, sequence_id: int) -> None:
@@ -50,18 +54,20 @@ class Drafter(Protocol):
 
 
 _LONGEST = 15
-"""Maximum tokens of a suffix that are compared; a longer match adds no information."""
+"""Maximum length of a suffix that is compared, in tokens; a longer match adds no information."""
 _CANDIDATES = 8
-"""Maximum earlier occurrences of the last two tokens that are compared, the latest first."""
+"""Maximum number of earlier occurrences of the last two tokens that are compared, the latest
+first."""
 
 
 class NgramDrafter:
-    """Prompt lookup: drafts what followed the last time the sequence ended in the same way.
+    """Prompt lookup: finds an earlier occurrence of a sequence's latest tokens, and drafts what
+    followed there.
 
-    It finds the longest suffix that occurs earlier in the prompt or the output, and drafts what
-    followed there ("Inference with Reference", Yang et al., 2023; prompt lookup decoding, Saxena,
-    2023). It needs no model, and pays where text is copied, as in edits, quotes, answers from
-    passages, and loops. The evidence is the length of the match in tokens.
+    It searches prompt and output for the longest suffix that occurs earlier ("Inference with
+    Reference", Yang et al., 2023; prompt lookup decoding, Saxena, 2023). It needs no model, and
+    pays where text is copied, as in edits, quotes, answers from passages, and loops. The evidence
+    is the length of the match in tokens.
     """
 
     name = "ngram"
@@ -70,7 +76,8 @@ class NgramDrafter:
         self._indexes: dict[int, _Index] = {}
 
     def propose(self, sequence_id: int, token_ids: list[int], most: int) -> Draft | None:
-        """See ``Drafter``. The cost is proportional to the tokens since the last call."""
+        """Draft the tokens that followed the longest match of the sequence's end; None if there is
+        no match. The cost is proportional to the number of tokens since the last call."""
         index = self._indexes.get(sequence_id)
         if index is None:
             index = self._indexes[sequence_id] = _Index()
@@ -85,7 +92,8 @@ class NgramDrafter:
 
 
 class _Index:
-    """Where each token and pair of tokens of a sequence last ended, except at its last token.
+    """Positions at which each token and each pair of tokens last occurred in a sequence. The
+    sequence's last token is not included.
 
     It takes about 250 bytes per token.
     """
@@ -96,10 +104,11 @@ class _Index:
         self._last_token: dict[int, int] = {}
         self._last_pair: dict[tuple[int, int], int] = {}
         self._earlier: list[int] = []
-        """For each position, where the pair that ends there ended before; -1: nowhere."""
+        """For each position, the earlier position at which the same pair of tokens ended; -1 if
+        there is none."""
 
     def extend(self, token_ids: list[int]) -> None:
-        """Add all tokens except the last one."""
+        """Add the sequence's new tokens to the index, except the last one."""
         last_token, last_pair, earlier = self._last_token, self._last_pair, self._earlier
         for position in range(len(earlier), len(token_ids) - 1):
             token = token_ids[position]
@@ -112,7 +121,8 @@ class _Index:
                 earlier.append(-1)
 
     def longest_match(self, token_ids: list[int]) -> tuple[int, int]:
-        """End and length of the suffix's longest match, the latest on a tie; length 0 if none."""
+        """Find the longest earlier match of the sequence's end. Returns the match's end and length,
+        the latest on a tie; length 0 if there is none."""
         last = len(token_ids) - 1
         if last < 1:
             return 0, 0
@@ -132,7 +142,8 @@ class _Index:
 
 
 def _match_length(token_ids: list[int], end: int, last: int) -> int:
-    """Number of tokens up to ``end`` that equal those up to ``last``; the last two do."""
+    """Length of the common suffix of the tokens up to ``end`` and those up to ``last``, both
+    included. At least the last two are known to be equal."""
     most = min(_LONGEST, end + 1)
     length = 2
     while length < most and token_ids[end - length] == token_ids[last - length]:
@@ -141,7 +152,8 @@ def _match_length(token_ids: list[int], end: int, last: int) -> int:
 
 
 def _continued(token_ids: list[int], end: int, count: int) -> list[int]:
-    """The ``count`` tokens that follow ``end``. After the last token, the draft continues itself.
+    """Return the ``count`` tokens that follow position ``end``. After the sequence's last token,
+    the draft itself is repeated.
 
     So a repeated passage continues to be repeated, however short it is.
     """
@@ -155,74 +167,81 @@ def _continued(token_ids: list[int], end: int, count: int) -> list[int]:
 DRAFTERS = ("none", "ngram", "draft", "eagle", "medusa")
 """Names of speculative methods in the configuration."""
 TOKEN_DRAFTERS = ("none", "ngram")
-"""Names of the methods that use only the tokens."""
+"""Names of the speculative methods that use only a sequence's tokens, and no model."""
 MAX_DRAFT_TOKENS = 13
-"""Maximum drafted tokens of a sequence in a step: with its own token, a pass of linear.h."""
+"""Maximum draft tokens of a sequence in a step. With the sequence's own token, they fit one pass of
+linear.h."""
 
 CostsOf = Callable[[int, int, int], list[float] | None]
-"""Costs of steps with 0, 1, … drafted tokens; see ``DraftLength.choose``. Arguments: decoding
-sequences, tokens without drafts, maximum drafted tokens. None: check no drafts."""
+"""Estimates the costs of steps with 0, 1, … draft tokens; see ``DraftLength.choose``. Arguments:
+decoding sequences, tokens without drafts, maximum draft tokens. None means that no drafts should be
+verified."""
 
 
 class StepSpeculation(Protocol):
-    """The runner's interface to speculation, called step by step."""
+    """The runner's interface to speculation. Its methods are called at each step."""
 
     @property
     def drafter(self) -> str:
-        """Name of the drafter."""
+        """Name of the speculative method in the configuration."""
 
     @property
     def watches(self) -> bool:
-        """Whether the runner has to call ``computed``."""
+        """Whether the runner must call ``computed`` after each step."""
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """Layers of the model that ``computed`` needs; see ``StepInput.hidden_layers``."""
+        """The target's layers whose inputs ``computed`` needs, as in
+        ``StepInput.hidden_layers``."""
 
     def extend(self, rows: Sequence[PlanRow], known: Mapping[int, RunnerSequence]) -> list[PlanRow]:
-        """Add the drafts that pay to the rows; ``known`` has every row's sequence by its id."""
+        """Add to the rows the drafts that are expected to pay; ``known`` has every row's sequence
+        by id."""
 
     def takes_prompt(self) -> bool:
-        """Whether to process one more sequence's prompt while it is computed."""
+        """Whether the drafter should process one more sequence's prompt while it is computed."""
 
     def verified(self, sequence_id: int, drafted: int, kept: int) -> None:
-        """Record that the first ``kept`` of a sequence's ``drafted`` tokens were right."""
+        """Record that a step accepted the first ``kept`` of a sequence's ``drafted`` draft
+        tokens."""
 
     def computed(
         self,
         rows: Sequence[ComputedRow],
         hidden: torch.Tensor | None,
     ) -> None:
-        """Process a computed step, whose tokens are drawn; see ``ModelDrafter.computed``."""
+        """Process a computed step whose tokens are sampled; see ``ModelDrafter.computed``."""
 
     def observe(self, batch: int, drafted: int, seconds: float) -> None:
         """Record the total duration of a step in which only ``batch`` sequences decoded."""
 
     def forget(self, sequence_id: int) -> None:
-        """Drop a sequence's state."""
+        """Drop the state of a sequence that has ended."""
 
     def use_threads(self, threads: int) -> None:
-        """See ``StepModel``."""
+        """Set the number of CPU threads of the drafter."""
 
     def share_cores(self, share: CoreShare) -> None:
-        """See ``ModelDrafter``."""
+        """Share the host's cores with other engines, if the drafter's model supports that."""
 
 
 class Speculation:
-    """Drafts with a ``Drafter``, which uses only tokens. Implements ``StepSpeculation``."""
+    """Drafts with a ``Drafter``, which uses only a sequence's tokens. Implements
+    ``StepSpeculation``."""
 
     watches = False
     hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, drafter: Drafter, length: DraftLength | None = None) -> None:
-        """``length`` chooses how much of each draft is checked; None: by measured costs."""
+        """``length`` chooses how many tokens of each draft are verified; None: chosen from measured
+        durations."""
         self._drafter = drafter
         self._length = length or DraftLength()
         self._drafts: dict[int, Draft] = {}
 
     @property
     def drafter(self) -> str:
-        """Name of the drafter."""
+        """Name of the speculative method in the configuration."""
         return self._drafter.name
 
     def extend(
@@ -231,7 +250,8 @@ class Speculation:
         known: Mapping[int, RunnerSequence],
         costs_of: CostsOf | None = None,
     ) -> list[PlanRow]:
-        """See ``StepSpeculation``. ``costs_of`` replaces the measured costs."""
+        """Add to the rows the drafts that are expected to pay. ``costs_of`` replaces the measured
+        step durations."""
         self._drafts = {}
         for row in rows:
             if row.limit:
@@ -269,36 +289,39 @@ class Speculation:
         return with_draft(row, self._drafts[row.sequence_id].token_ids[:count])
 
     def verified(self, sequence_id: int, drafted: int, kept: int) -> None:
-        """Record that the first ``kept`` of a sequence's ``drafted`` tokens were right."""
+        """Record that a step accepted the first ``kept`` of a sequence's ``drafted`` draft
+        tokens."""
         if drafted:
             evidence = self._drafts[sequence_id].evidence
             self._length.verified(sequence_id, evidence, drafted, kept)
 
     def observe(self, batch: int, drafted: int, seconds: float) -> None:
-        """See ``DraftLength.observe``."""
+        """Record the duration of a step that decoded ``batch`` sequences and verified ``drafted``
+        draft tokens."""
         self._length.observe(batch, drafted, seconds)
 
     def forget(self, sequence_id: int) -> None:
-        """Drop a sequence's state."""
+        """Drop the state of a sequence that has ended."""
         self._drafter.forget(sequence_id)
         self._length.forget(sequence_id)
 
     def takes_prompt(self) -> bool:
-        """Return False: this drafter processes no prompts."""
+        """Return False, because a drafter without a model processes no prompts."""
         return False
 
     def computed(self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None) -> None:
-        """Do nothing: ``watches`` is false."""
+        """Do nothing; the runner does not call it, because ``watches`` is false."""
 
     def use_threads(self, threads: int) -> None:
-        """Do nothing: this drafter uses no threads."""
+        """Do nothing: a drafter without a model uses no threads."""
 
     def share_cores(self, share: CoreShare) -> None:
-        """Do nothing: this drafter uses no threads."""
+        """Do nothing: a drafter without a model shares no cores."""
 
 
 def make_speculation(name: str) -> Speculation | None:
-    """Make the speculation of a drafter that uses only tokens, by name; None for ``none``.
+    """Make the speculation for a method that uses only a sequence's tokens, by name; None for
+    ``none``.
 
     Raises ValueError for another name.
     """
@@ -307,19 +330,23 @@ def make_speculation(name: str) -> Speculation | None:
 
 
 def make_drafter(name: str) -> Drafter | None:
-    """Make a drafter by name, as ``make_speculation`` does."""
+    """Make the drafter for a method that uses only a sequence's tokens, by name; None for ``none``.
+
+    Raises ValueError for another name.
+    """
     if name not in TOKEN_DRAFTERS:
         raise ValueError(f"drafter {name!r} needs a model")
     return None if name == "none" else NgramDrafter()
 
 
 def with_draft(row: PlanRow, draft: Sequence[int]) -> PlanRow:
-    """Add a draft to a row of a sequence's last token."""
+    """Add a draft to a row that computes only a sequence's last token."""
     return replace(row, count=row.count + len(draft), draft=tuple(draft))
 
 
 def kept_tokens(draft: Sequence[int], drawn: Sequence[int]) -> int:
-    """Number of leading tokens of a draft that equal those drawn in their places."""
+    """Number of leading draft tokens that the target accepts: those equal to the tokens drawn in
+    their positions."""
     kept = 0
     while kept < len(draft) and draft[kept] == drawn[kept]:
         kept += 1

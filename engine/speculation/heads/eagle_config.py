@@ -20,23 +20,24 @@ FEATURE_LAYERS = 3
 
 @dataclass(frozen=True, slots=True)
 class EagleConfig:
-    """The shape of a head, and its inputs from the target."""
+    """The shape of an EAGLE-3 head, and the layers of the target from which it takes its input."""
 
     model: ModelConfig
-    """Configuration of its one layer; ``vocab_size`` is the target's."""
+    """Configuration of the head's one layer; ``vocab_size`` is the target's."""
     draft_vocab_size: int
-    """Number of tokens that it can draft."""
+    """Number of tokens in the vocabulary from which the head drafts."""
     feature_layers: tuple[int, ...]
-    """The target's layers whose inputs it takes, as in ``StepInput.hidden_layers``."""
+    """The target's layers whose inputs the head takes, as numbers in
+    ``StepInput.hidden_layers``."""
     target_hidden_size: int
     norm_before_residual: bool
-    """Whether its residual stream begins with the normed feature."""
+    """Whether the head's residual stream begins with the normed feature."""
 
 
 def load_eagle_config(folder: Path, target: ModelConfig) -> EagleConfig:
-    """Read ``config.json`` of a head for a target.
+    """Read the ``config.json`` of an EAGLE-3 head that was trained for ``target``.
 
-    Raises ConfigError if it is no EAGLE-3 head, or belongs to another target.
+    Raises ConfigError if ``folder`` has no EAGLE-3 head, or a head of another target.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -114,10 +115,10 @@ def _model(fields: ConfigFields, target: ModelConfig) -> ModelConfig:
 
 
 def _feature_layers(fields: ConfigFields, target: ModelConfig) -> tuple[int, ...]:
-    """The layers whose inputs the head takes.
+    """Choose the target's layers whose inputs the head takes.
 
     By default, as heads are trained, these are layers 2, n / 2 and n - 3 of n. A checkpoint may
-    name others by their outputs; the result is then the layers after those.
+    list other layers whose *outputs* it takes; the result is then the layer after each.
     """
     eagle = fields.object("eagle_config")
     if not eagle.flag("use_aux_hidden_state", True):

@@ -31,43 +31,47 @@ from engine.speculation.model_drafter import (
 from engine.speculation.speculation import MAX_DRAFT_TOKENS
 
 _MAX_WAITING = 16
-"""Maximum tokens of a sequence whose rows wait until it drafts; computing them costs little more
-than one."""
+"""Maximum number of a sequence's tokens whose head rows wait until the sequence drafts; computing
+this many costs little more than computing one."""
 _MAX_MISSING = 16
-"""Maximum rows that may have zeros for their features; with more, the head has too little input."""
+"""Maximum number of head rows that may have zeros in place of features. With more, the head has too
+little input, and does not draft."""
 _OUTPUT = (1,)
-"""Output of the head's one layer, as an entry of ``StepInput.hidden_layers``."""
+"""Number of the head's output as an entry of ``StepInput.hidden_layers``: the head has one
+layer."""
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """Layer states of a sequence's latest tokens, whose rows are not computed yet."""
+    """Target layer inputs of a sequence's latest tokens, for which the head has not computed its
+    rows yet."""
 
     start: int
-    """Position of the first token."""
+    """Position of the first of these tokens in the sequence."""
     states: list[torch.Tensor] = field(default_factory=list)
-    """Consecutive parts, each fp32 [tokens, feature_layers, hidden_size]."""
+    """Layer inputs in consecutive parts, each fp32 [tokens, feature_layers, hidden_size]."""
 
     @property
     def end(self) -> int:
         return self.start + sum(len(states) for states in self.states)
 
     def between(self, first: int, end: int) -> torch.Tensor:
-        """The states of tokens ``first`` … ``end - 1``."""
+        """Return the target's layer inputs for the tokens ``first`` … ``end - 1``."""
         states = self.states[0] if len(self.states) == 1 else torch.cat(self.states)
         return states[first - self.start : end - self.start]
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rows of a sequence that the head computes."""
+    """Rows of one sequence that the head computes in one of its steps."""
 
     row: PlanRow
     token_ids: list[int]
 
 
 class EagleDrafter(CachedDrafter):
-    """Implements ``ModelDrafter``. Owned by the engine thread."""
+    """Drafts token by token with an EAGLE-3 head. Implements ``ModelDrafter``. Owned by the engine
+    thread."""
 
     name = "eagle"
     max_tokens = MAX_DRAFT_TOKENS
@@ -79,7 +83,8 @@ class EagleDrafter(CachedDrafter):
         filled: FilledSlots,
         sampler: Sampler,
     ) -> None:
-        """``steps`` computes the head over the cache's group ``drafter``; ``filled`` tracks it."""
+        """``steps`` computes the head over the cache's group ``drafter``; ``filled`` records which
+        slots of that group have KV."""
         super().__init__(steps, filled)
         self._model = model
         self._draws = DraftDraws(model.token_ids, model.config.vocab_size, sampler)
@@ -88,11 +93,12 @@ class EagleDrafter(CachedDrafter):
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """See ``ModelDrafter``."""
+        """The target's layers whose inputs ``computed`` needs."""
         return self._model.feature_layers
 
     def backlog(self, query: DraftQuery) -> int | None:
-        """See ``ModelDrafter``."""
+        """Number of tokens that the head must process before it can draft for a sequence; None if
+        it cannot draft."""
         last = query.row.start
         waiting = self._waiting.get(query.row.sequence_id)
         if waiting is None or waiting.end != last:
@@ -101,14 +107,15 @@ class EagleDrafter(CachedDrafter):
         return None if self._missing(query.row, filled) > _MAX_MISSING else last - filled
 
     def catch_up(self, query: DraftQuery, most: int) -> None:
-        """See ``ModelDrafter``."""
+        """Process up to ``most`` tokens that the head has not processed yet."""
         row = query.row
         start = self._filled.count(row, row.start)
         end = min(start + most, row.start)
         self._take_in([_part(row, query.known.token_ids, start, end)])
 
     def propose(self, queries: Sequence[DraftQuery]) -> list[list[int]]:
-        """See ``ModelDrafter``. Each step covers all sequences that still draft."""
+        """Draft tokens for each query. Each step of the head covers all sequences that still
+        draft."""
         parts = []
         for query in queries:
             row, tokens = query.row, query.known.token_ids
@@ -143,7 +150,8 @@ class EagleDrafter(CachedDrafter):
         return drafts
 
     def _drawn(self, step: StepInput, draws: list[SampleRow]) -> tuple[list[int], torch.Tensor]:
-        """The token after each part, and the feature for the part's last token."""
+        """Run a step of the head. Returns the token drawn after each part, and the feature of each
+        part's last token."""
         found = self._steps.run(step)
         assert found.hidden is not None
         behind = found.hidden[:, 0]
@@ -157,11 +165,12 @@ class EagleDrafter(CachedDrafter):
     def computed(
         self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None, *, prompts: bool
     ) -> int:
-        """See ``ModelDrafter``.
+        """Process a step that the target has computed. Returns the number of tokens that were
+        processed at once.
 
         Computed prompt tokens are always processed at once. Their features are too large to be
         kept, and processing takes a fiftieth of the model's time. Answer tokens are processed when
-        they fill a block, since it may then be sent, or when many wait.
+        they fill a block, since the block may then be sent, or when many wait.
         """
         assert hidden is not None, "the model must return hidden states"
         parts = []
@@ -183,13 +192,14 @@ class EagleDrafter(CachedDrafter):
         return sum(part.row.count for part in parts if part.row.count > _MAX_WAITING)
 
     def _is_due(self, found: ComputedRow, waiting: int) -> bool:
-        """Whether ``waiting`` rows have to be computed after this step."""
+        """Whether a sequence's ``waiting`` tokens have to be processed now, after the step of
+        ``found``."""
         start, size = found.row.start, self._filled.block_size
         full = (start + found.right) // size > start // size
         return _is_chunk(found) or full or waiting > _MAX_WAITING
 
     def _missing(self, row: PlanRow, filled: int) -> int:
-        """Number of tokens after the filled ones whose rows have no feature."""
+        """Number of tokens after the first ``filled`` ones for which the head has no feature."""
         return self._waiting[row.sequence_id].start - filled
 
     def _keep(self, row: PlanRow, states: torch.Tensor) -> None:
@@ -200,7 +210,7 @@ class EagleDrafter(CachedDrafter):
         waiting.states.append(states.clone())
 
     def _take_in(self, parts: Sequence[_Part]) -> None:
-        """Compute rows only for their keys and values."""
+        """Compute the parts' rows only in order to store their keys and values."""
         self._steps.run(_step(parts, [], greedy=True, states=self._states(parts)))
         for part in parts:
             end = part.row.start + part.row.count
@@ -208,10 +218,11 @@ class EagleDrafter(CachedDrafter):
             self._forget_before(part.row.sequence_id, end - 1)
 
     def _states(self, parts: Iterable[_Part]) -> torch.Tensor:
-        """States for all parts' rows: fp32 [tokens, feature_layers, hidden_size].
+        """Collect the target's layer inputs for all parts' rows: fp32 [tokens, feature_layers,
+        hidden_size].
 
-        Each row gets the states of the token before it. The head's C++ code makes the features.
-        Torch's threads would busy-wait afterwards on the cores that the model needs next.
+        Each row gets those of the token before it. The head's C++ code makes the features. Torch's
+        threads would busy-wait afterwards on the cores that the model needs next.
         """
         found = []
         for part in parts:
@@ -225,7 +236,8 @@ class EagleDrafter(CachedDrafter):
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _forget_before(self, sequence_id: int, position: int) -> None:
-        """Drop the states of tokens before ``position``, since the rows after them are filled."""
+        """Drop a sequence's stored layer inputs of tokens before ``position``: the rows that use
+        them are computed."""
         waiting = self._waiting.get(sequence_id)
         if waiting is not None and waiting.start < position:
             kept = waiting.between(position, waiting.end).clone()
@@ -236,13 +248,13 @@ class EagleDrafter(CachedDrafter):
         self._forget_before(row.sequence_id, end - 1)
 
     def forget(self, sequence_id: int) -> None:
-        """See ``ModelDrafter``."""
+        """Drop the state of a sequence; an unknown one is ignored."""
         super().forget(sequence_id)
         self._waiting.pop(sequence_id, None)
 
 
 def _is_chunk(found: ComputedRow) -> bool:
-    """Whether the row is a chunk of a prompt."""
+    """Whether a computed row was a chunk of a prompt."""
     return found.row.count > 1 and not found.drafted
 
 
@@ -267,7 +279,7 @@ def _part(row: PlanRow, tokens: Sequence[int], start: int, end: int) -> _Part:
 
 
 def _last_places(parts: Iterable[_Part]) -> list[int]:
-    """Index of each part's last token in the step."""
+    """Index in the head's step of each part's last token."""
     places, end = [], 0
     for part in parts:
         end += part.row.count

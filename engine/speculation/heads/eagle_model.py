@@ -23,12 +23,12 @@ from engine.sampling.step import StepInput, StepOutput
 from engine.speculation.heads.eagle_config import FEATURE_LAYERS, EagleConfig
 
 _LAYERS = ("midlayer", "layers.0", "model.layers.0")
-"""Prefixes of the layer's tensor names: as published, and after common conversions."""
+"""Prefixes of the tensor names of the head's layer: as published, and after common conversions."""
 _EMBEDDING = "embed_tokens.weight"
 
 
 class EagleModel(DecoderModel):
-    """The head of a target, in plain torch, as the reference. Holds no state except its weights."""
+    """An EAGLE-3 head in plain torch, as the reference. It holds no state except its weights."""
 
     def __init__(
         self,
@@ -37,10 +37,10 @@ class EagleModel(DecoderModel):
         target: DecoderModel,
         device: torch.device,
     ) -> None:
-        """``weights`` uses the published names.
+        """``weights`` maps the published tensor names to weights.
 
-        These are ``fc``, ``midlayer.*``, ``norm``, ``lm_head``, ``d2t``, and ``embed_tokens`` if
-        the head does not share the target's. Raises ConfigError if one is missing or its shape
+        The names are ``fc``, ``midlayer.*``, ``norm``, ``lm_head``, ``d2t``, and ``embed_tokens``
+        if the head does not share the target's. Raises ConfigError if one is missing or its shape
         differs from ``config``.
         """
         tensors = NamedTensors(weights)
@@ -60,7 +60,7 @@ class EagleModel(DecoderModel):
         """int64 [draft_vocab_size]: the target's ids of the tokens that the head can draft."""
 
     def features(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Make features, fp32 [tokens, hidden_size].
+        """Make the head's features, fp32 [tokens, hidden_size], from inputs of the target's layers.
 
         ``hidden`` has the inputs of the target's ``feature_layers``: fp32 [tokens, feature_layers,
         target_hidden_size].
@@ -75,9 +75,10 @@ class EagleModel(DecoderModel):
         cache: KvGroup,
         layer_done: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
-        """Compute fp32 [tokens, hidden_size] from tokens and features, and store keys and values.
+        """Compute the head's layer for tokens and their features, and store keys and values.
+        Returns fp32 [tokens, hidden_size].
 
-        The result is the feature of a token that is drafted next, and the input of ``logits``.
+        The result is the feature for the next drafted token, and the input of ``logits``.
         """
         (layer,) = self.layers
         assert layer.feature_norm is not None
@@ -125,7 +126,7 @@ def _layer(config: EagleConfig, tensors: NamedTensors) -> Layer:
 def _embedding(
     config: EagleConfig, tensors: NamedTensors, target: DecoderModel
 ) -> tuple[Matrix, float]:
-    """The head's own embedding, or the target's, and its scale."""
+    """Return the head's own token embedding, or else the target's, and its factor."""
     model = config.model
     for name in (_EMBEDDING, f"model.{_EMBEDDING}"):
         if name in tensors:
@@ -139,7 +140,11 @@ def _embedding(
 
 
 def _token_ids(config: EagleConfig, weights: Mapping[str, Matrix]) -> torch.Tensor:
-    """The target's ids. ``d2t`` has the offset of each of the head's outputs from its id."""
+    """Make the table of the target's token id for each of the head's outputs.
+
+    The tensor ``d2t`` has, for each output, the difference between the target's id and the output's
+    number.
+    """
     count, vocab = config.draft_vocab_size, config.model.vocab_size
     places = torch.arange(count)
     found = weights.get("d2t")
@@ -156,9 +161,11 @@ def _token_ids(config: EagleConfig, weights: Mapping[str, Matrix]) -> torch.Tens
 
 
 class EagleTorchStep(TorchStepModel):
-    """The reference implementation of ``engine.sampling.step.StepModel`` for a head.
+    """Computes an EAGLE head's steps in plain torch. Reference implementation of
+    ``engine.sampling.step.StepModel``.
 
-    It takes ``StepInput.features`` or ``states``; its ``hidden`` is the output of its one layer.
+    Each step needs ``StepInput.features`` or ``states``; its ``hidden`` is the output of its one
+    layer.
     """
 
     def __init__(self, model: EagleModel, cache: KvGroup, device: torch.device) -> None:

@@ -22,24 +22,26 @@ from engine.speculation.heads.medusa import MedusaDrafter, MedusaModel, load_med
 from engine.speculation.model_drafter import FilledSlots, ModelDrafter, Sampler
 
 HEADS = ("eagle", "medusa")
-"""Names of these drafters in the configuration."""
+"""Names in the configuration of the speculative methods that use trained heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class EagleHead:
-    """An EAGLE-3 head that drafts for a target."""
+    """A loaded EAGLE-3 head for a target; makes the drafter."""
 
     model: EagleModel
     name: str
-    """Fingerprint of its weights, since its KV is in the blocks."""
+    """Fingerprint of the head's weights. It is part of the compatibility check, since the head's KV
+    is in the blocks."""
 
     @property
     def config(self) -> ModelConfig | None:
-        """Configuration of the part that has a group of the cache."""
+        """Shape of the head's layer, whose KV is in the cache's group ``drafter``."""
         return self.model.config
 
     def drafter(self, target: DecoderModel, cache: KvCache, sampler: Sampler) -> ModelDrafter:
-        """Make the drafter over the cache's group ``drafter``, with the C++ decoder if possible."""
+        """Make the drafter. It computes the head with the C++ decoder if possible, over the cache's
+        group ``drafter``."""
         group = cache.drafter
         assert group is not None, "an EAGLE-3 head has a group of the cache"
         key = f"{self.name}-eagle-{_quantization(target)}"
@@ -54,26 +56,26 @@ class EagleHead:
 
 @dataclass(frozen=True, slots=True)
 class MedusaHeads:
-    """Medusa heads that draft for a target."""
+    """Loaded Medusa heads for a target; makes the drafter."""
 
     model: MedusaModel
     name: str = ""
-    """Empty: the heads have no KV, and the target's KV does not depend on them."""
+    """Always empty: the heads have no KV, and the target's KV does not depend on them."""
 
     @property
     def config(self) -> ModelConfig | None:
-        """None: the heads have no group of the cache."""
+        """None, because Medusa heads have no KV in the cache."""
         return None
 
     def drafter(self, target: DecoderModel, cache: KvCache, sampler: Sampler) -> ModelDrafter:
-        """See ``EagleHead``."""
+        """Make the drafter, which uses no KV."""
         return MedusaDrafter(self.model, target.config.layers, target.config.vocab_size, sampler)
 
 
 def load_heads(
     drafter: str, folder: Path, target: DecoderModel, device: torch.device, dtype: str
 ) -> EagleHead | MedusaHeads:
-    """Load the heads of a folder for a target; ``drafter`` is one of ``HEADS``.
+    """Load the EAGLE or Medusa heads in ``folder`` for a target; ``drafter`` is one of ``HEADS``.
 
     Raises ConfigError if the folder has no such heads, or heads of another target.
     """
@@ -84,23 +86,23 @@ def load_heads(
 
 
 def load_eagle(folder: Path, target: DecoderModel, device: torch.device) -> EagleModel:
-    """Load the head of a folder. Raises ConfigError; see ``load_eagle_config``."""
+    """Load the EAGLE-3 head in ``folder``. Raises ConfigError, as ``load_eagle_config`` does."""
     config = load_eagle_config(folder, target.config)
     weights = load_weights(folder, device, target.dtype, _quantization(target))
     return EagleModel(config, weights, target, device)
 
 
 def load_medusa(folder: Path, target: DecoderModel, device: torch.device) -> MedusaModel:
-    """Load the heads of a folder. Raises ConfigError; see ``load_medusa_config``."""
+    """Load the Medusa heads in ``folder``. Raises ConfigError, as ``load_medusa_config`` does."""
     config = load_medusa_config(folder, target.config)
     return MedusaModel(config, load_weights(folder, device, target.dtype), target)
 
 
 def _quantization(target: DecoderModel) -> str:
-    """The quantization of heads, which are published without one.
+    """The quantization that is applied to heads, which are published without one.
 
-    If the target is quantized, they are quantized to 8 bits: speed matters more than precision,
-    since no answer depends on a draft.
+    If the target is quantized, its heads are quantized to 8 bits: speed matters more than
+    precision, since drafts do not change an answer.
     """
     quantized = any(isinstance(layer.query.weight, QuantizedWeight) for layer in target.layers)
     return "int8" if quantized else "auto"

@@ -30,24 +30,24 @@ from engine.speculation.model_drafter import ComputedRow, DraftDraws, DraftQuery
 
 @dataclass(frozen=True, slots=True)
 class MedusaConfig:
-    """The shape of a target's heads."""
+    """The number and shape of the Medusa heads of a target."""
 
     heads: int
     blocks: int
-    """Number of blocks in each head."""
+    """Number of residual blocks in each head."""
     hidden_size: int
     vocab_size: int
     truncated_vocab_size: int
-    """Number of tokens that the heads can draft."""
+    """Number of tokens in the vocabulary from which the heads draft."""
 
 
 def load_medusa_config(folder: Path, target: ModelConfig) -> MedusaConfig:
-    """Read ``config.json`` of heads for a target.
+    """Read the ``config.json`` of Medusa heads that were trained for ``target``.
 
-    It accepts the names of the authors' checkpoints (``medusa_num_heads``) and those of vLLM's
+    Field names are accepted as in the authors' checkpoints (``medusa_num_heads``) and as in vLLM's
     (``num_heads``, ``model_type`` medusa).
 
-    Raises ConfigError if these are no Medusa heads, or heads of another target.
+    Raises ConfigError if ``folder`` has no Medusa heads, or heads of another target.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -78,12 +78,12 @@ def load_medusa_config(folder: Path, target: ModelConfig) -> MedusaConfig:
 
 
 class MedusaModel:
-    """The heads of a target, in plain torch. Holds no state except its weights."""
+    """The Medusa heads of a target, in plain torch. Holds no state except its weights."""
 
     def __init__(
         self, config: MedusaConfig, weights: Mapping[str, Matrix], target: DecoderModel
     ) -> None:
-        """Raises ConfigError if a tensor is missing or has the wrong shape."""
+        """Raises ConfigError if a tensor of the heads is missing or has the wrong shape."""
         tensors = NamedTensors(_plain_names(config, weights))
         hidden = config.hidden_size
         self.token_ids = _token_ids(config, weights)
@@ -106,7 +106,8 @@ class MedusaModel:
         return len(self._heads)
 
     def logits(self, hidden: torch.Tensor, heads: int) -> torch.Tensor:
-        """Logits of the first ``heads`` heads: fp32 [heads, rows, truncated_vocab_size].
+        """Compute the logits of the first ``heads`` heads: fp32 [heads, rows,
+        truncated_vocab_size].
 
         ``hidden`` is fp32 [rows, hidden_size], the output of the target's last layer.
         """
@@ -165,20 +166,23 @@ def _token_ids(config: MedusaConfig, weights: Mapping[str, Matrix]) -> torch.Ten
 
 
 _MAX_DECODED = 16
-"""Maximum tokens of a decode row; a longer row belongs to a prompt (``MAX_DRAFT_TOKENS``)."""
+"""Maximum tokens of a row that decodes; a longer row is a chunk of a prompt
+(``MAX_DRAFT_TOKENS``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The last layer's output for a sequence's second to last token."""
+    """The target's last layer's output for a sequence's second to last token, from which the last
+    token was drawn."""
 
     position: int
     hidden: torch.Tensor
-    """The output, fp32 [hidden_size]."""
+    """The last layer's output, fp32 [hidden_size]."""
 
 
 class MedusaDrafter:
-    """Implements ``ModelDrafter``. Owned by the engine thread."""
+    """Drafts several tokens at once with Medusa heads. Implements ``ModelDrafter``. Owned by the
+    engine thread."""
 
     name = "medusa"
 
@@ -189,7 +193,7 @@ class MedusaDrafter:
         vocab_size: int,
         sampler: Sampler,
     ) -> None:
-        """``layers`` and ``vocab_size`` are those of the target."""
+        """``layers`` and ``vocab_size`` are the target's numbers of layers and tokens."""
         self._model = model
         self._layers = (layers,)
         self._draws = DraftDraws(model.token_ids, vocab_size, sampler)
@@ -198,28 +202,30 @@ class MedusaDrafter:
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """See ``ModelDrafter``.
+        """Number of the target's last output, which ``computed`` needs; empty for a step with
+        prompts.
 
-        Empty for a step with prompts: the last layer's output would be computed for all tokens of
-        the prompts, and only their last tokens need it.
+        In a step with prompts, the target would return this output for all tokens of the prompts,
+        and only their last tokens need it.
         """
         return () if self._prompts else self._layers
 
     @property
     def max_tokens(self) -> int:
-        """See ``ModelDrafter``."""
+        """Maximum tokens of a draft: one for each head."""
         return self._model.heads
 
     def backlog(self, query: DraftQuery) -> int | None:
-        """See ``ModelDrafter``; there is no backlog."""
+        """Return 0 if the drafter can draft for a sequence, None if it cannot. There is never a
+        backlog."""
         seen = self._seen.get(query.row.sequence_id)
         return 0 if seen is not None and seen.position == query.row.start - 1 else None
 
     def catch_up(self, query: DraftQuery, most: int) -> None:
-        """Do nothing: there is no backlog."""
+        """Do nothing: Medusa heads have no backlog."""
 
     def propose(self, queries: Sequence[DraftQuery]) -> list[list[int]]:
-        """See ``ModelDrafter``."""
+        """Draft tokens for each query, all with one pass of the heads."""
         hidden = torch.stack([self._seen[query.row.sequence_id].hidden for query in queries])
         most = max(query.most for query in queries)
         drafts: list[list[int]] = [[] for _ in queries]
@@ -233,13 +239,14 @@ class MedusaDrafter:
         return [draft[: query.most] for draft, query in zip(drafts, queries, strict=True)]
 
     def begin(self, rows: Sequence[PlanRow]) -> None:
-        """See ``ModelDrafter``."""
+        """Prepare for a step: note whether it has prompts."""
         self._prompts = any(not row.sample or row.count > _MAX_DECODED for row in rows)
 
     def computed(
         self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None, *, prompts: bool
     ) -> int:
-        """See ``ModelDrafter``; no tokens are processed."""
+        """Keep the last layer's output for each sequence. Returns 0, because no tokens are
+        processed."""
         for found in rows:
             row = found.row
             if hidden is None or not row.sample:
@@ -251,7 +258,7 @@ class MedusaDrafter:
         return 0
 
     def forget(self, sequence_id: int) -> None:
-        """See ``ModelDrafter``."""
+        """Drop the state of a sequence; an unknown one is ignored."""
         self._seen.pop(sequence_id, None)
 
     def use_threads(self, threads: int) -> None:

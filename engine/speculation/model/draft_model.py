@@ -1,4 +1,4 @@
-"""Drafts with a smaller model that has the same tokenizer.
+"""Drafts tokens with a smaller model that has the same tokenizer.
 
 This is speculative decoding (Leviathan et al., 2023; Chen et al., 2023) with one difference: a
 drafted token is kept if the model draws the same token. Both models draw with the same noise of the
@@ -30,14 +30,15 @@ from engine.speculation.model_drafter import (
 from engine.speculation.speculation import MAX_DRAFT_TOKENS
 
 _GAP = 2 * MAX_DRAFT_TOKENS
-"""Maximum missing tokens before a chunk that are processed together with it."""
+"""Maximum number of missing tokens before a chunk that the draft model processes together with the
+chunk."""
 
 
 class DraftModel(CachedDrafter):
-    """Implements ``ModelDrafter``. Owned by the engine thread.
+    """Drafts tokens with a draft model. Implements ``ModelDrafter``. Owned by the engine thread.
 
-    It may process prompts while they are computed. For other tokens it lags behind until it drafts.
-    Grammars are not applied: a token that the grammar forbids is not kept.
+    It may process prompts while they are computed. It processes other tokens only when it drafts.
+    Drafts ignore grammars; the target does not accept a token that the grammar forbids.
     """
 
     name = "draft"
@@ -47,30 +48,33 @@ class DraftModel(CachedDrafter):
     def __init__(
         self, model: StepModel, filled: FilledSlots, context_length: int, sampler: Sampler
     ) -> None:
-        """``model`` computes over the cache's group ``drafter``; ``filled`` tracks that group.
+        """``model`` computes over the cache's group ``drafter``; ``filled`` records which slots of
+        the group have KV.
 
-        The group can hold ``context_length`` tokens.
+        The group can hold ``context_length`` tokens of a sequence.
         """
         super().__init__(model, filled)
         self._context_length = context_length
         self._sampler = sampler
 
     def backlog(self, query: DraftQuery) -> int | None:
-        """See ``ModelDrafter``."""
+        """Number of tokens that the draft model must process before it can draft for a sequence;
+        None if it cannot draft."""
         last = query.row.start
         if last + query.most >= self._context_length:
             return None
         return last - self._filled.count(query.row, last)
 
     def catch_up(self, query: DraftQuery, most: int) -> None:
-        """See ``ModelDrafter``."""
+        """Process up to ``most`` tokens that the draft model has not processed yet."""
         row = query.row
         start = self._filled.count(row, row.start)
         count = min(most, row.start - start)
         self._take_in([(part_of(row, start, count), query.known.token_ids)])
 
     def propose(self, queries: Sequence[DraftQuery]) -> list[list[int]]:
-        """See ``ModelDrafter``. Each step covers all sequences that still draft."""
+        """Draft tokens for each query. Each step of the draft model covers all sequences that still
+        draft."""
         drafts: list[list[int]] = [[] for _ in queries]
         for length in range(max(query.most for query in queries)):
             work = StepWork()
@@ -107,7 +111,12 @@ class DraftModel(CachedDrafter):
     def computed(
         self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None, *, prompts: bool
     ) -> int:
-        """See ``ModelDrafter``. A draft's last token was only drawn, and not computed."""
+        """Process a step that the target has computed. Returns the number of tokens that were
+        processed at once.
+
+        The draft model has not computed the KV of a draft's last token, because it only sampled
+        that token.
+        """
         chunks = []
         for found in rows:
             row = found.row
@@ -121,10 +130,11 @@ class DraftModel(CachedDrafter):
         return sum(row.count for row, _ in chunks)
 
     def _to_take_in(self, row: PlanRow) -> PlanRow | None:
-        """Extend a chunk by the missing tokens before it; None if there are too many, or no room.
+        """Extend a chunk of a prompt by the few missing tokens before it; None if there are too
+        many, or no room.
 
-        After a gap, it would attend to keys that are not there. A few tokens are missing if the
-        prompt contains an earlier answer.
+        Without them, the chunk would attend to keys that are not there. Some tokens are missing if
+        the prompt contains an earlier answer.
         """
         end = row.start + row.count
         start = self._filled.count(row, row.start)
@@ -133,7 +143,8 @@ class DraftModel(CachedDrafter):
         return part_of(row, start, end - start)
 
     def _take_in(self, parts: Sequence[tuple[PlanRow, list[int]]]) -> None:
-        """Compute rows' tokens; each row comes with the tokens of its sequence."""
+        """Compute rows in the draft model only to store their KV; each row comes with all tokens of
+        its sequence."""
         token_ids: list[int] = []
         for row, tokens in parts:
             token_ids += tokens[row.start : row.start + row.count]
@@ -145,9 +156,9 @@ class DraftModel(CachedDrafter):
 def check_vocabulary(
     folder: Path, config: ModelConfig, draft_folder: Path, draft_config: ModelConfig
 ) -> None:
-    """Raise ConfigError, with both folders, if a token id has different texts.
+    """Raise ConfigError, with both folders, if a token id has different texts in the two models.
 
-    Only the ids matter: only the model splits texts into tokens and applies templates.
+    Only the ids matter: the draft model never splits text into tokens or applies templates.
     """
     sizes = config.vocab_size, draft_config.vocab_size
     if sizes[0] != sizes[1]:
@@ -166,7 +177,7 @@ def check_vocabulary(
 
 
 def _tokens(folder: Path) -> dict[int, str]:
-    """The texts of a tokenizer.json's tokens by their ids. Raises ConfigError."""
+    """Read the texts of a tokenizer.json's tokens, by token id. Raises ConfigError."""
     path = folder / "tokenizer.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

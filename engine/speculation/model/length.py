@@ -1,7 +1,8 @@
-"""How many tokens a drafter with its own model drafts, chosen from its costs before it drafts.
+"""Chooses how many tokens a drafter with its own model drafts. The choice is made before drafting,
+because drafting costs time.
 
-Probabilities are learned by a token's place in its draft, and by the sequence's recent drafts.
-Plain Python: no clock, no I/O. Owned by the engine thread.
+The probability of acceptance is estimated from a token's position in its draft, and from the
+sequence's recent drafts. Plain Python: no clock, no I/O. Owned by the engine thread.
 """
 
 from __future__ import annotations
@@ -12,42 +13,44 @@ from dataclasses import dataclass
 from engine.speculation.length import MAX_IN_A_STEP, DraftLength, Proposal, best_count, towards
 
 EVIDENCE = 4
-"""Evidence of a draft's first token, in the measure of ``DraftLength``: a model guesses better than
-a single token that occurred before."""
+"""Evidence of the first token of a model's draft, on the scale of ``DraftLength``: a model guesses
+better than an n-gram match of one token."""
 PIECE = 64
-"""Maximum tokens of a backlog that are processed with one step, because other sequences wait for
-it."""
+"""Maximum backlog tokens that the drafter processes per step, because other sequences wait for the
+step."""
 _SPREAD_STEPS = 32
-"""Number of later steps over which the cost of a backlog is spread."""
+"""Number of steps over which the cost of processing a backlog is spread."""
 _RATE = 0.05
-"""Weight of a step in the average of whether drafts pay."""
+"""Weight of the latest step in the average of whether drafts were expected to pay."""
 _MIN_PAYING = 0.25
-"""Minimum share of the latest steps that were expected to gain, for drafts to count as paying."""
+"""Minimum share of the latest steps in which drafts were expected to gain, for drafting to count as
+worthwhile."""
 _TRIALS = 16
-"""Number of initial drafts that are made in any case, to measure the drafter's cost and value."""
+"""Number of initial drafts that are made in any case, to measure the drafter's cost and
+acceptance."""
 _LONGEST_TRIAL_STEPS = 20.0
-"""Maximum duration of a backlog for a trial, in steps."""
+"""Maximum time to process a backlog for a trial draft, in durations of a step."""
 _PROBE_SHARE = 0.02
-"""Share of the time for drafts that are not expected to pay. A part of it is spent on the drafter's
-backlog."""
+"""Share of the time that may be spent on drafts that are not expected to pay. A part of it is spent
+on the drafter's backlog."""
 _IDLE_STEPS, _LOOK_EVERY = 32, 8
-"""After the first number of steps without a draft, only one of the second number of steps is
-considered: considering a step takes time as well."""
+"""After the first number of steps without a draft, drafting is considered only in one of the second
+number of steps, because considering it takes time as well."""
 _PROMPT_EVERY = 15
-"""If drafts do not pay, one of this number of prompts is processed, to see whether they would. The
-number is odd, because a prompt that is computed elsewhere counts twice: when blocks are promised,
-and when they have arrived."""
+"""If drafts do not pay, the drafter still processes one of this number of prompts, to see whether
+they would. The number is odd, because a prompt that is computed on another worker counts twice:
+when blocks are reserved, and when they have arrived."""
 
 
 _STEP_SHARE = 0.1
-"""Assumed cost of a drafter's step until it is measured, as a share of the model's step."""
+"""Assumed duration of a drafter's step, as a share of the target's step, until it is measured."""
 _TOKENS_A_STEP = 8
-"""Assumed number of backlog tokens that cost the same as a step, until it is measured: a step of
-few tokens is bound by memory."""
+"""Assumed number of backlog tokens that take as long as one step of the drafter, until it is
+measured: a step of few tokens is bound by memory."""
 
 
 class DraftingTime:
-    """Learned duration of drafting with the drafter's own model.
+    """Measured durations of drafting with a drafter's own model.
 
     A draft of k tokens takes k steps of a small model, one after another, for all sequences that
     draft.
@@ -58,24 +61,28 @@ class DraftingTime:
         self._token: float | None = None
 
     def observe(self, sequences: int, steps: int, seconds: float) -> None:
-        """Record the duration of ``steps`` steps of ``sequences`` sequences, without a backlog."""
+        """Record the duration of ``steps`` draft steps for ``sequences`` sequences that had no
+        backlog."""
         found = seconds / steps
         key = _power_of_two(sequences)
         self._steps[key] = towards(self._steps.get(key), found)
 
     def observe_tokens(self, tokens: int, seconds: float) -> None:
-        """Record the duration of processing ``tokens`` tokens of a prompt or a backlog."""
+        """Record the duration of processing ``tokens`` prompt or backlog tokens with the drafter's
+        model."""
         self._token = towards(self._token, seconds / tokens)
 
     def step(self, sequences: int, model_step: float) -> float:
-        """Seconds of one step of ``sequences`` sequences; ``model_step`` is a step of the model."""
+        """Estimate the seconds of one draft step for ``sequences`` sequences; ``model_step`` is the
+        duration of a step of the target."""
         if not self._steps:
             return _STEP_SHARE * model_step
         key = min(self._steps, key=lambda known: abs(known - _power_of_two(sequences)))
         return self._steps[key]
 
     def backlog(self, tokens: int, model_step: float) -> float:
-        """Seconds to process ``tokens`` tokens."""
+        """Estimate the seconds to process ``tokens`` backlog tokens; ``model_step`` is the duration
+        of a step of the target."""
         token = self._token
         if token is None:
             token = self.step(1, model_step) / _TOKENS_A_STEP
@@ -89,7 +96,7 @@ def _power_of_two(count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A sequence that may draft, and its backlog in tokens."""
+    """A sequence that may draft, with its maximum draft and its backlog in tokens."""
 
     sequence_id: int
     most: int
@@ -97,7 +104,7 @@ class Candidate:
 
 
 class ModelDraftLength(DraftLength):
-    """Chooses how many tokens each sequence drafts."""
+    """Chooses how many tokens a drafter with its own model drafts for each sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,17 +112,18 @@ class ModelDraftLength(DraftLength):
         self._paying = 1.0
         self._trials = 0
         self._probing: int | None = None
-        """The sequence that is tried with saved-up time, until it has drafted."""
+        """Id of the sequence for which a trial draft is in preparation, until it has drafted; None
+        if there is none."""
         self._prompts = 0
         self._rows = 0
         self._idle = 0
-        """Number of consecutive steps with ``_rows`` rows in which nothing was drafted."""
+        """Number of consecutive steps of ``_rows`` rows in which no sequence drafted."""
         self._unpaid = 0
-        """Number of steps whose share was not yet added to the saved-up time."""
+        """Number of steps for which no time was yet added to the saved-up time for trial drafts."""
 
     @property
     def pays(self) -> bool:
-        """Whether recent drafts have paid."""
+        """Whether drafts were expected to pay in enough of the recent steps."""
         return self._paying >= _MIN_PAYING
 
     def takes_prompt(self) -> bool:
@@ -124,7 +132,8 @@ class ModelDraftLength(DraftLength):
         return self.pays or self._prompts % _PROMPT_EVERY == 0
 
     def looks(self, rows: int) -> bool:
-        """Whether to call ``wanted`` before a step of ``rows`` rows. Call it for every step."""
+        """Whether to consider drafts before a step of ``rows`` rows, by a call of ``wanted``. It
+        must be called once before every step."""
         if rows != self._rows:
             self._rows, self._idle = rows, 0
         self._idle += 1
@@ -132,7 +141,8 @@ class ModelDraftLength(DraftLength):
         return self._idle < _IDLE_STEPS or self._idle % _LOOK_EVERY == 0
 
     def wanted(self, batch: int, candidates: Sequence[Candidate]) -> list[int]:
-        """How many tokens each candidate drafts in a step in which ``batch`` sequences decode."""
+        """Choose how many tokens each candidate drafts in a step in which ``batch`` sequences
+        decode."""
         lengths = self._lengths(batch, candidates)
         if any(lengths):
             self._idle = 0
@@ -161,7 +171,7 @@ class ModelDraftLength(DraftLength):
         return lengths
 
     def verified(self, sequence_id: int, evidence: int, drafted: int, kept: int) -> None:
-        """See ``DraftLength``."""
+        """Record that a step accepted the first ``kept`` of a draft's ``drafted`` tokens."""
         super().verified(sequence_id, evidence, drafted, kept)
         self._trials += 1
         self._idle = 0
@@ -169,19 +179,21 @@ class ModelDraftLength(DraftLength):
             self._probing = None
 
     def forget(self, sequence_id: int) -> None:
-        """See ``DraftLength``."""
+        """Drop the record of a sequence that has ended."""
         super().forget(sequence_id)
         if sequence_id == self._probing:
             self._probing = None
 
     def _try(self, lengths: list[int], candidates: Sequence[Candidate], plain: float) -> None:
-        """Draft two tokens for every candidate without a long backlog."""
+        """Set the length to two draft tokens for every candidate without a long backlog; ``plain``
+        is the duration of a step without drafts."""
         for index, candidate in enumerate(candidates):
             if self.time.backlog(candidate.backlog, plain) < _LONGEST_TRIAL_STEPS * plain:
                 lengths[index] = min(2, candidate.most)
 
     def _with_drafting(self, checking: list[float], drafting: list[Candidate]) -> list[float]:
-        """Durations of steps with drafts; ``drafting`` has the candidate of each drafted token."""
+        """Add the drafter's time to the durations of steps with 0, 1, … draft tokens; ``drafting``
+        has the candidate of each draft token."""
         costs = checking[:1]
         lengths: dict[int, int] = {}
         deepest, late = 0, 0.0
@@ -195,9 +207,10 @@ class ModelDraftLength(DraftLength):
         return costs
 
     def _probed(self, checking: list[float], candidates: Sequence[Candidate]) -> int | None:
-        """The candidate with the least backlog, if there is time to try it.
+        """Index of the candidate with the smallest backlog, if there is enough saved-up time for a
+        trial draft; else None.
 
-        A trial that has begun continues, because its backlog may take several steps.
+        A trial that has begun continues, because processing its backlog may take several steps.
         """
         index = min(
             range(len(candidates)),

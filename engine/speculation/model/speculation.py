@@ -1,4 +1,5 @@
-"""Speculation with a drafter that has its own model: how much to draft is chosen before.
+"""Speculation with a drafter that has its own model: the length of drafts is chosen before
+drafting.
 
 Steps with prompts draft nothing: such steps are bound by arithmetic, and so is drafting during
 them. Owned by the engine thread.
@@ -20,16 +21,19 @@ from engine.speculation.speculation import with_draft
 
 
 class ModelSpeculation:
-    """Implements ``engine.speculation.speculation.StepSpeculation``."""
+    """Drafts with a ``ModelDrafter``, for all sequences of a step at once. Implements
+    ``engine.speculation.speculation.StepSpeculation``."""
 
     watches = True
 
     def __init__(self, model: ModelDrafter, length: ModelDraftLength | None = None) -> None:
-        """``length`` chooses how much each sequence drafts; None: by measured costs."""
+        """``length`` chooses how many tokens each sequence drafts; None: chosen from measured
+        durations."""
         self.model = model
         self.length = length or ModelDraftLength()
         self._drafting_s = 0.0
-        """Seconds that the drafter has used in the current step, before and after the model."""
+        """Seconds that the drafter has used in the current step, before and after the target's
+        computation."""
 
     @property
     def drafter(self) -> str:
@@ -40,7 +44,8 @@ class ModelSpeculation:
         return self.model.hidden_layers
 
     def extend(self, rows: Sequence[PlanRow], known: Mapping[int, RunnerSequence]) -> list[PlanRow]:
-        """See ``StepSpeculation``."""
+        """Add drafts to the rows whose sequences draft in this step; ``known`` has every row's
+        sequence by id."""
         began = time.perf_counter()
         found = list(rows)
         if self.length.looks(len(rows)):
@@ -55,7 +60,8 @@ class ModelSpeculation:
     def _drafts(
         self, rows: Sequence[PlanRow], known: Mapping[int, RunnerSequence]
     ) -> dict[int, list[int]]:
-        """The drafts that pay, by their sequences' ids."""
+        """Draft for the sequences for which drafts are expected to pay. Returns the drafts by
+        sequence id."""
         if any(row.count > 1 or not row.sample for row in rows):
             return {}
         queries, candidates = [], []
@@ -80,9 +86,11 @@ class ModelSpeculation:
         return self._proposed(asked)
 
     def _proposed(self, asked: Sequence[tuple[DraftQuery, int]]) -> dict[int, list[int]]:
-        """Draft for queries, each with its backlog.
+        """Draft tokens for queries, each given with its backlog in tokens. Returns the drafts by
+        sequence id.
 
-        A step processes at most one piece of the backlogs; sequences with more left draft later.
+        A step processes at most ``PIECE`` backlog tokens; a sequence with more left drafts in a
+        later step.
         """
         ready, tokens, room = [], 0, PIECE
         for query, backlog in asked:
@@ -106,16 +114,18 @@ class ModelSpeculation:
         return {query.row.sequence_id: draft for query, draft in zip(ready, drafts, strict=True)}
 
     def takes_prompt(self) -> bool:
-        """See ``StepSpeculation``."""
+        """Whether the drafter should process one more sequence's prompt while it is computed."""
         return self.length.takes_prompt()
 
     def verified(self, sequence_id: int, drafted: int, kept: int) -> None:
-        """See ``StepSpeculation``."""
+        """Record that a step accepted the first ``kept`` of a sequence's ``drafted`` draft
+        tokens."""
         if drafted:
             self.length.verified(sequence_id, EVIDENCE, drafted, kept)
 
     def computed(self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None) -> None:
-        """See ``StepSpeculation``."""
+        """Let the drafter process a step that the target has computed and whose tokens are
+        sampled."""
         began = time.perf_counter()
         chunks = (found for found in rows if found.row.count > 1 and not found.drafted)
         prompts = any(found.known.takes_prompt for found in chunks)
@@ -126,18 +136,19 @@ class ModelSpeculation:
             self.length.time.observe_tokens(tokens, seconds)
 
     def observe(self, batch: int, drafted: int, seconds: float) -> None:
-        """See ``StepSpeculation``. The drafter's time is not counted as part of the step."""
+        """Record the duration of a step in which only ``batch`` sequences decoded. The drafter's
+        time is subtracted."""
         self.length.observe(batch, drafted, seconds - self._drafting_s)
 
     def forget(self, sequence_id: int) -> None:
-        """See ``StepSpeculation``."""
+        """Drop the drafter's state of a sequence that has ended."""
         self.model.forget(sequence_id)
         self.length.forget(sequence_id)
 
     def use_threads(self, threads: int) -> None:
-        """See ``StepSpeculation``."""
+        """Set the number of CPU threads of the drafter."""
         self.model.use_threads(threads)
 
     def share_cores(self, share: CoreShare) -> None:
-        """See ``StepSpeculation``."""
+        """Share the host's cores with other engines, if the drafter's model supports that."""
         self.model.share_cores(share)
