@@ -1,10 +1,11 @@
 """The memory of the KV blocks: ``[block, layer, K/V, head, slot, dim]``.
 
-A block is contiguous across all layers, so that it moves in one piece. It has a part for each group
-of layers that share the block table: the ``target``'s, and after it the ``drafter``'s, if the
-drafter has a model of its own. A part begins with the codes ``[layer, K/V, head, slot, dim]``. If
-they are int8 or fp8, their scales ``[layer, K/V, head, slot]`` in fp32 follow. The drafter's part
-then has the number of its filled slots. Padding completes a multiple of 64 bytes.
+A block is contiguous across all layers, so that it moves in one piece. It has a part for each cache
+group (layers that share the block table). These are the ``target`` model's and, if there is a
+drafter with KV, the ``drafter``'s. A part begins with the numbers of keys and values (codes),
+``[layer, K/V, head, slot, dim]``. If these are int8 or fp8, their scales ``[layer, K/V, head,
+slot]`` in fp32 follow. The drafter's part ends with its number of filled slots. Padding completes a
+multiple of 64 bytes.
 """
 
 from __future__ import annotations
@@ -20,25 +21,28 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.kv.kv_quantization import dequantize_kv, has_scales, kv_dtype_name, quantize_kv
 
 _ALIGNMENT = 64
-"""Alignment of blocks and their parts: a CPU's cache line."""
+"""Alignment in bytes of blocks and of their parts: a CPU's cache line."""
 _FILLED_BYTES = 8
-"""Size of the count of filled slots in a drafter's part: int64."""
+"""Bytes of the number of filled slots in the drafter's part of a block: int64."""
 
 
 class KvGroup:
-    """One group's part of all blocks, as a view of their bytes. The engine thread writes it."""
+    """The part of all blocks that belongs to one cache group, as a view of the blocks' bytes. Only
+    the engine thread writes it."""
 
     def __init__(self, parts: torch.Tensor, config: ModelConfig, size: int, dtype: torch.dtype):
-        """``parts`` is uint8 [blocks, part_bytes], strided; blocks have ``size`` slots."""
+        """``parts`` is this group's part of all blocks, uint8 [blocks, part_bytes], strided; blocks
+        have ``size`` slots."""
         self.block_size = size
         shape = _shape(config, size)
         codes = math.prod(shape) * dtype.itemsize
         blocks = parts.shape[0]
         self.data = parts[:, :codes].view(dtype).view(blocks, *shape)
-        """``[block, layer, K/V, head, slot, dim]``, strided."""
+        """Keys and values (codes if quantized), ``[block, layer, K/V, head, slot, dim]``,
+        strided."""
         self.scales: torch.Tensor | None = None
-        """fp32 ``[block, layer, K/V, head, slot]``, strided: a value is its code times its
-        scale."""
+        """Scales of int8 and fp8 codes, fp32 ``[block, layer, K/V, head, slot]``, strided; a value
+        is its code times its scale. None if values are not quantized."""
         self._bits = self.data
         if has_scales(dtype):
             scales = parts[:, codes : codes + math.prod(shape[:-1]) * 4]
@@ -59,7 +63,8 @@ class KvGroup:
         blocks: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
-        """Store keys and values [tokens, kv_heads, head_dim] at (block, slot) [tokens] each."""
+        """Store the keys and values of tokens, each [tokens, kv_heads, head_dim], in one layer.
+        Token i goes to slot ``slots[i]`` of block ``blocks[i]``."""
         for which, found in enumerate((keys, values)):
             if self.scales is None:
                 self.data[blocks, layer, which, :, slots] = found.to(self.data.dtype)
@@ -71,7 +76,8 @@ class KvGroup:
     def stored(
         self, blocks: torch.Tensor, slots: torch.Tensor, layer: int | None = None
     ) -> torch.Tensor:
-        """Read the bytes of the tokens at (block, slot) [tokens] each, of one layer or of all.
+        """Read the bytes of the tokens in the given blocks and slots, [tokens] each, of one layer
+        or of all (None).
 
         Returns uint8 [tokens, bytes]: the codes, then their scales, if there are any.
         """
@@ -89,7 +95,8 @@ class KvGroup:
         found: torch.Tensor,
         layer: int | None = None,
     ) -> None:
-        """Write bytes that ``stored`` has read, from this or an equal cache, at (block, slot)."""
+        """Write bytes that ``stored`` has returned, from this cache or one of the same shape, into
+        the given blocks and slots."""
         layers = slice(None) if layer is None else layer
         _, every, _, heads, _, dim = self.data.shape
         shape = (len(found), *(() if layer is not None else (every,)), 2, heads)
@@ -103,7 +110,8 @@ class KvGroup:
     def gather(
         self, layer: int, tables: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gather keys and values of whole block tables [sequences, blocks], contiguous per head.
+        """Copy the keys and values of whole block tables [sequences, blocks], contiguous for each
+        head.
 
         Returns two tensors [sequences, kv_heads, blocks * block_size, head_dim] of ``dtype``.
         """
@@ -119,10 +127,10 @@ class KvGroup:
 
 
 class DrafterGroup(KvGroup):
-    """The drafter's part of all blocks, and how much of each is filled.
+    """The drafter's part of all KV blocks, with the number of filled slots of each block.
 
-    A drafter processes a token later than the model, or never, because it may have been switched
-    off. The count is in the block, so that it moves with the block.
+    A drafter processes a token later than the target model, or never, because it may have been
+    switched off. The number is in the block, so that it moves with the block.
     """
 
     def __init__(self, parts: torch.Tensor, config: ModelConfig, size: int, dtype: torch.dtype):
@@ -130,12 +138,12 @@ class DrafterGroup(KvGroup):
         begin = _codes_and_scales(config, size, dtype)
         begin = -(-begin // _FILLED_BYTES) * _FILLED_BYTES
         self.filled = parts[:, begin : begin + _FILLED_BYTES].view(torch.int64)[:, 0]
-        """int64 [blocks], strided: number of leading slots with the drafter's KV of the tokens that
-        the target's part has there."""
+        """For each block, the number of leading slots that have the drafter's KV of the same tokens
+        as the target's part: int64 [blocks], strided."""
 
 
 class KvCache(KvGroup):
-    """The KV blocks; as a group itself, it is the target's part of them.
+    """The KV blocks of an engine. As a ``KvGroup``, it is the target model's part of them.
 
     The engine thread writes them. Other threads may read and write blocks that no plan in flight
     names.
@@ -153,11 +161,11 @@ class KvCache(KvGroup):
         whole: ModelConfig | None = None,
         ranks: int = 1,
     ) -> None:
-        """``dtype`` is a plain type, or int8 or float8_e4m3fn, whose codes have scales.
+        """``dtype`` is the type of keys and values: a floating-point type, or int8 or float8_e4m3fn
+        for codes with scales.
 
-        ``allocate`` is called once for the memory. ``drafter`` is the shape of a drafter with a
-        group of its own. With several ``ranks``, ``config`` is this one's shard of the ``whole``
-        model.
+        ``allocate`` is called once for the memory. ``drafter`` is the configuration of a drafter
+        that has KV. With several ``ranks``, ``config`` is this rank's shard of the ``whole`` model.
         """
         self.blocks = blocks
         self._ranks = ranks
@@ -165,18 +173,19 @@ class KvCache(KvGroup):
         own = block_bytes(config, block_size, dtype)
         size = block_bytes(config, block_size, dtype, drafter)
         self.bytes = (allocate or allocate_plain)(blocks * size, device).view(blocks, size)
-        """uint8 ``[block, block_bytes]``: each block in the form in which it is sent."""
+        """The memory of all blocks, uint8 ``[block, block_bytes]``. A block is sent as these
+        bytes."""
         super().__init__(self.bytes[:, :own], config, block_size, dtype)
         self.drafter: DrafterGroup | None = None
-        """The drafter's part of the blocks, if there is one."""
+        """The drafter's part of the blocks; None without a drafter that has KV."""
         if drafter is not None:
             self.drafter = DrafterGroup(self.bytes[:, own:], drafter, block_size, dtype)
         self.geometry = self._geometry()
-        """Geometry of the whole worker's blocks; each of its ranks has a part of them."""
+        """Layout of the whole worker's blocks; each of its ranks has a part of every block."""
 
     @property
     def groups(self) -> Mapping[str, KvGroup]:
-        """The groups by name, in their order in the block."""
+        """The cache groups by name, in the order of their parts in a block."""
         found: dict[str, KvGroup] = {"target": self}
         if self.drafter is not None:
             found["drafter"] = self.drafter
@@ -193,23 +202,25 @@ class KvCache(KvGroup):
         return Geometry(size, layers, self._whole_heads, dim, name, self._ranks, drafter=drafter)
 
     def block(self, block: int) -> torch.Tensor:
-        """A block's bytes: a uint8 view [block_bytes] on the cache's device."""
+        """Return a block's bytes: a uint8 view [block_bytes] on the cache's device."""
         return self.bytes[block]
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, given as (from, to); no block is the target of two pairs."""
+        """Copy whole blocks, given as pairs (from, to). Each block is the target of at most one
+        pair."""
         if copies:
             pairs = torch.tensor(copies, device=self.bytes.device)
             self.bytes[pairs[:, 1]] = self.bytes[pairs[:, 0]]
 
 
 Allocate = Callable[[int, torch.device], torch.Tensor]
-"""Returns uint8 [size] of zeros on a device, at an address that is a multiple of 64. Slots past a
-sequence's end are masked, and must hold no NaN. Raises ConfigError."""
+"""Allocates the cache's memory: uint8 [size] of zeros on a device, at an address that is a multiple
+of 64. Zeros are needed because slots past a sequence's end are masked, and must hold no NaN. Raises
+ConfigError."""
 
 
 def allocate_plain(size: int, device: torch.device) -> torch.Tensor:
-    """Allocate memory that only this process uses; see ``Allocate``."""
+    """Allocate zeros in memory that only this process uses. Implements ``Allocate``."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=torch.uint8, device=device)
     return torch.frombuffer(take_memory(size), dtype=torch.uint8)
@@ -218,7 +229,7 @@ def allocate_plain(size: int, device: torch.device) -> torch.Tensor:
 def block_bytes(
     config: ModelConfig, block_size: int, dtype: torch.dtype, drafter: ModelConfig | None = None
 ) -> int:
-    """Bytes of one block, including scales and the drafter's part: a multiple of 64."""
+    """Compute the bytes of one block, including scales and the drafter's part: a multiple of 64."""
     size = _aligned(_codes_and_scales(config, block_size, dtype))
     if drafter is not None:
         used = _codes_and_scales(drafter, block_size, dtype)
@@ -227,7 +238,7 @@ def block_bytes(
 
 
 def _codes_and_scales(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one group's codes and scales."""
+    """Compute the bytes of one group's codes and scales in a block."""
     shape = _shape(config, block_size)
     size = math.prod(shape) * dtype.itemsize
     return size + math.prod(shape[:-1]) * 4 if has_scales(dtype) else size

@@ -1,4 +1,5 @@
-"""KV in 8 bits: codes, and one fp32 scale for each token and KV head of keys and of values.
+"""Quantizes KV to 8-bit codes, with one fp32 scale for each token and KV head of keys and of
+values.
 
 ``int8`` maps a head's largest magnitude to 127, ``fp8`` (e4m3fn; OCP 8-bit Floating Point
 Specification 1.0) to 448. A scale per token and head needs no calibration and is known when the
@@ -13,18 +14,20 @@ import torch
 from baton.errors import ConfigError
 
 KV_DTYPES: dict[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""Quantized types that ``--kv-dtype`` accepts, in addition to ``auto``."""
+"""Quantized KV types that the option ``--kv-dtype`` accepts, in addition to ``auto``."""
 PLAIN_KV_DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-"""Types that a pool also accepts: values without scales, rounded when they are written."""
+"""KV types without scales that a pool's configuration also accepts; values are rounded when they
+are written."""
 _LARGEST: dict[torch.dtype, float] = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 def kv_dtype(name: str, model: torch.dtype) -> torch.dtype:
-    """The type of the cache's codes; ``auto`` is the model's type. Raises ConfigError."""
+    """Return the torch type of keys and values in the cache. For ``auto``, it is the model's type.
+    Raises ConfigError."""
     if name == "auto":
         return model
     known = KV_DTYPES | PLAIN_KV_DTYPES
@@ -34,13 +37,14 @@ def kv_dtype(name: str, model: torch.dtype) -> torch.dtype:
 
 
 def kv_dtype_name(dtype: torch.dtype) -> str:
-    """The type's name in a Geometry: ``int8`` or ``fp8``, or torch's name of a plain type."""
+    """Return the name of a KV type in a ``Geometry``: ``int8`` or ``fp8``, or torch's name of a
+    plain type."""
     named = (name for name, known in KV_DTYPES.items() if known == dtype)
     return next(named, str(dtype).removeprefix("torch."))
 
 
 def has_scales(dtype: torch.dtype) -> bool:
-    """Whether a cache of this type holds codes with scales."""
+    """Whether a cache of this type holds quantized codes with scales."""
     return dtype in _LARGEST
 
 
