@@ -33,20 +33,23 @@ Parts = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFormat:
-    """How the weights of a quantized checkpoint are found and read."""
+    """How to find and read the quantized weights of one checkpoint format."""
 
     method: str
     marks: tuple[str, ...]
-    """Name endings that mark their module as quantized."""
+    """Endings of tensor names that show that their module is quantized."""
     parts: tuple[str, ...]
-    """Name endings of the module's tensors; ``read`` gets the tensors by these endings."""
+    """Name endings of all tensors that make up a quantized module; ``read`` gets them by these
+    endings."""
     read: Callable[[Parts], QuantizedWeight]
-    """Reads a weight; raises KeyError or ValueError if the parts do not fit."""
+    """Makes a weight from the module's tensors; raises KeyError or ValueError if they do not
+    fit."""
     prefix: str = ""
-    """Text between the module's name and the ending."""
+    """Text between the module's name and each ending in the tensors' names."""
 
     def module(self, name: str) -> str | None:
-        """The module that a tensor's name marks as quantized; None if it marks none."""
+        """Return the module that a tensor's name shows to be quantized; None if the name shows
+        none."""
         for mark in self.marks:
             ending = f".{self.prefix}{mark}"
             if name.endswith(ending):
@@ -54,18 +57,20 @@ class CheckpointFormat:
         return None
 
     def names(self, module: str) -> dict[str, str]:
-        """The names of the module's parts in the file, by their endings."""
+        """Return the names of a module's tensors in the file, by their endings."""
         return {part: f"{module}.{self.prefix}{part}" for part in self.parts}
 
 
 UNUSED = ("input_scale", "input_zero_point", "activation_scale", "k_scale", "v_scale", "q_scale")
-"""Name endings of tensors for quantized activations and KV, which Baton does not use."""
+"""Name endings of the tensors for quantized activations and KV in a checkpoint. Baton does not use
+them."""
 
 
 def checkpoint_format(folder: Path) -> CheckpointFormat | None:
-    """The format that the folder's config.json names; None if the weights are plain.
+    """Return the format that config.json in ``folder`` names; None if the weights are not
+    quantized.
 
-    Raises ConfigError if it is not supported.
+    Raises ConfigError if the format is not supported.
     """
     path = folder / "config.json"
     config = _quantization_config(path)
@@ -97,13 +102,14 @@ def _quantization_config(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """A ``quantization_config``, or an object within it."""
+    """The ``quantization_config`` of a config.json, or an object within it."""
 
     path: Path
     values: dict[str, Any]
 
     def one_of(self, name: str, served: tuple[Any, ...], default: Any = None) -> Any:
-        """The value; raises ConfigError if it is not supported."""
+        """Return the field ``name``, or ``default`` if it is absent. Raises ConfigError unless it
+        is one of ``served``."""
         value = self.values.get(name)
         value = default if value is None else value
         if isinstance(value, list | dict) or value not in served:
@@ -121,7 +127,7 @@ class _Config:
         return _Config(self.path, value)
 
     def refuse(self, *names: str) -> None:
-        """Raise ConfigError if any of these fields is set."""
+        """Raise ConfigError if any of these fields is set, because it is not supported."""
         for name in names:
             if self.values.get(name):
                 raise ConfigError(
@@ -129,7 +135,7 @@ class _Config:
                 )
 
     def block(self, name: str) -> tuple[int, int] | None:
-        """The field as [rows, columns] of a block, or None."""
+        """Return the field as the size [rows, columns] of a block; None if it is absent."""
         value = self.values.get(name)
         if value is None:
             return None
@@ -158,8 +164,8 @@ def _gptq(config: _Config) -> CheckpointFormat:
 
 
 def _refuse_mixed_bits(config: _Config, bits: int) -> None:
-    """Refuse mixed bits: GPTQModel's ``dynamic`` sets options per module; the tensors show
-    groups."""
+    """Raise ConfigError if modules have different numbers of bits. GPTQModel's ``dynamic`` sets
+    options per module; different group sizes are fine, because the tensors show them."""
     for pattern, settings in config.object("dynamic").values.items():
         if isinstance(settings, dict) and settings.get("bits", bits) != bits:
             raise ConfigError(

@@ -16,7 +16,8 @@ from engine.quantization.weight import QuantizedWeight, QuantKind, pack_nibbles,
 
 
 def unpack_words(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpack int32 [rows, words] to uint8 [rows, words * 32 / bits], the lowest bits first.
+    """Unpack the codes in int32 [rows, words] to uint8 [rows, words * 32 / bits], the lowest bits
+    first.
 
     ``bits`` is 4 or 8. A word's four bytes are in little-endian order on every machine that torch
     runs on.
@@ -32,11 +33,11 @@ def affine_weight(
     zeros: torch.Tensor | None,
     groups: torch.Tensor | None = None,
 ) -> QuantizedWeight:
-    """Make the weight ``(code - zero) * scale``.
+    """Make a quantized weight whose values are ``(code - zero) * scale``.
 
     ``codes``: uint8 [out, in] of 0..2^bits-1, where ``bits`` is 4 or 8. ``scales``: floating [out,
     number of groups]. ``zeros``: integers of the same shape; None: 2^(bits-1) everywhere.
-    ``groups``: integers [in], each input's group, unless groups are consecutive inputs. Raises
+    ``groups``: integers [in], each input's group; None if groups are runs of inputs. Raises
     ValueError if the shapes do not fit.
     """
     inputs, number = codes.shape[1], scales.shape[1]
@@ -61,7 +62,8 @@ def affine_weight(
 def _sorted(
     codes: torch.Tensor, groups: torch.Tensor | None, group: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Codes sorted so that each group's inputs are adjacent, and the inputs in that order."""
+    """Sort the codes' inputs so that the inputs of a group are adjacent. Returns the codes and the
+    order of the inputs; None as order if they are sorted already."""
     if groups is None:
         return codes, None
     plain = torch.arange(codes.shape[1], device=codes.device) // group
@@ -76,7 +78,8 @@ def _sorted(
 
 
 def narrowed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Convert all to fp16 if that is exact for each of them, else to fp32; contiguous."""
+    """Convert all tensors to fp16 if that is exact for each of them, else to fp32. The results are
+    contiguous."""
     halves = tuple(tensor.half().contiguous() for tensor in tensors)
     full = tuple(tensor.float().contiguous() for tensor in tensors)
     exact = all(torch.equal(half.float(), one) for half, one in zip(halves, full, strict=True))
@@ -84,7 +87,7 @@ def narrowed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def read_gptq(parts: Mapping[str, torch.Tensor], bits: int, *, v2: bool) -> QuantizedWeight:
-    """A weight in the layout of AutoGPTQ and its successor GPTQModel; ``bits`` is 4 or 8.
+    """Read a weight in the layout of AutoGPTQ and its successor GPTQModel; ``bits`` is 4 or 8.
 
     Parts of a module: ``qweight`` int32 [in * bits / 32, out], packed along the inputs; ``qzeros``
     int32 [groups, out * bits / 32], packed along the outputs; ``scales`` floating [groups, out];
@@ -92,8 +95,8 @@ def read_gptq(parts: Mapping[str, torch.Tensor], bits: int, *, v2: bool) -> Quan
     arXiv:2210.17323).
 
     The format ``gptq`` stores each zero point minus one, ``gptq_v2`` (``v2``) stores it unchanged.
-    The sum wraps at 2^bits, as in AutoGPTQ's kernels. Raises KeyError for a missing part,
-    ValueError for one that does not fit.
+    The decoded zero point wraps at 2^bits, as in AutoGPTQ's kernels. Raises KeyError for a missing
+    part, ValueError for one that does not fit.
     """
     codes = unpack_words(parts["qweight"].t(), bits)
     scales = parts["scales"].t()
@@ -105,11 +108,12 @@ def read_gptq(parts: Mapping[str, torch.Tensor], bits: int, *, v2: bool) -> Quan
 
 _AWQ_BITS = 4
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The nibble of a word that holds each of its eight outputs: the even outputs come first."""
+"""For each of the eight outputs of a word in AWQ's layout, the nibble that holds it: the even
+outputs come first."""
 
 
 def read_awq(parts: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-    """A weight in AutoAWQ's ``gemm`` layout (Lin et al., 2023, arXiv:2306.00978).
+    """Read a weight in AutoAWQ's ``gemm`` layout (Lin et al., 2023, arXiv:2306.00978).
 
     Parts of a module: ``qweight`` int32 [in, out / 8] and ``qzeros`` int32 [groups, out / 8], both
     packed along the outputs; ``scales`` floating [groups, out]. Raises KeyError for a missing part,
@@ -124,13 +128,15 @@ def read_awq(parts: Mapping[str, torch.Tensor]) -> QuantizedWeight:
 
 
 def _awq_outputs(packed: torch.Tensor) -> torch.Tensor:
-    """Unpack int32 [n, out / 8] to uint8 [n, out]."""
+    """Unpack AWQ's words, int32 [n, out / 8], to codes in the order of the outputs, uint8 [n,
+    out]."""
     words = unpack_words(packed, _AWQ_BITS).view(packed.shape[0], -1, len(_AWQ_PLACES))
     return words[:, :, list(_AWQ_PLACES)].flatten(1)
 
 
 def read_packed(parts: Mapping[str, torch.Tensor], bits: int) -> QuantizedWeight:
-    """A weight of compressed-tensors (llm-compressor's format), ``pack-quantized``, 4 or 8 bits.
+    """Read a weight of compressed-tensors (llm-compressor's format), ``pack-quantized``, 4 or 8
+    bits.
 
     Parts: ``weight_packed`` int32 [out, in * bits / 32], ``weight_shape`` [2] the unpacked shape,
     ``weight_scale`` floating [out, groups]; optional are ``weight_zero_point`` int32 [out * bits /
@@ -148,7 +154,7 @@ def read_packed(parts: Mapping[str, torch.Tensor], bits: int) -> QuantizedWeight
 
 
 def read_int8(parts: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-    """A weight of compressed-tensors, ``int-quantized``, 8 bits.
+    """Read a weight of compressed-tensors, ``int-quantized``, 8 bits.
 
     Parts: ``weight`` int8 [out, in], ``weight_scale``, and optionally ``weight_zero_point`` int8.
     Raises like ``read_packed``.
@@ -164,7 +170,7 @@ def read_int8(parts: Mapping[str, torch.Tensor]) -> QuantizedWeight:
 
 
 def _by_row(values: torch.Tensor, rows: int) -> torch.Tensor:
-    """Expand one number, [out] or [out, groups] to [out, groups]."""
+    """Expand ``values`` to [out, groups]; they are one number, [out], or [out, groups] already."""
     return values.reshape(1, 1).expand(rows, 1) if values.numel() == 1 else values.view(rows, -1)
 
 
@@ -174,7 +180,7 @@ _MIN_GROUP = 16
 def read_float8(
     codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] | None
 ) -> QuantizedWeight:
-    """An e4m3fn weight ``code * scale``, with a scale per tensor, per row or per block.
+    """Read an e4m3fn weight, ``code * scale``, with a scale per tensor, per row or per block.
 
     ``codes``: float8_e4m3fn [out, in]. ``scales``: floating. If ``block`` is None, they are one
     number, [out] or [out, 1]. Otherwise they are [out / block[0], in / block[1]], rounded up (the
@@ -197,7 +203,8 @@ def read_float8(
 def _spread(
     scales: torch.Tensor, shape: tuple[int, int], block: tuple[int, int], group: int
 ) -> torch.Tensor:
-    """Expand to one scale per row and ``group`` inputs; the last blocks may be incomplete."""
+    """Expand the scales of blocks to one scale per row and ``group`` inputs; the last blocks may be
+    incomplete."""
     expected = tuple(-(-size // part) for size, part in zip(shape, block, strict=True))
     if scales.shape != expected:
         raise ValueError(f"{tuple(scales.shape)} scales for {expected} blocks")
@@ -209,7 +216,7 @@ def _spread(
 
 NATIVE_METHOD = "baton"
 NATIVE_CONFIG: dict[str, Any] = {"quant_method": NATIVE_METHOD, "version": 1}
-"""The ``quantization_config`` of a checkpoint in Baton's own format."""
+"""The ``quantization_config`` in config.json of a checkpoint in Baton's own format."""
 
 _TYPES: dict[QuantKind, torch.dtype] = {
     "int8": torch.int8,
@@ -220,7 +227,8 @@ _KINDS = {dtype: kind for kind, dtype in _TYPES.items()}
 
 
 def native_tensors(name: str, weight: QuantizedWeight) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a checkpoint for the weight ``name``."""
+    """Yield the tensors, with their names, that a checkpoint in Baton's own format has for the
+    weight ``name``."""
     yield f"{name}.codes", weight.codes.view(_TYPES[weight.kind])
     yield f"{name}.scales", weight.scales
     if weight.mins is not None:
@@ -230,7 +238,8 @@ def native_tensors(name: str, weight: QuantizedWeight) -> Iterator[tuple[str, to
 
 
 def read_native(parts: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-    """A weight of Baton's own checkpoints: its parts under its name, ready to be mapped.
+    """Read a weight of a checkpoint in Baton's own format. The tensors are used as they are, and
+    may be mapped from the file.
 
     ``codes`` is [out, in], or [out, in / 2] for int4; its type determines the kind. ``scales`` is
     fp32 or fp16 [out, groups]. Optional are ``mins`` of the same shape and ``columns`` int64 [in].

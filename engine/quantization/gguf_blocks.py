@@ -1,11 +1,11 @@
-"""Converts GGUF's quantized blocks to codes, scales and minimums, without floats in between.
+"""Converts GGUF's quantized blocks to codes, scales and minimums, without dequantizing the weights.
 
 Layouts: ggml-common.h and ggml-quants.c of https://github.com/ggml-org/ggml. Codes are the file's
 own, reordered. Scales stay fp16 as in the file. The products of a K-quant's scales and its
 sub-scales are rounded to fp16, which changes them by at most 2^-11 of their value. That moves a
-weight by about 1/60 of a quantization step. In fp32 they would make a 4-bit weight a fifth larger,
-and it is read for every token. A product of a subnormal scale is exact, because it is a multiple of
-the smallest one.
+weight by about 1/60 of a quantization step. In fp32, these products would make a 4-bit weight a
+fifth larger, and a weight is read for every token. A product of a subnormal scale is exact, because
+it is a multiple of the smallest one.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 from engine.quantization.weight import QuantizedWeight, QuantKind, concat_rows, pack_nibbles
 
 _PIECE_VALUES = 1 << 22
-"""Number of values whose codes are unpacked at a time."""
+"""Number of values whose codes are unpacked at a time, which bounds the memory for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Unpacked:
-    """``n`` unpacked blocks: integer codes [n, values], fp32 scales and mins [n, groups]."""
+    """``n`` unpacked GGUF blocks: integer codes [n, values], fp32 scales and mins [n, groups]."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -32,7 +32,7 @@ class _Unpacked:
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """One of GGUF's types."""
+    """The layout of one GGUF quantization type, and how its blocks are unpacked."""
 
     kind: QuantKind
     values: int
@@ -45,7 +45,8 @@ class BlockFormat:
 
 
 def read_blocks(raw: torch.Tensor, type_name: str) -> QuantizedWeight:
-    """Convert uint8 [out, bytes of a row] of a type in ``BLOCK_FORMATS`` to a weight [out, in].
+    """Convert GGUF blocks, uint8 [out, bytes of a row], to a quantized weight [out, in].
+    ``type_name`` is a key of ``BLOCK_FORMATS``.
 
     Types with 4 bits become ``int4``, with the same nibbles; 5- and 6-bit codes become ``int8``
     codes of the same value. Raises ValueError if a row does not consist of whole blocks, KeyError
@@ -73,17 +74,18 @@ def _read(raw: torch.Tensor, layout: BlockFormat) -> QuantizedWeight:
 
 
 def _floats(raw: torch.Tensor) -> torch.Tensor:
-    """View bytes [n, 2 k] of fp16 as fp32 [n, k]."""
+    """View bytes uint8 [n, 2 k] as fp16, and convert them to fp32 [n, k]."""
     return raw.contiguous().view(torch.float16).float()
 
 
 def _halves(raw: torch.Tensor) -> torch.Tensor:
-    """Unpack [n, k] to [n, 2 k]: the low nibbles of all bytes, then the high ones."""
+    """Unpack bytes [n, k] to nibbles [n, 2 k]: the low nibbles of all bytes, then the high ones."""
     return torch.cat((raw & 15, raw >> 4), dim=-1)
 
 
 def _bits(raw: torch.Tensor) -> torch.Tensor:
-    """Unpack [n, k] to [n, 8 k] of 0 and 1: bit i of a row's little-endian number."""
+    """Unpack bytes [n, k] to bits [n, 8 k] of 0 and 1: column i is bit i of the row as a
+    little-endian number."""
     return (raw.unsqueeze(-1) >> _steps(8, 1, raw) & 1).flatten(1)
 
 
@@ -115,10 +117,11 @@ def _q8_0(raw: torch.Tensor) -> _Unpacked:
 
 
 def _k_scales(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and minimums [n, 8] of Q4_K and Q5_K.
+    """Unpack the scales and minimums [n, 8] of Q4_K and Q5_K blocks.
 
-    The input has two fp16 numbers, then sixteen 6-bit numbers in twelve bytes. The upper two bits
-    of the last four of each kind are those of the first eight bytes.
+    The input has two fp16 numbers, and then eight scales and eight minimums of 6 bits in twelve
+    bytes. The upper two bits of the last four scales and minimums are the upper bits of the first
+    eight bytes.
     """
     scale, least = _floats(raw[:, :2]), _floats(raw[:, 2:4])
     low, high, rest = raw[:, 4:8], raw[:, 8:12], raw[:, 12:16]
@@ -128,9 +131,9 @@ def _k_scales(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _nibble_rows(raw: torch.Tensor, width: int) -> torch.Tensor:
-    """Unpack [n, k] to [n, 2 k / width, width].
+    """Unpack bytes [n, k] to nibbles [n, 2 k / width, width].
 
-    Each ``width`` bytes give their low nibbles, then their high ones.
+    Each ``width`` bytes give a row of their low nibbles, then a row of their high ones.
     """
     return _halves(raw.reshape(len(raw), -1, width)).reshape(len(raw), -1, width)
 
@@ -163,4 +166,4 @@ BLOCK_FORMATS = {
     "Q5_K": BlockFormat("int8", 256, 176, 32, _q5_k),
     "Q6_K": BlockFormat("int8", 256, 210, 16, _q6_k),
 }
-"""Formats by GGUF's names. Files named Q4_K_M and Q5_K_M mix Q4_K or Q5_K with Q6_K."""
+"""Supported GGUF types by name. Files named Q4_K_M and Q5_K_M mix Q4_K or Q5_K with Q6_K."""

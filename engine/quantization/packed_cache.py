@@ -3,7 +3,7 @@
 ``<folder>/packed/<key>.safetensors`` appears complete, by a rename. The process that builds it
 holds the lock ``<key>.lock``; other processes wait, and then map the file. A file that cannot be
 read is built again. If the files exceed the limit, the least recently used ones are removed. A
-process that has one mapped keeps it: the bytes of a removed file stay until its last mapping ends.
+process that has mapped a removed file can still use it: the bytes stay until the last mapping ends.
 """
 
 from __future__ import annotations
@@ -22,32 +22,36 @@ from baton.errors import ConfigError
 from engine.quantization.tensor_file import PADDING, write_tensors
 
 DEFAULT_LIMIT = 64 << 30
-"""Limit of all files together, in bytes: room for a few models of 8 billion weights, or one of 70
-in int4."""
+"""Maximum bytes of all files of the cache together: room for a few models of 8 billion weights, or
+one of 70 in int4."""
 _WAIT_S = 1800.0
-"""Maximum seconds that a worker waits for another one's build: the largest models take minutes."""
+"""Maximum seconds that a worker waits while another one builds a file: the largest models take
+minutes."""
 
 Build = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
 
 class PackedCache:
-    """A folder of tensors by key. Safe among threads and processes of a host."""
+    """A folder of packed weights by key, shared by a host's workers. Safe among threads and
+    processes of a host."""
 
     def __init__(self, folder: Path, limit: int = DEFAULT_LIMIT, wait_s: float = _WAIT_S) -> None:
-        """``limit`` is in bytes; ``wait_s`` bounds the wait for another process's build."""
+        """``limit`` is the maximum of all files together, in bytes. ``wait_s`` is the maximum wait
+        for another process that builds the same file, in seconds."""
         self._folder = folder / "packed"
         self._limit = limit
         self._wait_s = wait_s
 
     def get_or_build(self, key: str, build: Build) -> dict[str, torch.Tensor]:
-        """The tensors of ``key`` by name, mapped from the file; the file is built if it is missing.
+        """Return the tensors stored under ``key``, by name, mapped from their file. If the file is
+        missing, it is built.
 
         ``build`` yields (name, tensor); each is written before the next one is requested. The key
-        must change with everything that determines the tensors: the source's hash, the layout, its
-        version. Every tensor begins at a multiple of 64 bytes. They are views of a private mapping,
-        and must not be written to. Raises ConfigError if another process builds for too long or the
-        disk fails, ValueError for a key that is no valid file name, and everything that ``build``
-        raises.
+        must change with everything that determines the tensors: the source's hash, and the layout
+        and its version. Every tensor begins at a multiple of 64 bytes. The tensors are views of a
+        private mapping, and must not be written to. Raises ConfigError if another process builds
+        for too long or the disk fails, ValueError for a key that is no valid file name, and
+        everything that ``build`` raises.
         """
         if not re.fullmatch(r"\w[\w.-]{0,199}", key):
             raise ValueError(f"{key!r} is not a valid key")
@@ -74,7 +78,8 @@ class PackedCache:
             draft.unlink(missing_ok=True)
 
     def _drop_unused(self, kept: Path) -> None:
-        """Remove the least recently used files beyond the limit, but never ``kept``."""
+        """Remove the least recently used files until the limit is met, but never the file
+        ``kept``."""
         total, files = 0, []
         for path in self._folder.glob("*.safetensors"):
             with suppress(FileNotFoundError):
@@ -116,7 +121,7 @@ class PackedCache:
 
 
 def _load(path: Path) -> dict[str, torch.Tensor] | None:
-    """The mapped tensors; None if the file is absent, damaged or of another key."""
+    """Map a file's tensors; None if the file is absent, damaged or of another key."""
     if not path.is_file():
         return None
     try:

@@ -1,4 +1,5 @@
-"""Writes a safetensors file tensor by tensor; the library's writer needs all of them in memory.
+"""Writes a safetensors file tensor by tensor; the safetensors library's writer needs all tensors in
+memory.
 
 The format (https://huggingface.co/docs/safetensors) has eight bytes with the header's length, then
 the header, and then the tensors' bytes without holes. The header is a JSON object, which may be
@@ -17,12 +18,15 @@ from typing import Any, BinaryIO
 import torch
 
 ALIGNMENT = 64
-"""Alignment of tensors, a cache line, so that aligned vector loads can read them."""
+"""Alignment of tensors in the file, in bytes: a cache line, so that aligned vector loads can read
+them."""
 PADDING = "__padding"
-"""Name prefix of tensors that only pad for the alignment: the format allows no holes."""
+"""Name prefix of extra tensors that fill the space between aligned tensors: the format allows no
+holes."""
 
 _HEADER_ROOM = 1 << 18
-"""Bytes reserved for the header, which is known last and comes first; it usually fits."""
+"""Bytes reserved at the file's start for the header, which is known only at the end. It usually
+fits."""
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -42,10 +46,10 @@ _DTYPES = {
 def write_tensors(
     path: Path, tensors: Iterable[tuple[str, torch.Tensor]], metadata: dict[str, str]
 ) -> None:
-    """Write ``path``, which must not exist, and sync it to the disk.
+    """Write a safetensors file at ``path``, which must not exist, and sync it to the disk.
 
-    One tensor is held at a time. Raises ValueError for a repeated name or a type that the format
-    lacks, and OSError if the disk fails.
+    Only one tensor is in memory at a time. Raises ValueError for a repeated name or a type that the
+    format lacks, and OSError if the disk fails.
     """
     header: dict[str, Any] = {"__metadata__": metadata}
     with path.open("xb") as file:
@@ -90,7 +94,7 @@ def _put_header(file: BinaryIO, blob: bytes, room: int) -> None:
 
 
 def _make_room(path: Path, file: BinaryIO, blob: bytes) -> None:
-    """Replace the file by one with a header of the required length."""
+    """Replace a written file by one whose reserved space fits the header ``blob``."""
     room = -(-(8 + len(blob)) // ALIGNMENT) * ALIGNMENT
     longer = path.with_name(f"{path.name}.longer")
     try:

@@ -18,39 +18,43 @@ DEFAULT_GROUP = 32
 """Default number of inputs that share a scale, as in GGUF's Q4_0, Q4_1 and Q8_0."""
 
 _FP8_MAX = 448.0
-"""The largest finite e4m3fn value (OCP 8-bit Floating Point Specification 1.0)."""
+"""The largest finite value of float8_e4m3fn (OCP 8-bit Floating Point Specification 1.0)."""
 _HALF_MAX = 65504.0
 _MIN_GROUP = 16
 _PIECE_VALUES = 1 << 20
-"""Number of values that are held in fp32 at a time while a tensor is quantized."""
+"""Number of values that are in fp32 at a time while a tensor is quantized, which bounds the memory
+for it."""
 _SHRINKS = tuple(1.0 - 0.025 * step for step in range(13))
-"""Fractions of a group's range that int4 tries, 1.0 to 0.7."""
+"""Fractions of a group's range that int4 quantization tries, from 1.0 to 0.7."""
 _HALF_LOSS, _HALF_STEP = 2.0**-9, 2.0**-12
-"""Maximum change of a scale by fp16: relative to itself, or to the largest scale. Only subnormals
-and infinities exceed it."""
+"""Maximum change of a scale for which fp16 is used: relative to the scale, or to the largest scale.
+Only subnormals and infinities exceed it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedWeight:
     """A matrix [out, in] of ``codes``, with a scale and optionally a minimum per group of inputs.
 
-    Raises ValueError if the parts do not fit together.
+    Raises ValueError if the tensors' shapes do not fit together.
     """
 
     codes: torch.Tensor
-    """uint8 [out, in], or [out, in / 2] for ``int4``, with the even input in the low nibble."""
+    """Codes, uint8 [out, in]. For ``int4``, they are [out, in / 2], with the even input in the low
+    nibble."""
     kind: QuantKind
-    """``int8``: -128..127 in two's complement; ``int4``: 0..15; ``fp8``: the bits of e4m3fn."""
+    """Meaning of a code. ``int8``: -128..127 in two's complement; ``int4``: 0..15; ``fp8``: the
+    bits of e4m3fn."""
     scales: torch.Tensor
-    """fp32 or fp16 [out, in / group]."""
+    """Scale of each group, fp32 or fp16 [out, in / group]."""
     mins: torch.Tensor | None
-    """Same shape and type as the scales. ``int8`` may have them too: Q5_1, Q5_K, asymmetric
-    GPTQ."""
+    """Minimum of each group, with the shape and type of the scales; None means 0. ``int8`` may have
+    them, too: Q5_1, Q5_K, asymmetric GPTQ."""
     group: int
-    """Number of inputs that share a scale; it divides ``in``."""
+    """Number of inputs that share a scale; it divides the number of inputs."""
     columns: torch.Tensor | None = None
-    """int64 [in]: stored column j belongs to input ``columns[j]`` (GPTQ's act-order), so that a
-    kernel takes ``x[:, columns]``. None: columns are in the order of the inputs."""
+    """Order of the stored columns, int64 [in]: column j belongs to input ``columns[j]`` (GPTQ's
+    act-order), so that a kernel uses ``x[:, columns]``. None: columns are in the order of the
+    inputs."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS or self.codes.dtype != torch.uint8 or self.codes.dim() != 2:
@@ -71,7 +75,7 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(out, in)."""
+        """Shape of the dequantized matrix: (out, in)."""
         outputs, width = self.codes.shape
         return outputs, width * 2 if self.kind == "int4" else width
 
@@ -81,7 +85,7 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
+        """Number of bytes of codes, scales, minimums and column order together."""
         parts = (self.codes, self.scales, self.mins, self.columns)
         return sum(part.nbytes for part in parts if part is not None)
 
@@ -95,7 +99,8 @@ class QuantizedWeight:
         )
 
     def rows(self, chosen: torch.Tensor | slice) -> QuantizedWeight:
-        """Select rows: by their numbers, int64 [n] (copied), or by a slice (views)."""
+        """Select rows of the weight: by their numbers, int64 [n] (copied), or by a slice
+        (views)."""
         return replace(
             self,
             codes=self.codes[chosen],
@@ -104,10 +109,10 @@ class QuantizedWeight:
         )
 
     def inputs(self, run: range) -> QuantizedWeight:
-        """Select the columns of the inputs in ``run``; views.
+        """Select a run of inputs, that is, of columns of the matrix. The result is a view.
 
         Rows with only one scale may be cut anywhere, since a part of a row keeps the scale. Raises
-        ValueError if a run cuts a group or a byte of ``int4``, or if columns are not in the order
+        ValueError if ``run`` cuts a group or a byte of ``int4``, or if columns are not in the order
         of the inputs.
         """
         if self.columns is not None:
@@ -135,7 +140,7 @@ class QuantizedWeight:
         )
 
     def clone(self) -> QuantizedWeight:
-        """A contiguous copy in its own memory."""
+        """Copy the weight into its own, contiguous memory."""
         return replace(
             self,
             codes=self.codes.clone(memory_format=torch.contiguous_format),
@@ -156,9 +161,10 @@ def _code_values(codes: torch.Tensor, kind: QuantKind) -> torch.Tensor:
 
 
 def dequantize(weight: QuantizedWeight, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """Dequantize to fp32 [out, in], in the inputs' own order: the reference for every kernel.
+    """Dequantize a weight to fp32 [out, in], with the columns in the order of the inputs: the
+    reference for every kernel.
 
-    ``rows`` selects rows by their numbers, int64 [n], as for an embedding; None: all.
+    ``rows`` has the numbers of the rows to return, int64 [n], as for an embedding; None: all.
     """
     codes, scales, mins = weight.codes, weight.scales, weight.mins
     if rows is not None:
@@ -177,8 +183,8 @@ def dequantize(weight: QuantizedWeight, rows: torch.Tensor | None = None) -> tor
 
 
 def fitting_group(inputs: int, wanted: int = DEFAULT_GROUP) -> int:
-    """The largest of ``wanted``, its half, … down to 16 that divides ``inputs``; else
-    ``inputs``."""
+    """Choose a group size: the largest of ``wanted``, its half, … down to 16 that divides
+    ``inputs``; else ``inputs``."""
     group = wanted
     while group >= _MIN_GROUP:
         if inputs % group == 0:
@@ -192,8 +198,8 @@ def quantize(tensor: torch.Tensor, kind: QuantKind, group: int | None = None) ->
 
     ``int8`` is symmetric about 0, with the group's largest magnitude at 127. ``int4`` has a scale
     and a minimum. ``fp8`` has the row's largest magnitude at 448, and uses whole rows as groups. If
-    ``group`` is None, it is 32 if that divides the inputs. Raises ValueError if it does not divide
-    them, or if ``int4`` gets an odd number of inputs.
+    ``group`` is None, it is 32 if that divides the inputs. Raises ValueError if the group does not
+    divide the inputs, or if ``int4`` gets an odd number of inputs.
     """
     outputs, inputs = tensor.shape
     if group is None:
@@ -210,7 +216,8 @@ def quantize(tensor: torch.Tensor, kind: QuantKind, group: int | None = None) ->
 
 
 def _int8(groups: torch.Tensor) -> QuantizedWeight:
-    """Quantize ``groups``, fp32 [rows, groups, group]; the next functions take the same."""
+    """Quantize ``groups``, fp32 [rows, groups, group], to symmetric int8 codes with a scale for
+    each group."""
     scales = groups.abs().amax(-1) / 127
     scales = scales.to(_scale_type(scales))
     codes = (groups * _inverse(scales.float()).unsqueeze(-1)).round_().clamp_(-127, 127)
@@ -226,10 +233,11 @@ def _fp8(groups: torch.Tensor) -> QuantizedWeight:
 
 
 def _int4(groups: torch.Tensor) -> QuantizedWeight:
-    """Find the range with the smallest squared error on a grid, as AWQ's clipping does.
+    """Quantize ``groups``, fp32 [rows, groups, group], to int4: try several ranges for each group,
+    and keep the one with the smallest squared error.
 
-    Source: Lin et al., 2023, arXiv:2306.00978, section 4. Scale and minimum are refitted to the
-    codes by least squares, as in llama.cpp's ``make_qkx2_quants``.
+    This is how AWQ chooses its clipping (Lin et al., 2023, arXiv:2306.00978, section 4). Scale and
+    minimum are refitted to the codes by least squares, as in llama.cpp's ``make_qkx2_quants``.
     """
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     middle, reach = (low + high) / 2, (high - low) / 2
@@ -259,8 +267,8 @@ def _nibbles(groups: torch.Tensor, scale: torch.Tensor, least: torch.Tensor) -> 
 def _least_squares(
     groups: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, least: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fit a line through (code, weight) of each group; keep the given one if all codes are
-    equal."""
+    """Fit a line through the points (code, weight) of each group. Returns scales and minimums; a
+    group whose codes are all equal keeps the given ones."""
     mean_code, mean = codes.mean(-1, keepdim=True), groups.mean(-1, keepdim=True)
     centred = codes - mean_code
     spread = centred.square().sum(-1, keepdim=True)
@@ -273,12 +281,12 @@ def _least_squares(
 
 
 def _inverse(values: torch.Tensor) -> torch.Tensor:
-    """1 / x, and 0 for 0."""
+    """Compute 1 / x for each value, and 0 for 0."""
     return torch.where(values == 0, 0.0, 1 / values)
 
 
 def _scale_type(scales: torch.Tensor) -> torch.dtype:
-    """fp16 if it is precise enough, for its size.
+    """Choose the type of scales: fp16 if that is precise enough, else fp32.
 
     In groups of 32, fp32 scales and minimums would make a 4-bit weight a fifth larger.
     """
@@ -288,17 +296,19 @@ def _scale_type(scales: torch.Tensor) -> torch.dtype:
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """Pack uint8 [..., n] of 0..15 into [..., n / 2], the low nibble first."""
+    """Pack 4-bit codes, uint8 [..., n] of 0..15, into [..., n / 2], the first of each pair in the
+    low nibble."""
     return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 
 def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Unpack uint8 [..., n] into [..., 2 n] of 0..15, the low nibble first."""
+    """Unpack bytes, uint8 [..., n], into 4-bit codes [..., 2 n] of 0..15, the low nibble first."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
 def can_concat(weights: Sequence[QuantizedWeight]) -> bool:
-    """Whether ``concat_rows`` accepts them: same kind, group, inputs and order of columns."""
+    """Whether ``concat_rows`` accepts these weights: same kind, group, inputs and order of
+    columns."""
     first = weights[0]
     return all(
         (weight.kind, weight.group, weight.shape[1]) == (first.kind, first.group, first.shape[1])
@@ -314,9 +324,10 @@ def _same_order(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def concat_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Concatenate all rows into one weight, so that layers with the same input run as one.
+    """Concatenate the rows of all weights into one weight, so that layers with the same input are
+    computed as one.
 
-    Scales become fp32 if any of them is. Minimums of 0 are added if only some weights have
+    Scales become fp32 if any weight's are. Minimums of 0 are added if only some weights have
     minimums. Raises ValueError unless ``can_concat`` is true.
     """
     first = weights[0]
