@@ -1,4 +1,4 @@
-"""The fields of a model's JSON file, checked where they are read."""
+"""Fields of a model's JSON files, which are checked when they are read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from baton.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ConfigFields:
-    """A JSON object of ``path``; null counts as absent. Its methods raise ConfigError."""
+    """The fields of a JSON object, which was read from ``path``. A null field counts as absent. Its
+    methods raise ConfigError."""
 
     path: Path
     values: Mapping[str, Any]
@@ -29,7 +30,8 @@ class ConfigFields:
         return cls(path, values)
 
     def over(self, defaults: Mapping[str, Any]) -> ConfigFields:
-        """These fields, and those of ``defaults`` that are absent here; null stays null."""
+        """Return a copy in which absent fields have the values of ``defaults``. A null field stays
+        null."""
         return ConfigFields(self.path, {**defaults, **self.values})
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -37,7 +39,7 @@ class ConfigFields:
         return default if value is None else value
 
     def size(self, name: str, default: int | None = None) -> int:
-        """An integer of 1 or more."""
+        """Return an integer field, which must be 1 or more; ``default`` if the field is absent."""
         value = self.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{self.path}: {name} must be a positive integer, and is {value!r}")
@@ -50,7 +52,7 @@ class ConfigFields:
         return float(value)
 
     def optional_number(self, name: str) -> float:
-        """A number above 0; 0 if the field is absent."""
+        """Return a number field, which must be above 0; 0 if the field is absent."""
         return 0.0 if self.get(name) is None else self.number(name)
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -60,7 +62,8 @@ class ConfigFields:
         return value
 
     def list(self, name: str, length: int | None = None) -> tuple[Any, ...]:
-        """A list, with ``length`` entries if that is given; empty if the field is absent."""
+        """Return a list field, which must have ``length`` entries if that is given; empty if the
+        field is absent."""
         value = self.get(name)
         if value is None:
             return ()
@@ -73,7 +76,7 @@ class ConfigFields:
         return tuple(value)
 
     def object(self, name: str) -> ConfigFields:
-        """A JSON object within this one; empty if it is absent."""
+        """Return a field that is itself a JSON object; an empty object if the field is absent."""
         value = self.get(name, {})
         if not isinstance(value, dict):
             raise ConfigError(f"{self.path}: {name} must be an object, and is {value!r}")

@@ -25,17 +25,18 @@ _LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """How a mixture-of-experts family names its tensors and fields."""
+    """How a mixture-of-experts family names its experts' tensors, and the fields of config.json."""
 
     block: str
-    """Replaces ``mlp`` in the names of the router and the experts."""
+    """Name of the module with the router and the experts in tensor names, in place of ``mlp``."""
     gate: str
     up: str
     down: str
     intermediate_size: str
-    """Name of the field with an expert's width."""
+    """Name of the config.json field with the intermediate size of an expert."""
     always_normalized: bool
-    """Whether a token's weights always sum to 1; otherwise only if ``norm_topk_prob`` is true."""
+    """Whether the weights of a token's experts always sum to 1. Otherwise they do only if
+    config.json's ``norm_topk_prob`` is true."""
 
 
 def _no_layer(_: ConfigFields) -> frozenset[int]:
@@ -44,7 +45,7 @@ def _no_layer(_: ConfigFields) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How a family's decoder differs from Llama's."""
+    """How the decoder of a model family differs from Llama's."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of fields that a config.json may lack, if they differ from Llama's."""
@@ -54,20 +55,21 @@ class Family:
     scaled_embedding: bool = False
     """Whether embeddings are multiplied by the square root of the hidden size."""
     sliding_layers: Callable[[ConfigFields], frozenset[int]] = _no_layer
-    """Returns the layers that attend only to ``sliding_window`` tokens."""
+    """Returns the numbers of the layers with sliding-window attention."""
     unrotated_layers: Callable[[ConfigFields], frozenset[int]] = _no_layer
-    """Returns the layers without rotary embedding."""
+    """Returns the numbers of the layers without rotary embedding."""
     fused_projections: bool = False
-    """Whether query, key and value are one tensor, and gate and up another."""
+    """Whether the checkpoint has query, key and value in one tensor, and gate and up in another."""
     experts: ExpertNames | None = None
     text_config: bool = False
-    """Whether the decoder's fields are a nested object of config.json, next to an encoder's."""
+    """Whether config.json has the decoder's fields in a nested object, next to an encoder's."""
     tensor_prefixes: tuple[str, ...] = ("model.",)
-    """Possible prefixes of the decoder's tensor names."""
+    """Possible prefixes of the decoder's tensor names in a checkpoint."""
 
 
 def family_of(fields: ConfigFields) -> tuple[str, Family]:
-    """The architecture's name and entry. Raises ConfigError if it is not supported."""
+    """Return the architecture's name in config.json and its entry in ``FAMILIES``. Raises
+    ConfigError if it is not supported."""
     named = fields.get("architectures", [])
     architecture = named[0] if isinstance(named, list) and named else "?"
     family = FAMILIES.get(architecture) if isinstance(architecture, str) else None
@@ -80,7 +82,8 @@ def family_of(fields: ConfigFields) -> tuple[str, Family]:
 
 
 def sliding_or_full(fields: ConfigFields, default: Callable[[int], bool]) -> frozenset[int]:
-    """The sliding layers in ``layer_types``; if that is absent, ``default`` decides."""
+    """Return the numbers of the layers that ``layer_types`` marks as sliding. If that field is
+    absent, ``default`` decides for each layer number."""
     layers = range(fields.size("num_hidden_layers"))
     kinds = fields.list("layer_types", len(layers))
     for kind in kinds:

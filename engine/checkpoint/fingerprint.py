@@ -24,21 +24,23 @@ from typing import TypeAlias
 from baton.errors import ConfigError
 
 _SEGMENT = 64 << 20
-"""Bytes that one thread hashes at a time; a file's hash is computed from its segments' hashes."""
+"""Bytes that one thread hashes at a time. A file's hash is computed from the hashes of its
+segments."""
 _CHUNK = 1 << 20
 _MAX_THREADS = 4
-"""Maximum hashing threads; each hashes about 1 GB/s."""
+"""Maximum number of hashing threads; each hashes about 1 GB/s."""
 _MAX_KEPT = 1000
-"""Maximum files whose hashes are stored, the latest ones."""
+"""Maximum number of files whose hashes are stored; the latest ones are kept."""
 _SETTLED_NS = 2_000_000_000
-"""A file that was written this long ago has its final times: some file systems count whole
-seconds."""
+"""Nanoseconds after its last write from which a file's hash may be stored: some file systems count
+whole seconds, so an earlier second write might leave the times unchanged."""
 
 Hashes: TypeAlias = dict[str, str]
 
 
 class Fingerprint:
-    """Computes a fingerprint in the background during a ``with`` block, whose end stops it."""
+    """Computes the fingerprint of a model's files in background threads. The end of the ``with``
+    block stops them."""
 
     def __init__(
         self,
@@ -48,10 +50,10 @@ class Fingerprint:
         cache: Path,
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
-        """``files`` are the weights', all of one folder; ``cache`` is the folder that stores
-        hashes.
+        """``files`` are the model's weight files, all in one folder; ``cache`` is the folder in
+        which hashes are stored.
 
-        ``clock`` returns nanoseconds since the epoch, like the times of files.
+        ``clock`` returns nanoseconds since the epoch, as file times do.
         """
         self._files = files
         self._begin = f"{dtype}:{quantization}:"
@@ -69,7 +71,7 @@ class Fingerprint:
         self._stopped.set()
 
     def result(self) -> str:
-        """The fingerprint, 32 hex digits; blocks until it is known.
+        """Return the fingerprint, 32 hex digits; blocks until it is computed.
 
         Raises ConfigError if a file cannot be read, or the ``with`` block has already ended.
         """
@@ -118,7 +120,8 @@ class Fingerprint:
             return size, found
 
     def _segment(self, file: int, start: int) -> bytes:
-        """Hash up to ``_SEGMENT`` bytes, mostly without the interpreter's lock."""
+        """Hash up to ``_SEGMENT`` bytes of a file from ``start`` on. Most of the work does not hold
+        the interpreter's lock."""
         digest = hashlib.blake2b(digest_size=32)
         for place in range(start, start + _SEGMENT, _CHUNK):
             if self._stopped.is_set():
@@ -132,7 +135,7 @@ class Fingerprint:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Raise ConfigError if a file cannot be read within this context."""
+    """Context in which an error in reading the file ``path`` becomes a ConfigError."""
     try:
         yield
     except OSError as error:
@@ -154,7 +157,8 @@ def _identity(file: int) -> str:
 
 
 def _load(path: Path) -> Hashes:
-    """Load stored hashes; empty if they cannot be read, so that the files are hashed again."""
+    """Load the stored hashes of a folder. Empty if they cannot be read, so that the files are
+    hashed again."""
     try:
         found = json.loads(path.read_text())
         return {str(name): str(value) for name, value in found.items()}
@@ -163,7 +167,8 @@ def _load(path: Path) -> Hashes:
 
 
 def _keep(path: Path, new: Hashes) -> None:
-    """Add to the stored hashes. An entry that another process overwrites meanwhile is lost."""
+    """Add new hashes to the stored ones. If another process writes at the same time, an entry may
+    be lost."""
     every: Iterable[tuple[str, str]] = (_load(path) | new).items()
     draft = path.with_suffix(f".{os.getpid()}.draft")
     with contextlib.suppress(OSError):

@@ -22,7 +22,8 @@ from engine.checkpoint.rope_spec import RopeSpec, read_rope_specs
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """A mixture of experts: each token goes through ``per_token`` of ``count`` MLPs."""
+    """Configuration of a mixture of experts: each token is computed by ``per_token`` of ``count``
+    MLPs."""
 
     count: int
     per_token: int
@@ -30,15 +31,16 @@ class ExpertsConfig:
     normalized: bool
     """Whether the weights of a token's experts are divided by their sum."""
     layers: frozenset[int]
-    """The layers that have experts; the others have one MLP."""
+    """Numbers of the layers that have experts; the others have one MLP."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a decoder. Sizes are in elements, the context and windows in tokens."""
+    """The shape and options of a decoder model. Sizes are in elements, the context and windows in
+    tokens."""
 
     architecture: str
-    """Name in ``engine.checkpoint.families.FAMILIES``."""
+    """Name of the model's architecture, a key of ``engine.checkpoint.families.FAMILIES``."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -51,40 +53,41 @@ class ModelConfig:
     tied_embeddings: bool
     eos_ids: tuple[int, ...]
     activation: Activation
-    """Activation of the gated MLP."""
+    """Activation function of the gated MLP."""
     norm_offset: float
-    """Offset that is added to every norm's weight when it is loaded."""
+    """Number that is added to every norm's weight when it is loaded."""
     norm_placement: NormPlacement
-    """Where attention and MLP have norms: ``pre``: at their input; ``sandwich``: at their input and
-    output; ``post``: at their output, before it is added to the residual stream."""
+    """Where a layer's attention and MLP have norms. ``pre``: at their input; ``sandwich``: at their
+    input and output; ``post``: at their output, before it is added to the residual stream."""
     qk_norm: QkNorm
     """Whether queries and keys are normalized before their rotation: each head separately
     (``head``), or all heads of a token together (``full``)."""
     embedding_scale: float
-    """Factor of the embeddings, before it is rounded to the weights' type."""
+    """Factor by which embeddings are multiplied; it is rounded to the weights' type later."""
     attention_scale: float
-    """Factor of queries times keys."""
+    """Factor by which the products of queries and keys are multiplied."""
     attention_softcap: float
-    """Attention scores s become cap * tanh(s / cap); 0: unchanged."""
+    """Limit c of attention scores: a score s becomes c * tanh(s / c). 0: scores are unchanged."""
     logits_softcap: float
-    """Logits s become cap * tanh(s / cap); 0: unchanged."""
+    """Limit c of logits: a logit s becomes c * tanh(s / c). 0: logits are unchanged."""
     windows: tuple[int, ...]
-    """For each layer, the number of tokens that a query attends to, including its own; 0: all."""
+    """For each layer, the number of tokens that a query attends to, including its own; 0 means
+    all."""
     ropes: tuple[RopeSpec, ...]
-    """The distinct rotary tables."""
+    """Specifications of the model's rotary tables, each of them once."""
     layer_ropes: tuple[int, ...]
-    """For each layer, the index of its table in ``ropes``; -1: none."""
+    """For each layer, the index of its rotary table in ``ropes``; -1 if the layer has none."""
     experts: ExpertsConfig | None
 
 
 def load_model_config(folder: Path, max_model_len: int = 0) -> ModelConfig:
-    """Read ``config.json`` (and ``generation_config.json`` for its end-of-sequence ids).
+    """Read a model's ``config.json``, and ``generation_config.json`` for its end-of-sequence ids.
 
     ``max_model_len`` bounds the context, in tokens; 0 means the model's own context.
 
-    Raises ConfigError for a folder without one, for features that this engine lacks, and for a
-    bound above the model's own context. ``engine.model.weights`` checks whether quantized weights
-    can be read.
+    Raises ConfigError for a folder without ``config.json``, for features that this engine lacks,
+    and if ``max_model_len`` exceeds the model's own context. ``engine.model.weights`` checks
+    whether quantized weights can be read.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -132,7 +135,8 @@ def load_model_config(folder: Path, max_model_len: int = 0) -> ModelConfig:
 
 
 def _bounded(path: Path, context: int, max_model_len: int) -> int:
-    """The context that is served, in tokens. Raises ConfigError."""
+    """Return the context to serve, in tokens: ``max_model_len``, or the model's own ``context``.
+    Raises ConfigError."""
     if max_model_len > context:
         raise ConfigError(
             f"max_model_len is {max_model_len}, and the model's context is {context} tokens"
@@ -142,7 +146,7 @@ def _bounded(path: Path, context: int, max_model_len: int) -> int:
 
 
 def _refuse_bidirectional(fields: ConfigFields) -> None:
-    """Raise ConfigError for an encoder, such as EmbeddingGemma."""
+    """Raise ConfigError if the model is an encoder, such as EmbeddingGemma."""
     if fields.get("use_bidirectional_attention", False):
         raise ConfigError(
             f"{fields.path}: use_bidirectional_attention is not supported: answers are"

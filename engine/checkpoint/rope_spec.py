@@ -13,14 +13,15 @@ _KNOWN = "default, linear, llama3, longrope, yarn"
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """Every frequency is divided by ``factor``."""
+    """Rotary scaling that divides every frequency by ``factor``."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Long waves are stretched, short ones kept, and those between blended (Llama 3.1)."""
+    """Rotary scaling of Llama 3.1: low frequencies are divided by a factor, high ones are kept, and
+    those between are blended."""
 
     factor: float
     low_freq_factor: float
@@ -30,9 +31,10 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """A divisor for each frequency (Ding et al., LongRoPE, 2024).
+    """Rotary scaling that divides each frequency by a factor of its own (Ding et al., LongRoPE,
+    2024).
 
-    ``long_factors`` apply if the served context exceeds ``original_context``, to every position and
+    If the served context exceeds ``original_context``, ``long_factors`` apply to every position,
     however short a prompt is: cached keys must not change when their sequence grows.
     """
 
@@ -44,7 +46,8 @@ class LongRopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """Frequencies are blended by the turns that they make within the original context.
+    """Rotary scaling that blends original and divided frequencies, by the number of turns that a
+    dimension makes within the original context.
 
     The blend is between ``beta_slow`` and ``beta_fast`` turns (Peng et al., YaRN, 2023).
     """
@@ -55,7 +58,7 @@ class YarnScaling:
     beta_fast: float
     beta_slow: float
     truncate: bool
-    """Whether the blend begins and ends at whole dimensions."""
+    """Whether the bounds of the blend are rounded to whole dimensions."""
 
 
 RopeScaling = LinearScaling | Llama3Scaling | LongRopeScaling | YarnScaling
@@ -63,8 +66,8 @@ RopeScaling = LinearScaling | Llama3Scaling | LongRopeScaling | YarnScaling
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """One rotary table: its base, the number of rotated leading dimensions of a head, its
-    scaling."""
+    """Specification of a rotary table: its base, the number of leading dimensions of a head that
+    are rotated, and its scaling."""
 
     theta: float
     rotary_dim: int
@@ -72,7 +75,8 @@ class RopeSpec:
 
 
 def read_rope_specs(fields: ConfigFields, head_dim: int, context: int) -> tuple[RopeSpec, RopeSpec]:
-    """The tables of layers with full and with sliding attention, often the same.
+    """Read the rotary tables' specifications for layers with full and with sliding attention; they
+    are often the same.
 
     Raises ConfigError for an unsupported scaling.
     """
