@@ -31,10 +31,11 @@ _LANES = 16
 def cpu_decoder(
     model: DecoderModel, cache: KvGroup, packed: PackedCache | None = None, key: str = ""
 ) -> CpuDecoder | None:
-    """The C++ decoder for a model and a cache; None if torch has to compute.
+    """Make the C++ decoder for a model and a cache; None if they are not supported, so that torch
+    has to compute.
 
-    Packed weights are stored in ``packed`` under ``key``, which names the weights. Without
-    ``packed``, they are packed into this process's memory.
+    The weights in the layout of the C++ code are stored in ``packed`` under ``key``, which
+    identifies them. Without ``packed``, they are in this process's memory.
     """
     library = cpu_library() if _fits(model, cache) else None
     return None if library is None else CpuDecoder(library, model, cache, packed, key)
@@ -56,7 +57,8 @@ def _fits(model: DecoderModel, cache: KvGroup) -> bool:
 
 
 def _multiplies(weight: torch.Tensor | QuantizedWeight) -> bool:
-    """Whether the C++ code supports this form: pairs of inputs within one group."""
+    """Whether the C++ code can multiply with this weight: its inputs must form pairs, each within
+    one group."""
     even = weight.shape[1] % 2 == 0
     if isinstance(weight, torch.Tensor):
         return even
@@ -64,7 +66,8 @@ def _multiplies(weight: torch.Tensor | QuantizedWeight) -> bool:
 
 
 class CpuDecoder:
-    """Implements ``engine.sampling.step.StepModel``. ``threads`` may be changed between steps."""
+    """Computes steps on the CPU in C++. Implements ``engine.sampling.step.StepModel``. ``threads``
+    may be changed between steps."""
 
     def __init__(
         self,
@@ -102,12 +105,12 @@ class CpuDecoder:
         weakref.finalize(self, free, self._decoder).atexit = False
 
     def share_cores(self, share: CoreShare) -> None:
-        """Share the host's cores from the next step on."""
+        """Share the host's cores with other engines from the next step on."""
         mine = (share.lines, share.count, share.mine, share.cores, share.yields)
         self._share(self._decoder, *mine)
 
     def use_threads(self, threads: int) -> None:
-        """Use this number of threads from the next step on."""
+        """Set the number of CPU threads from the next step on."""
         self.threads = threads
 
     @property
@@ -118,7 +121,8 @@ class CpuDecoder:
         self._layers_done[0] = 0
 
     def run(self, step: StepInput) -> StepOutput:
-        """Compute the tokens, and store their KV. Releases the interpreter's lock."""
+        """Compute a step's tokens, and store their KV in the cache. Releases the interpreter's
+        lock."""
         tokens, outputs = len(step.token_ids), len(step.outputs)
         size = self._block_size
         rows = np.array([(row.start, row.count, len(row.block_table)) for row in step.rows])
@@ -177,7 +181,7 @@ class CpuDecoder:
         return packed.get_or_build(f"{key}-cpu{LAYOUT_VERSION}", build)
 
     def _keep(self, tensor: torch.Tensor | None) -> int | None:
-        """The address of a tensor as fp32, which is kept alive."""
+        """Convert a tensor to fp32 and keep it alive. Returns its address; None for None."""
         if tensor is None:
             return None
         tensor = tensor.float().contiguous()
@@ -296,7 +300,8 @@ class CpuDecoder:
 
 
 def _linears(model: DecoderModel) -> Iterator[tuple[str, Linear]]:
-    """All linear layers by the names that ``CpuDecoder`` gives their packed weights."""
+    """Yield all linear layers of a model, by the names under which ``CpuDecoder`` stores their
+    packed weights."""
     for number, layer in enumerate(model.layers):
         for name in ("query", "key", "value", "output"):
             yield f"{number}.{name}", getattr(layer, name)
@@ -312,5 +317,5 @@ def _linears(model: DecoderModel) -> Iterator[tuple[str, Linear]]:
 
 
 def _before(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """The sums of all counts before each."""
+    """For each count, compute the sum of the counts before it."""
     return (np.cumsum(counts) - counts).astype(np.int32)

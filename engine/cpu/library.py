@@ -22,7 +22,8 @@ _TARGET = NATIVE
 
 @lru_cache(maxsize=1)
 def cpu_library() -> ctypes.CDLL | None:
-    """The library; None if torch has to compute, and the reason is logged once."""
+    """Return the compiled C++ library; None if it cannot be built, so that torch has to compute.
+    The reason is logged once."""
     try:
         return CppLibrary(SOURCES, _TARGET).load()
     except ConfigError as error:
@@ -31,19 +32,22 @@ def cpu_library() -> ctypes.CDLL | None:
 
 
 def library_build() -> str:
-    """The build's name: its sources, compiler and CPU. Two builds may differ in the last bits."""
+    """Name of the library's build, which depends on its sources, compiler and CPU; empty without a
+    library. Two builds may differ in the last bits of their results."""
     library = cpu_library()
     return "" if library is None else Path(library._name).stem
 
 
 @dataclass(frozen=True, slots=True)
 class CoreShare:
-    """How an engine shares its host's cores with others: see board.h."""
+    """An engine's part in sharing its host's cores with other engines: see board.h."""
 
     lines: int
-    """Address of the board; it stays mapped as long as the decoder runs."""
+    """Address of the shared board, on which all engines of the host note their load; it stays
+    mapped as long as the decoder runs."""
     count: int
     mine: int
     cores: int
     yields: bool
-    """Whether this engine's helpers leave when others are more urgent."""
+    """Whether this engine's helper threads leave their cores when other engines are more urgent
+    (prefill does)."""

@@ -1,6 +1,7 @@
-"""Tokens and log probabilities on the CPU: sampling.cpp and logprobs.cpp, one call per step.
+"""Samples tokens and computes log probabilities on the CPU, with sampling.cpp and logprobs.cpp: one
+call per step.
 
-``engine.sampling.sampling.sample`` and ``engine.sampling.logprobs`` are the reference; the tokens
+``engine.sampling.sampling.sample`` and ``engine.sampling.logprobs`` are the references; the tokens
 are the same.
 """
 
@@ -25,7 +26,7 @@ _SEED_MASK = (1 << 64) - 1
 
 
 class _Draw(ctypes.Structure):
-    """Parameters of a row's draw: sampling.cpp's struct of this name."""
+    """Parameters of one row's draw: the struct of this name in sampling.cpp."""
 
     _fields_: ClassVar[list[tuple[str, type]]] = [
         ("mask", ctypes.c_void_p),
@@ -60,13 +61,14 @@ class _Draw(ctypes.Structure):
 
 
 def cpu_sampler() -> CpuSampler | None:
-    """The C++ sampler; None if torch has to draw."""
+    """Make the C++ sampler; None if there is no C++ library, so that torch has to draw."""
     library = cpu_library()
     return None if library is None else CpuSampler(library)
 
 
 class CpuSampler:
-    """Draws the same tokens as ``engine.sampling.sampling.sample``. For one thread at a time."""
+    """Draws the same tokens as ``engine.sampling.sampling.sample``, in C++. Only one thread may use
+    it at a time."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.threads = torch.get_num_threads()
@@ -93,7 +95,7 @@ class CpuSampler:
         self._prompts = _Prompts()
 
     def use_threads(self, threads: int) -> None:
-        """Use this number of threads from the next call on."""
+        """Set the number of CPU threads from the next call on."""
         self.threads = threads
 
     def sample(self, logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
@@ -124,7 +126,8 @@ class CpuSampler:
         return list(tokens)
 
     def _described(self, row: SampleRow, ids: array[int], biases: array[float]) -> _Draw:
-        """A row's parameters; its tokens and biases are appended to ``ids`` and ``biases``."""
+        """Make the draw parameters of a row. The tokens and biases to which they refer are appended
+        to ``ids`` and ``biases``."""
         s = row.sampling
         position = len(row.token_ids)
         at, biases_at = len(ids), len(biases)
@@ -150,7 +153,8 @@ class CpuSampler:
     def _lists(
         self, row: SampleRow, ids: array[int], biases: array[float]
     ) -> tuple[int, int, int, int, int]:
-        """Append the tokens that a row's adjustments need; returns the number of each kind."""
+        """Append to ``ids`` and ``biases`` what a row's penalties and biases need. Returns the
+        numbers of prompt, output, forbidden, biased and allowed tokens."""
         s, output = row.sampling, row.token_ids[row.prompt_length :]
         repeats = s.repetition_penalty != 1.0
         prompt = self._prompts.unique(row) if repeats else array("i")
@@ -168,10 +172,11 @@ class CpuSampler:
 
 
 class _Prompts:
-    """The distinct tokens of prompts, computed once per sequence rather than at each step.
+    """Cache of the distinct tokens of each prompt, which are computed once per sequence and not at
+    each step.
 
-    A sequence's tokens are a list that only grows after its prompt. Entries that a step did not use
-    are dropped at the end of the next step.
+    It relies on each sequence having one token list, which only grows after the prompt. Entries
+    that a step did not use are dropped at the end of the next step.
     """
 
     def __init__(self) -> None:
@@ -182,7 +187,7 @@ class _Prompts:
         self._last, self._now = self._now, {}
 
     def unique(self, row: SampleRow) -> array[int]:
-        """The distinct tokens of a row's prompt."""
+        """Return the distinct tokens of a row's prompt."""
         key = id(row.token_ids)
         found = self._now.get(key) or self._last.get(key)
         # The entry keeps the list alive, so that no other list can have its id.
@@ -194,14 +199,14 @@ class _Prompts:
 
 
 def cpu_logprobs() -> Scorer | None:
-    """The C++ scorer; None if torch has to compute."""
+    """Make the C++ scorer; None if there is no C++ library, so that torch has to compute."""
     library = cpu_library()
     return None if library is None else _CpuLogprobs(library)
 
 
 class _CpuLogprobs:
-    """An ``engine.sampling.logprobs.Scorer`` for logits on the CPU; releases the interpreter's
-    lock."""
+    """Computes log probabilities from logits on the CPU, in C++. Implements
+    ``engine.sampling.logprobs.Scorer``. It releases the interpreter's lock."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._score = library.baton_logprobs

@@ -1,4 +1,5 @@
-"""Input of the C++ code: its structs, and weights in the order in which it reads them.
+"""Input of the CPU's C++ code: its structs, and weights packed in the order in which the code reads
+them.
 
 A packed weight consists of panels of 32 outputs, with pairs of inputs. The structs are those of
 decoder.cpp and linear.h.
@@ -23,7 +24,8 @@ _Fields = list[tuple[str, type]]
 
 
 class Matrix(ctypes.Structure):
-    """A packed weight: see ``packed_parts``."""
+    """A packed weight as linear.h reads it: addresses of the tensors that ``packed_parts``
+    makes."""
 
     _fields_: ClassVar[_Fields] = [
         *((name, _SIZE) for name in ("kind", "outputs", "inputs", "group", "half_scales")),
@@ -32,7 +34,8 @@ class Matrix(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """The weights of one layer; a null pointer means that one is absent."""
+    """The weights of one layer, as decoder.cpp reads them. A null pointer means that the layer
+    lacks the weight."""
 
     _fields_: ClassVar[_Fields] = [
         *(
@@ -59,7 +62,7 @@ class Layer(ctypes.Structure):
 
 
 class Model(ctypes.Structure):
-    """The shape of the decoder and its layers."""
+    """The decoder's sizes, options and layers, as decoder.cpp reads them."""
 
     _fields_: ClassVar[_Fields] = [
         *(
@@ -96,7 +99,7 @@ class Model(ctypes.Structure):
 
 
 class Cache(ctypes.Structure):
-    """The memory of the KV blocks: see engine/cpu/kv_codes.h."""
+    """Address and layout of the KV blocks, as engine/cpu/kv_codes.h reads them."""
 
     _fields_: ClassVar[_Fields] = [
         ("kind", _SIZE),
@@ -115,7 +118,7 @@ class Cache(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """The tokens of one step."""
+    """The input of one step, as decoder.cpp reads it."""
 
     _fields_: ClassVar[_Fields] = [
         *((name, _SIZE) for name in ("tokens", "rows", "outputs", "threads")),
@@ -147,7 +150,8 @@ class Step(ctypes.Structure):
 
 
 def address(values: torch.Tensor | npt.NDArray[np.generic] | None) -> int | None:
-    """The address of the values, which must be contiguous and be kept alive."""
+    """Return the memory address of ``values``, which must be contiguous and be kept alive; None for
+    None."""
     if values is None:
         return None
     if isinstance(values, torch.Tensor):
@@ -158,14 +162,15 @@ def address(values: torch.Tensor | npt.NDArray[np.generic] | None) -> int | None
 
 
 PANEL = 32
-"""Outputs of a panel; PANEL in linear.h."""
+"""Number of outputs in a panel of a packed weight; PANEL in linear.h."""
 LAYOUT_VERSION = 3
-"""Raise it whenever packing or quantizing the same weight gives other bytes."""
+"""Version of the layout of packed weights. Raise it whenever packing or quantizing the same weight
+gives other bytes."""
 
 
 def pack_panels(values: torch.Tensor) -> torch.Tensor:
-    """Pack [out, in], ``in`` even, into [panels, in / 2, 32, 2], with zeros after the last
-    output."""
+    """Pack a matrix [out, in], ``in`` even, into panels [panels, in / 2, 32, 2], with zeros after
+    the last output."""
     outputs, inputs = values.shape
     padded = F.pad(values, (0, 0, 0, -outputs % PANEL))
     panels = padded.view(-1, PANEL, inputs // 2, 2)
@@ -173,9 +178,10 @@ def pack_panels(values: torch.Tensor) -> torch.Tensor:
 
 
 def pack_codes(weight: QuantizedWeight) -> torch.Tensor:
-    """Pack codes into uint8 [panels, in / 2, 64], or [panels, in / 2, 32] for ``int4``.
+    """Pack a quantized weight's codes into panels: uint8 [panels, in / 2, 64], or [panels, in / 2,
+    32] for ``int4``.
 
-    See quantized.h.
+    quantized.h describes the layout.
     """
     if weight.kind != "int4":
         return pack_panels(weight.codes).flatten(2)
@@ -184,7 +190,8 @@ def pack_codes(weight: QuantizedWeight) -> torch.Tensor:
 
 
 def pack_factors(factors: torch.Tensor) -> torch.Tensor:
-    """Pack scales or minimums [out, groups] into [panels, groups, 32]."""
+    """Pack a quantized weight's scales or minimums [out, groups] into panels [panels, groups,
+    32]."""
     outputs, groups = factors.shape
     padded = F.pad(factors, (0, 0, 0, -outputs % PANEL))
     return padded.view(-1, PANEL, groups).transpose(1, 2).contiguous()
@@ -193,7 +200,8 @@ def pack_factors(factors: torch.Tensor) -> torch.Tensor:
 def packed_parts(
     name: str, weight: torch.Tensor | QuantizedWeight
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parts of a weight by name, as ``PackedCache`` takes them."""
+    """Yield the tensors of a packed weight with their names, as ``PackedCache.get_or_build`` takes
+    them."""
     if isinstance(weight, torch.Tensor):
         yield f"{name}.data", pack_panels(weight.to(torch.bfloat16))
         return
