@@ -6,9 +6,9 @@
 Every rank has a whole cache, with the same bytes in the same blocks. So everything that a query
 attends to is on its rank, from earlier chunks and from prompts with the same beginning. For each
 layer, the ranks gather one another's keys and values before they attend (all-gather, as for Llama
-3). With few KV heads that is little work compared with the computation. A ring (Liu et al., 2023)
-would hide it, and need less memory. The ranks exchange the cache's own bytes, including codes and
-scales of int8 and fp8.
+3). With few KV heads, the exchange takes little time compared with the computation. A ring (Liu et
+al., 2023) would overlap the two, and need less memory. The ranks exchange the cache's own bytes,
+including codes and scales of int8 and fp8.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from engine.scheduling.plan import PlanRow
 
 @dataclass(frozen=True, slots=True)
 class SlotMapping:
-    """Where the KV of some tokens is stored: both int64 [tokens]."""
+    """The blocks and slots in which the KV of some tokens is stored; both tensors are int64
+    [tokens]."""
 
     blocks: torch.Tensor
     slots: torch.Tensor
 
     @classmethod
     def of(cls, rows: Sequence[PlanRow], block_size: int, device: torch.device) -> SlotMapping:
-        """The slot mapping of all tokens of a step's rows."""
+        """Make the slot mapping of all tokens of a step's rows."""
         blocks, positions = [], []
         for row in rows:
             own = np.arange(row.start, row.start + row.count)
@@ -48,26 +49,29 @@ class SlotMapping:
         return cls(found[0], found[1])
 
     def at(self, tokens: torch.Tensor) -> SlotMapping:
-        """The slot mapping of some tokens."""
+        """Select the slot mapping of the tokens with these indexes."""
         return SlotMapping(self.blocks[tokens], self.slots[tokens])
 
 
 @dataclass(frozen=True, slots=True)
 class StepSpread:
-    """What this rank sends and receives in one step."""
+    """The KV that this rank sends and receives in one step: number and slots of its own and of
+    other ranks' tokens."""
 
     own: SlotMapping
     widest: int
-    """Maximum tokens of any rank, because all ranks must gather the same shape."""
+    """Maximum number of tokens on any rank. All ranks pad to it, because they must gather the same
+    shape."""
     kept: torch.Tensor
-    """int64: indexes of other ranks' tokens, without padding, in [ranks * widest] gathered
-    tokens."""
+    """Indexes of other ranks' tokens, without padding, among the [ranks * widest] gathered tokens;
+    int64."""
     others: SlotMapping
-    """Where the KV of these tokens is stored."""
+    """Slots of the tokens in ``kept``, in which their KV is stored on this rank."""
 
 
 class ContextExchange:
-    """Exchanges KV between ranks that divide prompts. Used by the engine thread."""
+    """Exchanges KV between the ranks of a context-parallel worker, which divide prompts. Used by
+    the engine thread."""
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
@@ -76,8 +80,8 @@ class ContextExchange:
     def begin(
         self, rows: Sequence[PlanRow], shards: Sequence[ContextShard], cache: KvGroup
     ) -> None:
-        """Begin a step that is computed in ``shards``: each layer's KV is exchanged until
-        ``end``."""
+        """Begin a step whose ranks compute the rows in ``shards``. Until ``end`` is called,
+        ``spread`` exchanges each layer's KV."""
         device = cache.data.device
         widest = max(len(shard.tokens) for shard in shards)
         mapping = SlotMapping.of(rows, cache.block_size, device)
@@ -96,11 +100,12 @@ class ContextExchange:
         )
 
     def end(self) -> None:
-        """End the step."""
+        """End the step that ``begin`` began: ``spread`` has no effect until the next one."""
         self._spread = None
 
     def spread(self, cache: KvGroup, layer: int) -> None:
-        """Complete the KV of a layer in ``cache``, where this rank has written that of its tokens.
+        """Exchange a layer's KV, so that ``cache`` has it for the tokens of all ranks. This rank
+        must have written the KV of its own tokens.
 
         Has no effect in a step that is not divided.
         """
@@ -115,7 +120,8 @@ class ContextExchange:
         cache.store(others.blocks, others.slots, found[spread.kept], layer)
 
     def copy_from_leader(self, rows: Sequence[PlanRow], cache: KvGroup) -> None:
-        """Copy the KV of all layers that rank 0 has computed alone."""
+        """Copy the KV of all layers, which rank 0 has computed alone, to the caches of all other
+        ranks."""
         where = SlotMapping.of(rows, cache.block_size, cache.data.device)
         found = cache.stored(where.blocks, where.slots)
         self.group.broadcast(found)
@@ -123,7 +129,8 @@ class ContextExchange:
             cache.store(where.blocks, where.slots, found)
 
     def whole(self, own: torch.Tensor, places: Sequence[int], count: int) -> torch.Tensor:
-        """Combine [count, …] from all ranks; each has its ``own`` rows at some of the places."""
+        """Combine the ranks' rows into one tensor [count, …]. Each rank passes its ``own`` rows,
+        and their indexes in the result, ``places``."""
         found = own.new_zeros(count, *own.shape[1:])
         found[torch.tensor(places, dtype=torch.int64, device=own.device)] = own
         # Each place belongs to one rank, and the others add zeros.
@@ -131,27 +138,29 @@ class ContextExchange:
 
 
 Compute: TypeAlias = Callable[[StepInput], StepOutput]
-"""Computes tokens on this rank, and calls ``ContextExchange.spread`` for each layer."""
+"""Computes a step's tokens on this rank, and calls ``ContextExchange.spread`` for each layer."""
 
 _NOTHING = StepOutput([], None)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """One rank's part of a step."""
+    """One rank's part of a step on a context-parallel worker."""
 
     step: StepInput
     tokens: tuple[int, ...] = ()
-    """Indexes of these tokens in the whole step; empty if the step is not divided."""
+    """Indexes in the whole step of the tokens that this rank computes; empty if the step is not
+    divided."""
     outputs: tuple[int, ...] = ()
-    """Indexes of its outputs in the whole step."""
+    """Indexes in the whole step's outputs of those that this rank computes."""
     gathers: bool = False
-    """Whether rank 0 lacks some outputs. They are usually last tokens of rows, which it has."""
+    """Whether rank 0 must collect outputs from other ranks. Usually it has them all: they are the
+    last tokens of rows."""
 
 
 class ContextSteps:
-    """Computes one rank's part of steps; all ranks get the same steps. Used by the engine
-    thread."""
+    """Divides steps among the ranks of a context-parallel worker, and computes one rank's part. All
+    ranks get the same steps. Used by the engine thread."""
 
     def __init__(self, cache: KvGroup, exchange: ContextExchange) -> None:
         self._cache = cache
@@ -160,7 +169,8 @@ class ContextSteps:
 
     @contextmanager
     def part(self, step: StepInput) -> Iterator[StepPart | None]:
-        """Yield this rank's part of the step, or None. Afterwards, all ranks have the KV.
+        """Context in which this rank computes its part of the step; None if it has none. At its
+        end, all ranks have the KV.
 
         Raises WorkerFailed if a rank is lost.
         """
@@ -177,13 +187,14 @@ class ContextSteps:
         self._exchange.copy_from_leader(step.rows, self._cache)
 
     def run(self, step: StepInput, compute: Compute) -> StepOutput:
-        """Compute a step. Only rank 0 has the result."""
+        """Compute this rank's part of a step with ``compute``. Only rank 0 gets the whole step's
+        result."""
         with self.part(step) as part:
             found = _NOTHING if part is None else compute(part.step)
         return found if part is None or not part.tokens else self._whole(step, part, found)
 
     def _whole(self, step: StepInput, part: StepPart, found: StepOutput) -> StepOutput:
-        """Combine the results of all ranks."""
+        """Combine the results of all ranks' parts on rank 0."""
         if found.hidden is not None:
             hidden = self._exchange.whole(found.hidden, part.tokens, len(step.token_ids))
             found = replace(found, hidden=hidden)
@@ -212,7 +223,8 @@ def _part(step: StepInput, own: ContextShard, lead: ContextShard) -> StepPart:
 
 
 class ContextModel:
-    """One rank's ``engine.sampling.step.StepModel`` on top of a model for this rank alone."""
+    """One rank's model on a context-parallel worker: wraps a model that computes on this rank
+    alone. Implements ``engine.sampling.step.StepModel``."""
 
     def __init__(self, model: StepModel, steps: ContextSteps) -> None:
         self._model = model
@@ -220,7 +232,8 @@ class ContextModel:
 
     @property
     def layers_done(self) -> int:
-        """Layers done on rank 0, whose cache then has the KV of all tokens."""
+        """Number of layers whose KV is complete on rank 0, whose cache then has it for all
+        tokens."""
         return self._model.layers_done
 
     def clear_progress(self) -> None:
@@ -231,5 +244,6 @@ class ContextModel:
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> StepOutput:
-        """Compute the tokens on all ranks. Raises WorkerFailed if a rank is lost."""
+        """Compute a step's tokens on all ranks, and store their KV. Raises WorkerFailed if a rank
+        is lost."""
         return self._steps.run(step, self._model.run)

@@ -1,4 +1,4 @@
-"""Which of a step's tokens each rank of a context-parallel worker computes. Pure.
+"""Chooses which tokens of a step each rank of a context-parallel worker computes. Pure.
 
 A token attends to all tokens before it, so the end of a prompt costs more than its beginning. Each
 row is therefore cut into twice as many runs as there are ranks. A rank takes one run from the front
@@ -17,21 +17,22 @@ from dataclasses import dataclass, replace
 from engine.scheduling.plan import PlanRow
 
 MIN_TOKENS = 32
-"""Minimum tokens per rank; a smaller step is not worth an exchange for each layer."""
+"""Minimum number of tokens per rank for which a step is divided; for fewer, exchanging KV at each
+layer costs more than it saves."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContextShard:
-    """The rows of a step that one rank computes."""
+    """The part of a step's rows that one rank of a context-parallel worker computes."""
 
     rows: tuple[PlanRow, ...]
-    """Runs of the step's rows, with the rows' block tables."""
+    """Runs of the step's rows, as rows with the same block tables."""
     tokens: tuple[int, ...]
-    """Indexes of their tokens in the step, in order."""
+    """Indexes in the step of the tokens in ``rows``, in the same order."""
 
 
 def is_split(rows: Sequence[PlanRow], ranks: int) -> bool:
-    """Whether a step is worth dividing; otherwise rank 0 computes it.
+    """Whether a step has enough tokens to divide it among ranks; otherwise rank 0 computes it.
 
     Rows that are too short to give every rank a part do not count.
     """
@@ -39,8 +40,8 @@ def is_split(rows: Sequence[PlanRow], ranks: int) -> bool:
 
 
 def shards_of(rows: Sequence[PlanRow], ranks: int) -> list[ContextShard]:
-    """The shard of each rank. Rank 0 has the last token of every row, from which the next is
-    drawn."""
+    """Divide a step's rows among the ranks; returns one shard for each. Rank 0 gets the last token
+    of every row, from which the next token is sampled."""
     runs: list[list[PlanRow]] = [[] for _ in range(ranks)]
     tokens: list[list[int]] = [[] for _ in range(ranks)]
     first = 0
@@ -56,7 +57,7 @@ def shards_of(rows: Sequence[PlanRow], ranks: int) -> list[ContextShard]:
 
 
 def _runs(count: int, rank: int, ranks: int) -> list[range]:
-    """A rank's part of ``count`` tokens: at most two runs, none of them empty."""
+    """Choose a rank's part of a row with ``count`` tokens: at most two runs, none of them empty."""
     pieces = 2 * ranks
     front, back = (
         range(number * count // pieces, (number + 1) * count // pieces)

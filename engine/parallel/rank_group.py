@@ -1,10 +1,10 @@
 """The ranks of one worker: a process group of torch.distributed.
 
 It uses gloo for tensors in host memory and NCCL between GPUs, with the same calls. All ranks make
-every call in the same order. The result of ``add`` is the same on all ranks, bit for bit, since
+every call in the same order. A sum over the ranks is the same on all of them, bit for bit, since
 each number is summed only once.
 
-    formed ─an operation fails, or exceeds the deadline→ broken (calls raise) ─→ closed
+formed ─an operation fails, or exceeds the deadline→ broken (calls raise) ─→ closed
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torch.distributed.distributed_c10d import Store
 from baton.errors import ConfigError, WorkerFailed
 
 COLLECTIVE_S = 30.0
-"""Seconds after which a collective operation has failed: a rank is gone, or stands still."""
+"""Timeout of a collective operation, in seconds. After it, the operation has failed: a rank is
+gone, or does not respond."""
 _TCP_STORE: Any = torch.distributed.TCPStore  # type: ignore[attr-defined]
 _NCCL_SETTINGS = {
     # The group's owner ends the process; torch's monitors would do it without a message.
@@ -34,10 +35,11 @@ _NCCL_SETTINGS = {
 
 
 class Rendezvous:
-    """Where the ranks find one another: a small server on rank 0, on a single address."""
+    """A small server on rank 0, through which the ranks of a worker find one another, on a single
+    address."""
 
     def __init__(self, host: str, ranks: int) -> None:
-        """Listen from now on, on a port that the kernel chooses."""
+        """Start to listen on ``host``, on a port that the kernel chooses."""
         with socket.create_server((host, 0)) as server:
             self.port: int = server.getsockname()[1]
             self.store: Store = _TCP_STORE(
@@ -52,7 +54,8 @@ class Rendezvous:
 
 
 class RankGroup:
-    """Collective operations of the ranks. Used by the engine thread, from the engine's start on."""
+    """Collective operations (sum, broadcast, gather) among the ranks of a worker. Used by the
+    engine thread."""
 
     def __init__(
         self,
@@ -63,7 +66,8 @@ class RankGroup:
         host: str,
         deadline_s: float = COLLECTIVE_S,
     ) -> None:
-        """Wait until all ranks have joined. ``host`` is the address on which this rank listens.
+        """Wait until all ranks have joined the group. ``host`` is the address on which this rank
+        listens.
 
         Raises WorkerFailed after ``deadline_s`` seconds, and ConfigError if torch lacks the backend
         of ``device``.
@@ -79,7 +83,8 @@ class RankGroup:
     def join(
         cls, host: str, port: int, rank: int, ranks: int, device: torch.device, own_host: str
     ) -> RankGroup:
-        """Join as a rank other than 0, through rank 0's ``Rendezvous`` at ``host``, ``port``.
+        """Join a worker's group as a rank other than 0, through rank 0's ``Rendezvous`` at ``host``
+        and ``port``.
 
         Raises WorkerFailed.
         """
@@ -108,20 +113,20 @@ class RankGroup:
                 work.wait()
 
     def add(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum ``x`` over all ranks; ``x`` is overwritten."""
+        """Sum ``x`` over all ranks. Every rank gets the result; ``x`` is overwritten."""
         x = x.contiguous()
         options = _in_order(torch.distributed.AllreduceOptions())
         self._run(lambda: self._group.allreduce([x], options))
         return x
 
     def broadcast(self, x: torch.Tensor) -> None:
-        """Copy rank 0's ``x``, which must be contiguous, to all ranks."""
+        """Copy rank 0's ``x`` into the ``x`` of all other ranks; it must be contiguous."""
         options = _in_order(torch.distributed.BroadcastOptions())
         options.rootRank = 0
         self._run(lambda: self._group.broadcast([x], options))
 
     def gather(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Collect ``x`` from all ranks on rank 0: [ranks, …] in their order; None on other
+        """Collect ``x`` of all ranks on rank 0: [ranks, …] in order of rank. Returns None on other
         ranks."""
         options = _in_order(torch.distributed.GatherOptions())
         options.rootRank = 0
@@ -134,15 +139,15 @@ class RankGroup:
         return found
 
     def gather_everywhere(self, x: torch.Tensor) -> torch.Tensor:
-        """Collect ``x`` from all ranks on every rank: [ranks, …] in their order; all have one
-        shape."""
+        """Collect ``x`` of all ranks on every rank: [ranks, …] in order of rank. All must have the
+        same shape."""
         x = x.contiguous()
         found = torch.empty(self.ranks, *x.shape, dtype=x.dtype, device=x.device)
         self._run(lambda: self._group.allgather([list(found)], [x]))
         return found
 
     def least(self, number: int) -> int:
-        """The smallest of the ranks' numbers."""
+        """Return the smallest of the numbers that the ranks pass."""
         options = _in_order(torch.distributed.AllreduceOptions())
         options.reduceOp = torch.distributed.ReduceOp.MIN
         held = torch.tensor([number], dtype=torch.int64, device=self._device)
@@ -151,9 +156,9 @@ class RankGroup:
 
 
 def _in_order(options: Any) -> Any:
-    """Let NCCL work on the caller's stream, if this torch supports it (2.8 and later).
+    """Make NCCL use the caller's CUDA stream, if this torch supports it (2.8 and later).
 
-    Otherwise it uses its own stream and two events for each call.
+    Otherwise NCCL uses its own stream and two events for each call.
     """
     if hasattr(options, "asyncOp"):
         options.asyncOp = False

@@ -1,4 +1,4 @@
-"""Operations of a rank for the parts of the model that the ranks divide."""
+"""Operations of a tensor-parallel rank for the parts of the model that the ranks divide."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from engine.quantization.weight import QuantizedWeight, dequantize
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """One rank's shard of a model, and its group of ranks."""
+    """A rank's shard of a model, with the group through which it communicates with the other
+    ranks."""
 
     shard: ModelShard
     group: RankGroup
 
     def embed(self, table: torch.Tensor | QuantizedWeight, token_ids: torch.Tensor) -> torch.Tensor:
-        """Embed tokens with the rank's part of the vocabulary, ``table``: fp32 [tokens,
-        hidden_size].
+        """Look up the embeddings of tokens: fp32 [tokens, hidden_size]. ``table`` is the rank's
+        part of the vocabulary.
 
         The sum is exact: one rank has the row of a token, and the others add zeros.
         """
@@ -35,7 +36,7 @@ class RankModel:
         return self.group.add(found * here[:, None])
 
     def add(self, part: torch.Tensor) -> torch.Tensor:
-        """Sum the ranks' parts of a layer; ``part`` is overwritten."""
+        """Sum the ranks' partial outputs of a layer; ``part`` is overwritten."""
         return self.group.add(part)
 
     def norm_heads(
@@ -45,7 +46,8 @@ class RankModel:
         weights: tuple[torch.Tensor, torch.Tensor],
         epsilon: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Apply RMS norms over all heads of all ranks; the result has the type of ``query``.
+        """Apply the norms of queries and keys that cover the heads of all ranks; the result has the
+        type of ``query``.
 
         ``query`` and ``key`` are [tokens, the rank's heads * head_dim]; ``weights`` are fp32, the
         rank's part.
@@ -63,9 +65,10 @@ class RankModel:
         return q.to(query.dtype), k.to(key.dtype)
 
     def whole_logits(self, own: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """Collect logits on rank 0: fp32 [rows, vocab_size].
+        """Collect the ranks' logits on rank 0: fp32 [rows, vocab_size].
 
-        ``own`` is fp32 [rows, the rank's vocabulary]. Other ranks return [0, vocab_size].
+        ``own`` has the logits of the rank's part of the vocabulary, fp32 [rows, part]. Other ranks
+        return [0, vocab_size].
         """
         if not len(own):
             return own.new_empty(0, vocab_size)
@@ -79,9 +82,11 @@ class RankModel:
         return torch.cat([part[:, :size] for part, size in parts], dim=1)
 
     def best(self, own: torch.Tensor) -> list[int]:
-        """The most likely token of each row of such logits, on rank 0; the lowest id on a tie.
+        """Find the most likely token of each row over all ranks' logits; the lowest id on a tie.
+        Only rank 0 gets them.
 
-        Other ranks return nothing.
+        ``own`` has the logits of the rank's part of the vocabulary. Other ranks return an empty
+        list.
         """
         if not len(own):
             return []

@@ -1,7 +1,7 @@
 """The ranks of a worker in lock step: rank 0 sends each step, and all ranks compute their part.
 
-Rank 0 is the worker: it has the scheduler, the sequences and their tokens, and draws. The others
-know only the blocks that a step reads and writes.
+Rank 0 is the worker: it has the scheduler and the sequences with their tokens, and samples. The
+others know only the blocks that a step reads and writes.
 
     Leader: listening ─form()→ leading ─a rank is lost→ unusable;  ─close()→ closed
     Follower: connected ─form(), ready()→ ready ─run()→ following ─rank 0 closes→ done
@@ -37,18 +37,20 @@ from engine.parallel.step_codec import (
 from engine.sampling.step import StepInput, StepModel, StepOutput
 
 FORM_S = 300.0
-"""Maximum seconds to wait for the ranks: some may start their processes later than others."""
+"""Maximum seconds for which a rank waits for the others at the start: some may start their
+processes later than others."""
 _STORE_BYTES = 4
 
 CopyBlocks: TypeAlias = Callable[[Sequence[tuple[int, int]]], None]
-"""Copies whole blocks, given as (from, to)."""
+"""Copies whole KV blocks, given as pairs (from, to)."""
 
 
 class Leader:
-    """Rank 0, which leads the others. Used by the engine thread, except where stated."""
+    """Rank 0's connection to the other ranks: sends them each step. Used by the engine thread,
+    except where stated."""
 
     def __init__(self, host: str, ranks: int) -> None:
-        """Listen at ``host``; the other ranks need ``address``."""
+        """Start to listen on ``host``. The other ranks connect to ``address``."""
         self._host, self.ranks = host, ranks
         self._channel = LeaderChannel(host, ranks)
         self._writer = StepWriter()
@@ -59,22 +61,23 @@ class Leader:
 
     @property
     def lost(self) -> Future[str]:
-        """The reason why the group is unusable, once it is. Any thread may use it."""
+        """Future that gets a reason once the group of ranks is unusable. Any thread may use it."""
         return self._channel.lost
 
     def fail(self, reason: str) -> None:
-        """Mark the group as unusable, because one of its processes has ended. Any thread may call
-        this."""
+        """Mark the group of ranks as unusable, because one of its processes has ended. Any thread
+        may call this."""
         self._channel.fail(reason)
 
     @property
     def processes(self) -> Sequence[str]:
-        """Names of the processes of the ranks that have connected, in order. Any thread may use
-        it."""
+        """Names of the processes of the ranks that have connected, in order of rank. Any thread may
+        use it."""
         return [greeting.process for _, greeting in sorted(self._channel.greetings.items())]
 
     def form(self, device: torch.device, deadline_s: float = FORM_S) -> FormedGroup:
-        """Wait for the ranks, and form their process group. Raises WorkerFailed."""
+        """Wait until all ranks have connected, and form their process group. Raises
+        WorkerFailed."""
         self._channel.accept(deadline_s)
         rendezvous = Rendezvous(self._host, self.ranks)
         self._channel.tell(rendezvous.port.to_bytes(_STORE_BYTES, "little"))
@@ -84,10 +87,10 @@ class Leader:
 
     @contextlib.contextmanager
     def computing(self, step: StepInput, *, draws: bool = False) -> Iterator[None]:
-        """Let all ranks compute a step, which this rank computes within the context.
+        """Send a step to the other ranks; this rank computes its part within the context.
 
-        An exception within it ends the group. With ``draws``, the ranks also receive the drawn
-        tokens. Raises WorkerFailed.
+        An exception within the context makes the group of ranks unusable. With ``draws``, the other
+        ranks also receive the sampled tokens. Raises WorkerFailed.
         """
         self._channel.tell(self._writer.step(step, draws=draws))
         try:
@@ -98,14 +101,15 @@ class Leader:
             raise
 
     def addresses(self, deadline_s: float = FORM_S) -> tuple[str, ...]:
-        """Addresses at which the ranks from 1 on serve other workers, once all are ready.
+        """Wait until all ranks are ready. Return the addresses at which ranks 1 and up serve other
+        workers.
 
         Raises WorkerFailed.
         """
         return self._channel.addresses(deadline_s)
 
     def copier(self, copy: CopyBlocks) -> CopyBlocks:
-        """A function that copies blocks here, by ``copy``, and on all other ranks."""
+        """Make a function that copies blocks on all ranks; on this rank it uses ``copy``."""
 
         def everywhere(copies: Sequence[tuple[int, int]]) -> None:
             if copies:
@@ -115,24 +119,25 @@ class Leader:
         return everywhere
 
     def tell_warm_up(self) -> None:
-        """Let all other ranks warm up."""
+        """Send the order to warm up to all other ranks."""
         self._channel.tell(warm_up_frame())
 
     def close(self) -> None:
-        """End the ranks; idempotent."""
+        """Close the connections, which ends the other ranks; idempotent."""
         self._channel.close()
 
 
 @dataclass(frozen=True, slots=True)
 class FormedGroup:
-    """The parts of a group on rank 0, once all ranks have joined."""
+    """The connection and the process group of rank 0, once all ranks have joined."""
 
     leader: Leader
     group: RankGroup
 
 
 class LeaderModel:
-    """Rank 0's ``engine.sampling.step.StepModel``: it also sends each step to the other ranks."""
+    """Rank 0's model: sends each step to the other ranks, and computes rank 0's part. Implements
+    ``engine.sampling.step.StepModel``."""
 
     def __init__(self, model: StepModel, leader: Leader) -> None:
         self._model = model
@@ -140,14 +145,16 @@ class LeaderModel:
 
     @property
     def layers_done(self) -> int:
-        """Layers done on all ranks: the sum of a layer's results follows its KV."""
+        """Number of layers whose KV is complete on all ranks. A layer's results are summed over the
+        ranks after its KV is stored."""
         return self._model.layers_done
 
     def clear_progress(self) -> None:
         self._model.clear_progress()
 
     def run(self, step: StepInput) -> StepOutput:
-        """Compute the tokens on all ranks. Raises WorkerFailed if a rank is lost."""
+        """Compute a step's tokens on all ranks, and store their KV. Raises WorkerFailed if a rank
+        is lost."""
         with self._leader.computing(step):
             return self._model.run(step)
 
@@ -156,28 +163,31 @@ class LeaderModel:
 
 
 class FollowerModel(Protocol):
-    """Computes the steps of a rank other than 0."""
+    """Computes the part of each step that belongs to a rank other than 0."""
 
     def follow(self, step: StepInput, *, draws: bool) -> None:
-        """Compute this rank's part; with ``draws``, also receive the tokens that rank 0 draws."""
+        """Compute this rank's part of a step. With ``draws``, also receive the tokens that rank 0
+        samples."""
 
     def warm_up(self) -> None:
-        """Warm up, as rank 0 does."""
+        """Compile and capture what is needed before requests, as rank 0 does."""
 
 
 class Follower:
-    """A rank other than 0. Used by one thread."""
+    """Connection of a rank other than 0 to rank 0: receives steps and has them computed. Used by
+    one thread."""
 
     def __init__(
         self, address: GroupAddress, rank: int, ranks: int, deadline_s: float, process: str = ""
     ) -> None:
-        """Connect to rank 0, and send it the name of this ``process``. Raises WorkerFailed."""
+        """Connect to rank 0 at ``address``, and send it the name of this ``process``. Raises
+        WorkerFailed."""
         self.rank, self.ranks = rank, ranks
         self._address = address
         self._channel = FollowerChannel(address, rank, deadline_s, process)
 
     def form(self, device: torch.device, on_broken: OnBroken) -> RankGroup:
-        """Join the process group. Raises WorkerFailed.
+        """Join the process group of the ranks. Raises WorkerFailed.
 
         ``on_broken`` is called once, on any thread, when rank 0 is gone.
         """
@@ -190,14 +200,16 @@ class Follower:
         return RankGroup.join(host, port, self.rank, self.ranks, device, own)
 
     def ready(self, address: str) -> None:
-        """Report that steps may come, and the address that serves other workers, or ``none``.
+        """Report to rank 0 that this rank can compute steps, and the address at which it serves
+        other workers (or ``none``).
 
         Raises WorkerFailed.
         """
         self._channel.ready(address)
 
     def run(self, model: FollowerModel, cache: KvCache) -> None:
-        """Compute what rank 0 sends, until it closes. Raises the error of a step."""
+        """Compute the steps that rank 0 sends, until it closes the connection. Raises the error of
+        a step."""
         reader = StepReader()
         while (frame := self._channel.frame()) is not None:
             try:
@@ -213,21 +225,22 @@ class Follower:
                 model.follow(told.step, draws=told.kind is Kind.DRAWING_STEP)
 
     def close(self) -> None:
-        """Close the connection; idempotent."""
+        """Close the connection to rank 0; idempotent."""
         self._channel.close()
 
 
 class TorchFollower:
-    """Steps in plain torch on a rank other than 0."""
+    """Computes steps in plain torch on a rank other than 0. Implements ``FollowerModel``."""
 
     def __init__(self, model: StepModel) -> None:
         self._model = model
 
     def follow(self, step: StepInput, *, draws: bool) -> None:
-        """See ``FollowerModel``; tokens pass through the host."""
+        """Compute this rank's part of a step. ``draws`` must be false, because plain torch sends
+        sampled tokens through the host."""
         if draws:
             raise BatonError("torch cannot draw tokens on the device")
         self._model.run(step)
 
     def warm_up(self) -> None:
-        """Do nothing."""
+        """Do nothing: plain torch needs no warm-up."""

@@ -14,22 +14,22 @@ from baton.head_share import kv_heads_of, query_heads_of, ranks_of
 from engine.checkpoint.model_config import ModelConfig
 
 _LARGEST_PIECE = 128
-"""Maximum inputs of the MLP's second layer that stay together, because the group of a quantized
-weight shares a scale."""
+"""Maximum number of inputs of the MLP's second layer that are assigned to ranks in one piece,
+because a group of a quantized weight shares a scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """The part of a model on one rank."""
+    """The heads, channels, tokens of the vocabulary and experts of a model that one rank has."""
 
     rank: int
     ranks: int
     query_heads: range
     kv_heads: range
     inner: range
-    """Range of a dense MLP's intermediate size."""
+    """The rank's range of a dense MLP's intermediate size."""
     experts: range
-    """The experts that it computes, each of them whole."""
+    """The experts that the rank computes; each expert is whole."""
     vocabulary: range
     all_query_heads: int
     """Number of query heads in the whole model."""
@@ -37,7 +37,8 @@ class ModelShard:
 
     @property
     def counted_kv_heads(self) -> range:
-        """The KV heads that no lower rank has, so that over all ranks each head counts once."""
+        """The KV heads of this rank that no lower rank has. So each head of the model counts once
+        over all ranks."""
         held = self.kv_heads
         first = next((h for h in held if self._first_holder(h) == self.rank), held.stop)
         return range(first, held.stop)
@@ -47,12 +48,13 @@ class ModelShard:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, which draws the tokens."""
+        """Whether this is rank 0, which samples the tokens."""
         return self.rank == 0
 
 
 def shard_of(config: ModelConfig, rank: int, ranks: int) -> ModelShard:
-    """The shard of ``rank`` of the whole model. Raises ConfigError if there is none."""
+    """Compute the shard of ``rank`` for a model's configuration. Raises ConfigError if there are
+    more ranks than query heads or experts."""
     if ranks > config.heads:
         raise ConfigError(
             f"tp {ranks} has more ranks than the model has query heads, {config.heads}: set"
@@ -80,7 +82,8 @@ def shard_of(config: ModelConfig, rank: int, ranks: int) -> ModelShard:
 
 
 def config_of(config: ModelConfig, shard: ModelShard) -> ModelConfig:
-    """The shape of the rank's part. Vocabulary and experts are those of the whole model."""
+    """Make the configuration of a rank's shard. Vocabulary and experts are those of the whole
+    model."""
     return replace(
         config,
         heads=len(shard.query_heads),
@@ -94,7 +97,8 @@ def _run(count: int, rank: int, ranks: int) -> range:
 
 
 def _piece(size: int, ranks: int) -> int:
-    """The largest power of two up to ``_LARGEST_PIECE`` that gives each rank at least one piece."""
+    """Choose the size of the pieces into which ``size`` is divided: the largest power of two up to
+    ``_LARGEST_PIECE`` that divides it and gives each rank at least one piece."""
     piece = _LARGEST_PIECE
     while piece > 1 and (size % piece or size // piece < ranks):
         piece //= 2

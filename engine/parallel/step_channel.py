@@ -1,11 +1,11 @@
-"""The channel by which rank 0 sends steps to the other ranks, and detects lost ranks: TCP.
+"""The TCP connections through which rank 0 sends steps to the other ranks and detects lost ones.
 
     listening ─all ranks have connected→ open ─a rank is lost, is silent or a call fails→ broken
         → closed;
     open ─close()→ closed
 
-Both sides send frames; an empty frame is a sign of life. A side that receives nothing for too long,
-or finds the connection closed, reports it once with the reason. A group that has lost a rank is
+Both sides send frames; an empty frame is a heartbeat. A side that receives nothing for too long, or
+finds the connection closed, reports it once with the reason. A group that has lost a rank is
 unusable, and its processes must end.
 
 A rank's first frame is its ``Greeting``. When it is ready to compute, it sends another frame with
@@ -32,67 +32,69 @@ from baton.liveness.silence import SilenceWatch
 
 BEAT_S = 0.5
 SILENT_RANK_S = 5.0
-"""Silence in seconds after which a connected rank counts as lost. Its whole worker then ends,
-before the leases of its handoffs expire and long before its requests are hopeless."""
+"""Seconds without a frame after which a rank that computes counts as lost. Its whole worker then
+ends, before the leases of its handoffs expire and before the deadlines of its requests."""
 SILENT_LOADING_S = 30.0
-"""Silence in seconds after which a rank that is not ready yet counts as lost. It may import and
-load without a break, and no step waits for it. A limit that stops workers from starting on a busy
-host would be worse."""
+"""Seconds without a frame after which a rank that is not ready yet counts as lost. Such a rank may
+import and load without a break, and no step waits for it. A shorter limit would prevent workers
+from starting on a busy host."""
 SILENT_LEADER_S = 60.0
-"""Silence in seconds after which rank 0 counts as lost. Rank 0 may stand still for a while and
+"""Seconds without a frame after which rank 0 counts as lost. Rank 0 may pause for a while and
 continue, like a worker with one rank. After this time, its host is gone."""
 _LEADER_TICKS = 4
-"""Checks for silence by a rank within ``SILENT_LEADER_S``."""
+"""Number of times that a rank checks for frames from rank 0 within ``SILENT_LEADER_S``."""
 _LENGTH = struct.Struct("<I")
 _MAX_BYTES = 1 << 28
 _MAX_GREETING = 4096
 _SEND_S = 30.0
-"""Maximum seconds for a rank to accept a frame."""
+"""Maximum seconds for a rank to accept a frame from rank 0."""
 
 OnBroken = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupAddress:
-    """Where the other ranks of a worker find rank 0."""
+    """Address of rank 0, and the secret with which the other ranks of the worker connect to it."""
 
     host: str
     port: int
     token: str
-    """A secret of 32 hex digits."""
+    """Secret of 32 hex digits that a rank must send."""
 
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """Identifies a rank to rank 0."""
+    """The first frame of a rank, which identifies it to rank 0."""
 
     token: str
     rank: int
     process: str
-    """Names the rank's process, for the code that has to end it."""
+    """Name of the rank's process, for the code that has to end it."""
 
 
 class LeaderChannel:
-    """Rank 0's end. The engine thread calls ``tell``; another thread watches the ranks."""
+    """Rank 0's end of the connections. The engine thread calls ``tell``; another thread watches the
+    ranks."""
 
     def __init__(self, host: str, ranks: int) -> None:
-        """Listen from now on."""
+        """Start to listen on ``host`` for the other ranks."""
         self.ranks = ranks
         self._token = secrets.token_hex(16)
         self._server = socket.create_server((host, 0))
         self.address = GroupAddress(host, self._server.getsockname()[1], self._token)
         self.greetings: dict[int, Greeting] = {}
-        """Greetings of the ranks that have connected."""
+        """Greetings of the ranks that have connected, by rank."""
         self._peers: dict[int, socket.socket] = {}
         self._sending = threading.Lock()
         self._closed = threading.Event()
         self.lost: Future[str] = Future()
-        """The reason why the group is unusable, once it is."""
+        """Future that gets a reason once the group of ranks is unusable."""
         self._ready: dict[int, Future[str]] = {rank: Future() for rank in range(1, ranks)}
         self._watcher: threading.Thread | None = None
 
     def accept(self, deadline_s: float) -> None:
-        """Wait for all ranks. Raises WorkerFailed if one is missing."""
+        """Wait until all ranks have connected. Raises WorkerFailed if one is missing after
+        ``deadline_s`` seconds."""
         end = time.monotonic() + deadline_s
         while len(self._peers) < self.ranks - 1:
             try:
@@ -109,7 +111,8 @@ class LeaderChannel:
         self._server.close()
 
     def _greet(self, connection: socket.socket, timeout_s: float) -> None:
-        """Accept a rank; close all other connections."""
+        """Check a new connection's greeting. A valid rank is accepted; other connections are
+        closed."""
         connection.settimeout(min(timeout_s, SILENT_RANK_S))
         try:
             greeting = Greeting(**json.loads(_read_frame(connection, _MAX_GREETING)))
@@ -127,12 +130,13 @@ class LeaderChannel:
         self.greetings[rank] = greeting
 
     def watch(self) -> None:
-        """Watch the ranks from now on: ``lost`` gets a reason as soon as one is lost."""
+        """Start to watch the ranks: ``lost`` gets a reason as soon as one is lost."""
         self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
         self._watcher.start()
 
     def addresses(self, deadline_s: float) -> tuple[str, ...]:
-        """Addresses at which the ranks from 1 on serve other workers, once all are ready.
+        """Wait until all ranks are ready. Return the addresses at which ranks 1 and up serve other
+        workers.
 
         Raises WorkerFailed.
         """
@@ -153,7 +157,7 @@ class LeaderChannel:
         return self.lost.result() if self.lost.done() else "the ranks of this worker are gone"
 
     def tell(self, frame: bytes) -> None:
-        """Send a frame to all ranks. Raises WorkerFailed if one does not accept it."""
+        """Send a frame to all other ranks. Raises WorkerFailed if a rank does not accept it."""
         if self.lost.done() or self._closed.is_set():
             raise WorkerFailed(self._why())
         message = _LENGTH.pack(len(frame)) + frame
@@ -166,7 +170,8 @@ class LeaderChannel:
                     raise WorkerFailed(f"rank {rank} does not accept steps: {error}") from error
 
     def fail(self, reason: str) -> None:
-        """Mark the group as unusable; only the first reason counts. Any thread may call this."""
+        """Mark the group of ranks as unusable; only the first reason is kept. Any thread may call
+        this."""
         if self._closed.is_set():
             return
         with suppress(InvalidStateError):
@@ -208,7 +213,7 @@ class LeaderChannel:
             self._closed.wait(BEAT_S / 2)
 
     def _take(self, rank: int, said: bytearray) -> None:
-        """Process a rank's complete frames, and remove them from the buffer."""
+        """Process the complete frames in a rank's buffer ``said``, and remove them."""
         while len(said) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(said)
             end = _LENGTH.size + length
@@ -237,7 +242,7 @@ class LeaderChannel:
                 self._sending.release()
 
     def close(self) -> None:
-        """Close the connections, which ends the ranks; idempotent."""
+        """Close the connections, which ends the other ranks; idempotent."""
         self._closed.set()
         with suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
@@ -252,12 +257,13 @@ class LeaderChannel:
 
 
 class FollowerChannel:
-    """Another rank's end. The engine thread calls ``frame``; another thread sends signs of life."""
+    """Another rank's end of its connection to rank 0. The engine thread calls ``frame``; another
+    thread sends heartbeats."""
 
     def __init__(
         self, address: GroupAddress, rank: int, deadline_s: float, process: str = ""
     ) -> None:
-        """Connect to rank 0. Raises WorkerFailed."""
+        """Connect to rank 0 at ``address``, and send the greeting. Raises WorkerFailed."""
         self._sending = threading.Lock()
         try:
             self._socket = socket.create_connection((address.host, address.port), deadline_s)
@@ -276,7 +282,8 @@ class FollowerChannel:
             self._socket.sendall(_LENGTH.pack(len(frame)) + frame)
 
     def ready(self, address: str) -> None:
-        """Report that steps may come, and where this rank serves others. Raises WorkerFailed."""
+        """Report to rank 0 that this rank can compute steps, and the address at which it serves
+        other workers. Raises WorkerFailed."""
         try:
             self._send(address.encode())
         except OSError as error:
@@ -284,11 +291,12 @@ class FollowerChannel:
 
     @property
     def own_host(self) -> str:
-        """The address by which this rank reaches the others."""
+        """Local address of the connection to rank 0, at which the other ranks can reach this
+        one."""
         return str(self._socket.getsockname()[0])
 
     def live(self, on_broken: OnBroken) -> None:
-        """Send signs of life from now on; ``on_broken`` is called once, when rank 0 is gone."""
+        """Start to send heartbeats. ``on_broken`` is called once, when rank 0 is gone."""
         threading.Thread(
             target=self._live, args=(on_broken,), name="rank-beat", daemon=True
         ).start()
@@ -303,9 +311,11 @@ class FollowerChannel:
                 return
 
     def frame(self) -> bytes | None:
-        """The next frame, however long that takes; None once rank 0 is gone or has closed.
+        """Wait for the next frame from rank 0, without a limit. Returns None once rank 0 is gone or
+        has closed the connection.
 
-        Raises WorkerFailed if rank 0 is silent for too long, or sends an invalid frame.
+        Raises WorkerFailed if nothing arrives for too long, not even a heartbeat, or if a frame is
+        invalid.
         """
         while True:
             self._wait(0)
@@ -322,15 +332,16 @@ class FollowerChannel:
                 return frame
 
     def _wait(self, read: int) -> None:
-        """Check for silence after a timeout; ``read`` bytes of the current message have arrived.
+        """Check at a timeout how long nothing has arrived; ``read`` is the number of bytes of the
+        current message.
 
-        Raises TimeoutError once rank 0 is silent.
+        Raises TimeoutError once nothing has arrived for ``SILENT_LEADER_S`` seconds.
         """
         if self._silence.tick({0: (self._frames, read)}, time.monotonic()):
             raise TimeoutError
 
     def close(self) -> None:
-        """Close the connection; idempotent."""
+        """Close the connection to rank 0; idempotent."""
         self._closed.set()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -340,7 +351,8 @@ class FollowerChannel:
 def _read_frame(
     connection: socket.socket, most: int, wait: Callable[[int], None] | None = None
 ) -> bytes:
-    """Read one frame. ``wait`` is called with the bytes read so far at each timeout.
+    """Read one frame of at most ``most`` bytes. At each timeout, ``wait`` is called with the number
+    of bytes read so far.
 
     Raises EOFError if the other end has closed, ValueError for more than ``most`` bytes, and
     TimeoutError at the first timeout if ``wait`` is None.
@@ -354,7 +366,7 @@ def _read_frame(
 def _exactly(
     connection: socket.socket, size: int, wait: Callable[[int], None] | None = None
 ) -> bytes:
-    """Read ``size`` bytes. Raises EOFError if the other end has closed."""
+    """Read exactly ``size`` bytes. Raises EOFError if the other end has closed the connection."""
     found = bytearray()
     while len(found) < size:
         try:

@@ -1,4 +1,5 @@
-"""Encodes what rank 0 sends to the other ranks: plain numbers, no pickle. Pure, with numpy.
+"""Encodes the messages that rank 0 sends to the other ranks: plain numbers, no pickle. Pure, with
+numpy.
 
 A frame is one byte for its kind, followed by little-endian numbers. A row's block table is sent
 once: for a sequence that was in the previous step, only added blocks are sent.
@@ -19,7 +20,8 @@ from engine.sampling.step import StepInput
 from engine.scheduling.plan import PlanRow
 
 _STEP = struct.Struct("<BBIIII")
-"""Kind, greedy, rows, tokens, outputs, and layers whose states are wanted."""
+"""Head of a step's frame: kind, greedy, and numbers of rows, tokens, outputs and layers whose
+states are wanted."""
 _ROW = np.dtype(
     [("id", "<i8"), ("start", "<i4"), ("count", "<i4"), ("kept", "<i4"), ("new", "<i4")]
 )
@@ -29,21 +31,22 @@ Copies: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Kind(IntEnum):
-    """Kind of a frame."""
+    """What a rank must do with a frame from rank 0."""
 
     STEP = 1
-    """Compute a step."""
+    """Compute this rank's part of a step."""
     DRAWING_STEP = 2
-    """Compute a step, and receive its tokens from rank 0: the next step may refer to them."""
+    """Compute this rank's part of a step, and receive the tokens that rank 0 samples: the next step
+    may refer to them."""
     COPY = 3
-    """Copy blocks."""
+    """Copy KV blocks."""
     WARM_UP = 4
-    """Warm up: run and capture what a GPU needs before requests."""
+    """Warm up: compile and capture what a GPU needs before requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A decoded frame."""
+    """A decoded frame from rank 0."""
 
     kind: Kind
     step: StepInput | None = None
@@ -51,13 +54,14 @@ class Told:
 
 
 class StepWriter:
-    """Rank 0's encoder. Used by the engine thread."""
+    """Encodes steps on rank 0. Used by the engine thread."""
 
     def __init__(self) -> None:
         self._tables: dict[int, tuple[int, ...]] = {}
 
     def step(self, step: StepInput, *, draws: bool) -> bytes:
-        """Encode a step; with ``draws``, the ranks receive its tokens afterwards."""
+        """Encode a step as a frame. With ``draws``, the ranks receive the sampled tokens
+        afterwards."""
         rows = np.zeros(len(step.rows), _ROW)
         added: list[int] = []
         tables: dict[int, tuple[int, ...]] = {}
@@ -77,7 +81,7 @@ class StepWriter:
 
 
 class StepReader:
-    """Another rank's decoder."""
+    """Decodes frames on a rank other than 0."""
 
     def __init__(self) -> None:
         self._tables: dict[int, tuple[int, ...]] = {}
@@ -108,7 +112,8 @@ class StepReader:
     def _rows(
         self, heads: npt.NDArray[np.void], numbers: Sequence[int]
     ) -> tuple[tuple[PlanRow, ...], int]:
-        """The rows, and the index after the tables' last number."""
+        """Decode a step's rows. Returns them and the index in ``numbers`` after their block
+        tables."""
         tables: dict[int, tuple[int, ...]] = {}
         rows: list[PlanRow] = []
         end = 0
@@ -125,7 +130,7 @@ class StepReader:
 
 
 def copy_frame(copies: Sequence[tuple[int, int]]) -> bytes:
-    """Encode a frame that copies blocks, given as (from, to)."""
+    """Encode a frame that copies KV blocks, given as pairs (from, to)."""
     return bytes((Kind.COPY,)) + _numbers([block for pair in copies for block in pair])
 
 

@@ -1,4 +1,4 @@
-"""Which part of each of a checkpoint's tensors a rank has, by the tensors' names.
+"""Chooses the part of each checkpoint tensor that a rank has, by the tensor's name.
 
 Layers with divided outputs (query, key, value, gate, up, embedding, head) are cut by rows. Layers
 with divided inputs (the output of attention and of the MLP) are cut by columns. Their bias is only
@@ -24,12 +24,13 @@ _FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 _HEADS = ("lm_head", "tied_lm_head")
 
 ReadSpan = Callable[[int, range], torch.Tensor]
-"""Reads a range of a tensor's rows (0) or columns (1)."""
+"""Reads a range of a tensor's rows (dimension 0) or columns (dimension 1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Runs of a tensor along one dimension, in order. Without runs: the whole tensor."""
+    """The runs of a tensor along one dimension that a rank has, in order. Without runs: the whole
+    tensor."""
 
     dim: int = 0
     runs: tuple[range, ...] = ()
@@ -58,10 +59,11 @@ class Cut:
 
 
 class WeightSlices:
-    """The parts of all tensors on one rank. The model's names are Hugging Face's."""
+    """The parts of all of a checkpoint's tensors that one rank has. Tensor names are Hugging
+    Face's."""
 
     def __init__(self, config: ModelConfig, shard: ModelShard) -> None:
-        """``config`` is the whole model's."""
+        """``config`` is the configuration of the whole model."""
         self._family = FAMILIES[config.architecture]
         self._shard = shard
         dim, inner = config.head_dim, config.intermediate_size
@@ -83,7 +85,8 @@ class WeightSlices:
         self._columns = {"o_proj": query, "down_proj": shard.inner}
 
     def of(self, name: str) -> Cut | None:
-        """The part of the tensor or matrix ``name``; None if the rank has none of it."""
+        """Return the part of the tensor or matrix ``name`` that the rank has; None if it has
+        none."""
         if not name.startswith((*self._family.tensor_prefixes, *_HEADS)):
             return None
         if _FUSED_EXPERTS.search(name):
@@ -100,7 +103,8 @@ class WeightSlices:
         return Cut(0, self._rows.get(layer, ()))
 
     def quantized(self, name: str, weight: QuantizedWeight) -> QuantizedWeight | None:
-        """The rank's part of the quantized matrix ``name``. Raises ConfigError."""
+        """Copy the rank's part of the quantized matrix ``name``; None if it has none. Raises
+        ConfigError."""
         cut = self.of(name)
         try:
             return None if cut is None else cut.quantized(weight)
