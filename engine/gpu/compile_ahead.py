@@ -1,4 +1,5 @@
-"""Compiles kernels for GPUs without one, so that a compile error shows on every machine."""
+"""Compiles kernels for a GPU that is not present, so that a compile error shows on every
+machine."""
 
 from __future__ import annotations
 
@@ -12,17 +13,17 @@ from engine.gpu.kernels.launch import Launch
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Result of compiling one launch."""
+    """Result of compiling one kernel launch."""
 
     kernel: str
     ptx: str
-    """Empty if triton keeps only machine code (TRITON_STORE_BINARY_ONLY)."""
+    """The kernel's PTX; empty if triton keeps only machine code (TRITON_STORE_BINARY_ONLY)."""
     machine_code_bytes: int
     shared_bytes: int
 
 
 class _AheadDriver:
-    """Replaces the driver of an absent GPU, as far as compiling needs one.
+    """Replaces triton's driver where no GPU is present, as far as compiling needs one.
 
     It has the methods of triton's ``DriverBase`` that ``JITFunction.run`` calls in a warm-up.
     """
@@ -44,9 +45,9 @@ class _AheadDriver:
 def compile_launch(launch: Launch, capability: int) -> Compiled:
     """Compile a launch for GPUs of ``capability``, without a GPU. Raises triton's errors.
 
-    It uses triton's own launcher. So the specialization, and with it the key in triton's cache, is
-    the same as for a launch on a GPU. Afterwards this process compiles only for that capability: it
-    must not launch kernels on a GPU.
+    The launch goes through triton's own launcher. So its specialization, and with it the key in
+    triton's cache, is the same as on a GPU. Afterwards this process compiles only for that
+    capability: it must not launch kernels on a GPU.
     """
     driver.set_active(_AheadDriver(capability))
     kernel = launch.kernel.warmup(

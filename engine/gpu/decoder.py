@@ -1,7 +1,7 @@
 """Steps on a GPU: Triton kernels, decode steps captured as CUDA graphs, draws on the device.
 
-A step may start before the previous one has ended, and may use tokens that are still being drawn:
-these never pass through the host.
+A step may start before the previous one has ended, and may use tokens that are still being sampled.
+Such tokens are read on the GPU, and do not pass through the host first.
 """
 
 from __future__ import annotations
@@ -37,18 +37,21 @@ from engine.sampling.grammar_state import Mask, pack
 from engine.sampling.step import StepInput, StepOutput
 
 Masks = Callable[[], dict[int, Mask]]
-"""Makes the masks of a step's outputs, by output number, while a GPU computes the logits."""
+"""Makes the masks of a step's outputs, by output number. It is called while the GPU computes the
+logits."""
 
 _CHUNKS = (2, 8, 16, 32, 128)
-"""Chunk sizes whose attention uses different tile sizes, for any number of heads per group."""
+"""Chunk sizes, in tokens, that warm-up runs: their attention uses different tile sizes, for any
+number of heads per group."""
 
 
 def gpu_decoder(
     weights: GpuWeights, cache: KvCache, max_rows: int, leader: Leader | None = None
 ) -> GpuStepModel:
-    """Make a GPU's decoder, whose decode steps are captured.
+    """Make the GPU's model, which captures its decode steps as CUDA graphs.
 
-    ``max_rows`` bounds the sequences of a step. Rank 0 of several passes the ``leader``.
+    ``max_rows`` is the maximum number of rows in a decode step. With several ranks, rank 0 passes
+    the ``leader``, which sends steps to the others.
     """
     capture = CudaCapture(cache.data.device)
     return GpuStepModel(weights, cache, max_rows, capture=capture, leader=leader)
@@ -56,18 +59,19 @@ def gpu_decoder(
 
 @dataclass(frozen=True, slots=True)
 class StartedStep:
-    """A step that may still be running."""
+    """A step that the GPU has been given and that may still be running."""
 
     _drawn: torch.Tensor
-    """int64 [outputs], on the host; valid once the event has occurred."""
+    """Sampled tokens on the host, int64 [outputs]; valid once ``_ended`` has occurred."""
     _ended: torch.cuda.Event | None
 
     def has_ended(self) -> bool:
-        """Whether the tokens are available. Never waits."""
+        """Whether the step has ended, so that its tokens are on the host. Never waits."""
         return self._ended is None or bool(self._ended.query())  # type: ignore[no-untyped-call]
 
     def token_ids(self) -> list[int]:
-        """The token of each output; waits for the step's end. Its KV is then in the cache."""
+        """Wait for the step's end, and return the token of each output. The step's KV is then in
+        the cache."""
         if self._ended is not None:
             self._ended.synchronize()
         found: list[int] = self._drawn.tolist()
@@ -75,7 +79,8 @@ class StartedStep:
 
 
 class GpuStepModel:
-    """Implements ``engine.sampling.step.StepModel``, and additionally ``start``."""
+    """Computes and samples steps on a GPU. Implements ``engine.sampling.step.StepModel``, and has
+    ``start``, which does not wait."""
 
     def __init__(
         self,
@@ -86,7 +91,8 @@ class GpuStepModel:
         capture: Capture | None = None,
         leader: Leader | None = None,
     ) -> None:
-        """Without ``capture`` no step is captured. The ``leader`` sends each step to other ranks.
+        """``capture`` captures steps as CUDA graphs; None: no step is captured. ``leader`` sends
+        each step to the other ranks.
 
         With deterministic weights, a row's logits depend only on its sequence, bit for bit.
         """
@@ -94,7 +100,7 @@ class GpuStepModel:
         self._leader = leader
         self._group = _group_of(weights)
         self._context: ContextSteps | None = None
-        """This rank's part of steps, if several ranks divide prompts."""
+        """Divides steps among the ranks of a context-parallel worker; None for other workers."""
         if weights.context is not None:
             self._context = ContextSteps(cache, weights.context)
         self._device = cache.data.device
@@ -118,14 +124,15 @@ class GpuStepModel:
     """Always 0: a GPU reports nothing about a step before its end."""
 
     def clear_progress(self) -> None:
-        """Do nothing."""
+        """Do nothing, because ``layers_done`` is always 0."""
 
     def use_threads(self, threads: int) -> None:
         """Do nothing: a GPU's steps use one CPU thread."""
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> StepOutput:
-        """Compute the tokens, and store their KV. Waits for the end of a greedy step.
+        """Compute a step's tokens, and store their KV. For a greedy step, wait until the tokens are
+        on the host.
 
         Only the output of the last layer is available as hidden states; raises ValueError for
         others.
@@ -134,11 +141,11 @@ class GpuStepModel:
             return self._run_whole(step)
 
     def _run_whole(self, step: StepInput) -> StepOutput:
-        """Run a step; ranks that divide prompts compute a part each."""
+        """Run a step, which the ranks of a context-parallel worker divide."""
         return self._found(step) if self._context is None else self._context.run(step, self._found)
 
     def _found(self, step: StepInput) -> StepOutput:
-        """Compute this rank's part of a step."""
+        """Compute this rank's part of a step, and return its output."""
         draws = [GREEDY] * len(step.outputs) if step.greedy else []
         hidden = None
         if step.hidden_layers:
@@ -153,10 +160,11 @@ class GpuStepModel:
     def start(
         self, step: StepInput, draws: Sequence[Draw], masks: Masks | None = None
     ) -> StartedStep:
-        """Start a step that draws a token for each output, from those that ``masks`` allow.
+        """Start a step that samples a token for each output, as ``draws`` say, from the tokens that
+        ``masks`` allow.
 
-        A token id of -1 - n stands for the token that the previously started step draws for its
-        output n. At most ``max_rows`` outputs.
+        An input token of -1 - n is a placeholder for the token that the previously started step
+        samples for its output n. At most ``max_rows`` outputs.
         """
         with self._leading(step, draws=True):
             with self._part(step) as part:
@@ -172,14 +180,15 @@ class GpuStepModel:
         return self._brought(drawn)
 
     def _part(self, step: StepInput) -> AbstractContextManager[StepPart | None]:
-        """This rank's part of a step."""
+        """Context in which this rank computes its part of a step; None if it has no part."""
         if self._context is None:
             return nullcontext(StepPart(step))
         return self._context.part(step)
 
     @torch.inference_mode()
     def follow(self, step: StepInput, *, draws: bool) -> None:
-        """Compute the part of a rank other than 0; with ``draws``, receive rank 0's tokens."""
+        """Compute the part of a step that belongs to a rank other than 0. With ``draws``, receive
+        the tokens that rank 0 samples."""
         if self._context is not None:
             self._context.run(step, self._found)
         elif step.hidden_layers:
@@ -193,14 +202,15 @@ class GpuStepModel:
         return nullcontext() if self._leader is None else self._leader.computing(step, draws=draws)
 
     def _broadcast_drawn(self, count: int) -> None:
-        """Copy the tokens that rank 0 has drawn to all ranks, so that the next step may refer to
-        them."""
+        """Send the first ``count`` tokens that rank 0 has sampled to all ranks, so that the next
+        step may use them as inputs."""
         if self._group is not None and count:
             self._group.broadcast(self._drawn[:count])
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compile the kernels for several chunk sizes and masks, and capture steps of usual sizes.
+        """Compile the kernels for several chunk sizes and for masks, and capture decode steps of
+        usual sizes.
 
         These steps consist of padding: they write to no block.
         """
@@ -217,7 +227,8 @@ class GpuStepModel:
                 self._replay(bucket, nothing, ())
 
     def _draw(self, logits: torch.Tensor, tensors: StepTensors) -> torch.Tensor:
-        """Draw int64 [outputs] from logits, fp32 [outputs, vocab_size]."""
+        """Sample a token from each row of logits, fp32 [outputs, vocab_size]. Returns int64
+        [outputs]."""
         count = len(logits)
         if not count:
             return torch.zeros(0, dtype=torch.int64, device=self._device)
@@ -234,7 +245,8 @@ class GpuStepModel:
         return StartedStep(host, ended)
 
     def _compute(self, step: StepInput, draws: Sequence[Draw]) -> tuple[torch.Tensor, StepTensors]:
-        """Compute logits, fp32 [outputs, vocab_size], and the step's tensors on the device."""
+        """Compute a step's logits, fp32 [outputs, vocab_size]. Also returns the step's input
+        tensors on the device."""
         bucket = self._bucket(step)
         if bucket is None:
             return self._eager(step, draws)
@@ -245,7 +257,7 @@ class GpuStepModel:
         return logits, tensors
 
     def _bucket(self, step: StepInput) -> Bucket | None:
-        """The size of the graph for a step; None for a step that is not captured."""
+        """Choose the size of the CUDA graph for a step; None for a step that is not captured."""
         if self._graphs is None or any(row.count > 1 for row in step.rows):
             return None
         longest = max(row.start + 1 for row in step.rows)
@@ -263,7 +275,8 @@ class GpuStepModel:
     def _watched(
         self, step: StepInput, draws: Sequence[Draw]
     ) -> tuple[torch.Tensor, StepTensors, torch.Tensor]:
-        """Run a step that also returns ``StepOutput.hidden``; such a step is never captured."""
+        """Run a step that also returns the last layer's output for ``StepOutput.hidden``. Such a
+        step is never captured."""
         if step.hidden_layers != (self._layers,):
             raise ValueError(f"only the hidden states of {self._layers} are available")
         states: list[torch.Tensor] = []
@@ -296,7 +309,7 @@ class GpuStepModel:
         return step_tensors(self._inputs, shape)
 
     def _decode(self, bucket: Bucket) -> None:
-        """Run a decode step on persistent tensors; this is what is captured."""
+        """Run a decode step on persistent tensors. This function is captured as a CUDA graph."""
         tensors = step_tensors(self._inputs, self._decode_shape(bucket))
         logits = self._forward.logits(tensors, self._drawn, None)
         # With several ranks, only the first has logits.
@@ -316,16 +329,16 @@ class GpuStepModel:
         )
 
     def _host_buffer(self, shape: StepShape) -> torch.Tensor:
-        """A buffer for a step's tensors; with a GPU it is pinned.
+        """Allocate host memory for a step's input tensors; it is pinned if there is a GPU.
 
-        torch's allocator does not reuse it until its copy has ended.
+        torch's allocator does not reuse the memory until its copy to the GPU has ended.
         """
         pinned = self._device.type == "cuda"
         return torch.empty(buffer_bytes(shape), dtype=torch.uint8, pin_memory=pinned)
 
 
 def _group_of(weights: GpuWeights) -> RankGroup | None:
-    """The ranks that compute together; None if there is only one."""
+    """The group of ranks that compute together; None if there is only one rank."""
     if weights.rank is not None:
         return weights.rank.group
     return None if weights.context is None else weights.context.group

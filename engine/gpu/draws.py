@@ -1,4 +1,4 @@
-"""The parameters of draws on a GPU, and the tokens that a draw may take."""
+"""Parameters of draws on a GPU, and the choice of the tokens that a draw may take."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from engine.sampling.sampling import SampleRow
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One draw from unchanged logits: without penalties or biases."""
+    """Parameters of one draw from unchanged logits, that is, without penalties or biases."""
 
     temperature: float
-    """0 for the most likely token."""
+    """Sampling temperature; 0 takes the most likely token."""
     keys: tuple[int, int]
     """Keys of the noise (``engine.sampling.noise.noise_keys``)."""
     top_k: int
-    """0: all tokens."""
+    """Number of the most likely tokens that may be drawn; 0 means all."""
     top_p: float
     min_p: float
 
     @property
     def limited(self) -> bool:
-        """Whether some tokens may not be drawn."""
+        """Whether top_k, top_p or min_p exclude some tokens."""
         return bool(self.temperature) and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
 
@@ -34,7 +34,7 @@ GREEDY = Draw(0.0, (0, 0), 0, 1.0, 0.0)
 
 
 def draw_of(row: SampleRow) -> Draw:
-    """The draw of a row whose logits are used unchanged (``row.plain``)."""
+    """Make the GPU's draw for a row whose logits are used unchanged (``row.plain``)."""
     sampling = row.sampling
     if sampling.greedy:
         return GREEDY
@@ -50,8 +50,8 @@ def draw_of(row: SampleRow) -> Draw:
 def keep_allowed(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     """Set logits, fp32 [rows, vocab], to -inf for each token that its draw may not take.
 
-    The choice is that of ``engine.sampling.sampling``, for all rows at once, without waiting for a
-    GPU.
+    Which tokens a draw may take is defined by ``engine.sampling.sampling``. Here it is computed for
+    all rows at once, and the host does not wait for the GPU.
     """
     numbers = [n for n, draw in enumerate(draws) if draw.limited]
     if not numbers:
@@ -64,7 +64,8 @@ def keep_allowed(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
 
 
 def _limits(draws: Sequence[Draw], logits: torch.Tensor) -> torch.Tensor:
-    """fp32 [4, rows, 1]: temperatures, numbers of tokens left, top_p, logarithms of min_p."""
+    """Make the tensor of the draws' limits, fp32 [4, rows, 1]: temperature, number of allowed
+    tokens, top_p, and logarithm of min_p."""
     vocab = logits.shape[1]
     rows = [
         [draw.temperature for draw in draws],
@@ -79,7 +80,7 @@ def _limits(draws: Sequence[Draw], logits: torch.Tensor) -> torch.Tensor:
 
 
 def _allowed(logits: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
-    """Which tokens may be drawn: bool [rows, vocab]."""
+    """Compute which tokens each row may draw: bool [rows, vocab]."""
     temperatures, ranks, top_p, log_min_p = limits
     scores = logits / temperatures
     # A stable sort: on equal scores the lower id comes first, as in a greedy draw.
@@ -96,7 +97,7 @@ def _allowed(logits: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
 
 
 def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy to the device without waiting."""
+    """Copy a tensor to the device; the host does not wait for the copy."""
     if device.type != "cuda":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,6 +1,7 @@
-"""One pass of the decoder on a GPU: ``engine.model.model`` with fused kernels.
+"""One forward pass of the decoder on a GPU: the computation of ``engine.model.model``, with fused
+kernels.
 
-torch computes what the kernels do not cover.
+Parts that the kernels do not cover are computed by torch.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ from engine.model.layers import route as choose
 from engine.quantization.weight import QuantizedWeight, dequantize
 
 _MAX_TILE_ROWS = 128
-"""Rows of the largest tile of ``chunk_attention``."""
+"""Maximum number of rows in a tile of ``chunk_attention``."""
 
 
 class Forward:
-    """A decoder's weights, and the blocks that it reads and writes."""
+    """Runs forward passes of a decoder, with its weights and the KV blocks that it reads and
+    writes."""
 
     def __init__(self, weights: GpuWeights, cache: KvCache) -> None:
-        """With deterministic weights, single tokens also use the attention of chunks."""
+        """With deterministic weights, rows of a single token also use the attention kernel of
+        chunks."""
         config = weights.config
         self._config = config
         self._rank = weights.rank
@@ -63,14 +66,15 @@ class Forward:
         outputs: torch.Tensor | None,
         states: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Compute the tokens and store their KV. Returns logits [outputs, vocab_size].
+        """Compute a step's tokens and store their KV. Returns logits [outputs, vocab_size].
 
-        They are fp32 or of the weights' type. With several ranks only the first has logits; the
+        The logits are fp32 or of the weights' type. With several ranks, only rank 0 has logits; the
         others return [0, vocab_size].
 
-        ``drawn`` int64 holds tokens that the host may not know (``engine.gpu.kernels.embedding``).
-        ``outputs`` selects the tokens whose logits are wanted; None: all. ``states`` receives the
-        output of the last layer, fp32 [tokens, hidden_size].
+        ``drawn``, int64, has the previous step's tokens, which the host may not know yet
+        (``engine.gpu.kernels.embedding``). ``outputs`` has the indexes of the tokens whose logits
+        are wanted; None: all. If ``states`` is a list, the output of the last layer is appended to
+        it, fp32 [tokens, hidden_size].
         """
         residual = self._embed(step.token_ids, drawn)
         added: torch.Tensor | None = None
@@ -95,11 +99,12 @@ class Forward:
         return self._rank.whole_logits(found, self._config.vocab_size)
 
     def _joined(self, part: torch.Tensor) -> torch.Tensor:
-        """Sum the ranks' parts of a sublayer's output."""
+        """Sum the ranks' partial outputs of a sublayer."""
         return part if self._rank is None else self._rank.add(part)
 
     def _embed(self, token_ids: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-        """Embed tokens: fp32 [tokens, hidden_size]."""
+        """Look up the embeddings of tokens: fp32 [tokens, hidden_size]. Placeholder ids are taken
+        from ``drawn``."""
         if self._rank is not None:
             found = self._rank.embed(self._embedding, known_tokens(token_ids, drawn))
             return found * self._embedding_scale
@@ -115,7 +120,8 @@ class Forward:
         post_norm: torch.Tensor | None,
         norm: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Add the last sublayer's output to the residual stream, and norm it for the next one.
+        """Add the last sublayer's output ``added`` to the residual stream, and normalize the sum
+        for the next sublayer.
 
         Returns [tokens, hidden_size] in the weights' type.
         """
@@ -132,7 +138,7 @@ class Forward:
     def _attention(
         self, h: torch.Tensor, layer: GpuLayer, number: int, step: StepTensors
     ) -> torch.Tensor:
-        """Attention's output before its projection: [tokens, heads * head_dim]."""
+        """Compute a layer's attention without its output projection: [tokens, heads * head_dim]."""
         query, key, value = self._heads(layer.query_key_value(h), layer)
         by_head = self._config.qk_norm == "head"
         queries = rope_cache(
@@ -159,8 +165,8 @@ class Forward:
     def _heads(
         self, projected: torch.Tensor, layer: GpuLayer
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values [tokens, heads, head_dim]; normed here if the norm covers all
-        heads."""
+        """Split the fused projection into queries, keys and values [tokens, heads, head_dim]. They
+        are normalized here if the norm covers all heads."""
         config = self._config
         wide, narrow = config.heads * config.head_dim, config.kv_heads * config.head_dim
         query, key, value = torch.split(projected, [wide, narrow, narrow], dim=1)
@@ -229,7 +235,7 @@ class Forward:
         ).run()
 
     def _mlp(self, h: torch.Tensor, layer: GpuLayer) -> torch.Tensor:
-        """The MLP's output: [tokens, hidden_size]."""
+        """Compute a layer's MLP or experts: [tokens, hidden_size]."""
         activation, experts = self._config.activation, self._config.experts
         if isinstance(layer.mlp, FusedMlp):
             return fused_mlp(layer.mlp, h, activation)
@@ -240,7 +246,7 @@ class Forward:
 
 
 def fused_mlp(mlp: FusedMlp, x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Compute [rows, hidden] from ``x`` [rows, hidden], in its type."""
+    """Compute a gated MLP: [rows, hidden] from ``x`` [rows, hidden], in the type of ``x``."""
     return mlp.down(_gated(mlp.gate_up(x), activation))
 
 
@@ -252,7 +258,8 @@ def _gated(both: torch.Tensor, activation: Activation) -> torch.Tensor:
 def mix_stacked(
     experts: StackedExperts, x: torch.Tensor, config: ExpertsConfig, activation: Activation
 ) -> torch.Tensor:
-    """Compute fp32 [rows, hidden] from ``x`` [rows, hidden], without waiting for the GPU."""
+    """Compute a mixture of experts without waiting for the GPU: fp32 [rows, hidden] from ``x``
+    [rows, hidden]."""
     factors, chosen = choose(experts.router, x, config)
     first, count = experts.first, len(experts.gate_up)
     routing = (
@@ -268,10 +275,11 @@ def mix_stacked(
 def mix_separate(
     experts: SeparateExperts, x: torch.Tensor, config: ExpertsConfig, activation: Activation
 ) -> torch.Tensor:
-    """Compute fp32 [rows, hidden] from ``x`` [rows, hidden]; the host waits for the choice.
+    """Compute a mixture of experts, one expert after another: fp32 [rows, hidden] from ``x`` [rows,
+    hidden]. The host waits for the router's choice.
 
-    Tokens are sorted by expert, so that each expert with tokens runs once. A token's results are
-    added in the order of its own choice.
+    Tokens are sorted by expert, so that each expert with tokens runs once. The results of a token's
+    experts are added in the order in which the router chose them.
     """
     probabilities = experts.router(x).float().softmax(dim=-1)
     factors, chosen = probabilities.topk(config.per_token, dim=-1)

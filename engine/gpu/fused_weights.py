@@ -1,4 +1,5 @@
-"""A decoder's weights in the form for GPU kernels: layers with the same input are fused."""
+"""Converts a decoder's weights to the form for GPU kernels, in which layers with the same input are
+fused."""
 
 from __future__ import annotations
 
@@ -24,11 +25,12 @@ from engine.parallel.rank_model import RankModel
 from engine.quantization.weight import QuantizedWeight, can_concat, concat_rows, dequantize
 
 PIECE_VALUES = 1 << 25
-"""Number of weights that are dequantized at a time for a large batch."""
+"""Number of weights that are dequantized at a time when a large batch needs plain weights."""
 
 
 class PlainLinear:
-    """A layer with plain weights, computed by cuBLAS, or with sums in a fixed order."""
+    """A linear layer with plain weights, computed by cuBLAS, or by a kernel whose sums have a fixed
+    order."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, *, deterministic: bool
@@ -38,26 +40,27 @@ class PlainLinear:
         self._deterministic = deterministic
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute [rows, out] from ``x`` [rows, in], in its type."""
+        """Apply the layer: [rows, out] from ``x`` [rows, in], in the type of ``x``."""
         if self._deterministic:
             return fixed_linear(x, self._weight, self._bias)
         return F.linear(x, self._weight, self._bias)
 
 
 class QuantizedLinear:
-    """A layer with codes: a kernel computes small batches; others use dequantized weights."""
+    """A linear layer with quantized weights. A kernel computes small batches; large ones use
+    dequantized weights."""
 
     def __init__(
         self, weight: QuantizedWeight, bias: torch.Tensor | None, *, deterministic: bool
     ) -> None:
-        """Raises ValueError for group sizes that the kernel does not support."""
+        """Raises ValueError if the kernel does not support the weight's group size."""
         self._weight = gpu_weight(weight.kind, weight.codes, weight.scales, weight.mins)
         self._columns = weight.columns
         self._bias = bias
         self._deterministic = deterministic
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute [rows, out] from ``x`` [rows, in], in its type."""
+        """Apply the layer: [rows, out] from ``x`` [rows, in], in the type of ``x``."""
         if self._columns is not None:
             x = x[:, self._columns]
         if self._deterministic:
@@ -82,7 +85,7 @@ class QuantizedLinear:
 
 
 def _outputs(weight: GpuWeight, rows: slice) -> GpuWeight:
-    """Select outputs of a weight; views."""
+    """Select the rows of a quantized weight that belong to some outputs; the result is views."""
     return replace(
         weight,
         codes=weight.codes[:, rows],
@@ -92,13 +95,14 @@ def _outputs(weight: GpuWeight, rows: slice) -> GpuWeight:
 
 
 class SeveralLinears:
-    """Layers with the same input whose weights are of different kinds."""
+    """Linear layers with the same input whose weights cannot be fused, computed one after
+    another."""
 
     def __init__(self, layers: Sequence[GpuLinear]) -> None:
         self._layers = layers
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute [rows, all outputs] from ``x`` [rows, in], in its type."""
+        """Apply all layers: [rows, all outputs] from ``x`` [rows, in], in the type of ``x``."""
         return torch.cat([layer(x) for layer in self._layers], dim=1)
 
 
@@ -107,7 +111,8 @@ GpuLinear = PlainLinear | QuantizedLinear | SeveralLinears
 
 @dataclass(frozen=True, slots=True)
 class FusedMlp:
-    """A gated MLP: ``gate_up`` returns the gate's outputs, then those of ``up``."""
+    """A gated MLP whose ``gate_up`` layer returns the gate's outputs, followed by those of
+    ``up``."""
 
     gate_up: GpuLinear
     down: GpuLinear
@@ -115,7 +120,7 @@ class FusedMlp:
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts:
-    """Experts with plain weights.
+    """Experts with plain weights, stacked in one tensor per projection.
 
     ``gate_up`` is [experts, 2 * inner, hidden], ``down`` is [experts, hidden, inner].
     """
@@ -124,17 +129,19 @@ class StackedExperts:
     gate_up: torch.Tensor
     down: torch.Tensor
     first: int
-    """Number of the first expert: one of several ranks has a range of them."""
+    """Number of the first expert of this rank: with several ranks, each has a range of the
+    experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeparateExperts:
-    """Experts that are computed one after another."""
+    """Experts that cannot be stacked, and are computed one after another."""
 
     router: GpuLinear
     experts: tuple[FusedMlp, ...]
     first: int
-    """Number of the first expert: one of several ranks has a range of them."""
+    """Number of the first expert of this rank: with several ranks, each has a range of the
+    experts."""
 
 
 GpuMlp = FusedMlp | StackedExperts | SeparateExperts
@@ -142,7 +149,8 @@ GpuMlp = FusedMlp | StackedExperts | SeparateExperts
 
 @dataclass(frozen=True, slots=True)
 class GpuLayer:
-    """``engine.model.model.Layer`` with query, key and value fused, and gate and up fused."""
+    """The weights of one layer for GPU kernels: as ``engine.model.model.Layer``, with query, key
+    and value fused, and gate and up fused."""
 
     attention_norm: torch.Tensor | None
     query_key_value: GpuLinear
@@ -157,39 +165,41 @@ class GpuLayer:
 
 @dataclass(frozen=True, slots=True)
 class GpuWeights:
-    """The weights for a pass of the decoder."""
+    """All weights of a decoder, in the form for GPU kernels."""
 
     config: ModelConfig
-    """Configuration of this rank's part of the model."""
+    """Configuration of this rank's shard of the model."""
     rank: RankModel | None
     context: ContextExchange | None
     dtype: torch.dtype
     deterministic: bool
-    """Whether the bits of a row depend only on the row: every sum has a fixed order."""
+    """Whether a row's result does not depend on other rows, bit for bit, because every sum has a
+    fixed order."""
     embedding: torch.Tensor | QuantizedWeight
     embedding_scale: float
     layers: tuple[GpuLayer, ...]
     norm: torch.Tensor
     head: GpuLinear
     tables: tuple[torch.Tensor, ...]
-    """The rotary table of each layer: fp32 [context_length, 2, rotary_dim / 2]."""
+    """The rotary table of each layer, fp32 [context_length, 2, rotary_dim / 2]."""
 
     @property
     def quantized(self) -> bool:
-        """Whether a layer or the head has codes as weights."""
+        """Whether any layer, or the head, has quantized weights."""
         return not isinstance(self.head, PlainLinear) or any(map(_has_codes, self.layers))
 
     @property
     def waits(self) -> bool:
-        """Whether the host must wait for the GPU during a pass, so that it cannot be captured."""
+        """Whether the host must wait for the GPU during a forward pass. Such a pass cannot be
+        captured."""
         return any(isinstance(layer.mlp, SeparateExperts) for layer in self.layers)
 
 
 def gpu_weights(model: DecoderModel, *, deterministic: bool = False) -> GpuWeights:
     """Convert a model's weights for the kernels. Removes the layers and the head from ``model``.
 
-    The results have other sizes than the model's weights, and both exist while a layer is
-    converted. So the free memory is known only afterwards.
+    The converted weights have other sizes than the model's, and both exist while a layer is
+    converted. So the free GPU memory is known only afterwards.
     """
     config = model.config
     head = fuse((model.head,), model.dtype, deterministic=deterministic)
@@ -224,8 +234,8 @@ def _has_codes(layer: GpuLayer) -> bool:
 
 
 def _take_layers(model: DecoderModel, *, deterministic: bool) -> Iterator[GpuLayer]:
-    """Yield the model's layers one by one and remove them, so that no weight exists twice for
-    long."""
+    """Yield the model's layers, converted one by one. Each is removed from the model, so that no
+    weight exists twice for long."""
     model.layers.reverse()
     while model.layers:
         yield _gpu_layer(model.layers.pop(), model.dtype, deterministic=deterministic)
@@ -270,7 +280,8 @@ def _fused_mlp(mlp: GatedMlp, dtype: torch.dtype, *, deterministic: bool) -> Fus
 
 
 def _stacked(experts: Experts) -> StackedExperts | None:
-    """Stack the experts' weights; None if a weight is quantized or has a bias."""
+    """Stack the experts' weights into one tensor per projection; None if a weight is quantized or
+    has a bias."""
     gate_up, down = [], []
     for expert in experts.experts:
         parts = (expert.gate, expert.up, expert.down)
@@ -283,8 +294,8 @@ def _stacked(experts: Experts) -> StackedExperts | None:
 
 
 def fuse(linears: Sequence[Linear], dtype: torch.dtype, *, deterministic: bool) -> GpuLinear:
-    """Fuse layers into one with the outputs of all, in order. Raises ValueError if inputs
-    differ."""
+    """Fuse linear layers into one that returns the outputs of all, in order. Raises ValueError if
+    their numbers of inputs differ."""
     weights = [linear.weight for linear in linears]
     bias = _bias(linears, dtype)
     plain = [weight for weight in weights if isinstance(weight, torch.Tensor)]
@@ -308,7 +319,8 @@ def _quantized(
 
 
 def _bias(linears: Sequence[Linear], dtype: torch.dtype) -> torch.Tensor | None:
-    """The fused bias in the layer's type; zeros for layers without one."""
+    """Concatenate the biases of fused layers, in type ``dtype``, with zeros for layers without one;
+    None if no layer has a bias."""
     if all(linear.bias is None for linear in linears):
         return None
     parts = [

@@ -1,7 +1,7 @@
-"""Decode steps captured as CUDA graphs: one replay instead of some hundred launches.
+"""Decode steps captured as CUDA graphs: one replay instead of hundreds of launches.
 
-A step is padded to the next size of its batch and of its longest sequence. Padding rows have no
-slot and no length, so they write to no block and read none.
+A step is padded to the next captured batch size and the next captured sequence length. Padding rows
+have no slot and no length, so they write to no block and read none.
 """
 
 from __future__ import annotations
@@ -14,28 +14,29 @@ import torch
 
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]
-"""Runs some work once, and returns a function that runs it again."""
+"""Captures work as a CUDA graph: runs it once, and returns a function that runs it again."""
 
 _BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 _BATCH_STEP = 32
-"""Difference between batch sizes from 64 on."""
+"""Difference between captured batch sizes from 64 on."""
 _SHORTEST = 1024
-"""Smallest length in tokens. Longer ones are powers of two: the grid of attention is at most twice
-what it needs."""
+"""Smallest captured sequence length, in tokens. Longer ones are powers of two, so that the grid of
+attention is at most twice the needed size."""
 _WARM_LENGTH = 4096
-"""Maximum length, in tokens, up to which graphs are captured in advance."""
+"""Maximum sequence length, in tokens, of the graphs that are captured before requests arrive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The size of a captured step: its rows, and the tokens that the longest may attend to."""
+    """Size of a captured step: its number of rows, and the maximum number of tokens to which a row
+    attends."""
 
     rows: int
     longest: int
 
 
 def batch_sizes(most: int) -> tuple[int, ...]:
-    """The batch sizes, up to the first that holds ``most`` rows."""
+    """List the batch sizes to capture, up to the first that holds ``most`` rows."""
     sizes = list(_BATCHES)
     while sizes[-1] < most:
         sizes.append(sizes[-1] + _BATCH_STEP)
@@ -43,7 +44,7 @@ def batch_sizes(most: int) -> tuple[int, ...]:
 
 
 def length_sizes(context: int) -> tuple[int, ...]:
-    """The sequence lengths; the last one is the context."""
+    """List the sequence lengths to capture, in tokens; the last one is the full context."""
     sizes = []
     size = _SHORTEST
     while size < context:
@@ -53,12 +54,12 @@ def length_sizes(context: int) -> tuple[int, ...]:
 
 
 class DecodeGraphs:
-    """Captured steps by their size; each is captured when it is first needed."""
+    """Captured decode steps by size; each size is captured when it is first needed."""
 
     def __init__(
         self, compute: Callable[[Bucket], None], capture: Capture, max_rows: int, context: int
     ) -> None:
-        """``compute`` runs a step of a size on persistent tensors."""
+        """``compute`` runs a step of a given size on persistent tensors; it is what is captured."""
         self._compute = compute
         self._capture = capture
         self._batches = batch_sizes(max_rows)
@@ -70,7 +71,7 @@ class DecodeGraphs:
         return Bucket(self._batches[-1], self._lengths[-1])
 
     def bucket(self, rows: int, longest: int) -> Bucket | None:
-        """The size for a step; None if it is too large."""
+        """Choose the smallest captured size that holds a step; None if the step is too large."""
         batch = bisect_left(self._batches, rows)
         length = bisect_left(self._lengths, longest)
         if batch == len(self._batches) or length == len(self._lengths):
@@ -78,17 +79,17 @@ class DecodeGraphs:
         return Bucket(self._batches[batch], self._lengths[length])
 
     def run(self, bucket: Bucket) -> None:
-        """Compute a step of this size."""
+        """Run the captured step of this size; capture it first if needed."""
         replay = self._replays.get(bucket)
         if replay is None:
             replay = self._replays[bucket] = self._capture(lambda: self._compute(bucket))
         replay()
 
     def warm_sizes(self) -> Iterator[Bucket]:
-        """The sizes that are captured in advance.
+        """Iterate over the sizes that are captured before requests arrive.
 
-        The largest of all comes first. The others share its memory, so captures while requests are
-        served take no more memory.
+        The largest of all sizes comes first. Other captures reuse its memory, so later captures
+        take no more memory.
         """
         lengths = [size for size in self._lengths if size <= _WARM_LENGTH] or self._lengths[:1]
         if self.largest.longest not in lengths:
@@ -99,7 +100,7 @@ class DecodeGraphs:
 
 
 class CudaCapture:
-    """Captures work on a GPU; all captures share one pool of memory."""
+    """Captures work as CUDA graphs. All of them share one pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,8 +1,8 @@
-"""How much GPU memory an engine needs in addition to its weights and KV blocks.
+"""Computes how much GPU memory an engine needs in addition to its weights and KV blocks.
 
-Sizes in, bytes out: nothing here queries a device. Each term names what allocates it. A step's
-tensors are allocated and freed, so the phase with the most memory counts. The terms are upper
-bounds; tests compare them with real steps (docs/lab-notes/gpu-proofs.md).
+The inputs are sizes, and no device is queried. Each term names what allocates it. A step's tensors
+are allocated and freed, so the phase with the most memory counts. The terms are upper bounds; tests
+compare them with real steps (docs/lab-notes/gpu-proofs.md).
 """
 
 from __future__ import annotations
@@ -18,73 +18,81 @@ from engine.gpu.kernels.linear.quantized import MAX_ROWS
 from engine.gpu.step_tensors import StepShape, buffer_bytes, table_width
 
 CUBLAS_BYTES = 128 << 20
-"""Workspaces of cuBLAS and cuBLASLt: 32 MiB each on sm_90 and later, less on older GPUs, for the
-stream of steps and that of captures."""
+"""Bytes of the workspaces of cuBLAS and cuBLASLt: 32 MiB each on sm_90 and later, less on older
+GPUs, for the stream of steps and that of captures."""
 NCCL_BYTES = 512 << 20
-"""Buffers of NCCL's channels, if there are several ranks. An estimate, not a measurement."""
+"""Bytes of the buffers of NCCL's channels, if there are several ranks. An estimate, not a
+measurement."""
 GRAPH_LAYER_BYTES = 256 << 10
-"""GPU memory for the nodes of one layer in a captured step. An estimate, not a measurement."""
+"""Bytes of GPU memory for the CUDA graph nodes of one layer in a captured step. An estimate, not a
+measurement."""
 _FRAGMENTS = 8
-"""Fragmentation: one part in this number of a step's tensors is lost in the allocator's
+"""Fragmentation: one byte in this number of bytes of a step's tensors is lost in the allocator's
 segments."""
 
 _FLOAT = 4
 _ROUNDED = 4096
-"""Rounding of a few small tensors' sizes, in bytes."""
+"""Bytes for rounding the sizes of a few small tensors."""
 _SAMPLED = 56
-"""Bytes per logit while tokens are drawn under top-p (engine/gpu/draws.py). Five tensors: logits,
-the logits of limited rows, scores and sorted scores, each fp32, and an int64 order. The sort needs
-32 more: two copies of (row, place), 8 bytes each, its own keys, and an exchange buffer."""
+"""Bytes per logit while tokens are sampled with top-p (engine/gpu/draws.py). These are five
+tensors: logits, the logits of limited rows, scores and sorted scores, each fp32, and an int64
+order. The sort needs 32 more: two copies of (row, place), 8 bytes each, its own keys, and an
+exchange buffer."""
 _RANK = 64
-"""Bytes per token of the vocabulary, for all rows together: its rank, and rounding of
+"""Bytes per token of the vocabulary, for all rows together: the token's rank, and rounding of
 allocations."""
 _SCORED = 20
-"""Bytes per logit while log probabilities are taken (engine/sampling/logprobs.py): logits, the
+"""Bytes per logit while log probabilities are computed (engine/sampling/logprobs.py): logits, the
 selected rows, their exponentials twice, and a mask."""
 _PAIR = 96
-"""Bytes per pair (token, expert) without its rows: choices, factors, order, places, and a sort."""
+"""Bytes per pair (token, expert), without the rows of activations: choices, factors, order,
+positions, and a sort."""
 _SPLIT_OUTPUTS = 264 * 64
-"""Maximum of outputs times splits in ``quantized_linear``, in excess of the outputs."""
+"""Maximum of (outputs times splits) in ``quantized_linear``, in addition to the number of
+outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Limits of the steps of an engine, or of one of several ranks."""
+    """Limits of an engine's steps on one GPU, from which the memory is computed."""
 
     chunk_tokens: int
-    """Maximum tokens of a step with a prompt."""
+    """Maximum tokens of a step with prompts."""
     decode_rows: int
-    """Maximum rows of a step without a prompt, including drafted tokens."""
+    """Maximum rows of a step without prompts, including draft tokens."""
     scored_tokens: int
-    """Maximum tokens of a step that have logits in addition to ``decode_rows``."""
+    """Maximum tokens of a step that have logits in order to score a prompt, in addition to
+    ``decode_rows``."""
     block_size: int
     context: int
-    """Maximum tokens of a sequence."""
+    """Maximum tokens of a sequence (the context length)."""
     itemsize: int
-    """Bytes per number of the weights' type, if they are not quantized."""
+    """Bytes per number of the type of weights that are not quantized."""
     quantized: bool = False
-    """Whether layers have codes as weights."""
+    """Whether layers have quantized weights."""
     separate_experts: bool = False
-    """Whether experts are computed one after another, without graphs."""
+    """Whether experts are computed one after another, so that no step is captured."""
     deterministic: bool = False
     ranks: int = 1
-    """Number of ranks that divide the model; the config is one rank's."""
+    """Number of ranks that divide the model. Each computes its plan from its own shard's
+    configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes on the GPU, by purpose."""
+    """Bytes of GPU memory that an engine needs in addition to weights and KV blocks, by purpose."""
 
     step: int
-    """Tensors of the largest step that is not captured, including its draws."""
+    """Bytes of the tensors of the largest step that is not captured, including sampling."""
     captured: int
-    """Tensors between the kernels of the largest captured step; all graphs share them."""
+    """Bytes of the tensors between the kernels of the largest captured step; all CUDA graphs share
+    them."""
     fixed: int
-    """Inputs and outputs of captured steps, which are persistent."""
+    """Bytes of the inputs and outputs of captured steps, which are persistent."""
     nodes: int
-    """The graphs themselves."""
+    """Bytes of the CUDA graphs themselves."""
     libraries: int
-    """Workspaces of cuBLAS and buffers of NCCL."""
+    """Bytes of the workspaces of cuBLAS and the buffers of NCCL."""
 
     @property
     def total(self) -> int:
@@ -94,7 +102,7 @@ class MemoryPlan:
 
 
 def memory_plan(config: ModelConfig, limits: StepLimits) -> MemoryPlan:
-    """The plan for a model; ``config`` is this GPU's part of it."""
+    """Compute the memory plan for a model; ``config`` is the configuration of this GPU's shard."""
     graphs = not limits.separate_experts
     rows = batch_sizes(limits.decode_rows)[-1]
     tokens = max(limits.chunk_tokens, limits.decode_rows)
@@ -119,7 +127,8 @@ def memory_plan(config: ModelConfig, limits: StepLimits) -> MemoryPlan:
 
 
 def _input_bytes(limits: StepLimits, tokens: int, rows: int, outputs: int) -> int:
-    """Bytes of the buffer of ``engine.gpu.step_tensors``, mainly block tables."""
+    """Compute the bytes of a step's input buffer (``engine.gpu.step_tensors``); most are block
+    tables."""
     width = table_width(limits.context, limits.block_size)
     chunk = tokens - rows
     return buffer_bytes(
@@ -128,7 +137,7 @@ def _input_bytes(limits: StepLimits, tokens: int, rows: int, outputs: int) -> in
 
 
 def _fixed(config: ModelConfig, limits: StepLimits, rows: int) -> int:
-    """Bytes of drawn tokens, and of captured steps' inputs and fp32 logits."""
+    """Compute the bytes of sampled tokens, and of the inputs and fp32 logits of captured steps."""
     drawn = 8 * limits.decode_rows + _ROUNDED
     if limits.separate_experts:
         return drawn
@@ -144,7 +153,8 @@ def _phases(
     *,
     captured: bool,
 ) -> Iterator[int]:
-    """Bytes that are live together in each part of a pass (engine/gpu/forward.py)."""
+    """Yield, for each part of a forward pass (engine/gpu/forward.py), the bytes that are in use at
+    the same time."""
     size, hidden = limits.itemsize, config.hidden_size
     # Output of a sublayer: sums of experts are fp32.
     given = _FLOAT if config.experts is not None else size
@@ -181,7 +191,8 @@ def _attention(config: ModelConfig, limits: StepLimits, tokens: int, singles: in
 
 
 def _scratch(config: ModelConfig, limits: StepLimits, rows: int, window: int) -> int:
-    """Scratch memory of ``decode_attention``: splits of all rows, as long as the longest may be."""
+    """Compute the bytes of scratch memory for ``decode_attention``: the splits of all rows, at the
+    maximum length."""
     keys = min(limits.context, window + SPLIT - 1) if window else limits.context
     splits = -(-keys // SPLIT)
     sharing = scratch_rows(rows, config.heads, config.head_dim, splits)
@@ -214,7 +225,8 @@ def _feed_forward(config: ModelConfig, limits: StepLimits, tokens: int) -> int:
 
 
 def _mlp(config: ModelConfig, limits: StepLimits, tokens: int, inner: int) -> int:
-    """Bytes of one gated MLP: gate and up, the gated values, and its output."""
+    """Compute the bytes of one gated MLP's tensors: gate and up, their gated product, and the
+    output."""
     hidden, size = config.hidden_size, limits.itemsize
     return max(
         _linear(limits, tokens, hidden, 2 * inner),
@@ -224,7 +236,7 @@ def _mlp(config: ModelConfig, limits: StepLimits, tokens: int, inner: int) -> in
 
 
 def _linear(limits: StepLimits, rows: int, inputs: int, outputs: int) -> int:
-    """Bytes of a linear layer: its output, and the memory to compute it."""
+    """Compute the bytes of a linear layer's output, and of the memory to compute it."""
     out = rows * outputs * limits.itemsize
     if not limits.quantized:
         return out
@@ -244,7 +256,8 @@ def _linear(limits: StepLimits, rows: int, inputs: int, outputs: int) -> int:
 def _head(
     config: ModelConfig, limits: StepLimits, tokens: int, outputs: int, *, captured: bool
 ) -> int:
-    """Bytes of the last norm and the head, over some tokens, or of embeddings over all states."""
+    """Compute the bytes of the last norm and the head over ``outputs`` tokens, or of embeddings
+    over all states."""
     hidden, vocab, size = config.hidden_size, config.vocab_size, limits.itemsize
     states = tokens * hidden * (_FLOAT + size)
     chosen = outputs * hidden * (2 * _FLOAT + size)
@@ -263,6 +276,6 @@ def _head(
 
 
 def _logits_phases(config: ModelConfig, limits: StepLimits, outputs: int) -> Iterator[int]:
-    """Bytes that the logits' users need after the pass."""
+    """Yield the bytes that sampling and log probabilities need after the forward pass."""
     yield config.vocab_size * (limits.decode_rows * _SAMPLED + _RANK)
     yield outputs * config.vocab_size * _SCORED

@@ -1,12 +1,12 @@
-"""Runs step plans on a GPU: a step is started while the previous one still runs.
+"""Runs step plans on a GPU. A step is started while the previous one still runs.
 
-Until a running step has ended, its drawn token is named by its future place on the GPU (-1 - n). A
-step that checks drafts is different. It is started when all tokens are known, and awaited at once,
-since its result determines where the next one begins.
+Until a running step has ended, a placeholder stands for each token that it samples: -1 - n for
+output n of the step. A step that verifies drafts is different. It is started when all tokens are
+known, and awaited at once, since its result determines where the next step begins.
 
 A step may fail when it starts or ends, for example because memory ran out, and other steps
-continue. No sequence keeps a name without a token. If the tokens of a step do not arrive, the
-sequences are cut off before them. A later step with one of these sequences fails.
+continue. No sequence keeps a placeholder whose token will not arrive: it is removed from the
+sequence. A later step with one of these sequences fails.
 """
 
 from __future__ import annotations
@@ -39,27 +39,29 @@ from engine.sampling.step import StepWork, by_row
 from engine.scheduling.plan import PlanRow, StepPlan, StepResult
 
 _SELDOM = 16
-"""Steps between two searches for drafts if the GPU waits for the host. A search then costs up to 6
-µs per sequence (2 cores of an AMD EPYC, 2026-11-20)."""
+"""Number of steps between two searches for drafts if the GPU waits for the host. A search then
+costs up to 6 µs per sequence (2 cores of an AMD EPYC, 2026-11-20)."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """A step in flight."""
+    """A step in flight, with its times."""
 
     plan: StepPlan
     began: float
-    """Start, from ``time.perf_counter``."""
+    """Time at which the step was started, from ``time.perf_counter``."""
     waited: bool
-    """Whether it was started only after the previous one had ended."""
+    """Whether the step was started only after the previous one had ended."""
     drafted: int = 0
     seconds: float | None = None
-    """Seconds from the end of the previous step, or from its own start; None before its end."""
+    """Duration of the step in seconds: from the end of the previous step, or from its own start.
+    None until it has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Unsettled:
-    """A step whose tokens have only names: each sequence's list, and the place in it."""
+    """A step whose tokens are not known yet: ``places`` has each sequence's token list, and the
+    index of the placeholder in it."""
 
     step: _Step
     started: StartedStep
@@ -68,17 +70,18 @@ class _Unsettled:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """Duration of a step in which only sequences decoded."""
+    """Measured duration of a step in which only sequences decoded."""
 
     batch: int
     drafted: int
     seconds: float
     overlapped: bool
-    """Whether it was started while another step ran."""
+    """Whether the step was started while the previous one ran."""
 
 
 class GpuRunner(ModelRunner):
-    """At most two steps run at a time: the results of those before must have been requested."""
+    """Runs steps on a GPU, so that they overlap. At most two steps run at a time: before a third
+    one is started, the result of the first must have been requested."""
 
     overlaps = True
 
@@ -97,14 +100,17 @@ class GpuRunner(ModelRunner):
         self._drafts = speculation
         self._unsettled: list[_Unsettled] = []
         self._begun = True
-        """Whether the last step has started; otherwise its tokens may be where names point."""
+        """Whether the last step was started without an error. Otherwise, its sampled tokens may
+        have overwritten those to which placeholders refer."""
         self._ends = threading.Lock()
-        """Held briefly by the thread that has seen a step's end: this one, or one that waits."""
+        """Lock that is held briefly by a thread that has seen a step's end: the engine thread, or
+        one that waits for a result."""
         self._last_end = 0.0
         self._measured: deque[_Measured] = deque()
-        """Added with that lock held; the engine thread removes entries."""
+        """Durations of steps, which are added with the lock ``_ends`` held. The engine thread
+        removes them."""
         self._late = False
-        """Whether the GPU was idle when the last step was started."""
+        """Whether the GPU was already idle when the last step was started."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step, and wait for its end."""
@@ -114,9 +120,9 @@ class GpuRunner(ModelRunner):
     def start(self, plan: StepPlan) -> Ending:
         """Start a step.
 
-        Waits for the previous step if a draw needs its tokens on the host, if more than one token
-        of each row of logits is wanted, or if drafts promise more than the wait costs. For a step
-        with drafts, it also waits for the end.
+        The call waits for the previous step if sampling needs that step's tokens on the host, if
+        more than one sampled token for each row of logits is wanted, or if drafts are expected to
+        gain more than the wait costs. For a step with drafts, the call also waits for its end.
 
         Raises the error that prevents the start; the next step may be started afterwards.
         """
@@ -126,7 +132,8 @@ class GpuRunner(ModelRunner):
         return ending
 
     def _begin(self, plan: StepPlan, running: int) -> Ending:
-        """See ``start``; tokens of the last ``running`` steps may still be names."""
+        """Start a step; tokens of the last ``running`` steps may still be placeholders. See
+        ``start``."""
         began = time.perf_counter()
         # First: new sequences arrive only once, and must not be lost with an earlier step.
         self._take_news(plan)
@@ -137,7 +144,7 @@ class GpuRunner(ModelRunner):
         return partial(_spread, ending, left_out) if left_out else ending
 
     def _begin_rows(self, plan: StepPlan, began: float) -> Ending:
-        """See ``start``; all rows can be computed."""
+        """Start a step whose rows can all be computed. See ``start``."""
         rows = self._undrafted(plan.rows)
         work = self._gather(rows)
         # A mask depends on the tokens themselves.
@@ -177,9 +184,10 @@ class GpuRunner(ModelRunner):
         return self._gpu.start(step_of(self._step_rows(rows), work), draws, masks)
 
     def _extended(self, plan: StepPlan, rows: list[PlanRow], waits: bool) -> list[PlanRow]:
-        """Add the drafts that pay to the rows. If there may be some, all tokens are known then.
+        """Add the drafts that are expected to pay to the rows. If drafts are likely, this waits
+        until all tokens are known.
 
-        ``waits``: whether the step waits for earlier ones in any case.
+        ``waits``: true if all tokens are known already.
         """
         if self._drafts is None:
             return rows
@@ -194,11 +202,12 @@ class GpuRunner(ModelRunner):
         return self._drafts.extend_overlapping(rows, self._known)
 
     def _step_rows(self, rows: Sequence[PlanRow]) -> tuple[PlanRow, ...]:
-        """The rows for the model: each token of a draft is a row of its own."""
+        """Split each row with a draft into rows of one token, as the model computes them."""
         return verification_rows(rows)
 
     def _masks(self, rows: Sequence[PlanRow], draws: list[SampleRow]) -> dict[int, Mask]:
-        """See ``engine.gpu.decoder.Masks``."""
+        """Make the masks of a step's outputs, by output number. It may only be called when all
+        tokens are known."""
         masked = enumerate(self._masked(rows, draws))
         return {number: draw.mask for number, draw in masked if draw.mask is not None}
 
@@ -207,7 +216,8 @@ class GpuRunner(ModelRunner):
         self._gpu.warm_up()
 
     def _waited_for(self, step: _Step, rows: Sequence[PlanRow], found: StepResult) -> Ending:
-        """The ending of a step that was already awaited."""
+        """Make the ending of a step that has already ended. It returns the result without
+        waiting."""
         seconds, failed = self._ended(step), self._failed(step.plan.rows)
         accepted = accepted_of(rows, found)
         result = replace(
@@ -216,9 +226,10 @@ class GpuRunner(ModelRunner):
         return lambda: result
 
     def _ended(self, step: _Step) -> float:
-        """The duration of a step, in seconds.
+        """Record the end of a step. Returns its duration in seconds.
 
-        Each thread that has waited for the step calls this at once; the first call counts.
+        Each thread that has waited for the step calls this immediately. Only the first call sets
+        the duration.
         """
         with self._ends:
             if step.seconds is None:
@@ -233,7 +244,7 @@ class GpuRunner(ModelRunner):
             return step.seconds
 
     def _learn_costs(self) -> None:
-        """Pass the durations of ended steps to the speculation."""
+        """Pass the measured durations of steps that have ended to the speculation."""
         while self._drafts is not None and self._measured:
             found = self._measured.popleft()
             if found.overlapped:
@@ -242,9 +253,11 @@ class GpuRunner(ModelRunner):
                 self._drafts.observe(found.batch, found.drafted, found.seconds)
 
     def _settle(self, running: int) -> None:
-        """Replace names by token ids, except for the last ``running`` steps.
+        """Wait for steps, and replace their placeholders by token ids, except for the last
+        ``running`` steps.
 
-        Raises the error of a failed step; then no token of the running steps is expected any more.
+        Raises the error of a failed step. In that case, the placeholders of all running steps are
+        removed.
         """
         while len(self._unsettled) > running:
             unsettled = self._unsettled[0]
@@ -259,14 +272,15 @@ class GpuRunner(ModelRunner):
                 sequence[place] = token
 
     def _name_tokens(self, step: _Step, started: StartedStep, draws: list[SampleRow]) -> None:
-        """Append to each sequence the name of its drawn token: to all of them, or to none."""
+        """Append the placeholder of its sampled token to each sequence; either to all of them or to
+        none."""
         places = tuple((draw.token_ids, len(draw.token_ids)) for draw in draws)
         self._unsettled.append(_Unsettled(step, started, places))
         for number, (sequence, _) in enumerate(places):
             sequence.append(-1 - number)
 
     def _cut_off(self) -> None:
-        """Remove the names of all tokens that have not arrived from their sequences."""
+        """Remove the placeholders of all tokens that have not arrived from their sequences."""
         for unsettled in reversed(self._unsettled):
             for sequence, place in unsettled.places:
                 del sequence[place:]

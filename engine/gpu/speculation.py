@@ -1,10 +1,11 @@
-"""Drafts with overlapping steps: when it pays to wait for tokens, and how drafts are checked.
+"""Speculation with overlapping steps: decides when drafts are worth waiting for tokens.
 
-While a step runs, the host does not know the tokens that it draws, and uses negative numbers as
-their names. To search for drafts after such a token, the host must wait for it. So it searches
-after the token before, which is known. The first token found there guesses the one that is being
-drawn, and the tokens after it are the gain of waiting. Guesses are checked when the step has ended,
-whether it was awaited or not. So a sequence that begins to copy is noticed at no cost.
+While a step runs, the host does not know the tokens that it samples, and uses negative placeholders
+for them. To search for drafts after such a token, the host would have to wait for it. So it
+searches after the token before, which is known. The first token found there is a guess of the token
+that is being sampled, and the tokens after it are the draft that waiting would allow. When the step
+has ended, the guess is compared with the sampled token, whether or not the host waited. So it is
+noticed without cost that a sequence begins to copy.
 """
 
 from __future__ import annotations
@@ -22,35 +23,38 @@ from engine.speculation.speculation import (
 )
 
 _ROW_SHARE = 0.002
-"""Assumed cost of a drafted token until it is measured, as a share of the step without drafts. A
-GPU reads the weights for a hundred rows in the time of one row."""
+"""Assumed cost of verifying one more draft token on a GPU, as a share of the step without drafts,
+until it is measured. A GPU reads the weights for a hundred rows in the time of one row."""
 
 
 _FEW = 4
-"""Minimum number of measured steps without drafts before drafts are compared with them."""
+"""Minimum number of measured steps without drafts before steps with drafts are compared with
+them."""
 _BELIEVED_STEPS = 256
-"""Number of steps for which these measurements are valid. Then some steps without drafts are run,
-at most one in a hundred, since their duration changes with the sequences' lengths."""
+"""Number of requests for which the measurements of steps without drafts are valid. Then some steps
+are run without drafts, at most one in a hundred, since their duration changes with the sequences'
+lengths."""
 _OVERLAP_REACH = 4
-"""Maximum drafted tokens of the first steps that are tried, in addition to one per sequence. A step
+"""Maximum draft tokens in the first steps that are tried, in addition to one per sequence. A step
 with twice the rows takes hardly longer on a GPU, except for large batches."""
 
 
 @dataclass(slots=True)
 class _Plain:
-    """Measured steps of one batch size without drafts."""
+    """Measured duration of steps without drafts, for one batch size."""
 
     seconds: float
     seen: int = 1
     asked: int = 0
-    """Number of requests for it since the last measurement."""
+    """How often this duration was requested since it was last measured."""
 
 
 class OverlapCosts:
-    """Cost of drafts when steps overlap: a step that checks drafts cannot be started early.
+    """Estimates the cost of drafts when steps overlap: a step that verifies drafts cannot be
+    started early.
 
     Without drafts, a step is started while the previous one runs, so the host's part costs nothing.
-    A step that checks drafts needs the newest tokens, so it waits for the previous one, and the
+    A step that verifies drafts needs the newest tokens, so it waits for the previous one, and the
     next step waits for its result. The comparison is between
 
         a step without drafts       from one end to the next, with overlap
@@ -59,15 +63,16 @@ class OverlapCosts:
     """
 
     def __init__(self, waiting: DraftCosts) -> None:
-        """``waiting`` has the costs of steps that did not overlap, also of those without drafts.
+        """``waiting`` has the measured durations of steps that did not overlap, with and without
+        drafts.
 
-        Its owner updates it.
+        The caller adds measurements to it.
         """
         self._waiting = waiting
         self._overlapping: dict[int, _Plain] = {}
         self._wait = 0.0
-        """The cost of waiting, from the last requested batch size for which both kinds were
-        measured."""
+        """Extra seconds of a step that waits for the previous one, at the latest batch size for
+        which this was computed."""
 
     def observe(self, batch: int, seconds: float) -> None:
         """Record that a step without drafts ended ``seconds`` after the previous one."""
@@ -80,13 +85,14 @@ class OverlapCosts:
         known.asked = 0
 
     def seconds(self, batch: int, rows: int, most: int, *, first: bool) -> list[float] | None:
-        """Durations with 0, 1, 2, … drafted tokens, for a step that overlaps without drafts.
+        """Estimate the durations with 0, 1, 2, … draft tokens, in seconds, for a step that overlaps
+        if it has no drafts.
 
-        The list ends at ``most``, or at the number that may be tried. ``first``: whether the
-        previous step has no drafts, and is not awaited yet.
+        The list ends at ``most`` draft tokens, or at the number that may be tried. ``first``: true
+        if the previous step has no drafts, and the host has not waited for it yet.
 
-        None if too little is measured, or if prompts are computed, which means that ``rows`` is
-        more than ``batch``. The host's part of such a step is not measured.
+        None if too little is measured, or if prompts are computed (then ``rows`` is more than
+        ``batch``), because the host's part of such a step is not measured.
         """
         plain = self._plain(batch)
         if plain is None or rows > batch:
@@ -110,16 +116,16 @@ class OverlapCosts:
 
 @dataclass(frozen=True, slots=True)
 class _Guess:
-    """A guess of the token that a running step draws for a sequence."""
+    """A guess of the token that a running step samples for a sequence."""
 
     place: int
-    """Index of the token in the sequence."""
+    """Index of the guessed token in the sequence."""
     token: int
     evidence: int
 
 
 class OverlapSpeculation(Speculation):
-    """Speculation for a GPU whose steps overlap. Owned by the engine thread."""
+    """Drafts from a sequence's tokens on a GPU whose steps overlap. Owned by the engine thread."""
 
     def __init__(
         self,
@@ -127,16 +133,17 @@ class OverlapSpeculation(Speculation):
         length: DraftLength | None = None,
         costs: OverlapCosts | None = None,
     ) -> None:
-        """``length`` and ``costs`` are for tests; by default measured costs decide."""
+        """``length`` and ``costs`` are for tests; by default, both use measured durations."""
         waiting = DraftCosts(_ROW_SHARE)
         super().__init__(drafter, length or DraftLength(waiting))
         self._costs = costs or OverlapCosts(waiting)
         self._guesses: dict[int, _Guess] = {}
 
     def promises(self, rows: Sequence[PlanRow], known: Mapping[int, RunnerSequence]) -> bool:
-        """Whether drafts for these rows may be worth waiting for the running step.
+        """Whether drafts for these rows are expected to gain more than the wait for the running
+        step costs.
 
-        A sequence's last token may be a name.
+        The last token of a sequence may be a placeholder.
         """
         proposals = [
             proposal
@@ -153,11 +160,13 @@ class OverlapSpeculation(Speculation):
     def extend_overlapping(
         self, rows: Sequence[PlanRow], known: Mapping[int, RunnerSequence]
     ) -> list[PlanRow]:
-        """Add the drafts that pay to the rows of a step that would overlap; no token is a name."""
+        """Add the drafts that are expected to pay to the rows of a step that would overlap without
+        them. No token may be a placeholder."""
         return self.extend(rows, known, self._step_costs)
 
     def observe_overlapping(self, batch: int, seconds: float) -> None:
-        """See ``OverlapCosts.observe``."""
+        """Record that a step without drafts that overlapped ended ``seconds`` after the previous
+        one."""
         self._costs.observe(batch, seconds)
 
     def forget(self, sequence_id: int) -> None:
@@ -168,7 +177,8 @@ class OverlapSpeculation(Speculation):
         return self._costs.seconds(batch, rows, most, first=False)
 
     def _guess(self, row: PlanRow, token_ids: list[int]) -> Proposal | None:
-        """The proposal after a sequence's last known token."""
+        """Search for a draft after a sequence's last known token. If the token after that is a
+        placeholder, the draft's first token is kept as a guess of it."""
         self._compare(row.sequence_id, token_ids)
         most = row.limit - len(token_ids) - 1
         if most <= 0:
@@ -188,7 +198,8 @@ class OverlapSpeculation(Speculation):
         return Proposal(row.sequence_id, draft.evidence, len(draft.token_ids), len(names))
 
     def _compare(self, sequence_id: int, token_ids: list[int]) -> None:
-        """Compare a guess with the token that was drawn, which is known by now."""
+        """Compare the sequence's guess with the token that was sampled, which is known by now, and
+        record the result."""
         guess = self._guesses.pop(sequence_id, None)
         if guess is not None and guess.place < len(token_ids):
             kept = token_ids[guess.place] == guess.token
@@ -196,7 +207,8 @@ class OverlapSpeculation(Speculation):
 
 
 def make_overlap_speculation(name: str) -> OverlapSpeculation | None:
-    """Make the speculation by the drafter's name; None for ``none``.
+    """Make the overlapping speculation for a method that uses only a sequence's tokens, by name;
+    None for ``none``.
 
     Raises ValueError for another name.
     """
@@ -205,11 +217,12 @@ def make_overlap_speculation(name: str) -> OverlapSpeculation | None:
 
 
 def verification_rows(rows: Sequence[PlanRow]) -> tuple[PlanRow, ...]:
-    """The rows as a GPU computes them: k drafted tokens make k + 1 rows of one token.
+    """Split rows with drafts for a GPU: a row with k draft tokens becomes k + 1 rows of one token.
 
-    All of them have the sequence's block table, and growing lengths. Each layer stores the keys and
-    values of all rows before any row attends, so each row sees those before it. So a step with
-    drafts uses the kernels and the captured sizes of a step without: a row's bits are the same.
+    These rows all have the sequence's block table, and each is one token longer than the row
+    before. Each layer stores the keys and values of all rows before any row attends, so each row
+    sees those before it. So a step with drafts uses the kernels and the captured sizes of a step
+    without: a row's bits are the same.
     """
     return tuple(part for row in rows for part in _parts(row))
 
@@ -222,5 +235,5 @@ def _parts(row: PlanRow) -> list[PlanRow]:
 
 
 def _sizes(rows: Sequence[PlanRow]) -> tuple[int, int]:
-    """Number of sequences that draw, and number of tokens that are computed."""
+    """Count the sequences that sample, and the tokens that are computed."""
     return sum(row.sample for row in rows), sum(row.count for row in rows)

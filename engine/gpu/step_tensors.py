@@ -1,4 +1,5 @@
-"""The inputs of a step's kernels, without weights and cache, in one buffer: one copy to the GPU."""
+"""The input tensors of a step's kernels, without weights and cache. They are in one buffer, which
+is copied to the GPU at once."""
 
 from __future__ import annotations
 
@@ -17,26 +18,27 @@ from engine.sampling.step import StepInput
 from engine.scheduling.plan import PlanRow
 
 _ALIGNMENT = 16
-"""Alignment in bytes. Triton compiles another kernel for a tensor with a smaller alignment."""
+"""Alignment of each tensor in the buffer, in bytes. Triton compiles another kernel for a tensor
+with a smaller alignment."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The sizes of a step, including padding rows.
+    """The numbers of rows and tokens of a step, including padding.
 
-    Sequences with one token (``singles``) come first, then those with several (``chunks``).
+    Rows of one token (``singles``) come first, then rows of several (``chunks``).
     """
 
     singles: int
     longest_single: int
-    """Maximum tokens that a single attends to."""
+    """Maximum number of tokens to which a row of one token attends."""
     chunks: int
     chunk_tokens: int
-    """Tokens of all chunks together."""
+    """Number of tokens in all chunks together."""
     longest_chunk: int
-    """Maximum tokens of one chunk."""
+    """Maximum number of tokens in one chunk."""
     width: int
-    """Number of blocks in a table."""
+    """Number of blocks in each row of the block tables."""
     outputs: int
 
     @property
@@ -46,33 +48,35 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """Views of one buffer, on the host or on a GPU."""
+    """The input tensors of a step, as views of one buffer on the host or on a GPU."""
 
     shape: StepShape
     slots: torch.Tensor
-    """int64 [tokens]: the slot mapping, -1 for padding."""
+    """Slot mapping of the tokens, int64 [tokens]; -1 for padding."""
     outputs: torch.Tensor
-    """int64 [outputs]: indexes of the tokens whose logits are wanted."""
+    """Indexes of the tokens whose logits are wanted, int64 [outputs]."""
     keys: torch.Tensor
-    """int64 [outputs, 2]: keys of their noise."""
+    """Noise keys of each output's draw, int64 [outputs, 2]."""
     token_ids: torch.Tensor
-    """int32 [tokens], in the form that ``engine.gpu.kernels.embedding`` reads."""
+    """Token ids and placeholders, int32 [tokens], in the form that ``engine.gpu.kernels.embedding``
+    reads."""
     positions: torch.Tensor
-    """int32 [tokens]: position of each token in its sequence."""
+    """Position of each token in its sequence, int32 [tokens]."""
     lengths: torch.Tensor
-    """int32 [singles]: number of tokens that each attends to, 0 for padding."""
+    """Number of tokens to which each row of one token attends, int32 [singles]; 0 for padding."""
     query_starts: torch.Tensor
-    """int32 [chunks + 1]: start of each chunk among the chunks' tokens, and the end of all."""
+    """Index of the first token of each chunk among the chunks' tokens, and last their number; int32
+    [chunks + 1]."""
     contexts: torch.Tensor
-    """int32 [chunks]: number of tokens before each chunk."""
+    """Number of tokens of the sequence before each chunk, int32 [chunks]."""
     tables: torch.Tensor
-    """Block tables: int32 [singles + chunks, width]."""
+    """Block tables of the rows, int32 [singles + chunks, width]."""
     temperatures: torch.Tensor
-    """fp32 [outputs], 0 for the most likely token."""
+    """Sampling temperature of each output, fp32 [outputs]; 0 for the most likely token."""
 
 
 def _fields(shape: StepShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Types and sizes of the fields by name."""
+    """List the type and shape of each tensor in the buffer, by name."""
     sequences = shape.singles + shape.chunks
     return {
         "slots": (torch.int64, (shape.tokens,)),
@@ -89,12 +93,12 @@ def _fields(shape: StepShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
 
 
 def buffer_bytes(shape: StepShape) -> int:
-    """Size of the buffer that ``step_tensors`` needs, in bytes."""
+    """Compute the size of the buffer that ``step_tensors`` needs, in bytes."""
     return sum(_aligned(dtype, size) for dtype, size in _fields(shape).values())
 
 
 def step_tensors(buffer: torch.Tensor, shape: StepShape) -> StepTensors:
-    """Views of a buffer, uint8 [at least buffer_bytes(shape)]."""
+    """Make the step's tensors as views of ``buffer``, uint8 [at least buffer_bytes(shape)]."""
     views, end = {}, 0
     for name, (dtype, size) in _fields(shape).items():
         start, end = end, end + _aligned(dtype, size)
@@ -104,19 +108,20 @@ def step_tensors(buffer: torch.Tensor, shape: StepShape) -> StepTensors:
 
 
 def _aligned(dtype: torch.dtype, size: tuple[int, ...]) -> int:
-    """Bytes of a field, including padding up to the next one."""
+    """Compute the bytes of a tensor in the buffer, including padding up to the next one."""
     return -(-dtype.itemsize * math.prod(size) // _ALIGNMENT) * _ALIGNMENT
 
 
 def table_width(tokens: int, block_size: int) -> int:
-    """Number of blocks in a table for ``tokens`` tokens, rounded up so that every table is
-    aligned."""
+    """Compute the number of blocks in a block table for ``tokens`` tokens, rounded up so that every
+    table is aligned."""
     step = _ALIGNMENT // 4
     return -(-tokens // (block_size * step)) * step
 
 
 def ordered_rows(rows: Sequence[PlanRow], *, singles_first: bool) -> list[int]:
-    """The order in which a step computes its rows, as row indexes."""
+    """Sort the rows into the order in which a step computes them. Returns row indexes. With
+    ``singles_first``, rows of one token come first."""
     numbers = range(len(rows))
     return sorted(numbers, key=lambda n: rows[n].count > 1) if singles_first else list(numbers)
 
@@ -124,7 +129,8 @@ def ordered_rows(rows: Sequence[PlanRow], *, singles_first: bool) -> list[int]:
 def step_shape(
     rows: Sequence[PlanRow], outputs: int, block_size: int, *, singles_first: bool
 ) -> StepShape:
-    """The shape of a step without padding. Without ``singles_first``, all rows are chunks."""
+    """Compute the shape of a step without padding. Without ``singles_first``, rows of one token
+    count as chunks, too."""
     singles = [row for row in rows if row.count == 1 and singles_first]
     chunks = [row for row in rows if row.count > 1 or not singles_first]
     longest = max(row.start + row.count for row in rows)
@@ -142,7 +148,7 @@ def step_shape(
 def fill_step(
     host: StepTensors, step: StepInput, order: Sequence[int], block_size: int, draws: Sequence[Draw]
 ) -> None:
-    """Write a step into tensors on the host. What is larger than the step becomes padding."""
+    """Write a step into its tensors on the host. The rest of each tensor is filled with padding."""
     rows = [step.rows[number] for number in order]
     counts = np.array([row.count for row in rows], dtype=np.int64)
     starts = np.array([row.start for row in rows], dtype=np.int64)
@@ -173,7 +179,8 @@ def fill_step(
 
 
 def plan_places(rows: Sequence[PlanRow], order: Sequence[int]) -> npt.NDArray[np.int64]:
-    """The place of each token of the plan's rows among those of the step.
+    """For each token in the plan's order, find its index in the order in which the step computes
+    tokens.
 
     ``order`` is the result of ``ordered_rows``.
     """
@@ -187,7 +194,7 @@ def _fill(target: torch.Tensor, values: npt.NDArray[Any], rest: int) -> None:
 
 
 def _fill_tables(tables: npt.NDArray[Any], rows: Sequence[PlanRow]) -> None:
-    """Write each row's blocks, as many as fit the table; unused zeros follow."""
+    """Write the block table of each row, up to the width of ``tables``; the rest is zeros."""
     tables.fill(0)
     if not rows:
         return
@@ -200,13 +207,14 @@ def _fill_tables(tables: npt.NDArray[Any], rows: Sequence[PlanRow]) -> None:
 
 
 def _source(rows: Sequence[PlanRow], order: Sequence[int]) -> npt.NDArray[Any]:
-    """For each token in the step's order, its index in the plan."""
+    """For each token in the order in which the step computes tokens, find its index in the plan's
+    order."""
     begins = _before(np.array([row.count for row in rows], dtype=np.int64))
     spans = [np.arange(begins[n], begins[n] + rows[n].count) for n in order]
     return np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
 
 
 def _before(counts: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The sums of all counts before each."""
+    """For each count, compute the sum of the counts before it."""
     found: npt.NDArray[Any] = np.cumsum(counts) - counts
     return found

@@ -20,7 +20,7 @@ _TILE = 1024
 def gate_kernel(  # type: ignore[no-untyped-def]
     gate, up, out, stride_gate, stride_up, inner, gelu: tl.constexpr, tile: tl.constexpr
 ):
-    """Compute a tile of one row."""
+    """Compute the gated activation of a tile of one row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * tile + tl.arange(0, tile)
     inside = at < inner
@@ -36,10 +36,12 @@ def gate_kernel(  # type: ignore[no-untyped-def]
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, gating: Gating) -> torch.Tensor:
-    """``silu(gate) * up``, or with GELU in its tanh form; contiguous, in the type of ``gate``.
+    """Compute ``silu(gate) * up``, or the same with GELU in its tanh form. The result is
+    contiguous, in the type of ``gate``.
 
     Both are fp32, bf16 or fp16 [rows, inner], contiguous in the last dimension, so that they may be
-    the halves of one projection. Computed in fp32, rounded once. Raises ValueError for others.
+    the halves of one projection. Computed in fp32, rounded once. Raises ValueError for other
+    inputs.
     """
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     gate_launch(out, gate, up, gating).run()
@@ -47,7 +49,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, gating: Gating) -> torch.Tensor:
 
 
 def gate_launch(out: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, gating: Gating) -> Launch:
-    """The launch that computes ``gated`` into ``out``."""
+    """Describe the kernel launch that computes ``gated`` into ``out``."""
     if gate.shape != up.shape or gate.dtype != up.dtype or gate.dim() != 2:
         raise ValueError("gate and up must have the same shape [rows, inner] and type")
     check_strides(gate, "gate")

@@ -64,7 +64,8 @@ def move_kernel(  # type: ignore[no-untyped-def]
     gathers: tl.constexpr,
     scatters: tl.constexpr,
 ):
-    """Move some slots of one head of one layer's keys or values in one block."""
+    """Move some slots of one head of one layer's keys or values in one block, from ``source`` to
+    ``target``."""
     from_block = tl.program_id(0).to(tl.int64)
     to_block = from_block
     if gathers:
@@ -108,7 +109,8 @@ def pack_blocks(
     heads: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> KvBlocks:
-    """Gather blocks ``ids``, int32 [n], with the heads from ``first_head`` on, as ``dtype``.
+    """Gather the blocks ``ids``, int32 [n], into one buffer, with ``heads`` heads from
+    ``first_head`` on, as ``dtype``.
 
     Returns contiguous ``[n, layer, 2, heads, slot, dim]``. Raises ValueError if the heads do not
     exist.
@@ -126,8 +128,8 @@ def unpack_blocks(
 ) -> None:
     """Scatter ``packed`` ``[n, layer, 2, heads, slot, dim]`` into the blocks ``ids`` of a cache.
 
-    They become the heads from ``first_head`` on, in the cache's type. Raises ValueError if they do
-    not fit.
+    The packed heads become the heads from ``first_head`` on, in the cache's type. Raises ValueError
+    if shapes or types do not fit.
     """
     move_launch(packed, None, cache, ids, 0, first_head, packed.heads).run()
 
@@ -141,9 +143,11 @@ def move_launch(
     target_head: int,
     heads: int,
 ) -> Launch:
-    """The launch that copies ``heads`` heads of some blocks; ids None: all blocks in order.
+    """Describe the kernel launch that copies ``heads`` heads of some blocks. If ids are None, they
+    are all blocks in order.
 
-    A block id may occur only once in ``target_ids``. Codes of one kind are copied unchanged.
+    A block id may occur only once in ``target_ids``. Codes are copied unchanged if both have the
+    same kind.
     """
     moved = _check(source, source_ids, target, target_ids, source_head, target_head, heads)
     _, layers, _, _, size, dim = source.data.shape
@@ -182,7 +186,8 @@ def move_launch(
 
 
 def _kind(blocks: KvBlocks) -> int:
-    """The kind in which blocks are moved; fp8 bit by bit, which is the same on every GPU."""
+    """Choose the kind as which blocks are moved. fp8 is moved bit by bit, which is the same on
+    every GPU."""
     kind = blocks.kind(0)
     return FP8_BITS if kind in (FP8, FP8_BITS) else kind
 
@@ -205,7 +210,8 @@ def _check(
     target_head: int,
     heads: int,
 ) -> int:
-    """Check the arguments. Returns the number of blocks."""
+    """Check the arguments of a move, with ValueError if they do not fit. Returns the number of
+    blocks."""
     alike = [(x.data.shape[1], *x.data.shape[4:]) for x in (source, target)]
     if alike[0] != alike[1]:
         raise ValueError(f"layers, slots and dimensions differ: {alike[0]} and {alike[1]}")

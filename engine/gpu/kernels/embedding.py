@@ -1,4 +1,4 @@
-"""Looks up the embeddings of tokens that the host may not know yet."""
+"""Looks up the embeddings of tokens; the host may not know these tokens yet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TILE = 1024
 def embed_kernel(  # type: ignore[no-untyped-def]
     token_ids, drawn, embedding, out, stride_embedding, hidden, scale, tile: tl.constexpr
 ):
-    """Look up a tile of one token's embedding."""
+    """Look up a tile of one token's embedding, and multiply it by ``scale``."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * tile + tl.arange(0, tile)
     token = tl.load(token_ids + row).to(tl.int64)
@@ -28,10 +28,11 @@ def embed_kernel(  # type: ignore[no-untyped-def]
 def embed(
     token_ids: torch.Tensor, drawn: torch.Tensor, embedding: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Look up embeddings times ``scale``: fp32 [tokens, hidden].
+    """Look up the embeddings of tokens, multiplied by ``scale``: fp32 [tokens, hidden].
 
-    ``token_ids`` int32 [tokens] has ids, or -1 - n for the id that ``drawn`` int64 [most] has at n.
-    ``embedding`` is [vocab, hidden] of any float type. Raises ValueError if types do not fit.
+    ``token_ids`` int32 [tokens] has token ids. An id of -1 - n is a placeholder for entry n of
+    ``drawn``, int64 [most]. ``embedding`` is [vocab, hidden] of any float type. Raises ValueError
+    if types do not fit.
     """
     out = torch.empty(
         (len(token_ids), embedding.shape[1]), dtype=torch.float32, device=embedding.device
@@ -47,7 +48,7 @@ def embed_launch(
     embedding: torch.Tensor,
     scale: float,
 ) -> Launch:
-    """The launch that computes ``embed`` into ``out``."""
+    """Describe the kernel launch that computes ``embed`` into ``out``."""
     if token_ids.dtype != torch.int32 or drawn.dtype != torch.int64:
         raise ValueError("token_ids must be int32, and drawn must be int64")
     check_strides(embedding, "the embedding")
@@ -69,6 +70,7 @@ def embed_launch(
 
 
 def known_tokens(token_ids: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    """The ids for which ``token_ids`` of ``embed`` stand, in plain torch: int64 [tokens]."""
+    """Replace the placeholders in ``token_ids`` of ``embed`` by the tokens in ``drawn``, in plain
+    torch: int64 [tokens]."""
     ids = token_ids.long()
     return torch.where(ids < 0, drawn[(-1 - ids).clamp(min=0)], ids)

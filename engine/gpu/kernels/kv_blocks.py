@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 PLAIN, INT8, FP8, FP8_BITS = 0, 1, 2, 3
-"""How a kernel reads KV: as floats, as int8, as fp8 converted by the GPU, or as fp8 bit by bit."""
+"""How a kernel reads KV: as floating-point numbers, as int8, as fp8 converted by the GPU, or as fp8
+converted bit by bit."""
 
 FP8_MAX = 448.0
 INT8_MAX = 127.0
@@ -26,11 +27,12 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class KvBlocks:
-    """Blocks ``[block, layer, K/V, head, slot, dim]``, strided, with the last dimension contiguous.
+    """KV blocks ``[block, layer, K/V, head, slot, dim]``, strided, with the last dimension
+    contiguous.
 
-    ``data`` is fp32, bf16, fp16, int8 or float8_e4m3fn. The last two have ``scales``, fp32
-    ``[block, layer, K/V, head, slot]``: a value is its code times the scale of its token and head.
-    Raises ValueError if the two do not fit.
+    ``data`` is fp32, bf16, fp16, int8 or float8_e4m3fn. int8 and float8_e4m3fn have ``scales``,
+    fp32 ``[block, layer, K/V, head, slot]``: a value is its code times the scale of its token and
+    head. Raises ValueError if ``data`` and ``scales`` do not fit.
     """
 
     data: torch.Tensor
@@ -68,16 +70,17 @@ class KvBlocks:
         return self.data.shape[5]
 
     def kind(self, capability: int) -> int:
-        """How a kernel for GPUs of ``capability`` reads these blocks."""
+        """The kind (``PLAIN``, ``INT8``, ...) as which a kernel reads these blocks on GPUs of
+        compute capability ``capability``."""
         kind = _KINDS[self.data.dtype]
         return FP8_BITS if kind == FP8 and capability < _HARDWARE_FP8 else kind
 
     def codes(self, kind: int) -> torch.Tensor:
-        """``data`` in the type that a kernel of ``kind`` takes."""
+        """View ``data`` in the type that a kernel of ``kind`` takes."""
         return self.data.view(torch.uint8) if kind == FP8_BITS else self.data
 
     def arguments(self, layer: int, kind: int) -> dict[str, torch.Tensor | int | None]:
-        """Arguments for one layer and a kernel of ``kind``: ``data``, ``scales`` and their
+        """Make a kernel's arguments for one layer of the blocks: ``data``, ``scales`` and their
         strides."""
         data = self.codes(kind)[:, layer]
         scales = None if self.scales is None else self.scales[:, layer]
@@ -99,7 +102,8 @@ class KvBlocks:
 def empty_kv_blocks(
     shape: tuple[int, int, int, int, int, int], dtype: torch.dtype, device: torch.device
 ) -> KvBlocks:
-    """Uninitialized blocks ``[block, layer, 2, head, slot, dim]``, with scales if quantized."""
+    """Allocate uninitialized KV blocks ``[block, layer, 2, head, slot, dim]``, with scales if
+    ``dtype`` is quantized."""
     quantized = _KINDS.get(dtype, PLAIN) != PLAIN
     return KvBlocks(
         torch.empty(shape, dtype=dtype, device=device),
@@ -108,7 +112,8 @@ def empty_kv_blocks(
 
 
 def dequantize(blocks: KvBlocks) -> torch.Tensor:
-    """The values of all blocks in plain torch: fp32 ``[block, layer, 2, head, slot, dim]``."""
+    """Compute the values of all blocks, in plain torch: fp32 ``[block, layer, 2, head, slot,
+    dim]``."""
     values = blocks.data.float()
     return values if blocks.scales is None else values * blocks.scales[..., None]
 
@@ -116,7 +121,8 @@ def dequantize(blocks: KvBlocks) -> torch.Tensor:
 def quantize(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Quantize ``values`` [..., dim] to ``dtype``; int8 and float8_e4m3fn get fp32 scales [...].
 
-    The reference in plain torch: absolute maximum, round half to even.
+    This is the reference, in plain torch. The scale comes from the absolute maximum, and codes are
+    rounded half to even.
     """
     if _KINDS[dtype] == PLAIN:
         return values.to(dtype), None
@@ -132,7 +138,8 @@ def quantize(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
 
 @triton.jit
 def fp8_value(bits):  # type: ignore[no-untyped-def]
-    """Convert uint8 bits of e4m3fn to fp32, exactly: fp16 with the exponent 8 too small. No NaN."""
+    """Convert the bits of e4m3fn, uint8, to fp32, exactly: as fp16 whose exponent is 8 too small.
+    NaN is not supported."""
     wide = bits.to(tl.uint16)
     half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
     return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
@@ -140,7 +147,8 @@ def fp8_value(bits):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def fp8_bits(value):  # type: ignore[no-untyped-def]
-    """Convert fp32 within ±448 to uint8 bits of e4m3fn, rounded half to even, on every GPU."""
+    """Convert fp32 within +-448 to the bits of e4m3fn, uint8, rounded half to even, with the same
+    result on every GPU."""
     bits = value.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     bits = bits & 0x7FFFFFFF
@@ -155,7 +163,8 @@ def fp8_bits(value):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def round_half_even(value):  # type: ignore[no-untyped-def]
-    """Round fp32 of a magnitude up to 2^22 to the nearest integer, in fp32."""
+    """Round an fp32 number of a magnitude up to 2^22 to the nearest integer, half to even, in
+    fp32."""
     return (value + 12582912.0) - 12582912.0
 
 
@@ -169,14 +178,15 @@ def as_number(codes, kind: tl.constexpr, dtype: tl.constexpr):  # type: ignore[n
 
 @triton.jit  # type: ignore[untyped-decorator]
 def scale_of(most, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The scales of rows with the absolute maxima ``most``, fp32, as ``quantize`` computes them."""
+    """Compute the fp32 scales of rows from their absolute maxima ``most``, as ``quantize`` does."""
     limit = 127.0 if kind == 1 else 448.0
     return tl.where(most > 0, tl.div_rn(most, tl.full(most.shape, limit, tl.float32)), 1.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def encode(x, scale, kind: tl.constexpr, element: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Encode fp32 numbers [rows, some] with their rows' scales, or convert them to ``element``."""
+    """Quantize fp32 numbers [rows, some] with their rows' scales, or convert them to ``element`` if
+    the kind has no scales."""
     if kind == 0:
         codes = x.to(element)
     else:

@@ -1,4 +1,5 @@
-"""A kernel's launch as data, so that kernels compiled ahead of time are those that are launched."""
+"""Describes a kernel's launch as data, so that ahead-of-time compilation uses the same launches as
+a run."""
 
 from __future__ import annotations
 
@@ -15,14 +16,15 @@ Argument = torch.Tensor | int | float | None
 Constant = int | float | bool | None
 
 _OLDEST = 80
-"""The compute capability that is assumed without a GPU: its code paths run everywhere."""
+"""Compute capability that is assumed without a GPU: code for it runs on every supported GPU."""
 
 _described: ContextVar[_Described | None] = ContextVar("_described", default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch of a Triton kernel; to describe it, tensors may be on the ``meta`` device."""
+    """One launch of a Triton kernel. If it is only described and not run, tensors may be on the
+    ``meta`` device."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -31,13 +33,13 @@ class Launch:
     warps: int = 4
     stages: int = 2
     fusion: bool = True
-    """Whether the compiler may fuse a product and a sum into one operation, rounded once."""
+    """Whether the compiler may fuse a product and a sum into one operation that rounds once."""
 
     def run(self) -> None:
-        """Start the kernel on its tensors' device.
+        """Start the kernel on the device of its tensors.
 
-        An empty grid starts nothing. Tensors on the ``meta`` device start nothing either: the
-        launch goes to ``describe``.
+        Nothing is started for an empty grid. For tensors on the ``meta`` device, the launch is
+        passed to the ``note`` of ``describe``.
         """
         if 0 in self.grid:
             return
@@ -69,7 +71,7 @@ class _Described:
 def describe(capability: int, note: Callable[[Launch], None]) -> Iterator[None]:
     """Let tensors on the ``meta`` device stand for those of a GPU of ``capability``.
 
-    ``note`` receives each launch that code on them would start within this context.
+    ``note`` is called with each launch that code on these tensors would start within this context.
     """
     token = _described.set(_Described(capability, note))
     try:
@@ -81,14 +83,15 @@ def describe(capability: int, note: Callable[[Launch], None]) -> Iterator[None]:
 def interpreted(kernel: Callable[..., Any]) -> bool:
     """Whether triton interprets ``kernel`` on the CPU (TRITON_INTERPRET=1).
 
-    The interpreter's arithmetic on bf16 and fp8 is wrong, so kernels then widen to fp32 after each
-    load.
+    The interpreter's arithmetic on bf16 and fp8 is wrong, so kernels then convert to fp32 after
+    each load.
     """
     return not isinstance(kernel, triton.runtime.JITFunction)
 
 
 def capability_of(tensor: torch.Tensor) -> int:
-    """10 * major + minor of the GPU of ``tensor``; the oldest supported one for other devices.
+    """Return 10 * major + minor of the compute capability of the tensor's GPU; for other devices,
+    that of the oldest supported GPU.
 
     For a tensor on the ``meta`` device, it is the capability given to ``describe``.
     """
@@ -101,7 +104,7 @@ def capability_of(tensor: torch.Tensor) -> int:
 
 
 def power_of_two(number: int) -> int:
-    """The smallest power of two that is at least ``number``."""
+    """Return the smallest power of two that is at least ``number``."""
     return 1 << max(0, number - 1).bit_length()
 
 

@@ -26,7 +26,7 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     adds: tl.constexpr,
     norms_added: tl.constexpr,
 ):
-    """Compute one row, which is held in registers."""
+    """Add and normalize one row, which is held in registers."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, width)
     inside = at < hidden
@@ -52,12 +52,13 @@ def add_norm(
     dtype: torch.dtype,
     added_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Add ``added`` to ``residual`` in place; returns the sum's norm as ``dtype`` [rows, hidden].
+    """Add ``added`` to ``residual`` in place. Returns the normalized sum as ``dtype`` [rows,
+    hidden].
 
     ``residual`` is fp32 [rows, hidden], ``added`` is of any float type [rows, hidden] or None, and
-    ``weight`` is fp32 [hidden]. With ``added_weight``, fp32 [hidden], ``added`` is normed first
-    (Gemma 2, OLMo 2). All is computed in fp32 and rounded once. Raises ValueError if shapes or
-    types do not fit.
+    ``weight`` is fp32 [hidden]. With ``added_weight``, fp32 [hidden], ``added`` is normalized first
+    (Gemma 2, OLMo 2). Everything is computed in fp32, and the result is rounded once. Raises
+    ValueError if shapes or types do not fit.
     """
     out = torch.empty(residual.shape, dtype=dtype, device=residual.device)
     norm_launch(out, residual, added, weight, eps, added_weight).run()
@@ -72,7 +73,7 @@ def norm_launch(
     eps: float,
     added_weight: torch.Tensor | None = None,
 ) -> Launch:
-    """The launch that computes ``add_norm`` into ``out``."""
+    """Describe the kernel launch that computes ``add_norm`` into ``out``."""
     rows, hidden = residual.shape
     if hidden > _WIDEST:
         raise ValueError(f"rows of {hidden} numbers are too long: at most {_WIDEST}")
@@ -118,7 +119,8 @@ def add_norm_reference(
     dtype: torch.dtype,
     added_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference for ``add_norm``, in plain torch: the new residual, and its norm."""
+    """The reference for ``add_norm``, in plain torch. Returns the new residual, and the normalized
+    sum."""
 
     def norm(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * factor

@@ -15,7 +15,8 @@ from engine.gpu.kernels.kv_blocks import FP8, FP8_BITS, KvBlocks, encode, quanti
 from engine.gpu.kernels.launch import Launch, check_strides, power_of_two
 
 _HEADS = 8
-"""Heads of a program: with 128 dimensions each, 8 numbers for each of its 128 threads."""
+"""Number of heads that a program computes: with 128 dimensions each, 8 numbers for each of its 128
+threads."""
 
 
 @triton.jit
@@ -29,7 +30,7 @@ def _sum_squares(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load_parts(source, inside, shape):  # type: ignore[no-untyped-def]
-    """Load the parts of the heads at [heads, 1] pointers."""
+    """Load the parts of some heads, from pointers [heads, 1]."""
     half: tl.constexpr = shape[0]
     tile_half: tl.constexpr = shape[1]
     dim: tl.constexpr = shape[2]
@@ -49,7 +50,8 @@ def _load_parts(source, inside, shape):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _turn(parts, weight, eps, turn, shape, normed: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Norm the parts if requested, and rotate them by ``turn``, cosines and sines."""
+    """Normalize the parts of some heads if requested, and rotate them; ``turn`` has cosines and
+    sines."""
     first, second, rest = parts
     cos, sin = turn
     half: tl.constexpr = shape[0]
@@ -74,8 +76,8 @@ def _turn(parts, weight, eps, turn, shape, normed: tl.constexpr):  # type: ignor
 def _store_kv(  # type: ignore[no-untyped-def]
     target, scale_target, inside, parts, shape, kind: tl.constexpr
 ):
-    """Store one token's keys or values of some heads: codes, and scales for kinds that have
-    them."""
+    """Store one token's keys or values of some heads in the cache: codes, and scales for kinds that
+    have them."""
     first, second, rest = parts
     half: tl.constexpr = shape[0]
     tile_half: tl.constexpr = shape[1]
@@ -138,7 +140,8 @@ def rope_cache_kernel(  # type: ignore[no-untyped-def]
     kind: tl.constexpr,
     normed: tl.constexpr,
 ):
-    """Process some heads of one token: queries, or keys and values."""
+    """Process some heads of one token: rotate queries, or rotate and store keys and store
+    values."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     query_parts: tl.constexpr = (heads + tile - 1) // tile
@@ -192,15 +195,16 @@ def rope_cache(
     key_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """Rotate queries and keys; write the keys and values to ``slots`` of the blocks.
+    """Rotate queries and keys; write the rotated keys and the values to ``slots`` of the blocks.
 
-    Returns the queries, contiguous. ``queries`` is [tokens, heads, dim], ``keys`` and ``values``
-    are [tokens, kv_heads, dim], all of one float type. The heads of a token are adjacent, so that
-    they may be parts of one projection. ``table`` is fp32 [positions, 2, rotated / 2], contiguous:
-    cosines and sines; dimensions from ``rotated`` on are unchanged. ``positions`` [tokens] is int32
-    or int64. ``slots`` int64 [tokens] is the slot mapping (block * block_size + slot), -1 for a
-    padding row, which writes nothing. ``query_weight`` and ``key_weight``, fp32 [dim], norm each
-    head first. Computed in fp32 and rounded once. Raises ValueError if shapes or types do not fit.
+    Returns the rotated queries, contiguous. ``queries`` is [tokens, heads, dim], ``keys`` and
+    ``values`` are [tokens, kv_heads, dim], all of one float type. The heads of a token are
+    adjacent, so that they may be parts of one projection. ``table`` is fp32 [positions, 2, rotated
+    / 2], contiguous: cosines and sines; dimensions from ``rotated`` on are unchanged. ``positions``
+    [tokens] is int32 or int64. ``slots`` int64 [tokens] is the slot mapping (block * block_size +
+    slot), -1 for a padding row, which writes nothing. ``query_weight`` and ``key_weight``, fp32
+    [dim], normalize each head first, if they are given. Computed in fp32 and rounded once. Raises
+    ValueError if shapes or types do not fit.
     """
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
     rope_cache_launch(
@@ -234,7 +238,8 @@ def rope_cache_launch(
     key_weight: torch.Tensor | None,
     eps: float,
 ) -> Launch:
-    """The launch that computes ``rope_cache``, with the queries into ``out``."""
+    """Describe the kernel launch that computes ``rope_cache``; the rotated queries go to
+    ``out``."""
     _check(queries, keys, values, blocks, table, positions, slots, query_weight, key_weight)
     tokens, heads, dim = queries.shape
     kv_heads = keys.shape[1]

@@ -1,10 +1,11 @@
-"""Draws tokens on the GPU: grammars' masks, temperature, hashed Gumbel noise and the maximum.
+"""Samples tokens on the GPU, with grammars' masks, temperature and hashed Gumbel noise.
 
-A mask writes -inf for each token that its row may not draw. The rest is one pass. The tokens are
-those of ``engine.sampling.sampling``, whose noise is float64 (``engine.sampling.noise``); the
-integer part of the noise is exact. A tile's scores are first computed in fp32. If its best two are
-closer than the possible fp32 error, which happens to about one tile in ten thousand, they are
-computed again in float64. The tiles' winners are compared in float64.
+A mask writes -inf for each token that its row may not draw. The rest is one pass over the logits.
+The tokens are those of ``engine.sampling.sampling``, whose noise is float64
+(``engine.sampling.noise``); the integer part of the noise is exact. A tile's scores are first
+computed in fp32. If its best two are closer than the possible fp32 error, which happens to about
+one tile in ten thousand, they are computed again in float64. The tiles' winners are compared in
+float64.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from engine.sampling.noise import gumbel
 
 _TILE = 2048
 MARGIN = 1e-4
-"""Bound for the error of fp32 noise. PTX's lg2.approx is within 2^-22 of the logarithm near 1, and
-has that relative error elsewhere. Noise is between -3.2 and 23.0, so its error is below 1e-5. The
-kernel adds the relative rounding error of the scores."""
+"""Maximum error that is assumed for Gumbel noise in fp32. PTX's lg2.approx is within 2^-22 of the
+logarithm near 1, and has that relative error elsewhere. Noise is between -3.2 and 23.0, so its
+error is below 1e-5. The kernel adds the relative rounding error of the scores."""
 
 
 @triton.jit
 def _lowbias32(x):  # type: ignore[no-untyped-def]
-    """``engine.sampling.noise.lowbias32`` for uint32."""
+    """Compute ``engine.sampling.noise.lowbias32`` for uint32."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
@@ -39,13 +40,14 @@ def _lowbias32(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _noise_bits(first, second, token):  # type: ignore[no-untyped-def]
-    """``engine.sampling.noise.noise_bits_tensor`` for uint32 keys and int32 token ids: uint32."""
+    """Compute ``engine.sampling.noise.noise_bits_tensor`` for uint32 keys and int32 token ids:
+    uint32."""
     return _lowbias32(_lowbias32(token.to(tl.uint32) ^ first) + second)
 
 
 @triton.jit
 def _gumbel32(bits):  # type: ignore[no-untyped-def]
-    """Gumbel noise of 32 bits in fp32: -log(-log((bits + 0.5) / 2^32))."""
+    """Convert 32 random bits to Gumbel noise in fp32: -log(-log((bits + 0.5) / 2^32))."""
     uniform = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     # Near 1 the logarithm is computed from the distance v to 1, as 2 * artanh(v / (2 - v)), because
     # its relative error counts.
@@ -61,14 +63,16 @@ def _gumbel32(bits):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gumbel64(bits):  # type: ignore[no-untyped-def]
-    """``engine.sampling.noise.gumbel`` of 32 bits, float64."""
+    """Convert 32 random bits to Gumbel noise in float64, as ``engine.sampling.noise.gumbel``
+    does."""
     uniform = (bits.to(tl.float64) + 0.5) * 2.3283064365386962890625e-10
     return -tl.log(-tl.log(uniform))
 
 
 @triton.jit
 def _scaled(logits, temperature):  # type: ignore[no-untyped-def]
-    """Logits over temperature, with IEEE 754 rounding; a NaN counts as the largest number."""
+    """Divide logits by the temperature, with IEEE 754 rounding; a NaN counts as the largest
+    number."""
     scaled = tl.div_rn(logits, tl.zeros_like(logits) + temperature)
     return tl.where(scaled <= float("inf"), scaled, float("inf"))
 
@@ -77,7 +81,7 @@ def _scaled(logits, temperature):  # type: ignore[no-untyped-def]
 def tile_winner_kernel(  # type: ignore[no-untyped-def]
     logits, temperatures, keys, winners, stride_logits, vocab, margin, tile: tl.constexpr
 ):
-    """Find the best token of a tile of one row."""
+    """Find the token with the best score in a tile of one row."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * tile + tl.arange(0, tile)
     numbers = tl.load(logits + row * stride_logits + token, mask=token < vocab, other=float("-inf"))
@@ -112,7 +116,7 @@ def row_winner_kernel(  # type: ignore[no-untyped-def]
     width: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """Find the best of the winners of one row's tiles."""
+    """Find the token with the best score among the winners of one row's tiles."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, width)
     token = at * tile + tl.load(winners + row * tiles + at, mask=at < tiles, other=0)
@@ -135,11 +139,12 @@ def draw(
     *,
     margin: float = MARGIN,
 ) -> torch.Tensor:
-    """Draw one token for each row: int64 [rows].
+    """Sample one token for each row of logits: int64 [rows].
 
-    ``logits`` fp32 [rows, vocab] are adjusted already. ``temperatures`` is fp32 [rows], 0 for the
-    largest logit. ``keys`` int64 [rows, 2] are ``engine.sampling.noise.noise_keys``, unused for
-    greedy draws. On equal scores the lower id wins; NaN counts as infinite.
+    ``logits`` fp32 [rows, vocab] must include all adjustments, such as masks. ``temperatures`` is
+    fp32 [rows], 0 to take the largest logit. ``keys`` int64 [rows, 2] are
+    ``engine.sampling.noise.noise_keys``, unused for greedy draws. On equal scores the lower id
+    wins; NaN counts as infinite.
 
     The result equals ``draw_reference``, except for scores so close that two libraries' float64
     logarithms order them differently (a few 1e-16). ``margin`` is for tests. Raises ValueError if
@@ -158,7 +163,7 @@ def draw_launches(
     keys: torch.Tensor,
     margin: float = MARGIN,
 ) -> tuple[Launch, Launch]:
-    """The two launches of ``draw``."""
+    """Describe the two kernel launches of ``draw``."""
     rows, vocab = logits.shape
     check_strides(logits, "logits")
     if logits.dtype != torch.float32 or vocab < 1:
@@ -218,7 +223,8 @@ _MASK_TILE = 4096
 def forbid_kernel(  # type: ignore[no-untyped-def]
     logits, rows, masks, stride_logits, stride_masks, vocab, tile: tl.constexpr
 ):
-    """Mask a tile of one row."""
+    """Write -inf into a tile of one row of logits, for tokens that the row's mask does not
+    allow."""
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place).to(tl.int64)
     token = tl.program_id(1) * tile + tl.arange(0, tile)
@@ -230,10 +236,11 @@ def forbid_kernel(  # type: ignore[no-untyped-def]
 
 
 def forbid(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[Mask]) -> None:
-    """Write -inf into ``logits``, fp32 [rows, vocab], for tokens that ``rows`` may not draw.
+    """Write -inf into ``logits``, fp32 [rows, vocab], for the tokens that masks do not allow.
+    ``rows`` has the numbers of the rows with a mask.
 
-    ``masks`` has one mask for each of these rows. It does not wait for the GPU. Raises ValueError
-    if shapes or types do not fit.
+    ``masks`` has one mask for each of these rows. The host does not wait for the GPU. Raises
+    ValueError if shapes or types do not fit.
     """
     if not rows:
         return
@@ -246,7 +253,8 @@ def forbid(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[Mask]) -> 
 
 
 def forbid_launch(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> Launch:
-    """The launch of ``forbid``: ``rows`` int32 [n], ``masks`` int32 [n, words]."""
+    """Describe the kernel launch of ``forbid``, for ``rows`` int32 [n] and ``masks`` int32 [n,
+    words]."""
     vocab = logits.shape[1]
     check_strides(logits, "logits")
     check_strides(masks, "masks")

@@ -1,7 +1,8 @@
-"""Attention of prompts' chunks over the paged cache: FlashAttention-2 (Dao, 2023), causal.
+"""Attention of prompt chunks over the paged KV cache: causal FlashAttention-2 (Dao, 2023).
 
 One launch computes the chunks of many sequences. Their keys are in the cache already, including the
-chunk's own. The query heads of a group share a tile of rows, so that keys are read once for all.
+chunk's own. The query heads of a group share a tile of rows, so that each key is read only once for
+the group.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from engine.gpu.kernels.launch import (
 )
 
 MAX_TILE_ROWS = 128
-"""Rows of the largest tile: tokens times the query heads of a KV head."""
+"""Maximum rows of a tile: number of tokens times the query heads of a KV head."""
 
 _LEAST = 16
 _ASYNCHRONOUS_PRODUCTS = 90
-"""From this compute capability on, tensor cores read shared memory, which leaves registers free."""
+"""Compute capability from which tensor cores read their operands from shared memory, which leaves
+registers free."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -57,7 +59,7 @@ def _attend_range(  # type: ignore[no-untyped-def]
     windowed: tl.constexpr,
     capped: tl.constexpr,
 ):
-    """Compute online softmax over the keys ``low … high`` for a tile of rows."""
+    """Compute online softmax over the keys ``low ... high`` for a tile of rows."""
     for start in range(low, high, tile):
         tokens, place = place_of(table, start, end, tile, block_size)
         scores = key_scores(query, pages, place, strides, scoring, shape, capped)
@@ -106,7 +108,8 @@ def chunk_kernel(  # type: ignore[no-untyped-def]
     capped: tl.constexpr,
     widen: tl.constexpr,
 ):
-    """Compute a tile of rows, each a token and a head, of one sequence and one KV head."""
+    """Compute attention for a tile of rows (each a token and a head) of one sequence and one KV
+    head."""
     sequence = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
     # The last rows come first, because they see the most keys.
@@ -206,15 +209,15 @@ def chunk_attention(
 ) -> torch.Tensor:
     """Let each token of each sequence's chunk attend to the tokens before it and to itself.
 
-    ``queries`` is [tokens, heads, dim], fp32, bf16 or fp16, chunk after chunk. ``tables`` is int32
-    [sequences, blocks]. ``query_starts`` int32 [sequences + 1] is where each chunk begins among the
-    queries, and their end. ``contexts`` int32 [sequences] is the number of tokens before each
-    chunk. ``longest`` bounds the chunks' tokens. The result is contiguous, with the shape and type
-    of the queries.
+    ``queries`` is [tokens, heads, dim], fp32, bf16 or fp16, one chunk after another. ``tables`` is
+    int32 [sequences, blocks]. ``query_starts`` int32 [sequences + 1] has the index of each chunk's
+    first query, and last the number of queries. ``contexts`` int32 [sequences] is the number of
+    tokens before each chunk. ``longest`` is the maximum number of tokens in a chunk. The result is
+    contiguous, with the shape and type of the queries.
 
-    A row's sums have the order of its keys, in tiles that begin at multiples of their size. The
-    tiles' size depends on ``longest``, up to ``MAX_TILE_ROWS`` rows (tokens times the heads of a
-    group). If ``longest`` fills a tile, a row's bits do not depend on how a prompt is cut, or on
+    Each row's sum goes through its keys in order, in tiles that begin at multiples of their size.
+    The tiles' size depends on ``longest``, up to ``MAX_TILE_ROWS`` rows (tokens times the heads of
+    a group). If ``longest`` fills a tile, a row's bits do not depend on how a prompt is cut, or on
     other rows. Raises ValueError if shapes or types do not fit.
     """
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
@@ -242,8 +245,8 @@ class _Tiles:
 
 
 def _tiles(tile_dim: int, itemsize: int, rows: int, capability: int) -> _Tiles:
-    """Tiles that fit the registers without spilling; shared memory holds two tiles of keys and
-    values."""
+    """Choose tile sizes that fit the registers without spilling, and for which shared memory holds
+    two tiles of keys and values."""
     if itemsize == 4:
         return _Tiles(min(rows, 64), 32 if tile_dim <= 128 else 16, 4, 2)
     if capability < _ASYNCHRONOUS_PRODUCTS:
@@ -266,7 +269,8 @@ def chunk_launch(
     longest: int,
     capability: int,
 ) -> Launch:
-    """The launch of ``chunk_attention``, on a GPU of ``capability``."""
+    """Describe the kernel launch of ``chunk_attention``, for a GPU of compute capability
+    ``capability``."""
     _check(queries, blocks, tables, query_starts, contexts)
     _, heads, dim = queries.shape
     group = heads // blocks.heads

@@ -28,12 +28,13 @@ from engine.gpu.kernels.launch import (
 )
 
 SPLIT = 256
-"""Keys of a split. A program reads 128 KiB of a bf16 cache with 128 dimensions, and writes 3 % of
-that for the second kernel. Smaller splits keep a GPU busier with a single sequence."""
+"""Number of keys in a split. A program reads 128 KiB of a bf16 cache with 128 dimensions, and
+writes 3 % as much for the second kernel. Smaller splits keep a GPU busier with a single
+sequence."""
 
 SCRATCH_BYTES = 1 << 28
-"""Maximum bytes for the splits of a launch. Dozens of rows with contexts of 128k and more take
-turns and share this memory; each of them would need 8 MiB and more."""
+"""Maximum bytes of scratch memory for the splits of a launch. Rows that do not fit together are
+computed one group after another. A row with a context of 128k needs 8 MiB or more."""
 _ROW_STEP = 4
 
 _TILE_NUMBERS = 8192
@@ -80,7 +81,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     capped: tl.constexpr,
     widen: tl.constexpr,
 ):
-    """Compute one split of one row and KV head: normalized sums, and the log2 of their weights."""
+    """Compute one split of one row and KV head: its normalized sums, and the log2 of their
+    weights."""
     row = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
     length = tl.load(lengths + row)
@@ -142,7 +144,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     tile: tl.constexpr,
     windowed: tl.constexpr,
 ):
-    """Add the splits of one row and one query head, in order."""
+    """Combine the splits of one row and one query head, in order."""
     row = tl.program_id(0).to(tl.int64)
     place = row * tl.num_programs(1) + tl.program_id(1)
     length = tl.load(lengths + row)
@@ -193,13 +195,13 @@ def decode_attention(
 
     ``queries`` is [rows, heads, dim], fp32, bf16 or fp16. ``tables`` is int32 [tables, blocks].
     ``lengths`` is int32 [rows], 0 for a padding row. ``table_rows`` int32 [rows] maps rows to
-    tables (None: each row has its own). ``longest`` bounds the lengths (None: what the tables
-    hold). It is a number on the host, so that a captured step keeps its grid. The result is
+    tables (None: each row has its own). ``longest`` is the maximum of the lengths (None: what the
+    tables hold). It is a number on the host, so that a captured step keeps its grid. The result is
     contiguous, with the shape and type of the queries; padding rows are zeros.
 
-    A row's result depends only on its own query, tokens and length, bit for bit. The same holds for
-    a prompt token that is computed as a row of its own. Raises ValueError if shapes or types do not
-    fit.
+    A row's result depends only on its own query, tokens and length, bit for bit. This is also true
+    for a prompt token that is computed as a row of its own. Raises ValueError if shapes or types do
+    not fit.
     """
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
     for launch in decode_launches(
@@ -232,7 +234,8 @@ def decode_launches(
     split: int,
     capability: int,
 ) -> tuple[Launch, ...]:
-    """The launches of ``decode_attention``, on a GPU of ``capability``.
+    """Describe the kernel launches of ``decode_attention``, for a GPU of compute capability
+    ``capability``.
 
     There are two launches for each run of rows whose splits fit the scratch memory, which all runs
     share.
@@ -269,9 +272,9 @@ def decode_launches(
 
 
 def scratch_rows(rows: int, heads: int, dim: int, splits: int) -> int:
-    """Maximum rows that share a launch.
+    """Choose the maximum number of rows that share a launch.
 
-    Their splits fit ``SCRATCH_BYTES``, but a few rows always share one.
+    Their splits fit ``SCRATCH_BYTES``, except that a few rows always share one.
     """
     fitting = SCRATCH_BYTES // scratch_bytes(1, heads, dim, splits)
     # Whole steps keep each run's lengths aligned; other alignments would compile another kernel.
@@ -279,7 +282,8 @@ def scratch_rows(rows: int, heads: int, dim: int, splits: int) -> int:
 
 
 def scratch_bytes(rows: int, heads: int, dim: int, splits: int) -> int:
-    """Bytes for the rows of a launch: their splits' sums, and the weights of these."""
+    """Compute the scratch memory for the rows of a launch, in bytes: the sums of their splits, and
+    the weights of the sums."""
     return 4 * rows * heads * splits * (dim + 1)
 
 
@@ -296,7 +300,7 @@ def _launches(
     split: int,
     capability: int,
 ) -> tuple[Launch, Launch]:
-    """The two launches for rows that fit the scratch memory."""
+    """Describe the two launches for rows whose splits fit the scratch memory."""
     rows, heads, dim = queries.shape
     group = heads // blocks.heads
     partial, sums = scratch
@@ -366,7 +370,8 @@ def _launches(
 
 
 def tile_keys(tile_dim: int, itemsize: int, split: int) -> int:
-    """Keys of a tile: 16 KiB of keys and 16 KiB of values in 16 bits, twice in shared memory."""
+    """Choose the number of keys in a tile: 16 KiB of keys and 16 KiB of values in 16 bits, twice in
+    shared memory."""
     numbers = _TILE_NUMBERS // 2 if itemsize == 4 else _TILE_NUMBERS
     return min(max(_LEAST, numbers // tile_dim), 128, split)
 

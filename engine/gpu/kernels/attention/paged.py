@@ -1,6 +1,7 @@
-"""Paged attention: the reference in plain torch, and functions for a tile of keys.
+"""Paged attention: the reference in plain torch, and functions that kernels apply to a tile of
+keys.
 
-The kernels' functions pass several numbers as tuples:
+The kernels' functions take several numbers as one tuple:
 
     place    (blocks, slots, inside) of the tile's tokens: where each is, and whether it counts
     pages    (keys, values, key scales, value scales) of one KV head: where they begin
@@ -24,11 +25,11 @@ from engine.gpu.kernels.launch import check_strides
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How scores are computed from products.
+    """How attention scores are computed from the products of queries and keys.
 
-    ``scale`` multiplies them. ``window`` is the maximum number of keys that a query sees, including
-    its own token's (0: all). ``soft_cap`` c > 0 turns a score s into c * tanh(s / c) (Gemma 2,
-    2024).
+    ``scale`` multiplies the products. ``window`` is the maximum number of keys that a query sees,
+    including its own token's (0: all). ``soft_cap`` c > 0 turns a score s into c * tanh(s / c)
+    (Gemma 2, 2024).
     """
 
     scale: float
@@ -43,7 +44,8 @@ class Scoring:
 def attend_reference(
     queries: torch.Tensor, blocks: KvBlocks, layer: int, table: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:
-    """Let the last ``count`` tokens of one sequence attend to it: fp32 [count, heads, dim].
+    """Let the last ``count`` tokens of one sequence attend to the sequence: fp32 [count, heads,
+    dim].
 
     ``queries`` is [count, heads, dim]; ``table`` [tokens] is the sequence's slot mapping, int64
     (block * block_size + slot of each of its tokens).
@@ -70,7 +72,7 @@ def attend_reference(
 
 
 def slot_mapping(table: list[int], tokens: int, block_size: int) -> torch.Tensor:
-    """The slots of the first ``tokens`` tokens of a block table: int64 [tokens]."""
+    """Compute the slots of the first ``tokens`` tokens of a block table: int64 [tokens]."""
     position = torch.arange(tokens)
     return torch.tensor(table)[position // block_size] * block_size + position % block_size
 
@@ -79,7 +81,8 @@ def slot_mapping(table: list[int], tokens: int, block_size: int) -> torch.Tensor
 def pages_of(  # type: ignore[no-untyped-def]
     data, scales, head, stride_value, stride_head, scale_value, scale_head, kind: tl.constexpr
 ):
-    """The pages of one KV head; if there are no scales, their entries are not used."""
+    """Compute the tuple ``pages`` of one KV head; if there are no scales, their entries are not
+    used."""
     keys = data + head.to(tl.int64) * stride_head
     values = keys + stride_value
     key_scales = keys
@@ -94,7 +97,8 @@ def pages_of(  # type: ignore[no-untyped-def]
 def place_of(  # type: ignore[no-untyped-def]
     table, start, end, tile: tl.constexpr, block_size: tl.constexpr
 ):
-    """Tokens ``start …`` of a sequence: their numbers, and the place of those before ``end``.
+    """Compute the positions of a tile of tokens from ``start`` on, and the tuple ``place`` of those
+    before ``end``.
 
     ``start`` is a multiple of ``tile``.
     """
@@ -113,7 +117,8 @@ def place_of(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def load_tile(base, place, strides, shape, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load a tile of keys or values [tile, dimensions] as ``dtype``; zeros outside."""
+    """Load a tile of keys or values [tile, dimensions] as ``dtype``, with zeros for tokens that do
+    not count."""
     blocks, slots, inside = place
     dims = tl.arange(0, shape[0])
     pointers = base + (blocks * strides[0] + slots * strides[1])[:, None] + dims[None, :]
@@ -133,7 +138,8 @@ def _load_scales(base, place, strides):  # type: ignore[no-untyped-def]
 def key_scores(  # type: ignore[no-untyped-def]
     query, pages, place, strides, scoring, shape, capped: tl.constexpr
 ):
-    """Compute scores [rows, tile] of a tile of keys, in powers of two: times log2(e)."""
+    """Compute the scores [rows, tile] of a tile of keys. They are multiplied by log2(e), for use
+    with powers of two."""
     key = load_tile(pages[0], place, strides, shape, query.dtype)
     scores = tl.dot(query, tl.trans(key), input_precision="ieee")
     if shape[2] != 0:
@@ -159,9 +165,10 @@ def add_values(  # type: ignore[no-untyped-def]
     dtype: tl.constexpr,
     unseen: tl.constexpr,
 ):
-    """Do a step of the online softmax (Milakov and Gimelshein, 2018): maxima, weights, sums.
+    """Add a tile of values in a step of the online softmax (Milakov and Gimelshein, 2018). Updates
+    maxima, weights and sums.
 
-    ``unseen`` means that a row may have seen no key yet, so that it has no maximum.
+    ``unseen``: true if a row may have seen no key yet, so that it has no maximum.
     """
     higher = tl.maximum(most, tl.max(scores, axis=1))
     around = higher
@@ -183,7 +190,8 @@ def add_values(  # type: ignore[no-untyped-def]
 
 
 def check_queries(queries: torch.Tensor, blocks: KvBlocks, tables: torch.Tensor) -> None:
-    """Raise ValueError if queries do not fit the blocks, or have unsupported strides."""
+    """Raise ValueError if the queries' shape or type does not fit the blocks, or strides are not
+    supported."""
     _, heads, dim = queries.shape
     check_strides(queries, "queries")
     check_strides(tables, "block tables")

@@ -17,15 +17,16 @@ import triton.language as tl
 from engine.gpu.kernels.launch import Launch, check_strides, interpreted
 
 _WIDE_OUTPUTS = 8192
-"""From this number of outputs on, tiles of twice the width still occupy every multiprocessor of an
+"""Number of outputs from which tiles of twice the width still occupy every multiprocessor of an
 H200."""
 _BAND = 8
-"""Tiles of rows that go through the weights together, so that they find them in the L2 cache."""
+"""Number of tiles of rows that use the same weights one after another, so that they find them in
+the L2 cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class FixedTile:
-    """The tile of a weight: rows, outputs and inputs of one step of a program."""
+    """Tile sizes for a weight: the rows, outputs and inputs that one step of a program computes."""
 
     rows: int
     outputs: int
@@ -33,9 +34,10 @@ class FixedTile:
 
 
 def fixed_tile(outputs: int, itemsize: int) -> FixedTile:
-    """The tile for a weight with ``outputs`` outputs and ``itemsize`` bytes per element.
+    """Choose the tile sizes for a weight with ``outputs`` outputs and ``itemsize`` bytes per
+    element.
 
-    It does not depend on the number of rows.
+    They do not depend on the number of rows.
     """
     wide = 128 if outputs >= _WIDE_OUTPUTS else 64
     return FixedTile(64, wide, 32 if itemsize == 4 else 64)
@@ -59,7 +61,7 @@ def fixed_linear_kernel(  # type: ignore[no-untyped-def]
     biased: tl.constexpr,
     widen: tl.constexpr,
 ):
-    """Compute one tile of outputs, over all inputs in order."""
+    """Compute one tile of the layer's outputs, over all inputs in order."""
     row_tiles = (rows + tile_rows - 1) // tile_rows
     output_tiles = (outputs + tile_outputs - 1) // tile_outputs
     number = tl.program_id(0)
@@ -100,7 +102,8 @@ def fixed_linear(
     bias: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """``x @ weight.T + bias``: [rows, outputs], as ``dtype`` (None: the type of x), summed in fp32.
+    """Compute ``x @ weight.T + bias``: [rows, outputs], as ``dtype`` (None: the type of x), summed
+    in fp32 in a fixed order.
 
     ``x`` [rows, inputs] and ``weight`` [outputs, inputs] have the same float type; ``bias``
     [outputs] has any. Raises ValueError if shapes or types do not fit.
@@ -113,7 +116,7 @@ def fixed_linear(
 def fixed_linear_launch(
     out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> Launch:
-    """The launch that computes ``fixed_linear`` into ``out``."""
+    """Describe the kernel launch that computes ``fixed_linear`` into ``out``."""
     rows, inputs = x.shape
     outputs = len(weight)
     if weight.shape != (outputs, inputs) or weight.dtype != x.dtype:

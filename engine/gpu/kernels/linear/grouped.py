@@ -1,8 +1,9 @@
-"""Linear layers of a mixture of experts: each token's rows meet their own experts' weights.
+"""Linear layers of a mixture of experts: each token's rows are multiplied by its own experts'
+weights.
 
-Rows are sorted by expert, and each expert's rows are cut into tiles. The device finds out which
-expert a tile belongs to. So nothing waits for the routing, and a captured step keeps its grid (the
-dropless scheme of MegaBlocks, Gale et al., 2022).
+Rows are sorted by expert, and each expert's rows are cut into tiles. The device finds out to which
+expert a tile belongs. So the host does not wait for the routing, and a captured step keeps its grid
+(the dropless scheme of MegaBlocks, Gale et al., 2022).
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ _LEAST = 16
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Pairs of a token and one of its experts, sorted by expert, and by token for each expert."""
+    """Pairs of a token and one of its experts, sorted by expert, and by token within an expert."""
 
     order: torch.Tensor
-    """int32 [pairs]: the pair token * experts_per_token + choice at each sorted place."""
+    """For each sorted position, the pair there, as token * experts_per_token + choice; int32
+    [pairs]."""
     offsets: torch.Tensor
-    """int32 [experts + 1]: where each expert's pairs begin among the sorted ones."""
+    """Sorted position at which each expert's pairs begin, and last their end; int32 [experts +
+    1]."""
     choices: int
     """Number of experts per token."""
 
@@ -36,7 +39,8 @@ class Routing:
 
 
 def route(expert_ids: torch.Tensor, experts: int) -> Routing:
-    """Route ``expert_ids``, integers [tokens, experts_per_token], without waiting for the GPU.
+    """Sort the pairs in ``expert_ids``, integers [tokens, experts_per_token], by expert. The host
+    does not wait for the GPU.
 
     The sort is stable, so that an expert's rows have the same order every time.
     """
@@ -48,7 +52,8 @@ def route(expert_ids: torch.Tensor, experts: int) -> Routing:
 
 
 def route_held(expert_ids: torch.Tensor, held: range) -> Routing:
-    """Route among the experts ``held``; pairs of other experts come last, and belong to none.
+    """Sort the pairs whose experts are in ``held`` by expert. Pairs of other experts come last, and
+    belong to no expert.
 
     ``grouped_linear`` does not write the rows of these pairs, and ``add_choices`` drops them.
     """
@@ -131,9 +136,9 @@ def grouped_linear(
     """Multiply rows by their experts' weights: [pairs, outputs], sorted by expert, as ``dtype``.
 
     ``weights`` is [experts, outputs, inputs]. With ``gathers``, ``x`` is [tokens, inputs], and each
-    sorted pair uses its token's row. Without, ``x`` is [pairs, inputs], sorted already (the second
-    layer). All have one float type. Sums are fp32, in the order of the inputs. Raises ValueError if
-    shapes or types do not fit.
+    sorted pair uses its token's row. Without it, ``x`` is [pairs, inputs] and sorted already (as
+    for the second layer). ``x`` and ``weights`` have the same float type. Sums are fp32, in the
+    order of the inputs. Raises ValueError if shapes or types do not fit.
     """
     out = torch.empty(
         (len(routing.order), weights.shape[1]), dtype=dtype or x.dtype, device=x.device
@@ -145,7 +150,7 @@ def grouped_linear(
 def grouped_linear_launch(
     out: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, routing: Routing, *, gathers: bool
 ) -> Launch:
-    """The launch that computes ``grouped_linear`` into ``out``."""
+    """Describe the kernel launch that computes ``grouped_linear`` into ``out``."""
     experts, outputs, inputs = weights.shape
     pairs = len(routing.order)
     rows = pairs // routing.choices if gathers else pairs
@@ -192,10 +197,12 @@ def grouped_linear_launch(
 
 
 def add_choices(rows: torch.Tensor, routing: Routing, factors: torch.Tensor) -> torch.Tensor:
-    """Sum each token's experts' ``rows`` [pairs, hidden], which are sorted, times ``factors``.
+    """For each token, sum its experts' results, multiplied by ``factors``. ``rows`` [pairs, hidden]
+    has the results, sorted by expert.
 
-    ``factors`` is fp32 [tokens, experts_per_token]. Returns fp32 [tokens, hidden]; the choices are
-    added in order, without atomics. Pairs that belong to no expert here count as zeros.
+    ``factors`` is fp32 [tokens, experts_per_token]. Returns fp32 [tokens, hidden]; a token's
+    results are added in the order of its choices, without atomics. Pairs that belong to no expert
+    here count as zeros.
     """
     where = torch.empty_like(routing.order)
     numbers = torch.arange(len(routing.order), dtype=where.dtype, device=where.device)

@@ -1,4 +1,5 @@
-"""Linear layers with int8, int4 or fp8 weights for small batches: weights are read once, as codes.
+"""Linear layers with int8, int4 or fp8 weights for small batches: the codes of the weights are read
+once.
 
 A weight is ``code * scale + min`` per group of inputs. Codes are converted to the activations'
 type, which is exact. Each group's products are summed and then scaled in fp32. The inputs are cut
@@ -26,7 +27,8 @@ from engine.gpu.kernels.launch import (
 Kind = Literal["int8", "int4", "fp8"]
 
 MAX_ROWS = 64
-"""Maximum rows. A larger product is bound by arithmetic: dequantize, and use the ordinary one."""
+"""Maximum rows of ``quantized_linear``. A larger product is limited by arithmetic, so dequantized
+weights and a plain product are faster."""
 
 _FP8 = 2
 _INT4 = 4
@@ -35,15 +37,15 @@ _HARDWARE_FP8 = 89
 
 _LEAST = 16
 _MAX_UNITS = 4
-"""Maximum units per step, each with its own products. Larger batches use fewer, because their sums
-take more registers."""
+"""Maximum number of units (runs of inputs under one scale) per step, each with its own products.
+Larger batches use fewer, because their sums take more registers."""
 _PROGRAMS = 264
-"""Target number of programs: two for each multiprocessor of an H200. It is constant, so that splits
-are the same on every GPU."""
+"""Target number of programs: two for each multiprocessor of an H200. It is constant, so that the
+inputs are split in the same way on every GPU."""
 _MAX_SPLITS = 8
 _NARROW = 64
-"""Outputs of a program: those of one matrix instruction. Larger batches use twice as many, so that
-activations are read half as often."""
+"""Number of outputs that a program computes: those of one matrix instruction. Larger batches use
+twice as many, so that activations are read half as often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +74,12 @@ class GpuWeight:
 def gpu_weight(
     kind: Kind, codes: torch.Tensor, scales: torch.Tensor, mins: torch.Tensor | None
 ) -> GpuWeight:
-    """Make a weight from its canonical form.
+    """Make a kernel's weight from the usual form of a quantized weight.
 
     ``codes`` is uint8 [outputs, inputs] (int8: signed; fp8: e4m3fn), or [outputs, inputs / 2] for
     int4, 0 … 15, with the even input in the low half. ``scales`` is [outputs, groups]; ``mins`` has
     the same form, or is None. A group is 16, a multiple of 32, or a whole row. Raises ValueError
-    for others.
+    for other sizes.
     """
     outputs, groups = scales.shape
     if kind == "int4":
@@ -119,7 +121,7 @@ def _load_x(  # type: ignore[no-untyped-def]
     inputs,
     widen: tl.constexpr,
 ):
-    """Load activations, transposed: [count, tile_rows]; zeros outside."""
+    """Load activations as a transposed tile [count, tile_rows], with zeros outside of ``x``."""
     at = first + tl.arange(0, count)
     row = tl.arange(0, tile_rows)
     inside = (at < inputs)[:, None] & (row < rows)[None, :]
@@ -151,7 +153,8 @@ def quantized_linear_kernel(  # type: ignore[no-untyped-def]
     has_mins: tl.constexpr,
     widen: tl.constexpr,
 ):
-    """Compute a tile of outputs over one split of the inputs: fp32 sums [split, row, output]."""
+    """Compute a tile of outputs over one split of the inputs. Stores fp32 sums [split, row,
+    output]."""
     output = tl.program_id(0) * tile + tl.arange(0, tile)
     real = output < outputs
     bytes_of: tl.constexpr = unit // 2 if kind == 4 else unit
@@ -205,7 +208,8 @@ def add_splits_kernel(  # type: ignore[no-untyped-def]
     tile: tl.constexpr,
     biased: tl.constexpr,
 ):
-    """Add the splits of a tile of one row's outputs, in order, and then the bias."""
+    """Add the splits of a tile of one row's outputs, in order, and then the bias, if there is
+    one."""
     row = tl.program_id(1).to(tl.int64)
     output = tl.program_id(0) * tile + tl.arange(0, tile)
     real = output < outputs
@@ -225,12 +229,13 @@ def quantized_linear(
     *,
     tile_rows: int | None = None,
 ) -> torch.Tensor:
-    """``x @ weight.T + bias``: [rows, outputs], as ``dtype`` (None: the type of x), summed in fp32.
+    """Compute ``x @ weight.T + bias`` with a quantized weight: [rows, outputs], as ``dtype`` (None:
+    the type of x), summed in fp32.
 
     ``x`` is bf16, fp16 or fp32 [rows, inputs], at most 64 rows; ``bias`` [outputs] has any float
     type. The order of a row's sums depends only on the weight's shape. With a fixed ``tile_rows``
-    (16, 32 or 64, at least the rows), the same instructions run for every batch, too, and a row's
-    bits are always the same. Raises ValueError if shapes or types do not fit.
+    (16, 32 or 64, at least the rows), the same instructions run for every batch, and a row's bits
+    do not depend on the batch. Raises ValueError if shapes or types do not fit.
     """
     shape = (x.shape[0], weight.outputs)
     out = torch.empty(shape, dtype=dtype or x.dtype, device=x.device)
@@ -247,7 +252,8 @@ def quantized_linear_launches(
     tile_rows: int | None,
     capability: int,
 ) -> tuple[Launch, Launch]:
-    """The two launches of ``quantized_linear``, on a GPU of ``capability``."""
+    """Describe the two kernel launches of ``quantized_linear``, for a GPU of compute capability
+    ``capability``."""
     rows, inputs = x.shape
     tile_rows = tile_rows or max(_LEAST, power_of_two(rows))
     if rows > min(MAX_ROWS, tile_rows) or inputs != weight.inputs:
@@ -303,7 +309,8 @@ def quantized_linear_launches(
 
 
 def splitting(weight: GpuWeight) -> tuple[int, int]:
-    """Units of a split, and number of splits; they depend only on the weight's shape."""
+    """Choose the number of units in a split, and the number of splits. They depend only on the
+    weight's shape."""
     units = weight.codes.shape[0]
     steps = -(-units // _MAX_UNITS)
     wanted = -(-_PROGRAMS // -(-weight.outputs // _NARROW))
@@ -312,7 +319,7 @@ def splitting(weight: GpuWeight) -> tuple[int, int]:
 
 
 def dequantized(weight: GpuWeight) -> torch.Tensor:
-    """The weight's values, in plain torch: fp32 [outputs, inputs]."""
+    """Dequantize a weight in plain torch: fp32 [outputs, inputs]."""
     codes = weight.codes
     if weight.kind == "int4":
         numbers = torch.cat((codes & 15, codes >> 4), dim=2).float()
