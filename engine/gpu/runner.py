@@ -120,8 +120,8 @@ class GpuRunner(ModelRunner):
     def start(self, plan: StepPlan) -> Ending:
         """Start a step.
 
-        The call waits for the previous step if sampling needs that step's tokens on the host, if
-        more than one sampled token for each row of logits is wanted, or if drafts are expected to
+        The call first waits for the previous step in three cases: sampling needs that step's tokens
+        on the host; a row of logits has more uses than one plain draw; or drafts are expected to
         gain more than the wait costs. For a step with drafts, the call also waits for its end.
 
         Raises the error that prevents the start; the next step may be started afterwards.
