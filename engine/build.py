@@ -42,19 +42,20 @@ from engine.speculation.model_drafter import FilledSlots, ModelDrafter, Sampler
 from engine.speculation.speculation import MAX_DRAFT_TOKENS, StepSpeculation, make_speculation
 
 _CHUNK_KEYS = {"cpu": 1 << 19, "cuda": 0}
-"""Maximum of a chunk's tokens times its keys: 512 tokens up to a context of 1024, and fewer after
-that, so that a step stays short."""
+"""Maximum of a chunk's tokens times the keys that its last token attends to; 0 means no limit. On a
+CPU, it allows 512 tokens up to a context of 1024, and fewer after that, so that a step stays
+short."""
 
 
 def build_engine(
     settings: EngineSettings, allocate: Allocate | None = None, ranks: FormedGroup | None = None
 ) -> Engine:
-    """Load the model and allocate memory; that of the KV blocks comes from ``allocate``.
+    """Load the model, and build the engine. Memory for the KV blocks is allocated by ``allocate``.
 
-    If there are several ``ranks``, this one leads. It loads its shard, and the others compute
-    theirs.
+    If there are several ``ranks``, this is rank 0: it loads its shard, and sends steps to the
+    others.
 
-    Raises ConfigError with what to change, and WorkerFailed if another rank is lost.
+    Raises ConfigError with the setting to change, and WorkerFailed if another rank is lost.
     """
     source = model_source(settings, ranked=ranks is not None)
     # The files are hashed while they are loaded.
@@ -100,7 +101,7 @@ def _kv_cache(loaded: LoadedModel, allocate: Allocate | None, draft: ModelConfig
 
 
 def _assembled(loaded: LoadedModel, draft: Draft | None, runner: ModelRunner, name: str) -> Engine:
-    """Build the engine around its runner; ``name`` is the fingerprint of the weights."""
+    """Assemble the engine around its runner; ``name`` is the fingerprint of the weights."""
     source, cache = loaded.source, runner.cache
     settings, config, device = source.settings, source.config, source.device
     grammars = grammars_of(
@@ -135,17 +136,18 @@ def _assembled(loaded: LoadedModel, draft: Draft | None, runner: ModelRunner, na
 
 
 def _fingerprint(weights: str, kv: str, arithmetic: str, drafter: str, rotation: str) -> str:
-    """An engine's fingerprint: 32 hex digits.
+    """Compute an engine's fingerprint: 32 hex digits.
 
     It covers the weights' and the drafter's fingerprints, and the name of the KV type. ``drafter``
-    is empty if no drafter has KV. ``rotation`` is empty if it is the model's own.
+    is empty if no drafter has KV. ``rotation`` is empty if rotary factors are the model's own.
     """
     text = f"{weights}:{kv}:{arithmetic}" + (f":{drafter}" if drafter else "") + rotation
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _rotation(settings: EngineSettings, config: ModelConfig) -> str:
-    """Names the rotary factors if ``max_model_len`` may have chosen others; else empty."""
+    """Name the rotary factors for the fingerprint if ``max_model_len`` may have changed them; else
+    empty."""
     scalings = (rope.scaling for rope in config.ropes)
     short = any(
         isinstance(one, LongRopeScaling) and config.context_length <= one.original_context
@@ -155,7 +157,8 @@ def _rotation(settings: EngineSettings, config: ModelConfig) -> str:
 
 
 def _arithmetic(device: torch.device) -> str:
-    """Names what decides the last bits: GPU model and torch, or the build of the CPU's decoder."""
+    """Name for the fingerprint what decides the last bits: the GPU model and torch, or the build of
+    the CPU's decoder."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     return f"cpu {library_build()}"
@@ -171,7 +174,7 @@ def _runner(
     speculation: StepSpeculation | None,
     leader: Leader | None,
 ) -> ModelRunner:
-    """Make the runner with the fastest step model for the device."""
+    """Make the runner, with the fastest step model for the device."""
     source, model = loaded.source, loaded.model
     settings, vocab_size = source.settings, source.config.vocab_size
     device = cache.data.device
@@ -195,7 +198,8 @@ def _runner(
 
 
 def _step_model(model: DecoderModel, cache: KvGroup, name: str) -> StepModel:
-    """The C++ decoder if it supports the model, or torch; ``name`` is the weights' fingerprint."""
+    """Make the C++ decoder if it supports the model, or else a step model in torch; ``name`` is the
+    weights' fingerprint."""
     if model.context is not None:
         # Ranks exchange KV between a layer's KV and its attention, where the C++ decoder cannot
         # stop.
@@ -205,7 +209,7 @@ def _step_model(model: DecoderModel, cache: KvGroup, name: str) -> StepModel:
 
 
 def _torch_model(model: DecoderModel, cache: KvGroup) -> StepModel:
-    """Steps in plain torch, over all ranks if they divide prompts."""
+    """Make a step model in plain torch. It covers all ranks if they divide prompts."""
     found = TorchStepModel(model, cache, cache.data.device)
     if model.context is None:
         return found
@@ -215,8 +219,8 @@ def _torch_model(model: DecoderModel, cache: KvGroup) -> StepModel:
 def _check_deterministic(step_model: StepModel, settings: EngineSettings) -> None:
     """Raise ConfigError if a row's bits depend on the batch in which it is computed.
 
-    The C++ decoder always adds the products of a row in an order that depends only on the row.
-    There, determinism costs nothing. The GPU decoder selects such kernels on request. Torch's
+    The C++ decoder always adds the products of a row in an order that depends only on the row. So
+    determinism costs nothing on the CPU. The GPU decoder selects such kernels on request. Torch's
     matrix products split their sums by the shape of the batch.
     """
     if not isinstance(step_model, TorchStepModel):
@@ -238,15 +242,15 @@ def _check_deterministic(step_model: StepModel, settings: EngineSettings) -> Non
 
 @dataclass(frozen=True, slots=True)
 class SmallModel:
-    """A smaller model that drafts tokens."""
+    """A loaded draft model, and how it is made into a drafter."""
 
     config: ModelConfig
     model: DecoderModel
     name: str
-    """Fingerprint of its weights."""
+    """Fingerprint of the draft model's weights."""
 
     def drafter(self, target: DecoderModel, cache: KvCache, sampler: Sampler) -> ModelDrafter:
-        """Make the drafter over the cache's group ``drafter``."""
+        """Make the drafter from the draft model, over the cache's group ``drafter``."""
         assert cache.drafter is not None, "a draft model has a group of the cache"
         step_model = _step_model(self.model, cache.drafter, self.name)
         filled = FilledSlots(cache.drafter)
@@ -257,7 +261,8 @@ Draft = SmallModel | EagleHead | MedusaHeads
 
 
 def _load_draft(loaded: LoadedModel) -> Draft | None:
-    """Load the drafter's model, if there is one. Raises ConfigError if it cannot be served."""
+    """Load the model or heads of the drafter, if it has any. Raises ConfigError if they are not
+    supported."""
     source, target = loaded.source, loaded.model
     settings, device, dtype = source.settings, source.device, source.dtype
     if drafter_of(settings, device) not in ("draft", *HEADS):

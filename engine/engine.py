@@ -30,42 +30,46 @@ _CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Settings of an engine; ``engine.build`` builds it."""
+    """Settings from which ``engine.build`` builds an engine."""
 
     model_path: Path
     dtype: str = "bfloat16"
     device: str = "auto"
-    """``cpu``, ``cuda``, ``cuda:1``, or ``auto``, which selects a GPU if there is one."""
+    """Device to compute on: ``cpu``, ``cuda``, ``cuda:1``, or ``auto``, which selects a GPU if
+    there is one."""
     threads: int = 0
-    """Compute threads on the CPU; 0: torch's default."""
+    """Number of CPU threads that compute; 0 means torch's default."""
     block_size: int = 16
     kv_pool_bytes: int = 1 << 30
-    """Memory for KV blocks on the CPU, in bytes."""
+    """Memory for KV blocks on the CPU, in bytes. On a GPU, ``gpu_memory_fraction`` decides."""
     gpu_memory_fraction: float = 0.9
-    """Share of the GPU's memory that this engine may use in total."""
+    """Share of the GPU's memory that this engine may use for weights, KV blocks and steps
+    together."""
     chunk_tokens: int = 0
-    """Maximum tokens of a step; 0: 512 on the CPU and 8192 on a GPU."""
+    """Maximum tokens of a step; 0 means 512 on the CPU, and 8192 on a GPU."""
     max_sequences: int = 64
     quantization: str = "auto"
-    """Quantization of the weights, as in ``engine.model.weights.load_weights``."""
+    """Quantization of the weights: an option of ``engine.model.weights.load_weights``."""
     hash_block_size: int = 0
-    """Tokens of a hash block, a divisor of ``block_size``; 0: ``block_size``."""
+    """Number of tokens in a hash block, a divisor of ``block_size``; 0 means ``block_size``."""
     kv_dtype: str = "auto"
-    """KV type of the cache: ``auto`` for ``dtype``, ``int8``, ``fp8``, or a plain type."""
+    """Type of the KV in the cache: ``int8``, ``fp8``, a plain type, or ``auto``, which is the
+    model's ``dtype``."""
     lossiest_kv_dtype: str = ""
-    """The lossiest KV type among the caches that exchange KV, for the fingerprint; empty: this
-    cache's type."""
+    """KV type with the largest loss among all caches that exchange KV. It is part of the
+    fingerprint. Empty means this cache's type."""
     deterministic: bool = False
-    """Whether to refuse a setup in which a row's bits depend on its batch."""
+    """Whether results must be deterministic. A setup in which a row's bits depend on its batch is
+    then rejected."""
     drafter: str = "none"
     """The speculative method: one of ``engine.speculation.speculation.DRAFTERS``, or ``auto``,
     which is ``ngram`` on a CPU and ``none`` on a GPU."""
     divides_context: bool = False
-    """Whether several ranks divide the tokens of prompts. Each then has all weights and KV;
-    otherwise the ranks divide the model."""
+    """Whether several ranks divide the tokens of prompts (context parallelism). Each then has all
+    weights and KV. Otherwise the ranks divide the model (tensor parallelism)."""
     draft_model: Path | None = None
-    """Folder of the smaller model for the drafter ``draft``, whose weights keep the type of the
-    files, or of the heads for ``eagle`` and ``medusa``."""
+    """Folder of the draft model for the drafter ``draft``, or of the heads for ``eagle`` and
+    ``medusa``. A draft model's weights keep the type of the files."""
     max_model_len: int = 0
     """Maximum tokens of a sequence; the KV pool must have room for them. 0: the model's own limit,
     or less if the pool is smaller."""
@@ -73,7 +77,8 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The parts of an engine. The engine core owns pool and scheduler, its thread the runner."""
+    """The parts of an engine. The engine core owns the pool and the scheduler; its thread owns the
+    runner."""
 
     config: ModelConfig
     runner: ModelRunner
@@ -81,13 +86,13 @@ class Engine:
     scheduler: Scheduler
     fingerprint: str
     """Hash of everything that determines the KV: weights, their quantization, the tokenizer, the
-    lossiest KV type of the workers that share it, and a drafter's weights if it has KV. If a row's
-    bits are deterministic, it also covers what computes them. Engines with different fingerprints
-    share no KV."""
+    lossiest KV type of the workers that share it, and a drafter's weights if it has KV. In
+    deterministic mode, it also covers the hardware and software that compute the KV. Engines with
+    different fingerprints share no KV."""
     grammars: CompiledGrammars
-    """Compiled grammars over the tokens of the model's tokenizer.json."""
+    """Compiles and keeps grammars for the tokens of the model's tokenizer.json."""
     storage: Storage | None = None
-    """How weights and KV are stored; None if there are no weights."""
+    """Bytes per weight and per token of KV; None if there are no weights."""
     quantization: str = ""
     """Quantization of most of the weights: int8, int4 or fp8; empty if they are not quantized."""
 
@@ -101,7 +106,7 @@ class Engine:
 
 
 def device_of(settings: EngineSettings) -> torch.device:
-    """The device to compute on. Raises ConfigError if it does not exist."""
+    """Choose the device to compute on. Raises ConfigError if it does not exist."""
     name = settings.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -117,7 +122,8 @@ def device_of(settings: EngineSettings) -> torch.device:
 
 
 def drafter_of(settings: EngineSettings, device: torch.device) -> str:
-    """The speculative method, one of ``DRAFTERS``. Raises ConfigError for an unknown one."""
+    """Choose the speculative method, one of ``DRAFTERS``. Raises ConfigError for an unknown or
+    unsupported one."""
     if settings.drafter == "auto":
         # On a GPU no drafter was measured yet.
         return "ngram" if device.type == "cpu" else "none"
@@ -133,12 +139,13 @@ def drafter_of(settings: EngineSettings, device: torch.device) -> str:
 
 
 def chunk_tokens(settings: EngineSettings, device: torch.device, ranks: int = 1) -> int:
-    """Maximum tokens of a step; ``ranks`` is the number of ranks that divide prompts."""
+    """Compute the maximum tokens of a step; ``ranks`` is the number of ranks that divide
+    prompts."""
     return settings.chunk_tokens or _CHUNK_TOKENS[device.type] * ranks
 
 
 def max_rows(settings: EngineSettings, device: torch.device) -> int:
-    """Maximum rows of a decode step: each token of a draft is a row of its own."""
+    """Compute the maximum rows of a decode step, in which each draft token is a row of its own."""
     drafted = MAX_IN_A_STEP if drafter_of(settings, device) != "none" else 0
     return settings.max_sequences + drafted
 
@@ -155,8 +162,8 @@ def make_sequence(
 ) -> Sequence:
     """Make a sequence for this engine: its stop tokens and its hash key come from the model.
 
-    The other arguments are those of ``Sequence``. ``next_id`` returns the siblings' ids if the spec
-    has several choices; without it only the first choice is made.
+    The other arguments are those of ``Sequence``. If the spec has several choices, ``next_id``
+    returns a sequence id for each further choice; without it, only the first choice is made.
     """
     sampling = spec.sampling
     eos = engine.config.eos_ids if sampling.ends_at_eos else ()
@@ -183,7 +190,8 @@ def make_sequence(
 
 
 def warm_up(engine: Engine) -> None:
-    """Run a prefill and a decode step, so that the first request does not pay for first uses."""
+    """Run a prefill and a decode step, so that the first request does not wait for initialization.
+    On a GPU, also capture decode steps."""
     size = engine.cache.block_size
     count = min(engine.context_length - 1, engine.scheduler.limits.chunk_tokens, 64)
     table = tuple(range(-(-(count + 1) // size)))

@@ -1,4 +1,4 @@
-"""Loads a rank's part of a model onto its device, before there is a KV cache."""
+"""Loads a rank's part of a model onto its device, before the KV cache is allocated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torc
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model to load, and its checked settings."""
+    """The model to load, and its checked settings."""
 
     settings: EngineSettings
     config: ModelConfig
@@ -39,16 +39,18 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A rank's part of a model."""
+    """A rank's part of a model, loaded onto its device."""
 
     source: ModelSource
     model: DecoderModel
     weights: GpuWeights | None
-    """Weights in the form that a GPU's kernels need; None on a CPU."""
+    """Weights in the form for GPU kernels; None on a CPU."""
     bytes_per_weight: tuple[float, float]
-    """See ``engine.model.weights.bytes_per_weight``."""
+    """Mean number of bytes of a weight, including scales: (in the layers' matrices, in the
+    head)."""
     quantization: QuantKind | None
-    """See ``engine.model.weights.kind_of_most``."""
+    """Quantized type that most values of the layers' matrices have; None if most are not
+    quantized."""
 
     @property
     def context_ranks(self) -> int:
@@ -57,14 +59,15 @@ class LoadedModel:
 
     @property
     def model_ranks(self) -> int:
-        """Number of ranks that divide the model, and with it each block of KV."""
+        """Number of ranks that divide the model, and so each block of KV."""
         return 1 if self.model.rank is None else self.model.rank.shard.ranks
 
 
 def model_source(settings: EngineSettings, *, ranked: bool) -> ModelSource:
-    """Check the settings of a model; ``ranked`` means several ranks. Raises ConfigError.
+    """Check the settings of the model to load. ``ranked``: true if the worker has several ranks.
+    Raises ConfigError.
 
-    Sets the compute threads of the process.
+    Also sets the number of torch's compute threads in this process.
     """
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -78,7 +81,7 @@ def model_source(settings: EngineSettings, *, ranked: bool) -> ModelSource:
 
 
 def load_model(source: ModelSource, group: RankGroup | None) -> LoadedModel:
-    """Load the model, or the part of a rank of ``group``. Raises ConfigError.
+    """Load the model, or the part of it that belongs to this rank of ``group``. Raises ConfigError.
 
     Only the result refers to the weights, so that weights are freed once they are packed or fused.
     """

@@ -1,4 +1,4 @@
-"""Offline inference: prompts and answers on one engine, without a cluster.
+"""Runs offline inference: prompts and answers on one engine, without a cluster.
 
 Tests and benchmarks use it as the reference for the cluster's answers.
 """
@@ -18,18 +18,19 @@ from engine.scheduling.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class OfflineOutput:
-    """An answer: its tokens, a stop token included, and why it ended."""
+    """One answer of offline inference: its tokens, including a stop token, and its finish
+    reason."""
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     embedding: tuple[float, ...] = ()
-    """Embedding, fp32 [hidden_size]; empty unless it is wanted."""
+    """Embedding of the prompt, fp32 [hidden_size]; empty unless the spec wants one."""
 
 
 def generate(engine: Engine, specs: Iterable[SequenceSpec]) -> list[OfflineOutput]:
-    """Run all sequences to their ends, batched by the scheduler.
+    """Generate the answers to all specs, batched by the scheduler.
 
     A spec with several choices has the same number of answers, one after another.
     """
@@ -47,9 +48,10 @@ def generate(engine: Engine, specs: Iterable[SequenceSpec]) -> list[OfflineOutpu
 
 
 def compile_grammar(engine: Engine, sequence: Sequence) -> None:
-    """Let a sequence follow its grammar, if it has one. Raises InvalidGrammar.
+    """Compile a sequence's grammar, if it has one, and attach it. Raises InvalidGrammar.
 
-    It compiles on the caller's thread. In a worker, the gate compiles grammars.
+    The grammar is compiled on the caller's thread. In a worker, this is done before the sequence is
+    queued.
     """
     grammar = sequence.spec.sampling.grammar
     if grammar is not None:

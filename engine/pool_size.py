@@ -1,4 +1,4 @@
-"""How many KV blocks fit into the memory that weights and steps leave."""
+"""Computes how many KV blocks fit into the memory that weights and steps leave."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def pool_blocks(loaded: LoadedModel, draft: ModelConfig | None) -> int:
-    """Number of blocks that every rank has room for. Raises ConfigError if these are too few.
+    """Compute the number of KV blocks for which every rank has room. Raises ConfigError if these
+    are too few.
 
     ``draft`` is the drafter's configuration, if it has KV.
     """
@@ -74,9 +75,10 @@ def _mib(size: int) -> str:
 
 
 def _gathered_blocks(loaded: LoadedModel) -> int:
-    """Number of blocks whose memory the ranks' exchange of a layer takes instead.
+    """Number of KV blocks that are left out, because the ranks' exchange of a layer's KV needs
+    their memory.
 
-    The exchange holds all copies of a step's KV.
+    The exchange has all copies of a step's KV for one layer at a time.
     """
     settings = loaded.source.settings
     tokens = chunk_tokens(settings, loaded.source.device, loaded.context_ranks)
@@ -84,7 +86,7 @@ def _gathered_blocks(loaded: LoadedModel) -> int:
 
 
 def _gpu_pool_bytes(settings: EngineSettings, weights: GpuWeights, device: torch.device) -> int:
-    """Bytes left for KV blocks next to the weights and the memory of a step."""
+    """Compute the bytes of GPU memory that weights and steps leave for KV blocks."""
     from engine.gpu.memory_plan import StepLimits, memory_plan  # noqa: PLC0415
 
     limits = StepLimits(

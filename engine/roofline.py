@@ -1,4 +1,4 @@
-"""The minimum work of a step, and the minimum time that it takes.
+"""Computes the minimum work of a step, and the minimum time that this work takes.
 
 Source: Williams et al., Roofline: An Insightful Visual Performance Model for Multicore
 Architectures, 2009. The work consists of the weights, the KV and their arithmetic. It excludes
@@ -27,7 +27,8 @@ Bound = Literal["memory", "arithmetic"]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Bytes that cross the memory bus at least once, and operations (a multiply-add is two)."""
+    """The minimum work of a step: bytes that cross the memory bus at least once, and operations (a
+    multiply-add is two)."""
 
     weight_bytes: float
     kv_bytes: float
@@ -47,7 +48,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Measured peak rates of the device."""
+    """Measured peak rates of the device: memory bandwidth and operations per second."""
 
     bytes_per_s: float
     operations_per_s: float
@@ -55,10 +56,10 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How a model is stored."""
+    """Bytes per weight and per token of KV in a loaded model."""
 
     weight_bytes: float
-    """Bytes per weight of the layers' matrices, including its part of a scale."""
+    """Bytes per weight of the layers' matrices, including a weight's share of its scale."""
     head_weight_bytes: float
     """Bytes per weight of the head."""
     kv_token_bytes: float
@@ -67,46 +68,47 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Roof:
-    """A step compared with the ceilings."""
+    """The measured time of a step, compared with the minimum time for its work."""
 
     work: Work
     ceilings: Ceilings
     seconds: float
-    """Seconds that the step took."""
+    """Measured duration of the step, in seconds."""
 
     @property
     def memory_s(self) -> float:
-        """Minimum seconds for the bytes."""
+        """Minimum seconds to move the bytes of the step's work at the measured bandwidth."""
         return self.work.bytes / self.ceilings.bytes_per_s
 
     @property
     def arithmetic_s(self) -> float:
-        """Minimum seconds for the operations."""
+        """Minimum seconds to compute the operations of the step's work at the measured rate."""
         return self.work.operations / self.ceilings.operations_per_s
 
     @property
     def mbu(self) -> float:
-        """Achieved divided by measured bandwidth."""
+        """Memory bandwidth utilization: achieved bandwidth divided by measured peak bandwidth."""
         return self.memory_s / self.seconds
 
     @property
     def mfu(self) -> float:
-        """Achieved divided by measured operations per second."""
+        """Model FLOPs utilization: achieved operations per second divided by the measured peak
+        rate."""
         return self.arithmetic_s / self.seconds
 
     @property
     def bound(self) -> Bound:
-        """Which of the two minimum times is longer."""
+        """Whether memory or arithmetic limits the step: the one with the longer minimum time."""
         return "memory" if self.memory_s >= self.arithmetic_s else "arithmetic"
 
     @property
     def over_floor(self) -> float:
-        """Time of the step as a multiple of the longer minimum time."""
+        """Duration of the step divided by the longer of its two minimum times."""
         return self.seconds / max(self.memory_s, self.arithmetic_s)
 
 
 def step_work(config: ModelConfig, storage: Storage, rows: Sequence[PlanRow]) -> Work:
-    """The work of one step that computes ``rows``."""
+    """Compute the minimum work of one step that computes ``rows``."""
     tokens = sum(row.count for row in rows)
     sampled = sum(row.sample for row in rows)
     head = config.vocab_size * config.hidden_size
@@ -124,15 +126,15 @@ def step_work(config: ModelConfig, storage: Storage, rows: Sequence[PlanRow]) ->
 
 
 def total(works: Iterable[Work]) -> Work:
-    """The sum of several steps' work."""
+    """Sum the work of several steps."""
     return sum(works, Work(0.0, 0.0, 0.0))
 
 
 def _matrix_weights(config: ModelConfig, tokens: int) -> tuple[float, float]:
-    """Weights of all layers' matrices that a step reads, and those that each token uses.
+    """Count the weights of all layers' matrices: (weights that the step reads, weights that each
+    token uses).
 
-    In a mixture of experts, a step is assumed to read the experts that its tokens would use if each
-    token chose at random.
+    For a mixture of experts, it is assumed that each token chooses its experts at random.
     """
     hidden = config.hidden_size
     wide, narrow = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -150,7 +152,7 @@ def _matrix_weights(config: ModelConfig, tokens: int) -> tuple[float, float]:
 
 
 def _attention(config: ModelConfig, row: PlanRow) -> tuple[int, int]:
-    """Totals over all layers: (tokens whose KV is read or written, pairs of a query and a key)."""
+    """Count over all layers: (tokens whose KV is read or written, pairs of a query and a key)."""
     moved = pairs = 0
     for window, layers in _layers_by_window(config.windows):
         reach = window or row.start + row.count
@@ -162,29 +164,31 @@ def _attention(config: ModelConfig, row: PlanRow) -> tuple[int, int]:
 
 @lru_cache(maxsize=8)
 def _layers_by_window(windows: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """The number of layers with each distinct window; there are only one or two windows."""
+    """List the distinct attention windows with their numbers of layers; there are only one or two
+    windows."""
     return tuple(Counter(windows).items())
 
 
 def _pairs(length: int, reach: int) -> int:
-    """Number of keys that the queries of the first ``length`` tokens see, at most ``reach``
-    each."""
+    """Count the pairs of a query and a key for the first ``length`` tokens; each query sees at most
+    ``reach`` keys."""
     short = min(length, reach)
     return short * (short + 1) // 2 + (length - short) * reach
 
 
 _WARM, _REPETITIONS = 2, 7
 _MEMORY_BYTES = {"cpu": 1 << 29, "cuda": 1 << 30}
-"""Bytes to stream: far more than any cache holds."""
+"""Bytes that are streamed to measure bandwidth: far more than any cache holds."""
 _PRODUCTS = {
     "cpu": ((1024, 1024, 4096), (2048, 2048, 2048), (1024, 4096, 4096)),
     "cuda": ((8192, 8192, 8192), (4096, 4096, 16384)),
 }
-"""Shapes of matrix products as (rows, inputs, outputs); the fastest counts."""
+"""Shapes of the matrix products that are measured, as (rows, inputs, outputs). The fastest gives
+the peak rate."""
 
 
 def elapsed(device: torch.device, work: Callable[[], object]) -> float:
-    """Seconds that ``work`` takes; on a GPU, by its own clock (CUDA events)."""
+    """Measure the seconds that ``work`` takes. On a GPU, its own clock is used (CUDA events)."""
     if device.type != "cuda":
         began = time.perf_counter()
         work()
@@ -199,8 +203,8 @@ def elapsed(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def best_elapsed(device: torch.device, work: Callable[[], object]) -> float:
-    """The shortest of seven runs after two warm-up runs: other work on the machine only adds
-    time."""
+    """Measure the seconds that ``work`` takes: the shortest of seven runs after two warm-up runs.
+    Other work on the machine only adds time."""
     for _ in range(_WARM):
         work()
     return min(elapsed(device, work) for _ in range(_REPETITIONS))
