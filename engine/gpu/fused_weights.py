@@ -85,7 +85,7 @@ class QuantizedLinear:
 
 
 def _outputs(weight: GpuWeight, rows: slice) -> GpuWeight:
-    """Select the rows of a quantized weight that belong to some outputs; the result is views."""
+    """Select the rows of a quantized weight that belong to some outputs; no data is copied."""
     return replace(
         weight,
         codes=weight.codes[:, rows],
