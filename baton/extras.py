@@ -19,7 +19,8 @@ def install_command(extra: Extra) -> str:
 
 @contextmanager
 def needs_extra(extra: Extra, what: str) -> Iterator[None]:
-    """Imports packages of ``extra`` in its body, for ``what``.
+    """Wrap imports of packages of ``extra``; ``what`` names the feature that needs them, for the
+    error.
 
     Raises ConfigError, with the command that installs them, where one cannot be imported.
     """

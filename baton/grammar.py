@@ -34,7 +34,8 @@ class Grammar:
 
 
 class TokenMatcher(Protocol):
-    """Follows one text through a grammar, token by token. A matcher with an error keeps it.
+    """Follows one text through a grammar, token by token. After an error, the matcher stays in
+    error.
 
     Used by one thread at a time.
     """
@@ -53,7 +54,7 @@ class TokenMatcher(Protocol):
         """Remove the latest tokens."""
 
     def is_stopped(self) -> bool:
-        """Whether only the end may follow."""
+        """Whether the text is complete, so that only its end may follow."""
 
     def is_error(self) -> bool:
         """Whether the matcher has an error."""

@@ -65,7 +65,7 @@ class Retention:
     """A request to keep the blocks of a prompt's leading tokens for longer than others."""
 
     tokens: int
-    """Blocks that end within these tokens are kept."""
+    """Number of leading tokens of the prompt. Blocks that end within them are kept."""
     ttl_s: float
     name: str = ""
     """Name of a pin. A pin keeps all of the blocks or none, until it expires or is removed. Without
@@ -93,9 +93,9 @@ class SequenceSpec:
     choices: int = 1
     """Number of answers that are sampled from one prompt."""
     choice: int = 0
-    """Number of the first of these choices. It is an input of the sampling noise."""
+    """Number of the first of the ``choices``. It is an input of the sampling noise."""
     priority: int = 0
-    """Where blocks run out, sequences with higher numbers lose theirs first."""
+    """When blocks run out, sequences with higher numbers are preempted first."""
     preemptions: int = 0
     """How often the sequence lost its blocks, at any worker."""
     hand_back: bool = False
@@ -105,7 +105,8 @@ class SequenceSpec:
     """Whether the client wants the prompt's embedding. One token is sampled too, and dropped."""
     retentions: tuple[Retention, ...] = ()
     cache_ttl_s: float = 0.0
-    """Maximum time that its blocks stay after their last use, in seconds; 0 sets no bound."""
+    """Maximum time that the sequence's blocks stay cached after their last use, in seconds; 0 sets
+    no bound."""
     trace: TraceContext = NO_TRACE
     """Trace context of the parent of the worker's spans."""
     reasoning: ReasoningSpan | None = None
@@ -129,7 +130,7 @@ class TokenOutput:
     error_code: str = ""
     """The error's code, see ``baton.errors``."""
     choice: int = 0
-    """Number of the choice."""
+    """Number of the choice that the tokens belong to."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Log probabilities of ``token_ids``, one each, or empty."""
     prompt_logprobs: Sequence[TokenLogprobs] = ()
@@ -172,9 +173,10 @@ class LoadSnapshot:
     """Mean wall time of the latest steps in which every sequence decoded, in milliseconds, each
     with the pause before it; 0 before the first."""
     step_batch: float = 0.0
-    """Mean number of sequences in these steps."""
+    """Mean number of sequences in the steps that ``step_ms`` covers."""
     step_context_tokens: float = 0.0
-    """Mean number of tokens that all sequences of such a step attended to."""
+    """Mean number of tokens that all sequences of a step together attended to, in the steps that
+    ``step_ms`` covers."""
     host_blocks: int = 0
     """Cached blocks in the host memory tier."""
     disk_blocks: int = 0
@@ -185,7 +187,7 @@ class LoadSnapshot:
     prompt_tokens: int = 0
     """Prompt tokens computed since the worker started."""
     cached_prompt_tokens: int = 0
-    """Prompt tokens whose KV was found in its caches, or fetched from another worker's."""
+    """Prompt tokens whose KV was found in the worker's caches, or fetched from another worker's."""
     pinned_blocks: int = 0
     """Blocks that pinned prefixes cover, whether or not they are cached now."""
 

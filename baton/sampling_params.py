@@ -22,7 +22,7 @@ SCALAR_FIELDS = (
 """Fields of one value each, whose name is the same here, in gRPC and in HTTP."""
 
 OPTIONAL_FIELDS = ("logprobs", "prompt_logprobs")
-"""Fields that may be absent until the end, as None."""
+"""Fields for which None is a valid final value: the client did not set them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class SamplingParams:
     """The parameters of one sequence. The router checks their ranges."""
 
     temperature: float = 1.0
-    """Logits are divided by this; 0 takes the most likely token."""
+    """Logits are divided by the temperature; 0 takes the most likely token."""
     top_p: float = 1.0
-    """Keep the smallest set of tokens whose probability reaches this."""
+    """Keep the smallest set of tokens whose total probability reaches this."""
     top_k: int = 0
     """Keep this many of the most likely tokens; 0 keeps all."""
     min_p: float = 0.0
@@ -52,7 +52,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     """Subtracted once from the logit of each token already generated."""
     frequency_penalty: float = 0.0
-    """Subtracted for each time that a token was already generated."""
+    """Subtracted from a token's logit once for each time that the token was already generated."""
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens seen in prompt or output."""
     logit_bias: tuple[tuple[int, float], ...] = field(default=())
@@ -69,7 +69,8 @@ class SamplingParams:
     """Number of most likely tokens to return with each token's log probability; None: no log
     probabilities."""
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens, from the second on."""
+    """Number of most likely tokens to return with the log probability of each prompt token, from
+    the second on; None: no log probabilities."""
 
     @property
     def greedy(self) -> bool:

@@ -32,15 +32,15 @@ from baton.config.autoscaler import AutoscalerConfig
 from baton.config.choices import Role
 
 HYSTERESIS = 0.15
-"""A role gives a worker away only if its load stays below 1 minus this, or if the higher load of
-the two roles falls by at least this fraction."""
+"""A role gives a worker to the other role only if its own load then is at most 1 minus this, or if
+the higher load of the two roles falls by at least this fraction."""
 GROWTH_LOOKS = 2
-"""Looks with a shortage before a worker is started."""
+"""Number of consecutive looks at which a role must be short of workers before one is started."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChangeRole:
-    """One worker changes to the other role."""
+    """An action: one worker takes the other role (prefill or decode)."""
 
     slot: str
     role: Role
@@ -57,11 +57,11 @@ class ChangeRole:
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """One worker is started in a pool, or the one with the highest number is drained."""
+    """An action: a pool starts one worker, or drains its worker with the highest number."""
 
     pool: str
     by: int
-    """1 or -1."""
+    """1 starts a worker in the pool; -1 drains one."""
     role: Role
     """The role that gains or loses the worker."""
     reason: Reason
@@ -111,7 +111,7 @@ class _Move:
 
 
 class Autoscaler:
-    """Decides which actions to take, from one look to the next."""
+    """Decides at each look at the cluster which actions to take."""
 
     def __init__(self, config: AutoscalerConfig, bounds: Bounds, pools: Mapping[Role, str]) -> None:
         """``pools`` names, for each role, the only pool whose workers start in that role."""
@@ -122,7 +122,7 @@ class Autoscaler:
         self._needs = WorkerNeeds(config)
         self._moved: dict[Role, _Move] = {}
         self._decided: list[_Move] = []
-        """Changes that the last look decided."""
+        """Changes of the roles' sizes that were decided at the last look."""
         self._changed_at: float | None = None
         """Time of the last change, by the autoscaler or by an operator."""
         self._slots: frozenset[str] = frozenset()
@@ -134,7 +134,8 @@ class Autoscaler:
         """Workers that each role needs, at the last look."""
 
     def decide(self, seen: ClusterFigures, now: float) -> tuple[Action, ...]:
-        """Return the actions to take now. Call ``acted`` after they are done or have failed."""
+        """Return the actions to take now. The caller must call ``acted`` once they are done or have
+        failed."""
         self._notice_hands(seen.workers, now)
         if seen.demand is None:
             self.summary = "does nothing: some of the figures it needs are unknown"
@@ -198,12 +199,13 @@ class Autoscaler:
         self._decided += moves.values()
 
     def _rested(self, now: float) -> bool:
-        """Whether nothing changed for a cooldown."""
+        """Whether roles and pool sizes have not changed for a whole cooldown."""
         assert self._changed_at is not None, "it has looked"
         return now - self._changed_at >= self._config.cooldown_s
 
     def _may(self, role: Role, sign: int, now: float) -> bool:
-        """Whether a role may gain or lose a worker, given its earlier changes."""
+        """Whether a role may gain (``sign`` 1) or lose (-1) a worker: its last change had the same
+        sign, or is a cooldown ago."""
         move = self._moved[role]
         return move.sign == sign or now - move.at >= self._config.cooldown_s
 
@@ -215,7 +217,7 @@ class Autoscaler:
         return self._total_within(balance, why, now) or self._roles_within(balance, why, now)
 
     def _roles_within(self, balance: RoleBalance, why: str, now: float) -> list[Action]:
-        """Return actions that restore each role's bounds."""
+        """Return actions that bring the number of workers of each role within its bounds."""
         bounds = self._bounds
         for role in ROLES:
             giver = other(role)
@@ -232,7 +234,7 @@ class Autoscaler:
         return []
 
     def _total_within(self, balance: RoleBalance, why: str, now: float) -> list[Action]:
-        """Return actions that restore the bounds of the total."""
+        """Return actions that bring the total number of workers within its bounds."""
         bounds = self._bounds
         if balance.total > bounds.max_workers and self._rested(now):
             spare = [role for role in ROLES if balance.have[role] > bounds.min_of[role]]
@@ -246,7 +248,7 @@ class Autoscaler:
         return []
 
     def _change_roles(self, balance: RoleBalance, now: float) -> list[Action]:
-        """Move workers from the role with a surplus to the role with a shortage."""
+        """Return actions that move workers from the less loaded role to the one with a shortage."""
         taker = balance.busier()
         giver, most = other(taker), max(1, balance.have[other(taker)] // 2)
         trial = RoleBalance(balance.workers, dict(balance.have), balance.need, balance.floor)
@@ -259,7 +261,7 @@ class Autoscaler:
         return self._turn(balance, giver, count, reason, balance.text(), now)
 
     def _gains(self, balance: RoleBalance, taker: Role) -> bool:
-        """Whether a worker of the other role is better used in this one."""
+        """Whether a worker of the other role is of more use in the role ``taker``."""
         giver, bounds, band = other(taker), self._bounds, 1 - HYSTERESIS
         if balance.load(taker) <= 1 or balance.have[taker] >= bounds.max_of[taker]:
             return False
@@ -274,7 +276,8 @@ class Autoscaler:
         return max(given, taken) <= band * has
 
     def _grow(self, balance: RoleBalance, now: float) -> list[Action]:
-        """Start a worker where a role stays short and cannot get one from the other role."""
+        """Return the action that starts a worker in a role that stays short of workers and cannot
+        get one from the other role."""
         role = balance.busier()
         is_short = balance.load(role) > 1 and self._needs.short_looks(role) >= GROWTH_LOOKS
         if not is_short or self._gains(balance, role):
@@ -288,7 +291,7 @@ class Autoscaler:
         return self._start(balance, role, reason, balance.text(), now)
 
     def _shrink(self, balance: RoleBalance, now: float) -> list[Action]:
-        """Drain a worker that no role needed for a cooldown."""
+        """Return the action that drains a worker that no role needed for a cooldown."""
         if not self._rested(now) or balance.total <= self._bounds.min_workers:
             return []
         broken = [role for role in ROLES if self._has_broken(balance, role)]
@@ -301,7 +304,8 @@ class Autoscaler:
         return self._drain(balance, role, Reason.SURPLUS, balance.text(), now)
 
     def _has_broken(self, balance: RoleBalance, role: Role) -> bool:
-        """Whether the worker that the role's pool would lose fails to start."""
+        """Whether the worker with the highest number in the role's pool, which is drained first,
+        fails to start."""
         places = _places(balance, self._pools[role])
         return len(places) > 1 and places[-1].state is WorkerState.FAILED
 
@@ -314,8 +318,8 @@ class Autoscaler:
     def _turn(
         self, balance: RoleBalance, giver: Role, count: int, reason: Reason, why: str, now: float
     ) -> list[Action]:
-        """Change the role of ``count`` workers: the least loaded, those of the other role's pool
-        first."""
+        """Return the actions by which ``count`` workers leave the role ``giver``: first those of
+        the other role's pool, then the least loaded."""
         taker = other(giver)
         if not (self._may(giver, -1, now) and self._may(taker, 1, now)):
             return []
@@ -328,7 +332,8 @@ class Autoscaler:
     def _start(
         self, balance: RoleBalance, role: Role, reason: Reason, why: str, now: float
     ) -> list[Action]:
-        """Start one worker. The next one starts only after this one is up."""
+        """Return the action that starts one worker of ``role``; none while another one is
+        starting."""
         if not self._may(role, 1, now) or balance.in_role(role, WorkerState.STARTING):
             return []
         return [Resize(self._pools[role], 1, role, reason, why)]
@@ -336,10 +341,11 @@ class Autoscaler:
     def _drain(
         self, balance: RoleBalance, role: Role, reason: Reason, why: str, now: float
     ) -> list[Action]:
-        """Drain the highest slot of a pool that has a worker of the role in that slot.
+        """Return the action that drains the highest slot of a pool, if a worker of ``role`` is in
+        that slot.
 
-        Without such a pool, a worker of the role takes the other role, whose highest slot can go
-        then.
+        If no pool has such a slot, a worker of ``role`` takes the other role instead, so that a
+        later look can drain a highest slot.
         """
         if not self._may(role, -1, now):
             return []
@@ -353,7 +359,7 @@ class Autoscaler:
 
 
 def _places(balance: RoleBalance, pool: str) -> list[WorkerFigures]:
-    """Return a pool's slots, by number."""
+    """Return the slots of a pool, sorted by number."""
     own = [one for one in balance.workers if one.pool == pool]
     return sorted(own, key=lambda one: one.number)
 

@@ -16,7 +16,7 @@ def other(role: Role) -> Role:
 
 
 class WorkerState(StrEnum):
-    """State of a slot in which a worker is wanted."""
+    """State of a slot that should have a worker."""
 
     SERVING = "serving"
     STARTING = "starting"
@@ -27,7 +27,7 @@ class WorkerState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerFigures:
-    """One slot in which a worker is wanted."""
+    """One slot that should have a worker."""
 
     slot: str
     pool: str
@@ -59,15 +59,16 @@ class Demand:
     seconds: float
     """Time since the last look, in seconds."""
     input_tokens_per_s: float
-    """Prompt tokens received, including rejected requests."""
+    """Prompt tokens received per second, including those of rejected requests."""
     output_tokens_per_s: float
-    """Expected output tokens, including rejected requests."""
+    """Output tokens that the received requests are expected to need, per second, including those of
+    rejected requests."""
     prefill_s_per_token: float | None
     """Time that a prefill worker needs for one prompt token, in seconds; None: unknown."""
     decode_tokens_per_s: float | None
     """Output rate of one decode worker at the limit of the SLO; None: unknown."""
     decode_batch: float
-    """Sequences that a decode worker runs at that rate."""
+    """Number of sequences that one decode worker runs at the rate ``decode_tokens_per_s``."""
     decode_sequences: float
     """Sequences that run or wait at decode workers now."""
     ttft: SloFigures

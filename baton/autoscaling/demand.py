@@ -14,7 +14,7 @@ from baton.autoscaling.traffic import TrafficCounts, TrafficWindow
 from baton.store.registry import WorkerRecord
 
 _SEEN_KEPT = 0.8
-"""Share of earlier observations of prefill workers that each look keeps."""
+"""Factor by which each look reduces the weight of earlier observations of prefill workers."""
 _MAX_CORRECTION = 4.0
 """Maximum ratio between observed and calibrated step times, either way. A larger ratio reflects the
 moment more than the worker."""
@@ -35,7 +35,8 @@ class DemandReader:
         """Observations of prefill workers and of lengths; older looks count less."""
 
     def read(self, traffic: TrafficWindow, records: Sequence[WorkerRecord]) -> Demand:
-        """Return the demand of a window. ``records`` are of the workers that serve."""
+        """Return the demand in the window ``traffic``. ``records`` are those of the workers that
+        serve."""
         counts, seconds = traffic.counts, traffic.seconds
         self._remember(counts)
         decoding = [record for record in records if record.role == "decode"]
@@ -68,7 +69,8 @@ class DemandReader:
         return self._seen.input_tokens / self._seen.requests if self._seen.requests else 0.0
 
     def _context(self, decoding: Sequence[WorkerRecord]) -> float:
-        """Return mean context tokens of running sequences, else mean prompt tokens."""
+        """Return the mean number of context tokens of the running sequences; if there are none, the
+        mean number of prompt tokens."""
         running = sum(record.load.running for record in decoding)
         held = sum(record.load.context_tokens for record in decoding)
         return held / running if running else self._prompt_tokens()
@@ -79,15 +81,16 @@ class DecodeCapacity:
     """The capacity of one decode worker within the TPOT SLO."""
 
     batch: float
-    """Sequences whose step takes at most the SLO."""
+    """Number of sequences that a worker can run while a decode step takes at most the TPOT SLO."""
     tokens_per_s: float
-    """Output tokens per second of that batch."""
+    """Output tokens per second of a worker that runs ``batch`` sequences."""
 
 
 def decode_capacity(
     records: Sequence[WorkerRecord], context_tokens: float, slo_tpot_s: float
 ) -> DecodeCapacity | None:
-    """Return the mean capacity of workers at ``context_tokens`` a sequence; None: unknown."""
+    """Return the mean capacity of decode workers whose sequences have ``context_tokens`` tokens
+    each; None: unknown."""
     found = [_decode(record, max(context_tokens, _MIN_CONTEXT), slo_tpot_s) for record in records]
     known = [one for one in found if one is not None]
     if not known:
@@ -128,8 +131,8 @@ def prefill_s_per_token(
 ) -> float | None:
     """Return engine seconds of a prefill worker per prompt token, cached tokens included.
 
-    Observed, after enough engine time; otherwise calibrated for prompts of that length. None:
-    unknown.
+    The value is measured once there is enough engine time. Before that it comes from the
+    calibration, for prompts of ``prompt_tokens``. None: unknown.
     """
     if seen.prefill_s >= _ENOUGH_S and seen.prefilled_tokens > 0:
         return seen.prefill_s / seen.prefilled_tokens

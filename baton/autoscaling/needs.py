@@ -24,13 +24,13 @@ from baton.config.autoscaler import AutoscalerConfig
 from baton.config.choices import Role
 
 MEMORY_LOOKS = 1.5
-"""Time constant of the rates' memory, in looks."""
+"""Time constant with which the forecasts of token rates forget earlier readings, in looks."""
 MIN_JUDGED = 10
 """Minimum number of requests for judging an SLO."""
 SLO_SHARE = 0.95
 """Fraction of requests that must meet each SLO; below it, a role gets one more worker."""
 MIN_TOKENS_PER_S = 0.1
-"""A lower rate is no traffic."""
+"""Minimum rate that counts as traffic, in tokens per second."""
 _TREND_WEIGHT = 0.5
 """Weight of the trend relative to the level. A rate that jumps is then overestimated by at most a
 sixth, for a few readings."""
@@ -40,15 +40,15 @@ class Reason(StrEnum):
     """Why an action is taken; the values are metric labels."""
 
     FORECAST = "forecast"
-    """The rate of tokens needs it."""
+    """The forecast token rate requires the action."""
     TTFT = "ttft"
-    """The time to the first token is too long."""
+    """Too many requests miss the SLO for the time to first token."""
     TPOT = "tpot"
-    """The time per output token is too long."""
+    """Too many requests miss the SLO for the time per output token."""
     SURPLUS = "surplus"
-    """More workers than the traffic needs."""
+    """There are more workers than the traffic needs."""
     BOUNDS = "bounds"
-    """More or fewer workers than the configured bounds."""
+    """The number of workers is outside of the configured bounds."""
 
 
 @dataclass(slots=True)
@@ -59,9 +59,9 @@ class RoleBalance:
     have: dict[Role, int]
     """Workers that serve or start, by role."""
     need: dict[Role, float]
-    """Workers that the traffic needs: the floor plus corrections."""
+    """Workers that the traffic needs, by role: the floor plus corrections."""
     floor: dict[Role, float]
-    """Workers that the rates of tokens need."""
+    """Workers that the forecast token rates need, by role, without corrections."""
 
     @property
     def total(self) -> int:
@@ -69,7 +69,8 @@ class RoleBalance:
         return len(self.workers)
 
     def load(self, role: Role) -> float:
-        """Return need over workers; 1 is the planned load."""
+        """Return a role's load: the workers that it needs divided by those that it has. 1 is the
+        planned load."""
         if self.have[role]:
             return self.need[role] / self.have[role]
         return math.inf if self.need[role] else 0.0
@@ -100,7 +101,8 @@ class RateForecast:
     """
 
     def __init__(self, memory_s: float) -> None:
-        """A reading ``memory_s`` old weighs 1/e; the trend is damped at the same rate."""
+        """A reading that is ``memory_s`` old has a weight of 1/e. The trend is damped at the same
+        rate."""
         self._memory_s = memory_s
         self._level: float | None = None
         self._trend = 0.0
@@ -118,7 +120,7 @@ class RateForecast:
         self._trend += weight * ((self._level - before) / seconds - self._trend)
 
     def ahead(self, seconds: float) -> float:
-        """Return the rate expected in ``seconds``, at least 0.
+        """Return the rate expected ``seconds`` from now, at least 0.
 
         A fall is not forecast, since too few workers cost more than too many.
         """
@@ -127,7 +129,7 @@ class RateForecast:
         return max(0.0, self._level, self._level + self._risen(seconds))
 
     def _risen(self, seconds: float) -> float:
-        """Return what the damped trend adds within ``seconds``."""
+        """Return by how much the damped trend changes the rate within ``seconds``."""
         memory_s = self._memory_s
         return self._trend * memory_s * (1 - math.exp(-seconds / memory_s))
 
@@ -143,7 +145,8 @@ class WorkerNeeds:
         self._extra: dict[Role, float] = dict.fromkeys(ROLES, 0.0)
         """Workers that corrections add to the floor."""
         self._missed_at: dict[Role, float] = {}
-        """Last time at which a role's SLO was not met with ease."""
+        """By role: when its SLO was last not met with ease, or a correction of its need was last
+        reduced."""
         self._blamed: dict[Role, Reason] = dict.fromkeys(ROLES, Reason.FORECAST)
         self._judged: deque[tuple[float, SloFigures, SloFigures]] = deque()
         self._needed: deque[tuple[float, dict[Role, float]]] = deque()
@@ -152,7 +155,8 @@ class WorkerNeeds:
     def look(
         self, workers: Sequence[WorkerFigures], demand: Demand, now: float, *, rested: bool
     ) -> RoleBalance:
-        """Return the workers with what each role needs. ``rested``: nothing changed lately."""
+        """Return the workers, and how many of them each role needs. ``rested``: true if roles and
+        pool sizes have not changed for a cooldown."""
         balance = RoleBalance(workers, {}, {}, {})
         for role in ROLES:
             helping = balance.in_role(role, WorkerState.SERVING, WorkerState.STARTING)
@@ -183,15 +187,17 @@ class WorkerNeeds:
         return self._short_looks[role]
 
     def max_need(self, role: Role) -> float:
-        """Return the most workers that a role needed at the looks of a cooldown."""
+        """Return the maximum number of workers that a role needed at any look of the last
+        cooldown."""
         return max(need[role] for _, need in self._needed)
 
     def reason(self, role: Role) -> Reason:
-        """Return why a role needs what it needs."""
+        """Return the reason for the number of workers that a role needs."""
         return self._blamed[role] if self._extra[role] else Reason.FORECAST
 
     def _floors(self, demand: Demand, have: Mapping[Role, int]) -> dict[Role, float]:
-        """Return workers by the rates of tokens; what a role has, where its speed is unknown."""
+        """Return how many workers of each role the token rates need. A role whose speed is unknown
+        needs those that it has."""
         config = self._config
         self._input.add(demand.input_tokens_per_s, demand.seconds)
         self._output.add(demand.output_tokens_per_s, demand.seconds)
@@ -209,7 +215,8 @@ class WorkerNeeds:
         return need
 
     def _correct(self, balance: RoleBalance, demand: Demand, now: float, *, rested: bool) -> None:
-        """Add a worker where an SLO is missed without a shortage; remove it later."""
+        """Add a worker to the need of a role that misses its SLO although it is not short of
+        workers; remove the worker later."""
         self._judged.append((now, demand.ttft, demand.tpot))
         while self._judged[0][0] < now - self._config.cooldown_s:
             self._judged.popleft()
@@ -231,7 +238,8 @@ class WorkerNeeds:
                 self._missed_at[role] = now
 
     def _to_blame(self, reason: Reason, balance: RoleBalance) -> Role:
-        """Return the role whose shortage misses an SLO: first tokens also wait for decode slots."""
+        """Return the role to which a missed SLO is attributed. For TTFT it may be decode, since
+        first tokens also wait for decode slots."""
         if reason is Reason.TPOT:
             return "decode"
         is_decode = balance.load("decode") > max(1.0, balance.load("prefill"))

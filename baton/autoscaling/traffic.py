@@ -15,13 +15,13 @@ from typing import Self
 TIGHT_SHARE = 0.5
 """A request is tight when it used more than this share of an SLO."""
 FIRST_ANSWER_TOKENS = 256
-"""The assumed length of an answer before the first one ended."""
+"""Assumed length of an answer, in tokens, until a first answer has ended."""
 SILENT_S = 5.0
 """A router that has not reported for this long makes the traffic unknown."""
 GONE_S = 60.0
 """A router that has not reported for this long counts as gone."""
 _WEIGHT = 0.1
-"""Weight of the latest answer in the mean length."""
+"""Weight of the latest answer in the mean length of answers."""
 
 
 class RunningMean:
@@ -38,7 +38,7 @@ class RunningMean:
         self.value = known + self._weight * (sample - known)
 
     def forget(self) -> None:
-        """Begin again, as before the first sample."""
+        """Drop the mean; the next sample counts as the first one."""
         self.value = None
 
 
@@ -57,7 +57,7 @@ class TrafficCounts:
     first_tokens: float = 0.0
     """Requests that received their first token."""
     late_first_tokens: float = 0.0
-    """First tokens later than their SLO."""
+    """First tokens that came later than the TTFT SLO."""
     tight_first_tokens: float = 0.0
     """First tokens later than ``TIGHT_SHARE`` of the SLO; late ones included."""
     answers: float = 0.0
@@ -69,7 +69,7 @@ class TrafficCounts:
     prefilled_tokens: float = 0.0
     """Prompt tokens that prefill workers completed, cached ones included."""
     prefill_s: float = 0.0
-    """Engine seconds that these prompts took."""
+    """Engine seconds that prefill workers spent on ``prefilled_tokens``."""
 
     def judge_first_token(self, ttft_s: float, slo_s: float) -> None:
         """Count a request's first token and judge it by its SLO."""
@@ -84,12 +84,12 @@ class TrafficCounts:
         self.tight_answers += tpot_s > TIGHT_SHARE * slo_s
 
     def since(self, earlier: Self) -> Self:
-        """Subtract earlier totals."""
+        """Return these totals minus earlier ones."""
         return type(self)(**{name: getattr(self, name) - getattr(earlier, name) for name in NAMES})
 
     @classmethod
     def total(cls, parts: Iterable[Self]) -> Self:
-        """The sum of all."""
+        """Return the sum of several totals."""
         whole = cls()
         for part in parts:
             for name in NAMES:
@@ -98,7 +98,8 @@ class TrafficCounts:
 
     @classmethod
     def parse(cls, told: Mapping[str, object]) -> Self:
-        """Read the fields of ``dataclasses.asdict``. Raises ValueError, TypeError."""
+        """Create totals from a dictionary that ``dataclasses.asdict`` made of them. Raises
+        ValueError, TypeError."""
         return cls(**{name: float(told[name]) for name in NAMES if name in told})  # type: ignore[arg-type]
 
 
@@ -124,7 +125,8 @@ class TrafficMeter:
 
     def __init__(self) -> None:
         self.counts = TrafficCounts()
-        """The recorder of a request counts its times here."""
+        """The totals of this router. The recorder of each request also counts its TTFT and TPOT
+        here."""
         self._lengths = defaultdict[str, RunningMean](partial(RunningMean, _WEIGHT))
         """Mean output tokens, by context-length class."""
 
@@ -146,7 +148,7 @@ class TrafficWindow:
     """Traffic of all routers between two looks."""
 
     seconds: float
-    """Length of the window."""
+    """Length of the window, in seconds."""
     counts: TrafficCounts
 
 

@@ -16,7 +16,7 @@ import redis.asyncio
 from baton.autoscaling.traffic import RouterTraffic, TrafficCounts
 
 TELL_S = 1.0
-"""Interval between two reports of a router."""
+"""Interval between two reports of a router, in seconds."""
 TTL_S = 600
 
 
@@ -50,7 +50,7 @@ class TrafficStore:
             await cast(Any, self._client.hdel(self._key, *routers))
 
     async def clear(self) -> None:
-        """Delete the hash at the end of the cluster."""
+        """Delete the reports of all routers when the cluster ends."""
         await cast(Any, self._client.delete(self._key))
 
 

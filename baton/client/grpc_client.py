@@ -24,7 +24,7 @@ from baton.v1.tools_pb2 import Tools
 
 DEFAULT_ADDRESS = "127.0.0.1:8001"
 DEADLINE_S = 300.0
-"""Default deadline of an answer."""
+"""Default time limit of a request, in seconds."""
 MODELS_DEADLINE_S = 5.0
 
 Pieces = TypeVar("Pieces")
@@ -108,7 +108,7 @@ class _Requests(ABC, Generic[Pieces, Responses]):
 
     @abstractmethod
     def _pieces(self, responses: Responses) -> Pieces:
-        """Convert a stream of messages."""
+        """Convert a stream of the protocol's messages to pieces of text."""
 
 
 class Client(_Requests[Generator[Piece, None, None], Generator[pb.GenerateResponse, None, None]]):

@@ -99,7 +99,7 @@ def models(answer: pb.ListModelsResponse) -> tuple[ModelCard, ...]:
 
 
 def meant(rpc: Any, address: str) -> BatonError:
-    """Return the error that a failed call means.
+    """Return the BatonError for a call that failed.
 
     ``rpc`` is the exception that the call raised, in the blocking or in the asyncio API.
     """

@@ -114,7 +114,8 @@ def error_of(response: httpx.Response) -> BatonError:
 
 
 def event_of(line: str) -> dict[str, Any] | None:
-    """The fields of one line of a stream of events; None if it has no event.
+    """Parse one line of an event stream. Return the fields of its event; None if the line has no
+    event.
 
     Raises the BatonError that an event reports, and WorkerFailed if the line cannot be read.
     """
@@ -132,7 +133,8 @@ def event_of(line: str) -> dict[str, Any] | None:
 
 
 def _error(body: Any, status: int | None, retry_after: float | None) -> BatonError:
-    """Build the error of a body. ``status`` is None for an error within a stream."""
+    """Build the error that ``body``, of a response or of a stream's event, reports. ``status`` is
+    None for an event."""
     error = body.get("error") if isinstance(body, dict) else None
     fields: dict[str, Any] = error if isinstance(error, dict) else {}
     code, param = fields.get("code"), fields.get("param")

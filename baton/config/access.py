@@ -66,7 +66,7 @@ class KeyConfig(Budgeted):
         return tenant
 
     def allows(self, scope: Scope) -> bool:
-        """Whether the key has ``scope``, or includes it as an admin's."""
+        """Whether the key has ``scope``, or has the scope admin, which includes all others."""
         return scope in self.scopes or "admin" in self.scopes
 
     @property

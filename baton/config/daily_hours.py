@@ -19,9 +19,9 @@ class DailyHours:
     text: str
     """``HH:MM-HH:MM``, as it was configured."""
     begin: int
-    """Minute of the day."""
+    """Minute of the day at which the hours begin."""
     length: int
-    """Length in minutes, on a day without a change of the clocks."""
+    """Length of the hours in minutes, on a day on which the clocks are not changed."""
     zone: tzinfo
 
     @classmethod
@@ -55,8 +55,7 @@ class DailyHours:
         return min(max(at, first) for first, last in self._days(at, at) if last > at)
 
     def _days(self, start: float, end: float) -> Iterator[tuple[float, float]]:
-        """Yield the spans of all days that may overlap the time, from the day before to the day
-        after."""
+        """Yield the hours of each day, from the day before ``start`` to the day after ``end``."""
         day = datetime.fromtimestamp(start, self.zone).date() - timedelta(days=1)
         last_day = datetime.fromtimestamp(end, self.zone).date() + timedelta(days=1)
         while day <= last_day:
@@ -72,7 +71,7 @@ class DailyHours:
 
 
 def seconds_of(spans: Sequence[tuple[float, float]], end: float) -> float:
-    """Seconds of ``spans`` before ``end``."""
+    """Return how many seconds of ``spans`` lie before ``end``."""
     return sum(max(0.0, min(last, end) - first) for first, last in spans)
 
 

@@ -20,7 +20,7 @@ _UNNAMED = ("extra_forbidden", "missing")
 _LONGEST = 80
 """Maximum length of a value that a message repeats, in characters."""
 _TABLES = {"pools": "pool", "classes": "class", "tenants": "tenant", "keys": "key"}
-"""Name of one entry, by list of tables."""
+"""Name that messages use for one entry of each list of tables."""
 _SECRET = re.compile("sha256|secret|url|^(keys|gcs_store|otlp_endpoint)$")
 """Fields whose values, and the values in them, are not repeated. They hold a password or a token in
 a URL, or a key in place of its hash."""
@@ -32,7 +32,7 @@ _PATTERNS = {
 _MISSING: Mapping[str, str] = MappingProxyType(
     {"tenant": 'write "default", or another name: keys of one tenant share files and caches'}
 )
-"""By the name of a required field: the value to write."""
+"""For each required field: advice on the value to write if it is missing."""
 _DATE = "a date and time with a time zone, such as 2027-01-31T12:00:00Z"
 _Phrase = str | Callable[[Mapping[str, Any]], str]
 _MUST_BE: Mapping[str, _Phrase] = MappingProxyType(
@@ -101,7 +101,8 @@ def plain_requirement(error: ValidationError) -> str:
 
 
 def _place(fault: ErrorDetails, sources: Sources) -> tuple[str, str]:
-    """Return the prefix of the message, and its subject."""
+    """Return the prefix of an error's message, which names the source of the value, and the
+    message's subject."""
     location = fault["loc"]
     is_missing = fault["type"] == "missing"
     if is_missing:
@@ -120,7 +121,8 @@ def _place(fault: ErrorDetails, sources: Sources) -> tuple[str, str]:
 
 
 def _entry(location: Location, sources: Sources) -> str:
-    """Return ``pool `decode` `` for a field of that table; empty outside of named tables."""
+    """Return the name of the table that a field is in, as ``pool `decode` ``; empty if the field is
+    not in a named table."""
     if len(location) < 2 or location[0] not in _TABLES or not has(sources.values, location[:2]):
         return ""
     table = sources.values[str(location[0])][location[1]]
@@ -147,7 +149,7 @@ def _sentence(subject: str, fault: ErrorDetails, model: type[BaseModel]) -> str:
 
 
 def _requirement(fault: ErrorDetails) -> str:
-    """ "must be at least 1, not `0`" """
+    """Return the end of an error's message, such as "must be at least 1, not `0`"."""
     phrase = _MUST_BE.get(fault["type"])
     if phrase is None:
         message = fault["msg"].removeprefix("Value error, ").replace("Input should", "it should")
@@ -169,7 +171,8 @@ def _given(fault: ErrorDetails, must_be: str) -> str:
 
 
 def _quoted(location: Location) -> str:
-    """`` `pools[0].role` ``; empty for the configuration as a whole."""
+    """Return a location as a message quotes it, `` `pools[0].role` ``; empty for the configuration
+    as a whole."""
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
     path = "".join(parts).removeprefix(".")
     return f"`{path}`" if path else ""
@@ -188,7 +191,7 @@ def _fields_at(model: type[BaseModel], location: Location) -> list[str]:
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The kind of table that a field is, or is a list of."""
+    """Return the model of a field that is a table or a list of tables; None for any other field."""
     for one in (annotation, *get_args(annotation)):
         if isinstance(one, type) and issubclass(one, BaseModel):
             return one
@@ -196,7 +199,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def _choices(expected: str) -> str:
-    """Pydantic's ``'a', 'b' or 'c'`` without the quotes."""
+    """Return pydantic's list of choices, ``'a', 'b' or 'c'``, without the quotes."""
     *names, last = (name or "empty" for name in re.findall("'([^']*)'", expected))
     return f"{', '.join(names)} or {last}" if names else last
 

@@ -79,7 +79,8 @@ def read_keys(path: Path) -> tuple[KeyConfig, ...]:
 
 
 def write_keys(path: Path, keys: Sequence[KeyConfig]) -> None:
-    """Put a new file in its place, which its owner alone may read. Raises OSError."""
+    """Replace the file with one that holds ``keys`` and that only its owner may read. Raises
+    OSError."""
     contents = _Contents(keys=tuple(keys)).model_dump(mode="json", exclude_defaults=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")

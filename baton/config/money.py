@@ -58,12 +58,12 @@ class Budgeted(Section):
 
 
 def nanodollars(dollars: float) -> int:
-    """An amount of the configuration in nanodollars."""
+    """Convert an amount of the configuration, in dollars, to nanodollars."""
     return round(dollars * NANOS)
 
 
 def dollars_text(nanos: int) -> str:
-    """An amount in dollars, exactly: ``0.0012345``."""
+    """Return an amount of nanodollars as an exact text in dollars: ``0.0012345``."""
     sign = "-" if nanos < 0 else ""
     whole, rest = divmod(abs(nanos), NANOS)
     digits = f"{rest:09}".rstrip("0")

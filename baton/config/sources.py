@@ -55,8 +55,8 @@ class Flag:
     name: str
     """The flag as the user types it: ``--policy``."""
     field: tuple[str, ...]
-    """The field that it sets: ``("policy",)``, ``("tls", "folder")``; with ``pools`` a pool's
-    field."""
+    """The field that the flag sets: ``("policy",)``, ``("tls", "folder")``; with ``pools`` a field
+    of a pool."""
     value: Any
     pools: PoolsOf = ""
 
@@ -76,7 +76,7 @@ class FlagSource:
     """The command line. Flags for fields of pools change the pools of other sources."""
 
     def __init__(self, flags: Iterable[Flag], pools: Sequence[Any]) -> None:
-        """``pools`` are those of the other sources, as written there."""
+        """``pools`` are the tables of pools in the other sources, as written there."""
         self.values: dict[str, Any] = {}
         self.faults: list[str] = []
         self._names: dict[Location, str] = {}

@@ -42,9 +42,10 @@ class CompiledGrammars:
         max_grammars: int = 64,
         max_bytes: int = 2 << 20,
     ) -> None:
-        """``load`` is called by ``prepare``, or for the first grammar.
+        """``load`` returns the compiler. It is called by ``prepare``, or else for the first
+        grammar.
 
-        Masks are of ``vocab_size`` tokens.
+        The token masks of matchers have ``vocab_size`` bits.
 
         Keeps up to ``max_grammars`` grammars, whose texts have up to ``max_bytes`` in all, and
         always the latest one.
@@ -70,12 +71,13 @@ class CompiledGrammars:
                     self._compile = self._load()
 
     def kept(self, grammar: Grammar, cache_salt: bytes = b"") -> TokenMatcher | None:
-        """A new matcher at the start of a text; None if the grammar is not kept."""
+        """Return a new matcher at the start of a text, if the cache has the grammar; else None."""
         found = self._find(grammar, cache_salt)
         return None if found is None else found.deep_copy()
 
     def matcher(self, grammar: Grammar, cache_salt: bytes = b"") -> TokenMatcher:
-        """A new matcher, at the start of a text. Compiles a grammar that is not kept.
+        """Return a new matcher at the start of a text. Compiles the grammar if the cache does not
+        have it.
 
         Raises InvalidGrammar.
         """

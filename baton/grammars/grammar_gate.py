@@ -45,7 +45,7 @@ class GrammarGate:
     def __init__(
         self, grammars: CompiledGrammars, observe: Callable[[float], None] = lambda seconds: None
     ) -> None:
-        """``observe`` takes the seconds of each compilation."""
+        """``observe`` is called with the seconds that each compilation took."""
         self._grammars = grammars
         self._observe = observe
         self._queues: OrderedDict[bytes, OrderedDict[Grammar, _Job]] = OrderedDict()
@@ -62,7 +62,8 @@ class GrammarGate:
     async def ready(
         self, grammar: Grammar | None, cache_salt: bytes, deadline: float
     ) -> TokenMatcher | None:
-        """A new matcher at the start of a text, once the grammar is compiled; None for no grammar.
+        """Wait until the grammar is compiled, and return a new matcher at the start of a text; None
+        if there is no grammar.
 
         ``deadline`` is on the monotonic clock. Raises InvalidGrammar, DeadlineExceeded, and
         Overloaded if too many grammars of the tenant wait.
@@ -87,7 +88,7 @@ class GrammarGate:
             raise InvalidGrammar(error.message) from None
 
     def begin(self, grammar: Grammar | None, cache_salt: bytes) -> None:
-        """Compile a grammar before a request waits for it. Raises Overloaded."""
+        """Start to compile a grammar for which a request will wait later. Raises Overloaded."""
         if grammar is not None and self._grammars.kept(grammar, cache_salt) is None:
             self._job(grammar, cache_salt).wanted += 1
 

@@ -47,7 +47,8 @@ def closed_schema(schema: Any) -> Any:
 
 
 def _closed(schema: Any, open_at: frozenset[str], at: str, *, is_open: bool, depth: int) -> Any:
-    """Close one schema. ``at`` is its JSON pointer, as far as references use it; else empty."""
+    """Return one schema closed as by ``closed_schema``. ``at`` is its JSON pointer if references
+    may use that, else empty."""
     if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         return schema
     stays_open = is_open or at in open_at or not _is_alone(schema)

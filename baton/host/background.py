@@ -15,8 +15,8 @@ DEADLINE_S = 10.0
 """Maximum time that a task may take to clean up after its cancellation, in seconds."""
 _AGAIN_S = 0.05
 INLINE = 4096
-"""Work that runs on the event loop: characters to tokenize, or tokens and numbers to write. This
-amount takes about two milliseconds."""
+"""Maximum work that runs on the event loop itself, in characters to tokenize or in tokens and
+numbers to write. This amount takes about two milliseconds."""
 LOOK_S = 0.1
 """Interval between two observations of the loop's lag; every longer standstill is observed."""
 

@@ -34,7 +34,7 @@ _WIDE_COPIES = "-mmove-max=256"
 _BUILD_S = 300.0
 """Deadline of a build, in seconds."""
 _WAITS_S = 330.0
-"""Deadline for a build by another process, in seconds."""
+"""Maximum time that a process waits for another process to build the same library, in seconds."""
 _LOOK_S = 0.02
 _WAIT_S = 0.1
 _SHOWN_BYTES = 2000
@@ -142,7 +142,7 @@ def _compiler() -> str:
 
 @contextlib.contextmanager
 def _explained(folder: Path) -> Iterator[None]:
-    """Convert errors to a ConfigError."""
+    """Convert the errors of a build to a ConfigError with the compiler's output."""
     try:
         yield
     except (OSError, subprocess.SubprocessError) as error:

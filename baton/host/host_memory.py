@@ -15,7 +15,8 @@ _POPULATE_WRITE, _COLLAPSE = 23, 25
 
 
 def take_memory(size: int, field: str = "kv_pool_mib") -> mmap.mmap:
-    """Allocate ``size`` bytes of zeros for KV blocks, the amount in the config's ``field``.
+    """Allocate ``size`` bytes of zeros for KV blocks. ``field`` of the configuration sets the
+    amount.
 
     Large pages are used if the kernel gives them. Attention jumps from block to block, and with
     small pages each jump would cost a search of the page table. All pages are touched at once,
@@ -117,7 +118,7 @@ def _of_container(cgroup: Path) -> int:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Return the first number of each line by its first word."""
+    """Return the first number of each line of a file, by the line's first word."""
     try:
         lines = [line.split() for line in path.read_text().splitlines()]
     except OSError:

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from baton.liveness.silence import SilenceWatch
 
 _TIMER_TICKS = 8
-"""The number of ticks within the limit of a timer."""
+"""Number of ticks into which a timer divides its limit."""
 
 
 class SilenceTimer:

@@ -22,8 +22,8 @@ MESSAGE_LIMIT = 64 << 20
 """Maximum bytes of one message, in both directions. gRPC's default of 4 MiB is too small for long
 prompts."""
 GATHERED_BYTES = 4 << 20
-"""Maximum size in bytes of one gathered message. Messages queued for a slow or stopped peer may
-exceed the gRPC limit together. A single part may be larger."""
+"""Maximum size in bytes of a message that joins several parts. Without it, all that is queued for a
+slow or stopped peer could exceed the gRPC limit. A single part may be larger."""
 
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MESSAGE_LIMIT),

@@ -105,7 +105,7 @@ async def _abort(
 def error_from_code(
     code: str, message: str, *, retry_after: float | None = None
 ) -> errors.BatonError:
-    """Return the error of a code; an unknown code is a failed handoff.
+    """Return the error for a code of ``baton.errors``; an unknown code gives HandoffError.
 
     ``retry_after`` is in seconds.
     """
@@ -127,7 +127,7 @@ def error_from_rpc(error: grpc.aio.AioRpcError, peer: str) -> errors.BatonError:
 
 @contextlib.contextmanager
 def call_errors(peer: str) -> Iterator[None]:
-    """While a call is awaited, raise the error that its peer reported.
+    """Wrap the awaiting of a call: raise the error that its peer reported.
 
     That is WorkerFailed if the channel is closed during the call.
     """
@@ -148,7 +148,8 @@ def call_errors(peer: str) -> Iterator[None]:
 async def stream_errors(
     call: grpc.aio.StreamStreamCall[RequestT, R], peer: str
 ) -> AsyncIterator[None]:
-    """While messages are written and read, raise the error that has ended the stream."""
+    """Wrap the writing and reading of a stream's messages: raise the error that ended the
+    stream."""
     with call_errors(peer):
         try:
             yield

@@ -28,10 +28,10 @@ class WorkerPlane:
     """The credentials that a process shows workers and, if it is a worker, requires of callers."""
 
     tls: TlsFiles | None = None
-    """Its own certificate and the cluster's CA; None without certificates."""
+    """The process's own certificate and the cluster's CA; None without certificates."""
     token: str = ""
-    """The token of callers where there are no certificates. Empty requires none, as in benchmarks
-    of single parts."""
+    """Token that callers must show if there are no certificates. Empty: none is required, as in
+    benchmarks of single parts."""
 
     @classmethod
     def of(cls, tls: TlsFiles | None, secret: str) -> Self:
@@ -57,7 +57,7 @@ class WorkerPlane:
 
 
 OPEN_PLANE = WorkerPlane()
-"""Requires no credentials and shows none."""
+"""A plane without authentication: it requires no credentials and shows none."""
 
 
 class _TokenChannel(grpc.aio.Channel):

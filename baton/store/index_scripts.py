@@ -33,8 +33,8 @@ NAME_BYTES = 8
 TTL_S = 3600
 """The index expires after this time without use, in seconds."""
 FIELD_BYTES = 48
-"""Memory of the server for a block without the numbers, in bytes: the measured 40 to 44, and room
-for the table's growth."""
+"""Memory that one block takes on the Redis server without its workers' numbers, in bytes: the
+measured 40 to 44, and room for the table's growth."""
 _WALK_FIELDS = 256
 """Blocks that the walker visits in one call: about 0.3 ms of the server's time."""
 _WALK_REST_MS = 5

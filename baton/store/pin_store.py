@@ -30,7 +30,7 @@ class Pin(BaseModel):
     tokens: int
     """Tokens of the prompt; its full blocks are pinned."""
     blocks: int
-    """Number of hash blocks."""
+    """Number of pinned hash blocks."""
     last_hash: str
     """Hash of the last block, in hexadecimal digits. Since hashes are chained, it stands for the
     whole prefix."""
@@ -79,7 +79,7 @@ class PinStore:
         await cast(Any, self._client.hdel(self._key, pin_id))
 
     async def clear(self) -> None:
-        """Delete the hash at the end of the cluster."""
+        """Delete the pins of all tenants when the cluster ends."""
         await cast(Any, self._client.delete(self._key))
 
 

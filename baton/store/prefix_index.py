@@ -53,7 +53,7 @@ class PrefixIndex:
     ) -> None:
         """``memory_bytes`` is the index's maximum size.
 
-        The latest worker to send a snapshot sets it.
+        If workers differ, the value of the one that sent a snapshot last applies.
         """
         self._client = client
         self._state = f"baton:{{{cluster_id}}}:index"
@@ -76,7 +76,7 @@ class PrefixIndex:
         *,
         tend: bool = False,
     ) -> bool:
-        """Apply a batch of, preferably, at most ``BATCH`` hashes.
+        """Apply a worker's stored and removed hashes, preferably at most ``BATCH`` in one call.
 
         Returns False if the index has lost track of this worker, which must then send a snapshot. A
         repeated last batch returns True, and changes nothing. ``tend``: also keep the index alive
@@ -109,7 +109,7 @@ class PrefixIndex:
         return name, sequence
 
     async def collect(self, incarnation: str) -> None:
-        """Forget an incarnation. Its entries count no more.
+        """Forget an incarnation of a worker. Its entries no longer count.
 
         Later calls of ``apply`` with ``tend`` drop the entries.
         """

@@ -58,7 +58,8 @@ class RedisCalls:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
-        """Time one call. Errors are raised again; a cancelled call is not counted."""
+        """Time the call in the context's body. Errors are raised again; a cancelled call is not
+        counted."""
         began = self._clock()
         try:
             yield

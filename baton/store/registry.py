@@ -31,9 +31,9 @@ class WorkerRecord:
     """Stable name of the worker's slot in its pool, ``prefill-0``; labels its metrics."""
     role: str
     address: str
-    """Address of its gRPC server, host:port."""
+    """Address of the worker's gRPC server, host:port."""
     metrics_address: str
-    """Address of its /metrics page, host:port."""
+    """Address of the worker's /metrics page, host:port."""
     model: str
     fingerprint: str
     geometry: Geometry
@@ -44,9 +44,9 @@ class WorkerRecord:
     pool: str = ""
     """Name of the worker's pool."""
     revision: str = ""
-    """Commit of its model on the hub; empty: the model is a local folder or file."""
+    """Commit of the worker's model on the hub; empty: the model is a local folder or file."""
     ranks: int = 1
-    """Number of processes that share its model."""
+    """Number of ranks, the processes that share the worker's model."""
     prefill_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Coefficients a, b, c of a + b*n + c*n*context, the milliseconds for n prompt tokens.
     ``context`` is the mean number of tokens that they attend to: those before them, and n/2. They
@@ -141,7 +141,7 @@ class Registry:
         return {name.decode(): until_ms for name, until_ms in listed}
 
     async def all(self) -> dict[str, WorkerRecord]:
-        """Return the live records."""
+        """Return the records of live workers, by incarnation."""
         return (await self.read())[0]
 
     async def dead(self) -> set[str]:
@@ -162,9 +162,10 @@ class _Entry:
     """A reader's copy of a live worker."""
 
     changed: int
-    """The version of its last change."""
+    """Registry version of the worker's last change."""
     written: bytes
-    """The version of its record's last change, without the load."""
+    """Registry version at which the worker's record last changed; changes of its load do not
+    count."""
     record: WorkerRecord | None
     """The record; None if it cannot be parsed."""
 
@@ -233,5 +234,6 @@ def _parse_load(load: bytes) -> LoadSnapshot:
 
 
 def _known(kind: type[WorkerRecord | LoadSnapshot], told: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that this version knows. A newer worker may write more."""
+    """Return the fields of ``told`` that this version of Baton knows. A newer worker may write
+    more."""
     return {one.name: told[one.name] for one in fields(kind) if one.name in told}

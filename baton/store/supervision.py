@@ -55,7 +55,7 @@ class PoolSizes:
             await calls.execute()
 
     async def clear(self) -> None:
-        """Delete the hash at the end of the cluster."""
+        """Delete all chosen sizes when the cluster ends."""
         await cast(Any, self._client.delete(self._key))
 
 

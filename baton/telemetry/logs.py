@@ -52,7 +52,8 @@ class ErrorRow:
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Catch an Exception. A success ends the row and logs its length."""
+        """Catch an exception of the context's body, and log it if it is the first in a row. A
+        success ends the row and logs its length."""
         try:
             yield
         except Exception:

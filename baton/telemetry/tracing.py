@@ -56,10 +56,10 @@ def start_tracing(
 ) -> None:
     """Start sending spans to ``endpoint``, as ``service.name`` and ``service.instance.id``.
 
-    Nothing happens where ``endpoint`` is empty. ``ratio`` of the requests whose client says nothing
-    of it are traced; a traceparent decides for its own request. ``processor`` takes the spans in
-    place of an exporter. Raises RuntimeError when it is on already, and ConfigError without the
-    extra ``otel``.
+    Nothing happens if ``endpoint`` is empty. ``ratio`` is the fraction of requests that are traced,
+    of those without a traceparent; a traceparent decides for its own request. ``processor`` takes
+    the spans in place of an exporter. Raises RuntimeError if tracing is already on, and ConfigError
+    without the extra ``otel``.
     """
     if not endpoint:
         return
@@ -156,7 +156,7 @@ def context_of(span: Span, other: TraceContext = NO_TRACE) -> TraceContext:
 
 
 def trace_id_of(span: Span) -> str:
-    """Return 32 hexadecimal digits; empty where the span is not recorded."""
+    """Return the trace id of a span, 32 hexadecimal digits; empty if the span is not recorded."""
     return f"{span.get_span_context().trace_id:032x}" if span.is_recording() else ""
 
 
