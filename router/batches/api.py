@@ -1,4 +1,5 @@
-"""The endpoints of files and batches. They raise BatonError; ``router.http.errors`` answers it."""
+"""The endpoints of files and batches. They raise BatonError, which ``router.http.errors`` converts
+to a response."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ _BATCH_MADE: dict[int | str, dict[str, Any]] = {
 
 
 class BatchesApi:
-    """Handlers of files and batches. A key sees only those of its tenant."""
+    """Handlers of the endpoints of files and batches. An API key sees only the files and batches of
+    its tenant."""
 
     def __init__(self, service: BatchService, planner: BatchPlanner, config: Config) -> None:
         self._service = service

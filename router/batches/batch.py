@@ -46,14 +46,14 @@ class StoredFile:
     id: str
     tenant: str
     filename: str
-    """The client's name for it; never used as a path."""
+    """The client's name for the file; never used as a path."""
     purpose: str
     """``batch`` or ``batch_output``."""
     size: int
     """Size in bytes."""
     created_at: int
     expires_at: int
-    """Time after which it is not available any more."""
+    """Time after which the file is not available any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,14 @@ class Batch:
     id: str
     tenant: str
     key_id: str
-    """Public name of the API key that created it; empty for none."""
+    """Public name of the API key that created the batch; empty for none."""
     model: str
-    """Id of the model that answers. Clusters with another model ignore the batch."""
+    """Id of the model that answers the batch. Clusters that serve another model ignore the
+    batch."""
     endpoint: str
     input_file_id: str
     completion_window: str
-    """The window as the client gave it."""
+    """The completion window as the client gave it, such as ``24h``."""
     created_at: int
     expires_at: int
     metadata: dict[str, str]
@@ -82,7 +83,7 @@ class Batch:
     cancelling_at: int | None = None
     cancelled_at: int | None = None
     total: int = 0
-    """Number of lines of its file."""
+    """Number of lines of the batch's input file."""
     completed: int = 0
     """Number of answered lines."""
     failed: int = 0
@@ -94,15 +95,15 @@ class Batch:
     error_file_id: str | None = None
     faults: tuple[Fault, ...] = ()
     owner: str = ""
-    """The process that runs it; empty for none."""
+    """The process that runs the batch; empty for none."""
     beat: int = 0
     """Counter that increases while the owner is alive."""
     epoch: int = 0
-    """Counter that increases with each owner. Writes of earlier owners are rejected."""
+    """Counter that increases with each new owner. Writes of earlier owners are rejected."""
     output_expires_s: int | None = None
-    """Seconds for which its results are kept after their creation; None: the default."""
+    """Seconds for which the batch's results are kept after their creation; None: the default."""
     result_bytes: int = 0
-    """Size of the results that are not in its files yet."""
+    """Size of the results that are not in the batch's files yet, in bytes."""
 
     @property
     def unfinished(self) -> bool:
@@ -115,14 +116,14 @@ class LineResult:
 
     number: int
     ok: bool
-    """Whether it goes to the output file; otherwise to the error file."""
+    """Whether the line's result goes to the output file; otherwise to the error file."""
     record: str
-    """One line of JSON, without the newline."""
+    """The result as one line of JSON, without the newline."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
 
     @property
     def size(self) -> int:
-        """Bytes in its file."""
+        """Number of bytes that the result takes in its file."""
         return len(self.record.encode()) + 1

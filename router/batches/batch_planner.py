@@ -1,4 +1,5 @@
-"""Plans the batches in the table, for the process that runs them and for those that show them."""
+"""Plans the batches in the table, both for the process that runs a batch and for those that show
+it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from router.batches.store import BatchStore
 
 
 class BatchPlanner:
-    """Plans from the table, so that all processes make the same plan. Owned by the event loop."""
+    """Plans when and how fast batches run. It uses only the table of batches, so that all processes
+    make the same plan. Owned by the event loop."""
 
     def __init__(
         self,

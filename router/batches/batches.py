@@ -26,7 +26,7 @@ class Batches:
     def __init__(
         self, service: InferenceService, endpoints: Mapping[str, Endpoint], metrics: RouterMetrics
     ) -> None:
-        """Create the parts; ``endpoints`` by the url of a line."""
+        """Create the parts; ``endpoints`` holds the endpoint of each URL that a line may call."""
         config, model = service.config, service.model
         quota = Quota(config.max_tenant_file_bytes, config.max_total_file_bytes)
         self._store = BatchStore(config.data_folder, quota)
@@ -50,13 +50,13 @@ class Batches:
         self.api = BatchesApi(batch_service, planner, config)
 
     async def start(self) -> None:
-        """Start to run batches."""
+        """Start running batches."""
         await self._runner.start()
 
     async def stop(self) -> None:
-        """Stop to run lines."""
+        """Stop running lines of batches."""
         await self._runner.close()
 
     async def close(self) -> None:
-        """Close the table."""
+        """Close the table of files and batches."""
         await self._store.close()

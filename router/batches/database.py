@@ -42,15 +42,15 @@ _SELECT_FILE = f"SELECT {', '.join(_FILE_COLUMNS)} FROM files"  # noqa: S608 - o
 
 
 class LeaseLost(Exception):
-    """Another process runs the batch now."""
+    """Raised because another process runs the batch now."""
 
 
 class StatusChanged(Exception):
-    """The batch's status has changed, for example by a cancellation."""
+    """Raised because the batch's status has changed, for example by a cancellation."""
 
 
 class NoSpace(Exception):
-    """The tenant's quota has no room for a result of its batch."""
+    """Raised because the tenant's quota has no room for a result of its batch."""
 
 
 class Database:
@@ -71,7 +71,7 @@ class Database:
             return reserve(connection, upload_id, tenant, size, ahead, quota)
 
     def release_uploads(self, ids: Sequence[str]) -> None:
-        """Free the room of uploads that ended without a file."""
+        """Free the storage room that was reserved for uploads that ended without a file."""
         with change(self._connection) as connection:
             connection.executemany("DELETE FROM uploads WHERE id = ?", [(name,) for name in ids])
 
@@ -108,7 +108,8 @@ class Database:
         ascending: bool,
         now: int = 0,
     ) -> list[StoredFile]:
-        """Return a tenant's files after ``after``, of one purpose or of any ("").
+        """Return a tenant's files that follow the file with the id ``after``, of one purpose or of
+        any ("").
 
         Files that have expired by ``now`` are not included.
         """
@@ -135,7 +136,7 @@ class Database:
             connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
     def collect(self, now: int) -> list[str]:
-        """Delete expired files that no batch needs; return their ids."""
+        """Delete the expired files that no batch needs; return their ids."""
         # Check before starting a write: usually there is none.
         if not self._expired(now):
             return []
@@ -189,7 +190,7 @@ class Database:
             self._insert("batches", row)
 
     def batch(self, batch_id: str, tenant: str | None = None) -> Batch:
-        """Return a batch, of any tenant or of one. Raises NotFound."""
+        """Return a batch; with ``tenant`` only if it belongs to that tenant. Raises NotFound."""
         found = self._connection.execute(f"{_SELECT_BATCH} WHERE id = ?", (batch_id,)).fetchone()
         batch = None if found is None else _batch(found)
         if batch is None or tenant not in (None, batch.tenant):
@@ -197,18 +198,20 @@ class Database:
         return batch
 
     def batches(self, tenant: str, after: str, limit: int) -> list[Batch]:
-        """Return a tenant's batches, newest first, after ``after``."""
+        """Return a tenant's batches that follow the batch with the id ``after``, newest first."""
         where: dict[str, str | int] = {"tenant = ?": tenant}
         rows = self._page(_SELECT_BATCH, "batches", where, after, limit, ascending=False)
         return [_batch(row) for row in rows]
 
     def of_ids(self, batch_ids: Collection[str]) -> list[Batch]:
-        """Return those of the batches that exist, of any tenant, oldest first."""
+        """Return the batches with these ids, of any tenant, oldest first. Ids of deleted batches
+        are ignored."""
         select = f"{_SELECT_BATCH} WHERE id IN ({', '.join('?' * len(batch_ids))}) ORDER BY place"
         return [_batch(row) for row in self._connection.execute(select, (*batch_ids,)).fetchall()]
 
     def beats(self) -> dict[str, int]:
-        """Return the owners of unfinished batches, with values that change while they live."""
+        """Return the beat of each owner of unfinished batches: a number that changes while the
+        owner lives."""
         return dict(
             self._connection.execute(
                 "SELECT owner, sum(beat) FROM batches WHERE owner != '' GROUP BY owner"
@@ -216,7 +219,8 @@ class Database:
         )
 
     def to_be_ended(self, free: Free, now: int, limit: int) -> list[Batch]:
-        """Return batches that only need to be ended, oldest first."""
+        """Return batches that only need to be ended, oldest first: their lines have run, they were
+        cancelled, or their window is over."""
         where, values = free.clause()
         rows = self._connection.execute(
             f"{_SELECT_BATCH} WHERE {where} AND (status IN (?, ?) OR expires_at <= ?)"
@@ -226,7 +230,8 @@ class Database:
         return [_batch(row) for row in rows.fetchall()]
 
     def to_be_run(self, free: Free, model: str, *, of_tenant: int, limit: int) -> list[Batch]:
-        """Return batches of a model: the first of each tenant, then the second of each, and so on.
+        """Return batches that a process may run, of a model: the first of each tenant, then the
+        second of each, and so on.
 
         At most ``of_tenant`` per tenant, ordered by the end of their windows.
         """
@@ -260,14 +265,15 @@ class Database:
         return Progress() if row is None else Progress(*row)
 
     def learn_speed(self, model: str, tokens_per_s: float) -> None:
-        """Store the speed of a model's batches, which have finished some lines."""
+        """Store the measured speed of a model's batches."""
         with change(self._connection) as connection:
             connection.execute(
                 "UPDATE progress SET tokens_per_s = ? WHERE model = ?", (tokens_per_s, model)
             )
 
     def cancel(self, batch_id: str, tenant: str, now: int) -> Batch:
-        """Request the end of a batch. Raises NotFound, and InvalidRequest if it has ended."""
+        """Request that a batch is cancelled. Raises NotFound, and InvalidRequest if it has
+        ended."""
         with change(self._connection):
             batch = self.batch(batch_id, tenant)
             if batch.status is BatchStatus.CANCELLING:
@@ -354,7 +360,8 @@ class Database:
         return cursor.rowcount == 1
 
     def records(self, batch_id: str, *, ok: bool) -> Iterator[str]:
-        """Yield the results of one kind, in the order of their lines."""
+        """Yield the records of a batch's successful (``ok``) or failed results, in the order of
+        their lines."""
         with closing(self._connection.cursor()) as cursor:
             cursor.execute(
                 "SELECT record FROM results WHERE batch_id = ? AND ok = ? ORDER BY line",
@@ -375,7 +382,8 @@ class Database:
             return replace(batch, **changes)
 
     def _held(self, held: Batch) -> Batch:
-        """Return the current batch, within a transaction. Raises LeaseLost."""
+        """Return the batch ``held`` as it is in the table now, within a transaction. Raises
+        LeaseLost."""
         batch = self.batch(held.id)
         if (batch.owner, batch.epoch) != (held.owner, held.epoch):
             raise LeaseLost(held.id)
@@ -409,9 +417,10 @@ class Database:
         *,
         ascending: bool,
     ) -> list[tuple[Any, ...]]:
-        """Return a page of rows.
+        """Return a page of rows of a table.
 
-        ``where``: clauses with one placeholder each, and their values; the tenant's first.
+        ``where``: SQL conditions with one placeholder each, and the placeholders' values. The
+        tenant's condition comes first.
         """
         clauses, values = list(where), list(where.values())
         if after:

@@ -17,7 +17,7 @@ MAX_LINE_VALUES = 131_072
 """Maximum number of JSON values in a line: parsing more would hold the interpreter lock for long.
 """
 MAX_FAULTS = 50
-"""Maximum number of reported faults."""
+"""Maximum number of faults of a file that are reported."""
 _MAX_NAME_CHARACTERS = 512
 _SHOWN_CHARACTERS = 128
 _MARKS = (b",", b"[", b"{")
@@ -29,9 +29,9 @@ class Line:
     """A request in a file."""
 
     number: int
-    """Line number from 1, with blank lines."""
+    """Number of the line in the file, from 1; blank lines count too."""
     custom_id: str
-    """The client's name for it, unique in the file."""
+    """The client's name for the request, unique in the file."""
     url: str
     """One of ``ENDPOINTS``."""
     body: dict[str, Any]
@@ -43,13 +43,13 @@ class Fault:
 
     code: str
     message: str
-    """Safe to show: it repeats no prompt."""
+    """Description of the error. It repeats no prompt, so it is safe to show."""
     line: int | None = None
     param: str | None = None
 
 
 class BadLine(Exception):
-    """A line is not a valid request."""
+    """Raised because a line is not a valid request."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__(fault.message)

@@ -1,4 +1,4 @@
-"""Runs one line of a batch by the endpoint that answers the same body over HTTP.
+"""Runs one line of a batch with the endpoint that answers the same body over HTTP.
 
 So a line can use every feature of the endpoint. Its requests run in the background, for the key
 that created the batch, and count under the class ``batch``. Like a request, a line counts against
@@ -31,7 +31,7 @@ from router.http.errors import error_object
 from router.inference.endpoint import Endpoint
 
 MAX_FAILURES = 5
-"""Maximum tries of a line whose workers fail."""
+"""Maximum number of times that a line is tried if workers fail under it."""
 RETRY_S = 1.0
 MAX_RETRY_S = 30.0
 
@@ -49,13 +49,14 @@ class LineRunner:
     """Runs lines for the key that created their batch. Owned by the event loop."""
 
     def __init__(self, endpoints: Mapping[str, Endpoint], access: Access, slots: LineSlots) -> None:
-        """Create a runner of lines, each in a slot; ``endpoints`` by the url of a line."""
+        """Create a runner. Each line runs in one of ``slots``; ``endpoints`` holds the endpoint of
+        each URL that a line may call."""
         self._endpoints = endpoints
         self._access = access
         self._slots = slots
 
     def has_key(self, batch: Batch) -> bool:
-        """Return whether the API key that created a batch still allows it."""
+        """Return whether the API key that created a batch is still valid and allows inference."""
         return self._access.owner_of(Principal(batch.tenant, batch.key_id)) is not None
 
     async def run(self, batch: Batch, line: Line) -> LineResult:
@@ -81,7 +82,7 @@ class LineRunner:
             await asyncio.sleep(wait_s)
 
     async def _answer_of(self, caller: Caller, batch: Batch, line: Line) -> LineAnswer:
-        """Run a line that is counted against the key's limits."""
+        """Run a line that already counts against the key's limits."""
         failures, wait_s = 0, RETRY_S
         while True:
             request_id = secrets.token_hex(16)

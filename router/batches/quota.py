@@ -47,7 +47,8 @@ def reserve(
     ahead: int,
     quota: Quota,
 ) -> int:
-    """Reserve ``size`` bytes in all for an upload, and up to ``ahead`` more if room is ample.
+    """Reserve room so that an upload has ``size`` bytes in all, and up to ``ahead`` more if there
+    is ample room.
 
     Called within a transaction. Returns the reserved bytes. Raises RequestTooLarge.
     """

@@ -48,7 +48,8 @@ LEASE_S = 10.0
 Each process watches the beats itself. Times in the database would be wrong after the machine's
 clock was set, and a monotonic clock restarts with the machine."""
 POLL_S = 1.0
-"""Interval of reading the table, and of an owner's beat, in seconds."""
+"""Interval at which a process reads the table of batches and increases its beat as an owner, in
+seconds."""
 SWEEP_S = 600.0
 COLLECT_S = 10.0
 """Interval of deleting expired files, in seconds."""
@@ -56,10 +57,10 @@ MAX_BATCHES = 8
 """Maximum number of batches that a process runs at a time."""
 MAX_OF_A_TENANT = 4
 _LINES_AT_ONCE = 64
-"""Number of lines that are read from a file, or written as expired, at a time."""
+"""Number of lines that are read from a batch's file, or recorded as expired, at a time."""
 _REST_S = 10.0
-"""Pause in seconds before a batch that could not be run, for example for a full disk, is tried
-again."""
+"""Pause before a batch that could not be run is tried again, in seconds. A full disk is an
+example."""
 _BYTES_AT_ONCE = 8 << 20
 """Maximum bytes that are read at a time, beyond one line."""
 MAX_ENDING = 16
@@ -80,7 +81,7 @@ RunLine = Callable[[Batch, Line], Awaitable[LineResult]]
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A batch that this process runs, or ends."""
+    """A batch that this process currently runs or ends."""
 
     task: asyncio.Task[None]
     ending: bool
@@ -108,8 +109,9 @@ class BatchRunner:
     ) -> None:
         """Create a runner; ``model`` is the served model's id.
 
-        ``run_line`` bounds how many lines run at a time; a batch passes it up to ``max_in_flight``.
-        ``has_key``: whether the API key that created a batch still allows it.
+        ``run_line`` runs one line, and bounds how many run at a time. A batch calls it for up to
+        ``max_in_flight`` lines at once. ``has_key`` returns whether the API key that created a
+        batch is still valid and allows inference.
         """
         self.owner = secrets.token_hex(8)
         self._store = store
@@ -132,7 +134,7 @@ class BatchRunner:
         self._swept_at = self._collected_at = float("-inf")
 
     async def start(self) -> None:
-        """Start to look for batches."""
+        """Start looking for batches to run."""
         self._follow = spawn(self._look_again(), "batches")
 
     async def close(self) -> None:
@@ -236,7 +238,8 @@ class BatchRunner:
         return None if self._has_key(batch) else (BatchStatus.FAILED, (_KEY_IS_GONE,))
 
     async def _attend(self, batch: Batch) -> None:
-        """Stop a running batch that was cancelled, taken over, or has lost its key."""
+        """Stop a running batch if it was cancelled or taken over by another process, or if its API
+        key was revoked."""
         run = self._runs[batch.id]
         if batch.owner != self.owner:
             if batch.owner:
@@ -297,7 +300,8 @@ class BatchRunner:
         await self._end(batch)
 
     async def _end(self, batch: Batch) -> None:
-        """End a batch that has no other work left."""
+        """End a batch whose lines have run, that was cancelled, whose window is over, or whose API
+        key was revoked."""
         ended = self._end_of(batch)
         if ended is None:
             # Its key is valid again, so it is claimed again.
@@ -330,7 +334,8 @@ class BatchRunner:
             return find_faults(file, self._max_line_bytes, batch.endpoint, self._model)
 
     async def _run_lines(self, batch: Batch, path: Path, pace: Pace) -> bool:
-        """Run the lines without a result; False: the batch was put on hold before the last one."""
+        """Run the lines of a batch that have no result yet. Return False if the batch was put on
+        hold before the last one."""
         done = await self._store.ask(Database.done_lines, batch.id)
         lines = _Lines(path, self._max_line_bytes)
         places = asyncio.Semaphore(self._max_in_flight)
@@ -394,7 +399,7 @@ class _Lines:
         self._lines: Iterator[Line] = read_lines(self._file, max_bytes)
 
     def take(self) -> list[Line]:
-        """Return the next lines; none at the end."""
+        """Return the next lines of the file; an empty list at its end."""
         taken: list[Line] = []
         began = self._file.tell()
         for line in itertools.islice(self._lines, _LINES_AT_ONCE):

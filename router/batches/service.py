@@ -39,7 +39,8 @@ class Page(Generic[T]):
 
 
 class BatchService:
-    """Checks requests and runs them in the store. Raises BatonError. Owned by the event loop."""
+    """Checks tenants' requests about files and batches, and applies them to the store. Raises
+    BatonError. Owned by the event loop."""
 
     def __init__(
         self,
@@ -49,9 +50,8 @@ class BatchService:
         on_change: Callable[[], None],
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Create it; ``model`` is the served model's id, ``on_change`` is called when there is
-        work.
-        """
+        """Create a service; ``model`` is the served model's id. ``on_change`` is called when a
+        batch was created or cancelled."""
         self._store = store
         self._model = model
         self._max_line_bytes = config.max_body_bytes
@@ -82,7 +82,8 @@ class BatchService:
     async def files(
         self, tenant: str, purpose: str, after: str, limit: int, *, ascending: bool
     ) -> Page[StoredFile]:
-        """Return the files after ``after``; ``purpose`` "" is any. Raises InvalidRequest."""
+        """Return a tenant's files that follow the file with the id ``after``; ``purpose`` "" is
+        any. Raises InvalidRequest."""
         _check_limit(limit, MAX_FILES)
         if not self._store.used:
             return Page((), has_more=False)
@@ -151,7 +152,8 @@ class BatchService:
         return batch
 
     async def batches(self, tenant: str, after: str, limit: int) -> Page[Batch]:
-        """Return batches, newest first, after ``after``. Raises InvalidRequest."""
+        """Return a tenant's batches that follow the batch with the id ``after``, newest first.
+        Raises InvalidRequest."""
         _check_limit(limit, MAX_BATCHES)
         if not self._store.used:
             return Page((), has_more=False)

@@ -15,7 +15,7 @@ _Waiter = tuple[int, int, str, asyncio.Future[None]]
 
 
 class BatchHeld(Exception):
-    """The batch is on hold: none of its lines may begin."""
+    """Raised because the batch is on hold: none of its lines may begin."""
 
 
 class LineSlots:
@@ -43,12 +43,13 @@ class LineSlots:
                     turn.set_exception(BatchHeld(batch_id))
 
     def resume(self, batch_id: str) -> None:
-        """Undo ``hold``."""
+        """Allow the lines of a batch to begin again, after ``hold``."""
         self._held.discard(batch_id)
 
     @asynccontextmanager
     async def slot(self, batch: Batch) -> AsyncIterator[None]:
-        """Hold a slot for a line until the end of the block. Raises BatchHeld."""
+        """Wait for a slot for a line, and keep it until the end of the context. Raises
+        BatchHeld."""
         if batch.id in self._held:
             raise BatchHeld(batch.id)
         if self._free > 0 and not self._has_waiters():

@@ -31,13 +31,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _PIECE_BYTES = 256 << 10
-"""Size of the buffer for uploaded data before it is written."""
+"""Size of the buffer in which an upload's data is collected before it is written, in bytes."""
 _ROOM_BYTES = 8 << 20
-"""Room that an upload reserves in advance."""
+"""Storage room that an upload reserves in advance, in bytes."""
 MAX_UPLOADS = 64
 """Maximum number of uploads that one process receives at a time."""
 MAX_UPLOADS_OF_TENANT = 4
-"""The same maximum per tenant."""
+"""Maximum number of uploads of one tenant that one process receives at a time."""
 KEPT_S = 30 * 86400
 """Default time for which a file is kept, in seconds."""
 ORPHAN_S = 3600.0
@@ -66,7 +66,7 @@ class Incoming:
             await self.flush()
 
     async def flush(self) -> None:
-        """Write the buffer. Raises as ``write`` does."""
+        """Write the buffered data to disk. Raises as ``write`` does."""
         data, self._gathered = self._gathered, bytearray()
         size = self.size + len(data)
         if size > self._room:
@@ -82,13 +82,15 @@ class Incoming:
         self.size = size
 
     async def keep(self, filename: str, purpose: str, expires_s: int | None = None) -> StoredFile:
-        """Turn it into a file that expires after ``expires_s`` seconds, by default ``KEPT_S``."""
+        """Turn the upload into a file that expires after ``expires_s`` seconds, by default
+        ``KEPT_S``."""
         await self.flush()
         return await self._store.keep(self, filename, purpose, expires_s)
 
 
 class BatchStore:
-    """Files and batches on disk. A thread owns the connection; the event loop owns this object."""
+    """Files and batches on disk. A thread owns the connection to the database; the event loop owns
+    this object."""
 
     def __init__(
         self, folder: Path, quota: Quota, unix_clock: Callable[[], float] = time.time
@@ -121,7 +123,7 @@ class BatchStore:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Call a method of the table, such as ``Database.batch``, on the thread."""
+        """Call a method of the database, such as ``Database.batch``, on the database's thread."""
         return await self._on_thread(lambda: method(self._open(), *args, **kwargs))
 
     # Files
@@ -171,7 +173,7 @@ class BatchStore:
         return file
 
     def _drop(self, paths: Sequence[Path]) -> None:
-        """Remove uploads that are not kept, and free their room."""
+        """Remove uploads that are not kept, and free the room that they reserved."""
         for path in paths:
             path.unlink(missing_ok=True)
         self._open().release_uploads([path.name for path in paths])
@@ -222,7 +224,8 @@ class BatchStore:
     ) -> Batch:
         """Write the results to files, and end the batch with ``status``. Raises LeaseLost.
 
-        It uses its own thread and connection, because it may write for seconds.
+        The work has its own thread and connection to the database, because it may write for
+        seconds.
         """
         return await asyncio.to_thread(self._finish, held, status, at, faults)
 

@@ -16,7 +16,7 @@ MARKS = ", ".join("?" * len(UNFINISHED))
 VERSION = 4
 """Version of the tables."""
 BUSY_S = 5.0
-"""Maximum wait of a change for one of another process, in seconds."""
+"""Maximum time that a change waits for a change by another process, in seconds."""
 _TABLES = """
 CREATE TABLE files (
     place INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -59,7 +59,8 @@ class Free:
     """Selects the unfinished batches that a process may claim."""
 
     owners: Collection[str]
-    """This process, dead ones, and "" for batches without an owner."""
+    """Owners whose batches may be claimed: this process, dead processes, and "" for batches without
+    an owner."""
     but: Collection[str] = ()
     """Ids of excluded batches."""
 
@@ -105,7 +106,8 @@ def _make_tables(connection: sqlite3.Connection, path: Path) -> None:
 
 @contextmanager
 def change(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """Run one transaction. It takes the write lock at its start, so that it never has to retry."""
+    """Run the context's body as one transaction. It takes the write lock at its start, so that it
+    never has to retry."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield connection

@@ -18,9 +18,9 @@ from baton.liveness.listening import listening
 MAX_FIELDS = 16
 MAX_FIELD_BYTES = 4096
 _FORM_BYTES = (MAX_FIELDS + 1) * (MAX_FIELD_BYTES + 4096)
-"""Maximum size of the form without the file."""
+"""Maximum size of an upload's form without the file, in bytes."""
 _PART_BYTES = 64
-"""Size charged for a part in addition to its headers and contents."""
+"""Number of bytes that each part of a form counts in addition to its headers and contents."""
 _MAX_NAME_CHARACTERS = 255
 _MAX_DIGITS = 12
 
@@ -30,12 +30,12 @@ Write = Callable[[bytes], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """The form's data about its file."""
+    """What a form states about the file that it uploads."""
 
     filename: str
     purpose: str
     expires_s: int | None = None
-    """Requested time for which it is kept, in seconds; None: not given."""
+    """Requested time for which the file is kept, in seconds; None: not given."""
 
 
 async def receive_upload(
@@ -89,12 +89,12 @@ class _Form:
         self.filename: str | None = None
         """Name of the file, once its part has begun."""
         self.pieces: list[bytes] = []
-        """Pieces of the file since the last clear."""
+        """Pieces of the file that were not passed on yet."""
         self.ended = False
         self._part = _Part()
         self._is_file = False
         self._left = _FORM_BYTES
-        """Remaining bytes for headers and fields."""
+        """Number of bytes that headers and fields may still take."""
         try:
             self._parser = MultipartParser(
                 boundary,
@@ -174,7 +174,8 @@ class _Form:
 
 
 def _expires_s(fields: dict[str, str]) -> int | None:
-    """Read OpenAI's two fields for the expiry. Raises InvalidRequest."""
+    """Return the time for which a file is kept, in seconds, from the two form fields of OpenAI;
+    None: not given. Raises InvalidRequest."""
     anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
     if anchor is None and seconds is None:
         return None

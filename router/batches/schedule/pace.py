@@ -12,7 +12,7 @@ class Pace:
     """Limits how many lines of a batch may begin per second. Owned by the event loop."""
 
     def __init__(self, lines_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create a pace; infinite ``lines_per_s`` means no limit."""
+        """Create a pace of ``lines_per_s`` lines per second; infinity means no limit."""
         self._lines_per_s = lines_per_s
         self._clock = clock
         self._last_at = -math.inf
@@ -20,7 +20,7 @@ class Pace:
         self.stopped = False
 
     def change(self, lines_per_s: float) -> None:
-        """Continue at another pace, above 0."""
+        """Continue at ``lines_per_s`` lines per second, above 0."""
         if lines_per_s != self._lines_per_s:
             self._lines_per_s = lines_per_s
             self._changed.set()
@@ -31,7 +31,7 @@ class Pace:
         self._changed.set()
 
     async def turn(self) -> bool:
-        """Wait until the next line may begin; return False once none may begin any more."""
+        """Wait until the next line may begin, and return True; return False after ``stop``."""
         while not self.stopped:
             now = self._clock()
             wait_s = self._last_at + 1 / self._lines_per_s - now

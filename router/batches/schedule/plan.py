@@ -23,7 +23,7 @@ from baton.config.daily_hours import DailyHours, seconds_of
 MARGIN = 1.25
 """Safety factor on the predicted time: the slack of later hours is not known."""
 MIN_LINES = 8
-"""Number of finished lines needed to estimate the tokens of the others."""
+"""Minimum number of finished lines from which the tokens of the other lines are estimated."""
 
 Spans = Sequence[tuple[float, float]]
 
@@ -35,9 +35,9 @@ class BatchWork:
     id: str
     tenant: str
     expires_at: float
-    """End of its window, in Unix seconds."""
+    """End of the batch's completion window, in Unix seconds."""
     total: int
-    """Number of lines of its file."""
+    """Number of lines of the batch's input file."""
     done: int
     """Number of lines with a result."""
     tokens: int
@@ -70,11 +70,12 @@ class BatchSchedule:
 
     state: SpeedState
     lines_per_s: float
-    """Lines that may begin per second: infinite at full speed, 0 while the batch waits."""
+    """Number of lines that may begin per second: infinite at full speed, 0 while the batch
+    waits."""
     starts_at: float | None = None
     """When a waiting batch continues."""
     ends_at: float | None = None
-    """Estimated end, at most the end of the window; None: not known yet."""
+    """Estimated end of the batch, at most the end of its window; None: not known yet."""
     late_lines: int = 0
     """Estimated number of lines without an answer when the window ends."""
 
@@ -117,9 +118,10 @@ def _plan_tenant(
     next_begin: float,
     now: float,
 ) -> dict[str, BatchSchedule]:
-    """Plan the batches of a tenant, which has ``share`` of the slack; the earliest deadlines first.
+    """Plan the batches of a tenant that gets the fraction ``share`` of the slack; batches with the
+    earliest deadlines come first.
 
-    ``total_s``: seconds of the work of all tenants.
+    ``total_s``: work of all tenants, in seconds of the slack.
     """
     schedules: dict[str, BatchSchedule] = {}
     ahead_s = speed = 0.0
@@ -150,7 +152,7 @@ def _plan_tenant(
 
 
 def _work_s(work: BatchWork, tokens_per_s: float | None) -> float | None:
-    """Return the seconds of the whole slack that the rest of a batch takes; None: not known."""
+    """Return how many seconds the rest of a batch takes with the whole slack; None: not known."""
     per_line = work.tokens_per_line
     if per_line is None or not tokens_per_s:
         return None
@@ -162,7 +164,8 @@ def _spans(hours: DailyHours | None, now: float, end: float) -> Spans:
 
 
 def _missing_share(need_s: float, spans: Spans, now: float, end: float) -> float:
-    """Return the share of full speed needed outside of the hours for ``need_s``; at most 1."""
+    """Return the fraction of the full speed, at most 1, at which a batch must run outside of
+    ``spans`` so that work of ``need_s`` seconds is done by ``end``."""
     inside_s = seconds_of(spans, end)
     outside_s = max(0.0, end - now - inside_s)
     if need_s <= inside_s:
@@ -173,9 +176,10 @@ def _missing_share(need_s: float, spans: Spans, now: float, end: float) -> float
 def _progress(
     work_s: float, speed: float, spans: Spans, now: float, end: float
 ) -> tuple[float, float]:
-    """Return the seconds of ``work_s`` done by ``end``, and when all is done, at most ``end``.
+    """Return how much of the work ``work_s`` is done by ``end``, in seconds of work, and the time
+    at which all of it is done, at most ``end``.
 
-    ``speed`` is that outside of ``spans``, as a share of the full speed.
+    Work runs at full speed within ``spans``, and at the fraction ``speed`` of it outside of them.
     """
     done, at = 0.0, now
     for first, last in (*spans, (end, end)):

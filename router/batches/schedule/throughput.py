@@ -1,4 +1,5 @@
-"""Learns the tokens per second of batches at full speed. ``now`` is passed in."""
+"""Learns how many tokens per second batches generate and read at full speed. ``now`` is passed
+in."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ from dataclasses import dataclass
 MIN_S = 10.0
 """Minimum length of a measurement, in seconds."""
 MIN_LINES = 8
-"""Minimum number of lines that end in a measurement."""
+"""Minimum number of lines that must end during a measurement."""
 NEW_SHARE = 0.3
-"""Weight of a new measurement against the earlier ones."""
+"""Weight of a new measurement in the learned speed; the earlier ones have the rest."""
 BEHIND = 0.8
-"""Paced batches below this share of their pace use all of the available slack."""
+"""Batches that reach less than this fraction of their pace count as measured at full speed: they
+use all of the available slack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Progress:
 
 
 class Throughput:
-    """Measures the speed while batches run. Idle time does not count."""
+    """Measures the tokens per second of batches while they run. Idle time does not count."""
 
     def __init__(self) -> None:
         self._last_at = 0.0
@@ -36,7 +38,8 @@ class Throughput:
         self._passed_s = 0.0
         self._lines = self._tokens = 0
         self._asked = math.inf
-        """Lowest requested rate in the measurement."""
+        """Lowest rate that batches requested during the current measurement, in tokens per
+        second."""
 
     def observe(self, progress: Progress, asked: float, now: float) -> float | None:
         """Add an observation; return the new speed in tokens per second if one was just learned.
@@ -59,7 +62,8 @@ class Throughput:
 
 
 def _learned(known: float | None, rate: float, *, is_full: bool) -> float:
-    """Combine a measured rate with the known speed; at a lower pace it is only a lower bound."""
+    """Combine a measured rate with the known speed. A rate that was not measured at full speed is
+    only a lower bound."""
     if known is None:
         return rate
     if not is_full:
