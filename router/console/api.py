@@ -41,7 +41,7 @@ from router.http.sse import EventStream, encode_events
 log = logging.getLogger(__name__)
 
 SLOW_VIEWER_S = 5.0
-"""Seconds after which a viewer that does not read is disconnected."""
+"""Time after which a viewer that does not read its snapshots is disconnected, in seconds."""
 _BODY_BYTES, _BODY_S = 4096, 5.0
 _NVIDIA = Path("/dev/nvidiactl")
 _KINDS = {
@@ -66,7 +66,8 @@ _HEADERS = {
 
 
 class ConsoleApi:
-    """The endpoints. The gate checks keys, by the tables of ``router.access.access``."""
+    """The console's endpoints. The HTTP gate checks the keys of requests, by the tables of
+    ``router.access.access``."""
 
     def __init__(
         self,
@@ -77,7 +78,8 @@ class ConsoleApi:
         access: Access,
         what_if: WhatIfProgram | None = None,
     ) -> None:
-        """Create the endpoints; ``model``: its name. ``what_if`` None: no what-if questions."""
+        """Create the endpoints; ``model`` is the served model's name. ``what_if`` None: what-if
+        questions are not answered."""
         collector = SnapshotCollector(
             cluster, stats.metrics, config, model, what_if=what_if is not None
         )
@@ -107,7 +109,7 @@ class ConsoleApi:
         )
 
     async def close(self) -> None:
-        """End all streams."""
+        """End the streams of all viewers."""
         await self.broadcaster.close()
 
     async def page(self, request: Request) -> Response:
@@ -181,7 +183,7 @@ class ConsoleApi:
 
 @cache
 def _contents() -> dict[str, tuple[bytes, str]]:
-    """Return bytes and ETags of the page's files, by name."""
+    """Return the bytes and the ETag of each file of the console's page, by name."""
     bodies = {
         one.name: one.read_bytes()
         for one in files(__package__).joinpath("static").iterdir()
@@ -193,7 +195,7 @@ def _contents() -> dict[str, tuple[bytes, str]]:
 
 
 def _file(request: Request, name: str) -> Response:
-    """Return a file of the page. Raises NotFound."""
+    """Return a file of the console's page. Raises NotFound."""
     content = _contents().get(name)
     if content is None:
         raise NotFound(f"the console has no file {name!r}")

@@ -26,7 +26,8 @@ MAX_VIEWERS = 64
 
 
 class SnapshotBroadcaster:
-    """Sends snapshots as JSON. ``collect`` makes one; ``clear`` is called after the last viewer."""
+    """Sends snapshots as JSON to all viewers. ``collect`` makes a snapshot; ``clear`` is called
+    when the last viewer has left."""
 
     def __init__(
         self,
@@ -39,17 +40,18 @@ class SnapshotBroadcaster:
         self._interval_s = interval_s
         self._task: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
-        """Held while the task is started or ended."""
+        """Held while the task that collects snapshots is started or ended."""
         self._changed = asyncio.Condition()
         self._version = 0
         self._latest = ""
-        """Empty before the first snapshot."""
+        """The latest snapshot as JSON; empty before the first one."""
         self._closed = False
         self.viewers = 0
 
     @asynccontextmanager
     async def viewer(self) -> AsyncIterator[None]:
-        """Collect snapshots within the context. Raises Overloaded, Unavailable."""
+        """Count as a viewer within the context, so that snapshots are collected. Raises Overloaded,
+        Unavailable."""
         if self.viewers >= MAX_VIEWERS:
             raise Overloaded(
                 f"{MAX_VIEWERS} viewers are the maximum; close another console", retry_after=10.0

@@ -41,7 +41,7 @@ _COUNTS = {
     "baton_request_latency_seconds_bucket": ("e2el", "class", "le"),
     "baton_request_latency_seconds_sum": ("e2el_sum", "class"),
 }
-"""For each series, its name in the console and the labels that are kept."""
+"""For each metric: its name in the console, and the labels that the console keeps."""
 _GAUGES = {
     "baton_active_requests": ("active",),
     "baton_waiting_requests": ("waiting", "tenant"),
@@ -49,7 +49,8 @@ _GAUGES = {
 
 
 class SnapshotCollector:
-    """Makes snapshots. It keeps earlier counts until ``clear``."""
+    """Makes snapshots of the cluster. It keeps earlier counts, from which it computes rates, until
+    ``clear``."""
 
     def __init__(
         self,
@@ -60,7 +61,8 @@ class SnapshotCollector:
         *,
         what_if: bool,
     ) -> None:
-        """Create a collector; ``model``: its name. ``what_if``: whether what-if is available."""
+        """Create a collector; ``model`` is the served model's name. ``what_if``: whether what-if
+        questions are answered."""
         self._cluster = cluster
         self._metrics = metrics
         self._config = config
@@ -108,7 +110,8 @@ class SnapshotCollector:
 
 
 def read_router(metrics: RouterMetrics) -> tuple[dict[Key, float], dict[Key, float]]:
-    """Return the shown counters and gauges, summed over the processes that share a port."""
+    """Return the router's counters and gauges that the console shows, summed over the processes
+    that share a port."""
     counts: dict[Key, float] = {}
     gauges: dict[Key, float] = {}
     for family in metrics.shown().collect():
@@ -121,6 +124,7 @@ def read_router(metrics: RouterMetrics) -> tuple[dict[Key, float], dict[Key, flo
 
 
 def load_of(link: WorkerLink) -> LoadSnapshot:
-    """Return the load of a worker, preferably its stream's: the registry's is a heartbeat old."""
+    """Return the load of a worker as its stream reported it, if it did; the registry's copy may be
+    a heartbeat old."""
     load = link.engine_load
     return load if isinstance(load, LoadSnapshot) else convert.load_from_proto(load)

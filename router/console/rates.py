@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from itertools import islice
 
 Key = tuple[str, ...]
-"""A counter: its name and its labels."""
+"""Key of a counter: its name and the values of its labels."""
 Counts = Mapping[Key, float]
 
 
 class CounterWindow:
-    """The samples of the last ``span_s`` seconds, and the one before them."""
+    """The samples of counters in the last ``span_s`` seconds, and the one before them."""
 
     def __init__(self, span_s: float) -> None:
         self._span_s = span_s
@@ -34,11 +34,12 @@ class CounterWindow:
         self._samples.clear()
 
     def growth(self, span_s: float) -> tuple[float, dict[Key, float]]:
-        """Return the span between the sample ``span_s`` ago (or the first) and the last, and the
-        growth.
+        """Return a time of about ``span_s`` seconds up to the last sample, in seconds, and how much
+        each counter grew in it.
 
-        The span is 0 s while there are fewer than two samples. A counter that is new, with its
-        process or a label, counts with its whole value.
+        The time runs from the sample ``span_s`` ago, or the first one, to the last sample. It is 0
+        s while there are fewer than two samples. A counter that is new, with its process or a
+        label, counts with its whole value.
         """
         if len(self._samples) < 2:
             return 0.0, {}
@@ -71,10 +72,10 @@ class Percentiles:
 
 
 def percentiles(buckets: Mapping[float, float]) -> Percentiles | None:
-    """Return percentiles of ``buckets``: for each upper bound in seconds, the number of values up
-    to it.
+    """Return the percentiles of a histogram. ``buckets`` gives, for each upper bound in seconds,
+    the number of values up to the bound.
 
-    The last bound is infinity. None if there are no values.
+    The last bound is infinity. Returns None if there are no values.
     """
     bounds = sorted(buckets)
     count = buckets[bounds[-1]] if bounds else 0.0

@@ -22,7 +22,7 @@ WINDOW_S = 60.0
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 ALL = "all classes"
 _FAILED = frozenset({"error", "checksum", "expired"})
-"""Outcomes of failed handoffs."""
+"""Outcomes with which metrics count a handoff as failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +32,26 @@ class ObservedWorker:
     record: WorkerRecord
     load: LoadSnapshot
     is_up: bool
-    """Whether it takes new requests."""
+    """Whether the worker takes new requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The input of a snapshot."""
+    """What a snapshot is computed from."""
 
     at: float
-    """Unix seconds."""
+    """Time of the observation, in Unix seconds."""
     model: str
     health: str
-    """``ok``, ``degraded`` or ``down``."""
+    """Health of the cluster: ``ok``, ``degraded`` or ``down``."""
     reason: str
     workers: Sequence[ObservedWorker]
     pages: Mapping[str, WorkerPage]
-    """Pages by slot, of the workers that answered."""
+    """The /metrics pages of the workers that answered, by slot."""
     counts: Mapping[Key, float]
-    """The router's latest counters, which are also in the window."""
+    """The router's latest counters, which are also the last sample of the window."""
     gauges: Mapping[Key, float]
-    """The router's gauges, such as ``waiting`` by tenant."""
+    """The router's gauges, such as the number of waiting requests of each tenant."""
     what_if: bool
     """Whether what-if questions are answered."""
     chat: bool
@@ -66,7 +66,7 @@ class WorkerView:
     pool: str
     role: str
     state: str
-    """``ready``, ``draining`` or ``unreachable``."""
+    """State of the worker: ``ready``, ``draining`` or ``unreachable``."""
     running: int
     waiting: int
     max_sequences: int
@@ -74,7 +74,7 @@ class WorkerView:
     """Sequences in the last step divided by the maximum. If the worker's page did not answer,
     running sequences divided by the maximum."""
     step_ms: float
-    """Duration of decode steps; 0 before the first."""
+    """Duration of the worker's decode steps, in milliseconds; 0 before the first one."""
     context_tokens: int
     total_blocks: int
     used_blocks: int
@@ -85,12 +85,12 @@ class WorkerView:
     disk_blocks: int
     block_tokens: int
     in_flight_bytes: int
-    """Bytes of KV that it is currently sending."""
+    """Bytes of KV that the worker is currently sending."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """A pool: sums over its workers."""
+    """A pool as the console shows it: sums over its workers."""
 
     name: str
     workers: int
@@ -98,7 +98,7 @@ class PoolView:
     running: int
     waiting: int
     places: int
-    """Maximum sequences in a step."""
+    """Maximum number of sequences in one step, summed over the pool's workers."""
     total_blocks: int
     used_blocks: int
     cached_blocks: int
@@ -112,41 +112,41 @@ class TransferView:
     receiver: str
     transport: str
     bytes_per_s: float
-    """Rate of the last ``RATE_S`` seconds."""
+    """Bytes per second over the last ``RATE_S`` seconds."""
     moved: bool
     """Whether bytes have arrived since the last snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffView:
-    """All handoffs."""
+    """Figures of all handoffs in the cluster."""
 
     per_s: float
     bytes_per_s: float
     failed: int
-    """Failed handoffs of the window."""
+    """Number of handoffs that failed in the last ``WINDOW_S`` seconds."""
     seconds: Percentiles | None
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyView:
-    """One latency of one class."""
+    """Percentiles of one kind of latency, such as TTFT, of one context-length class."""
 
     lately: Percentiles | None
-    """Percentiles of the window."""
+    """Percentiles over the last ``WINDOW_S`` seconds."""
     all: Percentiles | None
     """Percentiles since the router started."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClassView:
-    """One context-length class."""
+    """A context-length class as the console shows it."""
 
     name: str
     requests_per_s: float
     good_share: float | None
-    """Share of the window's requests that met every SLO. Shed and failed requests did not; aborted
-    ones do not count."""
+    """Share of the requests of the last ``WINDOW_S`` seconds that met every SLO. Shed and failed
+    requests count as missed; aborted ones do not count."""
     slo_ttft_s: float
     slo_tpot_s: float
     ttft: LatencyView
@@ -157,18 +157,18 @@ class ClassView:
 
 @dataclass(frozen=True, slots=True)
 class TrafficView:
-    """All classes together."""
+    """Figures of all context-length classes together."""
 
     requests_per_s: float
-    """Ended requests, of any outcome."""
+    """Requests per second that ended, with any outcome."""
     prompt_tokens_per_s: float
     output_tokens_per_s: float
     cached_share: float | None
-    """Share of the window's prompt tokens found in a cache."""
+    """Share of the prompt tokens of the last ``WINDOW_S`` seconds whose KV was found in a cache."""
     good_share: float | None
     good_per_s: float
     shed: int
-    """Shed requests of the window."""
+    """Number of requests that were shed in the last ``WINDOW_S`` seconds."""
     failed: int
     active: int
     waiting: int
@@ -181,9 +181,10 @@ class CostView:
 
     per_hour: float
     per_request: float | None
-    """Mean over the window's requests that ended well, or whose client left."""
+    """Mean cost of the requests of the last ``WINDOW_S`` seconds that ended well, or whose client
+    left."""
     per_million_input: float | None
-    """Cost per million prompt tokens, with cached ones."""
+    """Cost per million prompt tokens, cached ones included."""
     per_million_output: float | None
 
 
@@ -209,7 +210,7 @@ class Snapshot:
     """Seconds over which percentiles and shares are measured; 0 in the first snapshot."""
     traffic: TrafficView
     cost: CostView | None
-    """None if tokens have no price."""
+    """Cost of requests; None if tokens have no price."""
     queues: tuple[TenantQueue, ...]
     pools: tuple[PoolView, ...]
     workers: tuple[WorkerView, ...]
@@ -224,16 +225,16 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class _Growth:
-    """Growth of counters."""
+    """Growth of the router's and the workers' counters over several times."""
 
     rate_s: float
     window_s: float
     lately: Mapping[Key, float]
-    """Growth in ``rate_s``."""
+    """Growth of each counter over ``rate_s`` seconds."""
     grown: Mapping[Key, float]
-    """Growth in ``window_s``."""
+    """Growth of each counter over ``window_s`` seconds."""
     just_now: Mapping[Key, float]
-    """Growth since the previous sample."""
+    """Growth of each counter since the previous sample."""
     counts: Mapping[Key, float]
     """Current values of the router's counters."""
 
@@ -243,7 +244,8 @@ class _Growth:
 
 
 def snapshot_of(look: Observation, window: CounterWindow, config: Config) -> Snapshot:
-    """Make a snapshot. The last sample of ``window`` has the counters of ``look`` and its pages."""
+    """Make a snapshot from ``look``. The last sample of ``window`` must have the counters of
+    ``look`` and of its pages."""
     rate_s, lately = window.growth(RATE_S)
     window_s, grown = window.growth(WINDOW_S)
     _, just_now = window.growth(0.0)
@@ -277,7 +279,8 @@ def snapshot_of(look: Observation, window: CounterWindow, config: Config) -> Sna
 
 
 def page_counts(pages: Mapping[str, WorkerPage]) -> dict[Key, float]:
-    """Return the counters of all pages, with the worker's slot after the name."""
+    """Return the counters of all workers' pages. In each key the worker's slot follows the
+    counter's name."""
     return {
         (key[0], slot, *key[1:]): value
         for slot, page in pages.items()
@@ -313,14 +316,15 @@ def _worker(seen: ObservedWorker, page: WorkerPage) -> WorkerView:
 
 
 def _place(worker: WorkerView) -> tuple[bool, str, int, str]:
-    """Return a sort key: prefill workers first, and slots of a pool by number."""
+    """Return the sort key of a worker: prefill workers come first, and slots of a pool are sorted
+    by number."""
     pool, _, number = worker.slot.rpartition("-")
     is_numbered = number.isdecimal()
     return worker.role != "prefill", pool, int(number) if is_numbered else -1, worker.slot
 
 
 def _pools(workers: Sequence[WorkerView], config: Config) -> tuple[PoolView, ...]:
-    """Return the configured pools first, even those without workers."""
+    """Return the pools; the configured ones come first, even those without workers."""
     members: dict[str, list[WorkerView]] = {pool.name: [] for pool in config.pools}
     for worker in workers:
         members.setdefault(worker.pool, []).append(worker)
@@ -382,7 +386,8 @@ def _queues(look: Observation) -> tuple[TenantQueue, ...]:
 def _transfers(
     look: Observation, workers: Sequence[WorkerView], growth: _Growth
 ) -> tuple[TransferView, ...]:
-    """Return a line for each pair that is connected, or over which bytes have arrived."""
+    """Return the transfers of each pair of workers that is connected, or between which bytes have
+    arrived."""
     known = {worker.slot for worker in workers}
     transports = {
         (writer, receiver): transport
@@ -444,7 +449,8 @@ def _class_view(
 
 
 def _percentiles(counts: Mapping[Key, float], *begin: str) -> Percentiles | None:
-    """Return percentiles of the buckets whose keys are ``begin`` and their bounds."""
+    """Return the percentiles of the histogram whose bucket counters have the keys ``(*begin,
+    bound)``."""
     buckets: dict[float, float] = defaultdict(float)
     for key, value in counts.items():
         if key[: len(begin)] == begin:

@@ -23,9 +23,10 @@ from router.workers.worker_link import WorkerLink
 WINDOW_S = 60.0
 """Seconds that the figures cover, once the router has been up for that time."""
 SAMPLE_S = 5.0
-"""Interval between two samples."""
+"""Interval between two samples of the counters, in seconds."""
 MIN_SAMPLE_S = 1.0
-"""Requests within this time, in seconds, share a sample: a burst costs as much as one."""
+"""Requests to the endpoint within this time, in seconds, share a sample, so that a burst of them
+costs as much as one."""
 
 
 class MetricsSummary(BaseModel):
@@ -61,7 +62,8 @@ class _Fill:
 
 
 class SummaryWindow:
-    """Samples of counters and batches, and the figures computed from them. Plain data, no clock."""
+    """Samples of counters and of how full batches are, and the figures computed from them. Plain
+    data, no clock."""
 
     def __init__(self) -> None:
         self._window = CounterWindow(WINDOW_S)
@@ -110,7 +112,7 @@ def _rate(grown: Mapping[Key, float], name: str, seconds: float) -> float:
 
 
 class SummaryApi:
-    """The endpoint, and the samples for its answers."""
+    """Serves ``GET /metrics/summary``, and keeps the metric samples from which it is computed."""
 
     def __init__(
         self,
@@ -132,11 +134,11 @@ class SummaryApi:
         app.add_api_route("/metrics/summary", self.show, tags=["operations"])
 
     def start(self) -> None:
-        """Start to take samples."""
+        """Start taking samples."""
         self._tasks = [spawn(self._run(), "summary")]
 
     async def close(self) -> None:
-        """Stop to take samples."""
+        """Stop taking samples."""
         await end_tasks(self._tasks)
 
     async def show(self) -> MetricsSummary:
@@ -160,7 +162,8 @@ class SummaryApi:
 
 
 def batch_fill(links: Sequence[WorkerLink]) -> float | None:
-    """Return the decode workers' running sequences divided by their maximum, or None."""
+    """Return the decode workers' running sequences divided by their maximum; None without decode
+    workers."""
     decode = [link for link in links if link.record.role == "decode"]
     places = sum(link.record.max_sequences for link in decode)
     running = sum(load_of(link).running for link in decode)

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 DEADLINE_S = 20.0
 _END_S = 5.0
-"""Maximum wait for the end of a killed program, in seconds."""
+"""Maximum time that the router waits for the end of a program that it has killed, in seconds."""
 _LAST_LINE = 500
 """Maximum characters of a failed program's last line in an error."""
 TRAFFIC_S = 600.0
@@ -39,11 +39,11 @@ _VALUE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "f
 _CALL_S = 0.0005
 """One-way time of a message between router and worker, in seconds."""
 _MAX_BYTES_PER_S = 1e12
-"""Bandwidth of a transfer that computing hides entirely."""
+"""Bandwidth, in bytes per second, that stands for a transfer that computing hides entirely."""
 _CHUNK_TOKENS = {True: 512, False: 8192}
-"""Default chunk of a worker on a CPU (True), or on a GPU."""
+"""Default ``chunk_tokens`` of a worker on a CPU (True) or on a GPU (False)."""
 _CPU_CHUNK_KEYS = 1 << 19
-"""Bound of ``engine.engine`` on a CPU's chunks."""
+"""The bound that ``engine.engine`` sets on the chunks of a prompt on a CPU."""
 
 
 _NOT_ASKED = {
@@ -60,12 +60,12 @@ class _Data(BaseModel):
 
 
 class WhatIfRequest(BaseModel):
-    """An operator's request."""
+    """A what-if question as an operator asks it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     prefill: Int = Field(ge=0, le=MAX_WORKERS)
-    """Prefill workers; 0: decode workers also compute the prompts."""
+    """Number of prefill workers; 0: decode workers also compute the prompts."""
     decode: Int = Field(ge=1, le=MAX_WORKERS)
     rate: float = Field(1.0, ge=0.1, le=20)
     """Multiple of the recent rate of requests."""
@@ -82,7 +82,7 @@ class PastRequest(_Data):
     """A request of the recent traffic."""
 
     at_s: float
-    """Seconds after the first one."""
+    """Arrival of the request, in seconds after the first request of the recent traffic."""
     input_tokens: int
     output_tokens: int
     cached_tokens: int
@@ -90,7 +90,7 @@ class PastRequest(_Data):
 
 
 class WhatIfQuestion(_Data):
-    """The simulator's input."""
+    """A question as the simulator reads it."""
 
     config: dict[str, Any]
     """Fields of ``baton.config.cluster.Config``, without secrets."""
@@ -102,14 +102,14 @@ class WhatIfQuestion(_Data):
 
 
 class Percentile(_Data):
-    """Percentiles in seconds; None if no request has the figure."""
+    """Percentiles of a latency, in seconds; None if no request has that latency."""
 
     p50: float | None
     p95: float | None
 
 
 class ShapeAnswer(_Data):
-    """The figures that the traffic would have with these workers."""
+    """The figures that the recent traffic would have with other numbers of workers."""
 
     prefill: int
     decode: int
@@ -121,16 +121,17 @@ class ShapeAnswer(_Data):
     shed_share: float
     """Share of all requests that are shed."""
     prefill_busy: float | None
-    """Share of the time in which the role's engines ran a step; None without such workers."""
+    """Share of the time in which the engines of prefill workers ran a step; None without prefill
+    workers."""
     decode_busy: float
 
 
 class WhatIfAnswer(_Data):
-    """The simulator's output."""
+    """The simulator's answer to a question."""
 
     requests: int
     seconds: float
-    """Time from the first request to the last."""
+    """Time from the first simulated request to the last, in seconds."""
     shapes: tuple[ShapeAnswer, ...]
 
 
@@ -227,15 +228,15 @@ def _profile(
 
 
 def rate_share(own: float, all_requests: Sequence[float]) -> float:
-    """Return this process's share of the requests of all processes on its port; 1 if there were
-    none.
-    """
+    """Return this router process's share of the requests of all processes on its port; 1 if there
+    were no requests."""
     total = sum(all_requests)
     return min(1.0, own / total) if total and own else 1.0
 
 
 class WhatIfProgram:
-    """Runs the program, for one question at a time. Owned by the router's event loop."""
+    """Runs the program that answers what-if questions, for one question at a time. Owned by the
+    router's event loop."""
 
     def __init__(self, command: Sequence[str], deadline_s: float = DEADLINE_S) -> None:
         self._command = tuple(command)
@@ -249,11 +250,12 @@ class WhatIfProgram:
 
     @classmethod
     def of(cls, command: Sequence[str]) -> WhatIfProgram | None:
-        """Create a program for ``command``, or None if it is empty."""
+        """Create a WhatIfProgram that runs ``command``; None if ``command`` is empty."""
         return cls(command) if command else None
 
     async def ask(self, question: WhatIfQuestion) -> WhatIfAnswer:
-        """Run the program. Raises Overloaded while it runs, DeadlineExceeded, BatonError."""
+        """Run the program on a question, and return its answer. Raises Overloaded while it runs for
+        another question, DeadlineExceeded, BatonError."""
         if self.is_busy:
             raise Overloaded(
                 "another what-if question is running; try again when it has ended", retry_after=2.0

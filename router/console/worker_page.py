@@ -16,7 +16,8 @@ from router.console.rates import Key
 from router.http.metrics_pages import MetricsPages
 
 DEADLINE_S = 0.8
-"""Timeout of a page, in seconds. A later page is missing in the snapshot."""
+"""Time limit for fetching a worker's page, in seconds. A page that takes longer is missing in the
+snapshot."""
 _FILL = "baton_batch_fill_ratio"
 _IN_FLIGHT = "baton_transfer_in_flight_bytes"
 _PAIRS = "baton_transfer_pairs"
@@ -37,12 +38,12 @@ class WorkerPage:
     peers: Mapping[str, str] = field(default_factory=dict)
     """Transport by peer slot, for each connected pair."""
     counts: Mapping[Key, float] = field(default_factory=dict)
-    """``received``, peer, transport: bytes. ``handoffs``, outcome: number. ``handoff_seconds``,
-    bound: number of handoffs within that time."""
+    """Counters by key: (``received``, peer, transport) in bytes, (``handoffs``, outcome), and
+    (``handoff_seconds``, bound), the number of handoffs that took at most ``bound`` seconds."""
 
 
 def read_page(text: str) -> WorkerPage:
-    """Parse a page. Raises ValueError for an invalid one."""
+    """Parse the text of a worker's /metrics page. Raises ValueError for an invalid page."""
     lines = [line for line in text.splitlines() if line.startswith(_SERIES)]
     fill: float | None = None
     in_flight = 0
@@ -62,7 +63,8 @@ def read_page(text: str) -> WorkerPage:
 
 
 def _key(name: str, labels: Mapping[str, str]) -> Key | None:
-    """Return the key of a counter."""
+    """Return the key of a counter in ``WorkerPage.counts``; None if the console does not show
+    it."""
     if name == _RECEIVED:
         return "received", labels["peer"], labels["transport"]
     if name == _HANDOFFS:
@@ -80,7 +82,8 @@ class WorkerPages:
         self._client: httpx.AsyncClient | None = None
 
     async def read(self, addresses: Mapping[str, str]) -> dict[str, WorkerPage]:
-        """Fetch the pages at ``addresses`` (host:port). Return those that answer, by key."""
+        """Fetch the pages at ``addresses`` (values host:port). Return the pages of those that
+        answer, by the keys of ``addresses``."""
         if self._client is None:
             self._client = self._pages.client(DEADLINE_S)
         client = self._client
