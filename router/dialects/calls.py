@@ -1,4 +1,5 @@
-"""One tool call: how a format writes it, and how it is read while it is generated."""
+"""One tool call: how a format of tool calls writes it, and how it is read while the model generates
+it."""
 
 from __future__ import annotations
 
@@ -11,16 +12,17 @@ from router.dialects.pieces import Arguments, CallStart, Piece
 from router.dialects.tools import Tool
 
 NAME = r"(?P<name>[A-Za-z0-9_-]{1,64})"
-"""Regular expression of a tool's name."""
+"""Regular expression that matches the name of a tool."""
 MAX_HEAD_CHARACTERS = 512
-"""Maximum characters of a call before its arguments. A text with a longer head is not a call."""
+"""Maximum number of characters of a call before its arguments. A text with a longer head is not a
+call."""
 
 
 class CallReader(Protocol):
-    """Reads one call, whose text arrives in parts, up to the end of its arguments.
+    """Reads one tool call, whose text arrives in parts, up to the end of its arguments.
 
-    A call has begun once it certainly is one: from then on it has pieces. A reader that finds no
-    call of an offered tool is ``broken``.
+    A call has begun once the text certainly is a call: from then on the reader returns pieces of
+    it. A reader that finds no call of an offered tool is ``broken``.
     """
 
     begun: bool
@@ -33,30 +35,33 @@ class CallReader(Protocol):
 
     @property
     def in_arguments(self) -> bool:
-        """Whether arguments have begun and not ended."""
+        """Whether the call's arguments have begun and not ended."""
 
     def take(self, text: str) -> int:
         """Read ``text``. Return how many of its characters belong to the call."""
 
     def pieces(self) -> list[Piece]:
-        """Return the pieces found since the previous call of this method."""
+        """Return the pieces of the answer that were found since this method was last called."""
 
     def finish(self) -> None:
-        """End the text within a call that has begun. ``pieces`` then returns held text."""
+        """Note that the answer ended within a call that has begun. ``pieces`` then returns the text
+        that was held back."""
 
 
 class CallWriter(Protocol):
-    """How a format writes one call, and constrains a model to write it so."""
+    """How a format writes one tool call, and the grammar that makes a model write calls in that
+    form."""
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Markers of the format; some may be special tokens."""
+        """All markers of the format; some may be special tokens."""
 
     def write(self, name: str, arguments: Any) -> str:
-        """Write a call as the model does."""
+        """Return the text of a call, as the model writes it."""
 
     def rules(self, rule: str, tool: Tool, special: Mapping[str, int]) -> list[str]:
-        """Return rules of a grammar; the first, named ``rule``, matches the output of ``write``.
+        """Return rules of a grammar for calls of ``tool``. The first one, named ``rule``, matches
+        what ``write`` returns.
 
         ``special``: ids of the markers that are special tokens. Raises InvalidRequest for a strict
         tool whose schema cannot be fully enforced.
@@ -64,21 +69,23 @@ class CallWriter(Protocol):
 
 
 class CallForm(CallWriter, Protocol):
-    """How a format writes one call. The same declaration reads, writes and constrains it."""
+    """The form of one tool call in a format. The same declaration reads calls, writes them, and
+    gives their grammar."""
 
     @property
     def ends(self) -> tuple[str, ...]:
         """Markers that end a call whose arguments are malformed."""
 
     def reader(self, tools: Mapping[str, Tool]) -> CallReader:
-        """Create a reader of one call of ``tools``, by their names."""
+        """Create a reader of one call. ``tools`` are those that may be called, by name."""
 
 
 class HeadReader(abc.ABC):
     """Reads calls that begin with a name between markers, found by a regular expression."""
 
     def __init__(self, head: re.Pattern[str], tools: Mapping[str, Tool]) -> None:
-        """Create a reader; ``head`` has a group ``name``, and optionally a group ``id``."""
+        """Create a reader. ``head`` matches the text before a call's arguments; it has a group
+        ``name``, and optionally a group ``id``."""
         self._head = head
         self._tools = tools
         self._pieces: list[Piece] = []
@@ -116,14 +123,16 @@ class HeadReader(abc.ABC):
 
     @abc.abstractmethod
     def _begin(self, tool: Tool) -> None:
-        """Prepare for the arguments of a call of ``tool``."""
+        """Prepare for reading the arguments of a call of ``tool``."""
 
     @abc.abstractmethod
     def _take_arguments(self, text: str) -> int:
-        """Read ``text`` within arguments. Return how many of its characters belong to them."""
+        """Read ``text``, which begins within the arguments of a call. Return how many of its
+        characters belong to them."""
 
     def _take_head(self, text: str) -> int:
-        """Read a head. Return where it ends in ``raw``, or how much of ``text`` was taken."""
+        """Read the head of a call: the text before its arguments. Return the position in ``raw`` at
+        which the head ends; if it has not ended, how many characters of ``text`` were taken."""
         room = MAX_HEAD_CHARACTERS - len(self.raw)
         self.raw += text[:room]
         found = self._head.match(self.raw)
@@ -144,6 +153,7 @@ class HeadReader(abc.ABC):
 
 
 def words(texts: tuple[str, ...], *, optional: bool = False) -> str:
-    """Return a regular expression of markers with any white space around each."""
+    """Return a regular expression that matches markers, one after the other, with any white space
+    around each."""
     mark = "?" if optional else ""
     return r"\s*+" + "".join(rf"(?:{re.escape(text.strip())}){mark}\s*+" for text in texts)

@@ -20,15 +20,17 @@ from router.text.chat_template import ChatTemplate
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The formats of a served model, found once."""
+    """The formats in which a served model writes reasoning and tool calls, found once."""
 
     tools: ToolFormat
     reasoning: ReasoningFormat | None
-    """None: the model does not reason, or its reasoning stays in the content."""
+    """Format of the model's reasoning; None: the model does not reason, or its reasoning stays in
+    the content."""
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All markers. The parser needs their text even where they are special tokens."""
+        """All markers of the dialect. The parser needs their text even where they are special
+        tokens."""
         return (*self.tools.texts, *self.answer_texts)
 
     @property
@@ -69,8 +71,8 @@ _CALLS_IN_REASONING = {
     # The tag alone may be a word of the reasoning.
     QWEN3_CODER.name: f"{QWEN3_CODER.markers.opening}\n<function=",
 }
-"""Beginning of a call, by format, for models that sometimes call tools within their reasoning
-without ending it first."""
+"""Text that begins a call, by format. Models of these formats sometimes call tools within their
+reasoning without ending it first."""
 REASONING_FORMATS = {form.name: form for form in (THINK, MISTRAL, HARMONY_REASONING)}
 
 

@@ -1,4 +1,5 @@
-"""The formats of the families of models. Each also reads variants that related models write."""
+"""The formats of tool calls of the families of models. Each also reads variants that related models
+write."""
 
 from __future__ import annotations
 
@@ -336,13 +337,15 @@ _SIGNS: tuple[tuple[ToolFormat, tuple[str, ...]], ...] = (
     (MISTRAL_ARGS, ("[TOOL_CALLS]", "[ARGS]")),
     (MISTRAL, ("[TOOL_CALLS]",)),
 )
-"""Texts in the chat template that identify a format. The first match decides."""
+"""For each format of tool calls: texts in a chat template that identify it. The first match
+decides."""
 
 
 def format_for(
     name: ToolParserName, template: ChatTemplate | None, is_special: Callable[[str], bool]
 ) -> ToolFormat:
-    """Return the format called ``name``; ``auto`` finds it by the template and the vocabulary.
+    """Return the format of tool calls with the name ``name``; ``auto`` finds it by the chat
+    template and the vocabulary.
 
     Markers in the template decide first. Next are the special tokens of Kimi K2, and of Llama if
     the template supports tools, then the names of SmolLM and Gemma. All other models get Hermes'

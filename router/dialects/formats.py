@@ -36,7 +36,7 @@ def mistral_id() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat(abc.ABC):
-    """The declaration of a format."""
+    """Base class of the formats of tool calls."""
 
     name: str
     form: CallWriter
@@ -44,11 +44,11 @@ class ToolFormat(abc.ABC):
     before: str
     """Text before the first call."""
     between: str | None
-    """Text between two calls; None: an answer ends with its first call."""
+    """Text between two calls; None: an answer ends with its first call, so it has no second one."""
     behind: str
     """Text after the last call."""
     how_to_call: str
-    """The part of the instructions that shows a call."""
+    """The part of the system message's instructions that shows how to write a call."""
     result_frame: tuple[str, str] = ("<tool_response>\n", "\n</tool_response>")
     """Text around a tool's result, for a model whose chat template has no role for it."""
     new_id: Callable[[], str] = openai_id
@@ -59,7 +59,8 @@ class ToolFormat(abc.ABC):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The markers. The parser needs their text even if they are special tokens."""
+        """All markers of the format. The parser needs their text even if they are special
+        tokens."""
         return self.form.texts
 
     def instructions(self, tools: Iterable[Tool]) -> str:
@@ -72,7 +73,7 @@ class ToolFormat(abc.ABC):
         )
 
     def written(self, calls: Sequence[tuple[str, Any]]) -> str:
-        """Write calls, each a name and arguments, as the model does."""
+        """Return the text of calls, each a name and arguments, as the model writes them."""
         texts = (self.form.write(name, given) for name, given in calls)
         return self.before + (self.between or "").join(texts) + self.behind
 
@@ -117,7 +118,7 @@ class MarkedFormat(ToolFormat):
     markers: Markers
     form: CallForm
     reads: CallForm | None = None
-    """Another form of calls that is read, but not written."""
+    """Another form of calls that models may write. It is read, but never written into prompts."""
 
     def parser(self, tools: Mapping[str, Tool]) -> AnswerParser:
         """See ``ToolFormat``."""

@@ -49,12 +49,14 @@ _HEADER = re.compile(
 _BEGINNINGS = (START, CHANNEL, "to=")
 _FUNCTION = re.compile(rf"to=functions\.{NAME}")
 _BETWEEN = "\n\n"
-"""Text between two messages of one kind."""
+"""Text that is put between two messages of one type, such as two of content, when they are
+joined."""
 
 
 @dataclass(frozen=True, slots=True)
 class HarmonyCalls:
-    """Calls that are messages to a function. The token after a call ends the answer."""
+    """The form of gpt-oss's tool calls, which are messages to a function. The token after a call
+    ends the answer."""
 
     texts: tuple[str, ...] = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 
@@ -73,7 +75,7 @@ def _opened(name: str) -> str:
 
 
 class HarmonyParser(SteppedParser):
-    """An ``AnswerParser`` of the messages of one answer."""
+    """An ``AnswerParser`` for one answer of gpt-oss, which consists of messages."""
 
     def __init__(
         self, tools: Mapping[str, Tool], begins_in: AnswerPart, *, shows_reasoning: bool
@@ -93,9 +95,9 @@ class HarmonyParser(SteppedParser):
         if begins_in != "start":
             self._kind = Content if begins_in == "content" else self._reasoning
         self._name = ""
-        """Tool of a call message whose body has not begun."""
+        """Name of the tool in the header of a call whose body has not begun."""
         self._given: set[type[Content | Reasoning | Arguments]] = set()
-        """Types of earlier messages."""
+        """Types of the pieces that earlier messages of the answer gave."""
         self._is_new = False
         """Whether the current message has no text yet."""
 
@@ -165,7 +167,7 @@ class HarmonyParser(SteppedParser):
         return True
 
     def _begin_call(self) -> bool:
-        """Begin a call at the start of its body if the body is an object, or empty."""
+        """Begin a call if the body of its message starts as a JSON object, or is empty."""
         body = self._text.lstrip(WHITE)
         ends = (*ENDS, START)
         if any(one.startswith(body) and one != body for one in ends):
@@ -195,7 +197,7 @@ class HarmonyParser(SteppedParser):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarmonyFormat(ToolFormat):
-    """The format of calls that are messages of an answer."""
+    """The format of gpt-oss's tool calls, which are messages of an answer."""
 
     def parser(self, tools: Mapping[str, Tool]) -> AnswerParser:
         """See ``ToolFormat``."""

@@ -1,4 +1,4 @@
-"""Calls whose arguments are a JSON object, and the readers of such calls.
+"""Tool calls whose arguments are a JSON object, and the readers of such calls.
 
 ObjectCalls    {"name": "look_up", "arguments": {"word": "x"}}
 NamedCalls     look_up[ARGS]{"word": "x"}    functions.look_up:0<|...|>{"word": "x"}
@@ -22,7 +22,7 @@ from router.dialects.tools import Tool
 _NAME_KEY = "name"
 _ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 _OTHER_KEYS = frozenset({"id", "type"})
-"""Keys that some models add, and that carry no information."""
+"""Keys that some models add to the JSON object of a call, and that carry no information."""
 
 
 class _At(enum.Enum):
@@ -41,24 +41,26 @@ _FRAME = {
     _At.COLON: (":", _At.VALUE),
     _At.AFTER_VALUE: (",", _At.KEY),
 }
-"""The character expected in a state, and the next state."""
+"""For each state of an ``ObjectReader``: the character that must come next, and the state after
+it."""
 
 
 class _Is(enum.Enum):
-    """Meaning of the current key's value."""
+    """Meaning of the value that the current key of a call's object has."""
 
     NAME = enum.auto()
     ARGUMENTS = enum.auto()
     WRAPPED_ARGUMENTS = enum.auto()
-    """Null, or JSON within a string: some models write arguments like this."""
+    """The call's arguments as null, or as JSON within a string: some models write them like
+    this."""
     OTHER = enum.auto()
 
 
 class ObjectReader:
-    """Reads one call that is a JSON object with a name and arguments, in any order."""
+    """Reads one tool call that is a JSON object with a name and arguments, in any order."""
 
     def __init__(self, names: Collection[str], *, needs_arguments: bool) -> None:
-        """Create a reader; ``names``: the tools that may be called."""
+        """Create a reader; ``names`` are those of the tools that may be called."""
         self._names = names
         self._needs_arguments = needs_arguments
         self._at = _At.OPEN
@@ -160,7 +162,7 @@ class ObjectReader:
         return end
 
     def _scanned(self) -> None:
-        """Use a complete key or value."""
+        """Process a key or a value that has been read completely."""
         if self._at is _At.IN_KEY:
             self._key, self._at = json.loads(self._value), _At.COLON
             return
@@ -214,12 +216,13 @@ def _is_object(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ObjectCalls:
-    """Calls that are objects with a name and arguments."""
+    """The form of tool calls that are JSON objects with a name and arguments."""
 
     arguments_key: str = "arguments"
-    """Key that is written. Readers accept both ``arguments`` and ``parameters``."""
+    """Key of the arguments in calls that are written. Readers accept both ``arguments`` and
+    ``parameters``."""
     needs_arguments: bool = False
-    """Whether an object without arguments is content, not a call."""
+    """Whether an object with a name but without arguments is content, not a call."""
     ends: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
 
@@ -242,11 +245,12 @@ class ObjectCalls:
 
 @dataclass(frozen=True, slots=True)
 class NamedCalls:
-    """Calls that are a name and the object of its arguments, with markers around both."""
+    """The form of tool calls that consist of a name and a JSON object of arguments, with markers
+    around both."""
 
     before_name: tuple[str, ...] = ()
-    """Markers. ``middle`` is between name and arguments and may be missing; ``behind`` follows the
-    arguments."""
+    """Markers before the name. Those of ``middle`` stand between name and arguments and may be
+    missing; those of ``behind`` follow the arguments."""
     middle: tuple[str, ...] = ()
     behind: tuple[str, ...] = ()
     id_marker: str = ""
@@ -319,10 +323,10 @@ class _NamedReader(HeadReader):
 
 
 def dump(value: Any) -> str:
-    """Encode ``value`` as JSON in the style of models."""
+    """Encode ``value`` as JSON, with the spacing that models use."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def arguments_rule(rule: str, tool: Tool) -> list[str]:
-    """Return a rule of the object of a tool's arguments."""
+    """Return a grammar rule, in a list, that matches the JSON object of a tool's arguments."""
     return [f"{rule}_arguments: {json_value({'type': 'object', **tool.parameters}, tool)}"]

@@ -30,7 +30,8 @@ class _At(enum.Enum):
 
 
 class JsonScanner:
-    """Scans one value. White space before it belongs to it."""
+    """Scans one JSON value, whose text arrives in parts. White space before the value belongs to
+    it."""
 
     def __init__(self) -> None:
         self.complete = False
@@ -49,7 +50,8 @@ class JsonScanner:
         }
 
     def take(self, text: str, start: int = 0) -> int:
-        """Scan ``text`` from ``start``. Return the position where the value ends.
+        """Scan ``text``, the next part of the value, from the position ``start``. Return the
+        position in ``text`` up to which it belongs to the value.
 
         The character at which a value breaks does not belong to it. A number ends with the first
         character after it.

@@ -20,7 +20,7 @@ from router.dialects.tools import ToolUse
 
 @dataclass(slots=True)
 class OutputCall:
-    """A call that has begun; ``arguments`` grow."""
+    """A tool call of an answer that has begun; its ``arguments`` grow while they are generated."""
 
     id: str
     name: str
@@ -28,12 +28,13 @@ class OutputCall:
 
 
 class ParsedOutput:
-    """Parses one choice. ``reasoning``, ``content`` and ``calls`` hold what it has so far."""
+    """Parses one choice while it is generated. ``reasoning``, ``content`` and ``calls`` are those
+    so far."""
 
     def __init__(
         self, dialect: Dialect, use: ToolUse | None, begins_in: AnswerPart = "start"
     ) -> None:
-        """Create a parser; ``use``: the tools that may be called.
+        """Create a parser; ``use`` names the tools that may be called.
 
         ``begins_in``: the part of the answer in which the prompt ends.
         """

@@ -35,9 +35,9 @@ class Markers:
 
     opening: str
     closing: str = ""
-    """Marker that closes a block; empty: the block ends with its last call."""
+    """Marker that closes a block of calls; empty: the block ends with its last call."""
     also: tuple[str, ...] = ()
-    """Beginnings of a call that open a block if the model omits ``opening``."""
+    """Texts that begin a call, and that open a block if the model omits ``opening``."""
     behind_call: tuple[str, ...] = ()
     """Markers after each call's arguments; any of them may be missing."""
     separators: str = ""
@@ -69,7 +69,8 @@ class ToolParser(SteppedParser):
         other: CallForm | None,
         tools: Mapping[str, Tool],
     ) -> None:
-        """Create a parser; ``other``: the form of calls that are not objects, if not ``form``.
+        """Create a parser. Calls that are not JSON objects have the form ``other``; None: they too
+        have ``form``.
 
         ``tools``: those that may be called, by name.
         """
@@ -80,13 +81,14 @@ class ToolParser(SteppedParser):
         self._tools = tools
         self._state = _State.START if markers.bare else _State.OUTSIDE
         self._raw = ""
-        """Text since the marker, or since the last call, that may turn out to be content."""
+        """Held text since the opening marker, or since the last call. It becomes content if no call
+        follows."""
         self._space = ""
-        """White space that is content only if more content follows."""
+        """Held white space, which is content only if more content follows."""
         self._in_list = False
         self._called = False
         self._calls_here = False
-        """Whether a call followed the marker."""
+        """Whether a call has followed the latest opening marker."""
         self._reader: CallReader = form.reader(tools)
         self._behind: tuple[str, ...] = ()
         """Markers that may still follow the call's arguments."""
@@ -125,7 +127,7 @@ class ToolParser(SteppedParser):
         self._space += text[len(shown) :]
 
     def _give_up(self) -> None:
-        """Turn the held text into content."""
+        """Turn the held text into content: it is not a call."""
         raw, self._raw = self._raw, ""
         self._content(raw)
         self._state = self._after_calls if self._calls_here else _State.OUTSIDE
@@ -158,16 +160,18 @@ class ToolParser(SteppedParser):
         return self._to_marker((self._markers.closing,), self._content)
 
     def _spill(self) -> bool:
-        """Parse malformed arguments, up to a marker."""
+        """Emit malformed arguments of a call as they are, up to the next marker."""
         ends = (*self._form.ends, *self._other.ends)
         if self._markers.closing:
             ends = (*ends, self._markers.closing)
         return self._to_marker(ends, lambda text: self._pieces.append(Arguments(text)))
 
     def _to_marker(self, ends: tuple[str, ...], give: Callable[[str], None]) -> bool:
-        """Emit the text before the first marker: one of ``ends``, or one that opens a block.
+        """Emit the text up to the first marker, by ``give``. A marker is one of ``ends``, or one
+        that opens a block.
 
-        Text that may be the beginning of a marker stays. Return whether a marker was found.
+        Text that may be the beginning of a marker stays held back. Return whether a marker was
+        found.
         """
         in_arguments = self._state is _State.SPILL
         openings = self._markers.also
@@ -267,7 +271,7 @@ class ToolParser(SteppedParser):
         self._give_up()
 
     def _skip_behind(self) -> bool:
-        """Skip the markers that end a call, after its arguments."""
+        """Skip the markers that follow the arguments of a call."""
         self._take_white()
         for place, marker in enumerate(self._behind):
             if self._text.startswith(marker):
@@ -280,7 +284,7 @@ class ToolParser(SteppedParser):
         return True
 
     def _between(self) -> bool:
-        """Parse the text after a call: another call, or the end."""
+        """Parse the text after a call: another call, or the end of the block."""
         self._take_white()
         if not self._text:
             return False

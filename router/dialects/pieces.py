@@ -53,18 +53,19 @@ class AnswerParser(Protocol):
     """
 
     def feed(self, text: str) -> list[Piece]:
-        """Parse the next part. Return the pieces that are certain now."""
+        """Parse the next part of the answer. Return the pieces that are now certain."""
 
     def finish(self) -> list[Piece]:
-        """End the text. Return the pieces of held text."""
+        """End the answer. Return the pieces of the text that was held back."""
 
 
 class SteppedParser(abc.ABC):
-    """An ``AnswerParser`` that holds text back, and takes steps while they make progress."""
+    """Base class of an ``AnswerParser`` that holds text back. It calls ``_step`` on that text while
+    the steps make progress."""
 
     def __init__(self) -> None:
         self._text = ""
-        """Text that is held back."""
+        """Text of the answer that is held back, because its meaning is not certain yet."""
         self._pieces: list[Piece] = []
 
     def feed(self, text: str) -> list[Piece]:
@@ -82,11 +83,11 @@ class SteppedParser(abc.ABC):
 
     @abc.abstractmethod
     def _step(self) -> bool:
-        """Read from the held text. Return whether another step may make progress."""
+        """Parse a part of the held text. Return whether another step may make progress."""
 
     @abc.abstractmethod
     def _end(self, rest: str) -> None:
-        """Emit the held text at the end of the text."""
+        """Emit ``rest``, the text that is still held back when the answer ends."""
 
     def _taken(self) -> list[Piece]:
         pieces, self._pieces = self._pieces, []
@@ -106,7 +107,7 @@ class PlainParser:
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """Join adjacent pieces of one kind, and drop empty ones."""
+    """Join adjacent pieces of one type, and drop empty ones."""
     whole: list[Piece] = []
     for piece in pieces:
         last = whole[-1] if whole else None
@@ -120,7 +121,8 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def first_marker(text: str, markers: Iterable[str]) -> tuple[int, str]:
-    """Return the position and text of the first of ``markers`` in ``text``; -1 and "" if none.
+    """Find the first of ``markers`` in ``text``. Return its position and the marker; -1 and "" if
+    there is none.
 
     If several begin at one position, the longest counts.
     """
@@ -130,7 +132,7 @@ def first_marker(text: str, markers: Iterable[str]) -> tuple[int, str]:
 
 
 def possible_start(text: str, markers: Iterable[str]) -> int:
-    """Return the length of the longest end of ``text`` that begins one of ``markers``."""
+    """Return the length of the longest suffix of ``text`` with which one of ``markers`` begins."""
     longest = 0
     for marker in markers:
         for length in range(min(len(text), len(marker) - 1), longest, -1):

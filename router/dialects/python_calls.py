@@ -33,7 +33,7 @@ _PLAIN_VALUE = re.compile(
     r"(?![0-9A-Za-z_.])"
 )
 _MAX_NUMBER = 1024
-"""Maximum characters of a number."""
+"""Maximum number of characters of a number."""
 _KEYWORD = re.compile(r"""([^\s="'()\[\]{},]+)\s*=""")
 _TYPES = {'"': "string", "[": "array", "{": "object", "t": "boolean", "f": "boolean", "n": "null"}
 _PLAIN_TEXT = re.compile(r"""[^"'\\]+""")
@@ -45,7 +45,7 @@ _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "/": "/", "\n
 
 @dataclass(frozen=True, slots=True)
 class PythonCalls:
-    """Calls with keyword arguments, which are literals of Python or JSON."""
+    """The form of tool calls with keyword arguments, which are literals of Python or JSON."""
 
     ends: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ def _literal(value: Any) -> str:
 
 
 def _value(schema: Any, tool: Tool) -> str:
-    """Return the part of a rule that matches an argument."""
+    """Return the part of a grammar rule that matches the value of an argument with this schema."""
     types = types_of(schema, tool.parameters)
     words = ['"True"', '"False"'] if "boolean" in types else []
     words += ['"None"'] if "null" in types else []
@@ -106,14 +106,14 @@ def _value(schema: Any, tool: Tool) -> str:
 
 
 class _PythonReader:
-    """Reads a whole call before it emits any of it: only then it certainly is one."""
+    """Reads a whole call before it emits any part of it: only then is the text certainly a call."""
 
     def __init__(self, tools: Mapping[str, Tool]) -> None:
         self._tools = tools
         self._pieces: list[Piece] = []
         self._texts: list[str] = []
         self._open: list[str] = []
-        """Open brackets, the call's own first."""
+        """Brackets that are open; the first one is the call's own parenthesis."""
         self._name = ""
         self._quote = ""
         self._escaped = False
@@ -243,7 +243,7 @@ class _LiteralReader:
         self._depth = 0
 
     def peek(self) -> str:
-        """Return the next character that is not white space; "" at the end."""
+        """Return the next character that is not white space, without reading it; "" at the end."""
         place = self._place
         while place < len(self._text) and self._text[place] in WHITE:
             place += 1
@@ -251,7 +251,8 @@ class _LiteralReader:
         return self._text[place : place + 1]
 
     def keywords(self) -> list[tuple[str, str]]:
-        """Read the arguments between a call's parentheses."""
+        """Read the keyword arguments between a call's parentheses. Return each as its name and its
+        value as JSON."""
         found: dict[str, str] = {}
         while self.peek():
             name = _KEYWORD.match(self._text, self._place)
@@ -264,7 +265,7 @@ class _LiteralReader:
         return list(found.items())
 
     def value(self) -> str:
-        """Read a value. Return it as JSON."""
+        """Read one literal. Return its value as JSON."""
         first = self.peek()
         if first in ('"', "'"):
             return json.dumps(self._string(), ensure_ascii=False)

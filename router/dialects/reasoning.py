@@ -33,14 +33,15 @@ class ReasoningFormat:
     """The marker at the answer's start, which a chat template may already write."""
     end: str
     calls_end_it: Sequence[str] = ()
-    """Markers of calls that end the reasoning without ``end``."""
+    """Markers of tool calls that end the reasoning even without the marker ``end``."""
     answer: str = ""
-    """Text between ``end`` and the content. If it is not empty, reasoning may occur several times.
-    """
+    """Text that the model writes between ``end`` and the content. If it is not empty, reasoning may
+    occur several times."""
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The markers. The parser needs their text even if they are special tokens."""
+        """All markers of the reasoning. The parser needs their text even if they are special
+        tokens."""
         return (self.start, self.end)
 
     def is_opened_by(self, prompt: str) -> bool:
@@ -60,7 +61,7 @@ class _State(enum.Enum):
 
 
 class ReasoningParser(SteppedParser):
-    """Separates the reasoning, and passes the rest to another parser."""
+    """Separates an answer's reasoning, and passes the rest of the answer to another parser."""
 
     def __init__(
         self, form: ReasoningFormat, rest: AnswerParser, begins_in: AnswerPart = "start"
@@ -72,7 +73,7 @@ class ReasoningParser(SteppedParser):
         self._is_open = begins_in == "reasoning"
         self._state = _State.REST if begins_in == "content" else _State.BEFORE
         self._has_begun = False
-        """Whether the reasoning has text."""
+        """Whether the reasoning has any text so far."""
         self._steps: dict[_State, Callable[[], bool]] = {
             _State.BEFORE: self._before,
             _State.INSIDE: self._inside,

@@ -11,23 +11,25 @@ from baton.errors import InvalidRequest
 from router.dialects.tools import Tool
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Fixes one way to write each value: a small model may otherwise write white space forever."""
+"""Options of llguidance that allow one way to write each JSON value: a small model may otherwise
+write white space forever."""
 
 _KEPT_OF_OBJECTS = frozenset(
     {"type", "properties", "required", "additionalProperties", "title", "description", "$schema"}
     | {"$defs", "definitions"}
 )
-"""Supported keywords in the schema of all arguments, if each argument has its own rule."""
+"""Keywords that are supported in a tool's ``parameters`` schema by formats in which each argument
+has its own rule."""
 
 
 _TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
 
 
 def literal(text: str, special: Mapping[str, int]) -> str:
-    """Return the part of a rule that matches ``text``.
+    """Return the part of a grammar rule that matches ``text``.
 
-    ``special`` gives the ids of markers that are special tokens. Matching only their text would
-    draw other tokens, which the model does not know as its marker.
+    ``special`` gives the ids of markers that are special tokens. A rule for their text alone would
+    allow other tokens, which the model does not know as its marker.
     """
     if not special:
         return json.dumps(text) if text else ""
@@ -36,7 +38,8 @@ def literal(text: str, special: Mapping[str, int]) -> str:
 
 
 def json_value(schema: Mapping[str, Any], tool: Tool) -> str:
-    """Return the part of a rule that matches JSON of ``schema``, which is part of ``tool``'s."""
+    """Return the part of a grammar rule that matches JSON of ``schema``, which is a part of the
+    schema of ``tool``."""
     # With strict, a schema that llguidance cannot fully check is rejected.
     style = _JSON_STYLE if tool.strict else {**_JSON_STYLE, "lenient": True}
     shared = {
@@ -105,7 +108,8 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 def check_kept(
     tool: Tool, schema: Mapping[str, Any], kept: frozenset[str] = _KEPT_OF_OBJECTS
 ) -> None:
-    """Check that a grammar supports the schema of a strict tool. Raises InvalidRequest."""
+    """Check that a grammar can enforce ``schema`` if ``tool`` is strict: its keywords must be among
+    ``kept``. Raises InvalidRequest."""
     other = sorted(schema.keys() - kept)
     if tool.strict and other:
         raise InvalidRequest(

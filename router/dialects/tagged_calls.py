@@ -47,7 +47,7 @@ _KEPT_OF_STRINGS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class TaggedCalls:
-    """Calls that consist of a name and parameters between tags."""
+    """The form of tool calls that consist of a name and parameters between tags."""
 
     before_name: str
     behind_name: str
@@ -59,7 +59,7 @@ class TaggedCalls:
     behind: str
     """The tag that ends the call, and white space."""
     newlines: bool = False
-    """Whether a value is on lines of its own."""
+    """Whether a parameter's value stands on lines of its own."""
 
     @property
     def end(self) -> str:
@@ -159,24 +159,24 @@ class _TaggedReader(HeadReader):
         self._form = form
         self._at = _At.BODY
         self._held = ""
-        """Text since the latest tag that is in no piece yet."""
+        """Text since the latest tag that was not emitted as a piece yet."""
         self._key = ""
         self._head_text = ""
-        """The key between its tags, as the model wrote them."""
+        """The current parameter's name with the tags around it, as the model wrote them."""
         self._tags = 0
-        """Tags read between the key and its value."""
+        """Number of tags that were read between the current parameter's name and its value."""
         self._parameters = 0
         self._schema: Mapping[str, Any] = {}
         self._known: Mapping[str, Any] = {}
-        """The schemas of the arguments, by name."""
+        """The schemas of the tool's arguments, by name."""
         self._seen: set[str] = set()
-        """The keys so far."""
+        """Names of the parameters that the call has so far."""
         self._ends: tuple[str, ...] = ()
-        """Markers that end the value."""
+        """Markers that end the current parameter's value."""
         self._types: frozenset[str] = frozenset()
         self._is_text = False
         self._is_open = False
-        """Whether the value is a string that has been emitted in part."""
+        """Whether the current value is a string that has been emitted in part."""
 
     def _begin(self, tool: Tool) -> None:
         self._schema, self._known = tool.parameters, properties_of(tool)
@@ -263,7 +263,8 @@ class _TaggedReader(HeadReader):
         return False
 
     def _next_parameters(self) -> Iterable[str]:
-        """Return beginnings of other parameters, which end a value that lacks its closing tag."""
+        """Return the texts that begin other parameters. They end a value that lacks its closing
+        tag."""
         if not self._form.newlines:
             return ()
         behind = self._form.behind_key[0]
@@ -290,7 +291,7 @@ class _TaggedReader(HeadReader):
         return False
 
     def _text(self, text: str) -> None:
-        """Emit a part of a string."""
+        """Emit a part of a string value, as JSON."""
         if not self._is_open:
             self._is_open = True
             self._open_value('"')

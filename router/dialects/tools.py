@@ -1,4 +1,4 @@
-"""The tools of a request: OpenAI's formats of them, and the checked result."""
+"""The tools of a request: OpenAI's format of their definitions, and the checked result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Mode = Literal["none", "auto", "required"]
 _MODES: tuple[Mode, ...] = ("none", "auto", "required")
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _SHOWN_CHARACTERS = 64
-"""Characters of a client's name that an error shows."""
+"""Maximum number of characters of a client's tool name that an error message shows."""
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -48,15 +48,15 @@ class ToolUse:
     """The tools that the model receives, and how it may call them."""
 
     tools: tuple[Tool, ...]
-    """At least one; names are unique."""
+    """The tools that the model receives: at least one; their names are unique."""
     names: frozenset[str]
     """Names of the tools that may be called."""
     required: bool = False
-    """Whether the answer must call at least one."""
+    """Whether the answer must call at least one tool."""
     single: bool = False
-    """Whether the answer may hold one call at most."""
+    """Whether the answer may have only one call."""
     characters: int = 0
-    """Size of all definitions as JSON."""
+    """Size of all tools' definitions as JSON, in characters."""
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
@@ -110,7 +110,7 @@ class ToolChoice:
     names: frozenset[str] | None = None
     """The tools that may be called; None: all of them."""
     single: bool = False
-    """Whether at most one call is allowed."""
+    """Whether the answer may have at most one call."""
 
 
 _ANY_TOOL = ToolChoice()
@@ -130,7 +130,8 @@ def tool_use(
 
 
 def use_of(tools: Sequence[Tool], choice: ToolChoice) -> ToolUse | None:
-    """Check tools against a choice. Returns None if none may be called. Raises InvalidRequest."""
+    """Combine the tools of a request with its choice among them. Returns None if no tool may be
+    called. Raises InvalidRequest."""
     check_tools(tools)
     names = frozenset(tool.name for tool in tools)
     if not tools:
@@ -175,7 +176,8 @@ def check_tool_count(tools: int) -> None:
 def checked_tool(
     name: str, description: str | None, schema: dict[str, Any] | None, strict: bool, where: str
 ) -> Tool:
-    """Check a function at the path ``where`` of a request. Raises InvalidRequest."""
+    """Check the definition of a function and return it as a Tool. ``where`` is its path in the
+    request, for errors. Raises InvalidRequest."""
     check_name(name, f"{where}.name")
     parameters = schema or _NO_PARAMETERS
     if parameters.get("type", "object") != "object":
@@ -186,7 +188,8 @@ def checked_tool(
 
 
 def check_name(name: str, where: str) -> None:
-    """Check a function's name at the path ``where``. Raises InvalidRequest."""
+    """Check a function's name. ``where`` is its path in the request, for errors. Raises
+    InvalidRequest."""
     if _NAME.fullmatch(name) is None:
         raise InvalidRequest(
             f"{where} must be 1 to 64 of the characters a-z, A-Z, 0-9, _ and -", param=where
@@ -226,7 +229,7 @@ def _choice(choice: Any) -> ToolChoice:
 
 
 def choice_mode(value: Any) -> Mode:
-    """Check a mode. Raises InvalidRequest."""
+    """Check that ``value`` is a mode of ``tool_choice``, and return it. Raises InvalidRequest."""
     for mode in _MODES:
         if value == mode:
             return mode
