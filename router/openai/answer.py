@@ -20,7 +20,7 @@ from router.openai.options import AnswerOptions
 
 
 def usage_of(choices: Sequence[Choice]) -> openai_protocol.Usage:
-    """Return the usage, summed over all prompts of a request."""
+    """Return the token counts of OpenAI's ``usage``, summed over all prompts of a request."""
     prompt = sum(choice.prompt_tokens for choice in choices)
     completion = sum(choice.completion_tokens for choice in choices)
     reasoning = sum(choice.reasoning_tokens for choice in choices)
@@ -40,10 +40,11 @@ def usage_of(choices: Sequence[Choice]) -> openai_protocol.Usage:
 
 
 class _OpenAiAnswer(ApiAnswer):
-    """Base class of both endpoints' answers. Choices are numbered across prompts, in order."""
+    """Base class of the answers of both OpenAI endpoints. Choices are numbered across the prompts
+    of a request, in order."""
 
     kind: str
-    """Value of the field ``object`` of events."""
+    """Value of the field ``object`` in the events of a stream."""
 
     def __init__(
         self,
@@ -55,7 +56,8 @@ class _OpenAiAnswer(ApiAnswer):
         *,
         stream: bool,
     ) -> None:
-        """Create an answer; ``details``: requested data in addition to text; None: none."""
+        """Create an answer. ``details`` holds the data that the client requested in addition to
+        text; None: it requested none."""
         super().__init__(requests, stream=stream)
         self._id = name
         self._model_id = model_id
@@ -64,7 +66,7 @@ class _OpenAiAnswer(ApiAnswer):
         self._details = details
         fields = {"id": name, "object": self.kind, "created": self._created, "model": model_id}
         self._usage_before: openai_protocol.Usage | None = None
-        """Usage before the first delta of a choice, if chunks include usage."""
+        """Usage before the current choice's first delta, if chunks include usage."""
         # All chunks of a request begin and end alike. Only the choice in the middle differs.
         self._begin = to_json(fields)[:-1] + ',"choices":['
         self._end = '],"usage":null}' if options.usage else "]}"
@@ -92,7 +94,8 @@ class _OpenAiAnswer(ApiAnswer):
             self._details.keep(place, delta)
 
     def whole(self) -> Mapping[str, Any]:
-        """See ``ApiAnswer``. The usage covers all generated choices, shown or not."""
+        """See ``ApiAnswer``. The usage covers all generated choices, whether they are returned or
+        not."""
         details = self._details
         if details is None:
             return self._body(self.choices).model_dump()
@@ -104,7 +107,8 @@ class _OpenAiAnswer(ApiAnswer):
 
     @abc.abstractmethod
     def _chunks(self, place: int, delta: OutputDelta, *, first: bool) -> list[str]:
-        """Return the events of a delta, as JSON; none if there is nothing to show."""
+        """Return the events for a delta of the choice ``place``, each as JSON; an empty list if
+        there is nothing to show."""
 
     @abc.abstractmethod
     def _body(self, choices: Sequence[Choice]) -> BaseModel:
@@ -139,7 +143,7 @@ class _OpenAiAnswer(ApiAnswer):
         extras: ChunkExtras = NOTHING,
         usage: openai_protocol.Usage | None = None,
     ) -> str:
-        """Build a chunk; ``usage`` replaces that of all tokens so far."""
+        """Build a chunk of one choice. ``usage`` replaces the usage of all tokens so far."""
         choice = f'"index":{index},{content},"logprobs":{extras.logprobs},"finish_reason":{finish}'
         tail = self._end
         if self._options.continuous_usage:
@@ -172,7 +176,8 @@ class ChatAnswer(_OpenAiAnswer):
         return events
 
     def _role_chunk(self, index: int, extras: ChunkExtras = NOTHING) -> str:
-        """Build the first chunk of a choice, whose usage counts none of its tokens."""
+        """Build the first chunk of a choice, which gives the message's role. The chunk's usage
+        counts none of the choice's tokens."""
         role = '"delta":{"role":"assistant","content":"","refusal":null}'
         return self._chunk_of(index, role, "null", extras, self._usage_before)
 

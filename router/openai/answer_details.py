@@ -1,7 +1,7 @@
-"""Requested data of an answer in addition to its text, in the formats of the two endpoints.
+"""Data that a client requests in addition to an answer's text, in the formats of the two endpoints.
 
-It consists of log probabilities, token ids, and an echo of the prompt. An answer of plain text has
-none of this and no cost from it.
+The data are log probabilities, token ids, and an echo of the prompt. An answer of plain text has
+none of them and no cost from them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from router.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ChunkExtras:
-    """Additional fields of an event, as JSON."""
+    """Fields that the details add to an event of a stream, as JSON."""
 
     logprobs: str = "null"
     of_choice: str = ""
-    """Fields of the choice, each with a comma before it."""
+    """Fields that are added to the event's choice, each with a comma before it."""
     of_answer: str = ""
-    """Fields of the whole event."""
+    """Fields that are added to the whole event, each with a comma before it."""
 
     @property
     def empty(self) -> bool:
@@ -46,7 +46,7 @@ class EchoedPrompt:
     token_ids: tuple[int, ...]
     text: str
     offsets: Sequence[int]
-    """For each token, the number of characters before it."""
+    """For each token of the prompt, the number of characters before it."""
     logprobs: Sequence[TokenLogprobs] = ()
 
 
@@ -62,13 +62,13 @@ class KeptScores:
         self._hidden = bytearray()
         self._tops = bytearray()
         self._ends = array("I")
-        """End of each token's part of ``_tops``."""
+        """End of each token's most likely tokens in ``_tops``, in bytes."""
 
     def __len__(self) -> int:
         return len(self._token_ids)
 
     def add(self, scored: Iterable[ScoredToken]) -> None:
-        """Append tokens."""
+        """Append scored tokens of the answer."""
         for token in scored:
             top = token.logprobs.top
             packed = top if isinstance(top, PackedTop) else PackedTop.of(top)
@@ -89,7 +89,7 @@ class KeptScores:
 
     @property
     def mean(self) -> float:
-        """Mean log probability of the tokens, 0 without any."""
+        """Mean log probability of the tokens; 0 if there are none."""
         return sum(self._logprobs) / max(1, len(self))
 
 
@@ -102,7 +102,8 @@ class Kept:
 
 
 class AnswerDetails:
-    """The details of one request. Choices are numbered across prompts, in order."""
+    """The requested log probabilities, token ids and echoes of one request. Choices are numbered
+    across its prompts, in order."""
 
     def __init__(
         self,
@@ -113,7 +114,8 @@ class AnswerDetails:
         *,
         is_chat: bool,
     ) -> None:
-        """Create the details; ``texts``: each prompt as the client wrote it, None for token ids."""
+        """Create the details. ``texts`` holds each prompt as the client wrote it; None for a prompt
+        of token ids."""
         self.options = options
         self._shapes = TokenShapes(tokenizer)
         self._is_chat = is_chat
@@ -129,11 +131,11 @@ class AnswerDetails:
         return self._prompts[place // self.options.best_of]
 
     def echo(self, place: int) -> str:
-        """Return the prompt's text to show before a choice."""
+        """Return the text of the prompt that is shown before the choice ``place``."""
         return self._prompt(place).text
 
     def keep(self, place: int, delta: OutputDelta) -> None:
-        """Store a delta for ``complete``."""
+        """Store the details of a choice's delta until ``complete`` is called."""
         self._take_prompt_logprobs(place, delta)
         self._kept[place].scores.add(delta.scored)
         if self.options.token_ids:
@@ -146,7 +148,7 @@ class AnswerDetails:
     # Streams
 
     def chunk(self, place: int, delta: OutputDelta, *, first: bool) -> ChunkExtras:
-        """Return the additional fields of a delta's event."""
+        """Return the fields that the details add to the event of a choice's delta."""
         self._take_prompt_logprobs(place, delta)
         options, of_choice, of_answer = self.options, "", ""
         logprobs = self._chunk_logprobs(place, delta, first=first)
@@ -186,9 +188,10 @@ class AnswerDetails:
     # Whole answers
 
     def complete(self, body: dict[str, Any], places: Sequence[int]) -> None:
-        """Add the details to an answer whose choices are those at ``places``.
+        """Add the details to the body of an answer. Its choices are those with the numbers
+        ``places``.
 
-        Long lists are ``Items``.
+        Long lists in the body are ``Items``.
         """
         for choice, place in zip(body["choices"], places, strict=True):
             self._complete_choice(choice, place)
@@ -221,7 +224,8 @@ class AnswerDetails:
             where["prompt_token_ids"] = Items(prompt.token_ids)
 
     def best(self) -> list[int]:
-        """Return the places of the ``n`` most likely answers to each prompt, most likely first.
+        """Return the numbers of the choices that are the ``n`` most likely answers to each prompt,
+        most likely first.
 
         Likelihood is the mean log probability of an answer's tokens.
         """

@@ -1,4 +1,4 @@
-"""The OpenAI endpoints: convert a body to an answer."""
+"""The OpenAI endpoints: they convert the body of a request to an answer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ _SAME_FIELDS = (*SCALAR_FIELDS, "logit_bias")
 
 
 class OpenAiApi:
-    """The handlers of one app. They raise BatonError, which ``router.http.errors`` answers."""
+    """The handlers of the OpenAI endpoints. They raise BatonError, which ``router.http.errors``
+    converts to a response."""
 
     def __init__(self, service: InferenceService) -> None:
         self._service = service
@@ -159,7 +160,7 @@ class OpenAiApi:
 
 
 def sampling_of(body: SamplingFields, max_tokens: int | None = None) -> SamplingInput:
-    """Read the sampling fields; ``max_tokens`` overrides the field of that name."""
+    """Read the sampling fields of a body. ``max_tokens`` overrides the field of that name."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     given = {name: getattr(body, name) for name in _SAME_FIELDS}
     allowed = body.allowed_token_ids
@@ -184,7 +185,8 @@ def _chat_sampling(body: ChatCompletionRequest) -> SamplingInput:
 
 
 def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
-    """Return the prompts of a body, which may give only one: texts or lists of token ids."""
+    """Return the prompts of a completion's body as a list, also if it gives only one. Each is a
+    text or a list of token ids."""
     if isinstance(prompt, str):
         return [prompt]
     if prompt and isinstance(prompt[0], int):

@@ -27,7 +27,8 @@ MAX_ANSWERS = 1024
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """The number of answers, and requested details in addition to text."""
+    """The number of answers that a client requests, and the details that it requests in addition to
+    text."""
 
     n: int = 1
     """Number of answers to each prompt that are returned."""
@@ -37,7 +38,8 @@ class AnswerOptions:
     """Number of top tokens returned with each token's log probability; None: no log probabilities.
     """
     prompt_logprobs: int | None = None
-    """The same for the prompt, in a field of its own."""
+    """Number of top tokens returned with the log probability of each prompt token, in a field of
+    its own; None: none."""
     echo: bool = False
     """Whether the prompt precedes each answer."""
     token_ids: bool = False
@@ -45,14 +47,14 @@ class AnswerOptions:
     usage: bool = False
     """Whether the stream ends with the usage."""
     continuous_usage: bool = False
-    """Whether every event of the stream has the usage so far."""
+    """Whether every event of the stream has the usage up to it."""
     no_answer: bool = False
-    """Whether only the prompt is shown. The one token that is drawn is neither shown nor counted.
-    """
+    """Whether only the prompt is returned. The one token that is sampled is neither shown nor
+    counted."""
 
     @property
     def plain(self) -> bool:
-        """Whether only text is returned."""
+        """Whether the answer has only text, without any details."""
         asked = self.echo or self.token_ids
         return self.logprobs is None and self.prompt_logprobs is None and not asked
 
@@ -103,7 +105,8 @@ def completion_options(body: CompletionRequest, prompts: int) -> AnswerOptions:
 
 
 def scoring(options: AnswerOptions) -> tuple[int | None, int | None]:
-    """Return the log probabilities that workers compute: for the answer, for the prompt."""
+    """Return for how many top tokens workers must compute log probabilities: first at the answer's
+    positions, then at the prompt's. None: no log probabilities."""
     logprobs = options.logprobs
     if logprobs is None and options.best_of > options.n:
         logprobs = 0
@@ -155,7 +158,8 @@ class TemplateFields(Protocol):
 
 
 def template_options(body: TemplateFields) -> tuple[Ending, dict[str, Any]]:
-    """Return how the prompt ends, and more template variables. Raises InvalidRequest."""
+    """Return how the chat template ends the prompt, and the client's other variables for the
+    template. Raises InvalidRequest."""
     continued = bool(body.continue_final_message)
     if continued and body.add_generation_prompt:
         raise InvalidRequest(

@@ -42,7 +42,8 @@ class ParsedChatAnswer(ChatAnswer):
         stream: bool,
         shows_reasoning: bool,
     ) -> None:
-        """Create an answer; ``use``: the tools that may be called. The reasoning can be hidden."""
+        """Create an answer. ``use`` names the tools that may be called. The reasoning can be hidden
+        from the client."""
         super().__init__(name, model_id, requests, options, details, stream=stream)
         self._dialect = dialect
         self._use = use

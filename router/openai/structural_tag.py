@@ -24,7 +24,7 @@ MAX_MARKER_CHARACTERS = 256
 def structural_tag(given: Any, param: str) -> Grammar | None:
     """Return the grammar of a structural tag, an object or JSON in a string; None if not given.
 
-    ``param`` is the client's name for it. Raises InvalidRequest.
+    ``param`` is the name of the request field, for errors. Raises InvalidRequest.
     """
     if given is None:
         return None
@@ -71,7 +71,7 @@ def _check_marker(marker: Any, param: str, *, empty: bool) -> None:
 
 
 def _check_structure(one: Any, triggers: list[str], param: str, where: str) -> None:
-    """Check a structure; ``where`` is its path in ``param``."""
+    """Check one entry of ``structures``; ``where`` is its path in the request field ``param``."""
     if not isinstance(one, Mapping):
         raise InvalidRequest(f"{where} must be an object", param=where)
     _check_marker(one.get("begin"), f"{where}.begin", empty=False)

@@ -1,4 +1,4 @@
-"""Reads the constraint on an answer, by the names of OpenAI, vLLM and SGLang.
+"""Reads the grammar that a request sets for its answer, from the fields of OpenAI, vLLM and SGLang.
 
 Functions raise InvalidRequest.
 """
@@ -74,7 +74,8 @@ def grammar_of(body: GrammarFields) -> dict[str, Any]:
 
 
 def choice(texts: Any, param: str) -> Grammar | None:
-    """Return the grammar of one out of several texts; None if not given. Raises InvalidRequest."""
+    """Return a grammar that matches exactly one of ``texts``; None if the client gave none. Raises
+    InvalidRequest."""
     if texts is None:
         return None
     is_list = isinstance(texts, Sequence) and not isinstance(texts, str)
@@ -103,7 +104,8 @@ def _response_format(given: Any) -> Grammar | None:
 
 
 def _json_schema(given: Any, param: str) -> Grammar:
-    """Read a schema with its name. ``strict`` has no effect.
+    """Read the object ``json_schema`` of ``response_format``: a schema with its name. Its field
+    ``strict`` has no effect.
 
     Schemas that can be enforced are always enforced strictly; others are rejected.
     """
@@ -124,7 +126,7 @@ def _json_schema(given: Any, param: str) -> Grammar:
 
 
 def _schema(given: Any, param: str) -> Grammar | None:
-    """Read a schema given as an object, or as JSON in a string."""
+    """Read a JSON schema that is given as an object, or as JSON in a string."""
     if given is None:
         return None
     if isinstance(given, Mapping):

@@ -21,20 +21,21 @@ MIN_LOGPROB = -9999.0
 
 
 class TokenShapes:
-    """Formats the tokens of one tokenizer."""
+    """Formats scored tokens of one tokenizer as log probabilities of the OpenAI endpoints."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def chat(self, scored: Iterable[ScoredToken]) -> Iterator[dict[str, Any]]:
-        """Return ``logprobs.content``, without the token that ends the answer."""
+        """Return the entries of ``logprobs.content`` in a chat answer, without one for the token
+        that ends the answer."""
         return (self._chat_token(token) for token in scored if not token.hidden)
 
     def completion(
         self, scored: Iterable[ScoredToken], after: int = 0, top: int = 0
     ) -> dict[str, Iterator[Any]]:
-        """Return ``logprobs`` of a completion, whose text follows ``after`` characters of its
-        prompt.
+        """Return the columns of ``logprobs`` in a completion. Its text begins ``after`` characters
+        of the shown prompt.
 
         ``scored`` is read once per column. The token that ends the answer has an entry too, so that
         there is one for each generated token.
@@ -53,7 +54,8 @@ class TokenShapes:
         logprobs: Sequence[TokenLogprobs],
         top: int,
     ) -> dict[str, Iterator[Any]]:
-        """Return the same for a prompt; its first token has no context, and so no probability."""
+        """Return the columns of ``logprobs`` for an echoed prompt. Its first token has no context,
+        and so no probability."""
 
         def scored() -> Iterator[TokenLogprobs | None]:
             return chain([None], logprobs, repeat(None))
@@ -75,7 +77,8 @@ class TokenShapes:
     def prompt_logprobs(
         self, token_ids: Sequence[int], logprobs: Iterable[TokenLogprobs], top: int
     ) -> Iterator[dict[str, Any] | None]:
-        """Return vLLM's field of this name, by token id. Only the top tokens have a rank."""
+        """Return the entries of vLLM's field ``prompt_logprobs``: one per prompt token, each by
+        token id. Only the top tokens have a rank."""
         yield None
         for token_id, scored in zip(token_ids[1:], logprobs, strict=True):
             likeliest = tuple(scored.top)
@@ -91,7 +94,7 @@ class TokenShapes:
             }
 
     def text(self, token_id: int) -> str:
-        """Return a token in the format of completions."""
+        """Return the text of a token in the format of completions."""
         spelling = self._tokenizer.spelling(token_id)
         try:
             return spelling.decode()
@@ -114,7 +117,8 @@ class TokenShapes:
         }
 
     def _tops(self, token_id: int, scored: TokenLogprobs, top: int) -> dict[str, float]:
-        """Return the top tokens and the actual token, which may not be one of them."""
+        """Return the log probabilities of the top tokens and of the actual token, which may not be
+        one of them, by the tokens' texts."""
         pairs = [*scored.top[:top], (token_id, scored.logprob)]
         return {self.text(token): finite(logprob) for token, logprob in pairs}
 

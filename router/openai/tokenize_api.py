@@ -109,7 +109,8 @@ class ModelInfo(BaseModel):
 
 
 class TokenizeApi:
-    """The handlers. They raise BatonError, which ``router.http.errors`` answers."""
+    """The handlers of ``/tokenize``, ``/detokenize`` and ``/v1/model/info``. They raise BatonError,
+    which ``router.http.errors`` converts to a response."""
 
     def __init__(self, service: InferenceService, tokens: TokenService) -> None:
         self._service = service
