@@ -17,7 +17,7 @@ from router.messages.output import MessageOutput
 
 
 class MessagesAnswer(ApiAnswer):
-    """An answer with one prompt and one choice: see ``ApiAnswer``."""
+    """An answer of ``/v1/messages``, with one prompt and one choice: see ``ApiAnswer``."""
 
     def __init__(
         self,
@@ -97,9 +97,8 @@ class MessagesAnswer(ApiAnswer):
         return "tool_use" if self._output.has_calls else "end_turn"
 
     def _usage(self, choice: Choice) -> dict[str, Any]:
-        """Return the usage, in which tokens read from a cache and written to it are counted
-        separately.
-        """
+        """Return Anthropic's ``usage`` of a choice. It counts tokens that were read from a cache,
+        and those written to it, separately."""
         cached, written = choice.cached_tokens, choice.written_tokens
         (request,) = self.requests
         return {

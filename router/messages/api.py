@@ -22,7 +22,8 @@ from router.messages.protocol import CountTokensRequest, MessagesRequest
 
 
 class MessagesApi:
-    """The handlers. They raise BatonError, which ``router.http.errors`` answers."""
+    """The handlers of ``/v1/messages`` and its token count. They raise BatonError, which
+    ``router.http.errors`` converts to a response."""
 
     def __init__(self, service: InferenceService) -> None:
         self._service = service
@@ -78,7 +79,7 @@ class MessagesApi:
 
 
 def _reasoning(body: MessagesRequest) -> ReasoningInput:
-    """Read the reasoning settings. Raises InvalidRequest."""
+    """Read the reasoning settings of a body, its field ``thinking``. Raises InvalidRequest."""
     found = checked_thinking(body.thinking)
     if found.budget is not None and found.budget >= body.max_tokens:
         raise InvalidRequest(

@@ -19,7 +19,7 @@ from router.messages.blocks import message_turns, prefix_turns
 from router.messages.protocol import MessagesRequest
 
 MAX_BREAKPOINTS = 4
-"""Maximum number in one request, as at Anthropic."""
+"""Maximum number of breakpoints in one request, as at Anthropic."""
 _TTLS = {"5m": 300.0, "1h": 3600.0}
 _DEFAULT_TTL = "5m"
 
@@ -29,12 +29,15 @@ class Breakpoint:
     """The end of a part of the prompt that a client wants to keep cached."""
 
     where: str
-    """The field, for errors."""
+    """Path of the block that has the breakpoint in the body, for errors; ``the request`` for a
+    breakpoint of the whole body."""
     ttl_s: float
     message: int
-    """Number of its message; -1: it is before the first one."""
+    """Number of the message that has the breakpoint; -1: the breakpoint is before the first
+    message."""
     block: int
-    """Number of its block in the message, or in the system message; -1: it is before it."""
+    """Number of the block that has the breakpoint, in its message or in the system message; -1: the
+    breakpoint is before these blocks."""
 
 
 def breakpoints_of(body: MessagesRequest) -> list[Breakpoint]:
@@ -92,7 +95,8 @@ async def retentions_of(
 ) -> tuple[Retention, ...]:
     """Return the retentions that a body requests for its prompt, whose tokens are ``prompt_ids``.
 
-    ``variables`` are those of its chat template. Raises InvalidRequest, Overloaded.
+    ``variables`` are those with which the chat template renders the prompt. Raises InvalidRequest,
+    Overloaded.
     """
     # Everything before a breakpoint is kept, too. So for each time to live, only the last one
     # counts.
@@ -117,7 +121,8 @@ def _is_end(body: MessagesRequest, one: Breakpoint) -> bool:
 
 
 def _turns_before(body: MessagesRequest, one: Breakpoint) -> list[Turn]:
-    """Return a conversation that ends at a breakpoint, or differs from the body's after it."""
+    """Return a conversation that ends at a breakpoint, or that differs from the body's only after
+    it."""
     if one.message >= 0:
         return prefix_turns(body, one.message, one.block)
     # Many templates require a user message.
@@ -130,7 +135,7 @@ def _turns_before(body: MessagesRequest, one: Breakpoint) -> list[Turn]:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the number of equal leading tokens."""
+    """Return the number of leading tokens that two prompts have in common."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -138,7 +143,8 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 def written_by_ttl(
     retentions: Sequence[Retention], cached_tokens: int, written_tokens: int
 ) -> dict[str, int]:
-    """Return the tokens written to the cache, after those read from it, by their ttl."""
+    """Return how many tokens of a prompt were written to the cache, by ``ttl``. They follow the
+    tokens that were read from it."""
     end = cached_tokens + written_tokens
     long_s = _TTLS["1h"]
     longest = max((one.tokens for one in retentions if one.ttl_s >= long_s), default=0)

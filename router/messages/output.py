@@ -16,13 +16,15 @@ Fields = dict[str, Any]
 
 
 class MessageOutput:
-    """The state of one answer. Blocks of reasoning, of text and of calls alternate.
+    """The content blocks of one answer while it is generated. Blocks of reasoning, of text and of
+    calls alternate.
 
-    Reasoning has an empty signature, since nothing here certifies it.
+    Blocks of reasoning have an empty signature, since Baton does not sign reasoning.
     """
 
     def __init__(self, dialect: Dialect, use: ToolUse | None, begins_in: AnswerPart) -> None:
-        """Create the state; ``begins_in``: the part of the answer in which the prompt ends."""
+        """Create the state before the first text. ``begins_in`` is the part of the answer in which
+        the prompt ends."""
         self._output = ParsedOutput(dialect, use, begins_in)
         self._blocks: list[Fields] = []
         self._is_open = False
@@ -33,11 +35,12 @@ class MessageOutput:
 
     @property
     def content(self) -> list[Fields]:
-        """The final blocks."""
+        """The blocks of the answer in their final form."""
         return [_shown(block) for block in self._blocks]
 
     def feed(self, text: str, *, last: bool) -> list[Fields]:
-        """Return the events of the next part of the text; ``last``: no more text follows."""
+        """Add the next part of the answer's text, and return its events. ``last``: no more text
+        follows."""
         pieces = self._output.feed(text, last=last)
         events = [event for piece in pieces for event in self._events_of(piece)]
         return [*events, *self._close()] if last else events
@@ -84,7 +87,8 @@ class MessageOutput:
 
 
 def _shown(block: Fields) -> Fields:
-    """Return a final block. A call becomes text if its input is not a whole JSON object."""
+    """Return a block in its final form. A call becomes text if its input is not a complete JSON
+    object."""
     if block["type"] != "tool_use":
         return block
     try:
