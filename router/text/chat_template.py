@@ -27,28 +27,30 @@ from router.text import template_program
 from router.text.template_program import chat_environment
 
 MAX_SOURCE_CHARACTERS = 1 << 20
-"""Maximum characters of a template."""
+"""Maximum number of characters of a chat template's source."""
 _MESSAGE_CHARACTERS = 64
-"""Overhead of a message, in characters of text."""
+"""Number of characters that each message counts in addition to its text."""
 _TOOL_VARIABLES = ("tools", "xml_tools")
 """Names of the template variable for tools; SmolLM3 uses the second."""
 
 
 class ChatTemplate:
-    """A template, rendered by a process of its own.
+    """A model's chat template, rendered by a process of its own.
 
-    ``knows_tools``: it writes tools into the prompt. ``knows_calls``: it writes the calls of
-    earlier answers. ``knows_results``: it handles messages of the role ``tool``.
-    ``joins_arguments``: it concatenates the arguments of calls with text, so they must be text.
+    ``knows_tools``: the template writes tools into the prompt. ``knows_calls``: it writes the calls
+    of earlier answers. ``knows_results``: it handles messages of the role ``tool``.
+    ``joins_arguments``: it concatenates the arguments of calls with text, so the arguments must be
+    text.
     """
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], tool_use: str | None = None
     ) -> None:
-        """Create a template; ``special_tokens``: text by the names that templates use.
+        """Create a template. ``special_tokens`` gives the text of each special token by its name in
+        templates, such as ``bos_token``.
 
-        Such a name is ``bos_token``. ``tool_use`` is the source of the model's other template, for
-        conversations with tools. Raises ConfigError if a template cannot be parsed.
+        ``tool_use`` is the source of the model's other template, for conversations with tools.
+        Raises ConfigError if a template cannot be parsed.
         """
         if len(source) > MAX_SOURCE_CHARACTERS:
             raise ConfigError(
@@ -73,15 +75,17 @@ class ChatTemplate:
 
     @property
     def for_tools(self) -> ChatTemplate:
-        """The template for conversations with tools."""
+        """The template for conversations with tools: the model's other template if it has one, else
+        this one."""
         return self._tool_use or self
 
     def reads(self, variable: str) -> bool:
-        """Return whether it reads a variable, with tools or without."""
+        """Return whether the template reads a variable, in its form with tools or without."""
         return variable in self._names or variable in self.for_tools._names
 
     def mentions(self, text: str) -> bool:
-        """Return whether it has ``text`` as a key or a constant, with tools or without."""
+        """Return whether the template has ``text`` as a key or a constant, in its form with tools
+        or without."""
         return text in self._texts or text in self.for_tools._texts
 
     async def start(self) -> None:
@@ -158,11 +162,14 @@ def load_chat_template(
 MAX_CPU_S = 5.0
 """Maximum CPU seconds of one rendering, and of compiling the template."""
 MAX_MEMORY_BYTES = 1 << 30
-"""Maximum address space of a process. Its own code uses 26 MiB, the largest body about 300."""
+"""Maximum address space of a template process, in bytes. Its own code uses 26 MiB, the largest body
+about 300."""
 MAX_WAIT_S = 30.0
-"""Maximum wait for an answer, in seconds. It exceeds the CPU time: the machine may be busy."""
+"""Maximum time to wait for a rendering, in seconds. It exceeds ``MAX_CPU_S``, since the machine may
+be busy."""
 SHORT_CHARACTERS = 1 << 18
-"""Conversations up to this many characters never wait for longer ones."""
+"""Maximum number of characters of a short conversation. Short ones have a process of their own, so
+they never wait for longer ones."""
 
 
 class TemplateProcess:
@@ -172,7 +179,7 @@ class TemplateProcess:
     """
 
     def __init__(self, source: str) -> None:
-        """Create the processes' owner; ``source``: the template."""
+        """Prepare the processes for the template with the text ``source``; they start later."""
         self._short, self._long = _Lane(source), _Lane(source)
 
     def start(self) -> Future[None]:
@@ -182,17 +189,18 @@ class TemplateProcess:
     def render(self, variables: Mapping[str, Any], limit: int, size: int) -> Future[str]:
         """Render the template with ``variables`` to a text of at most ``limit`` characters.
 
-        ``size``: the conversation's approximate characters. The future raises InvalidRequest if
-        the template refuses the variables, fails on them, or exceeds its bounds; DeadlineExceeded
-        after ``MAX_WAIT_S``; ConfigError if it does not compile; BatonError if no process can be
-        started.
+        ``size``: the approximate number of characters of the conversation. The future raises
+        InvalidRequest if the template refuses the variables, fails on them, or exceeds its bounds;
+        DeadlineExceeded after ``MAX_WAIT_S``; ConfigError if it does not compile; BatonError if no
+        process can be started.
         """
         lane = self._short if size <= SHORT_CHARACTERS else self._long
         return lane.render({"variables": variables, "limit": limit})
 
 
 class _Lane:
-    """One process and the thread that waits for it. Requests wait in the thread's queue."""
+    """One template process, and the thread that sends requests to it and waits for its answers.
+    Further requests wait in the thread's queue."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -257,7 +265,8 @@ class _Lane:
 
 
 class _ChildEnded(Exception):
-    """The process ended instead of answering; the text says how."""
+    """Raised because the template process ended instead of answering. The message gives the
+    reason."""
 
     def __init__(self, code: int) -> None:
         by_time = code == -signal.SIGPROF
@@ -303,7 +312,7 @@ class _Child:
         return self._process.poll() is not None
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request, and wait for its answer.
+        """Send a request to the process, and wait for its answer.
 
         Raises _ChildEnded, and DeadlineExceeded after killing the process.
         """
@@ -326,7 +335,8 @@ class _Child:
         return answer
 
     def _code(self) -> int:
-        """The exit code. The socket is closed, so the process is ending."""
+        """The exit code of the process, whose end of the socket is closed: it has ended or is
+        ending."""
         try:
             return self._process.wait(MAX_WAIT_S)
         except subprocess.TimeoutExpired:

@@ -17,17 +17,19 @@ from router.text.reasoning_counter import ReasoningCounter
 
 REPLACEMENT = "\ufffd"
 _MAX_PENDING = 8
-"""Maximum tokens held back for an incomplete character, which has at most four bytes."""
+"""Maximum number of tokens that are held back for an incomplete character, which has at most four
+bytes."""
 
 
 class Detokenizer(Protocol):
-    """Detokenizes one answer."""
+    """Converts the tokens of one answer to text, one token at a time."""
 
     def step(self, token_id: int) -> str:
         """Add a token. Return the characters that it completes, "" if none."""
 
     def flush(self) -> str:
-        """Return the rest at the end: U+FFFD for bytes that form no character."""
+        """Return the text that is left at the end of the answer: U+FFFD for bytes that form no
+        character."""
 
 
 class ByteDetokenizer:
@@ -113,12 +115,13 @@ class MarkerDetokenizer:
 class StopStrings:
     """Passes text up to the first complete stop string.
 
-    Text that may begin a stop string is held back. The output does not depend on how the text is
-    split into pieces.
+    Text that may be the beginning of a stop string is held back. The output does not depend on how
+    the text is split into pieces.
     """
 
     def __init__(self, stop: Sequence[str], *, include: bool = False) -> None:
-        """Create the filter; ``include``: pass the stop string too."""
+        """Create a filter for the strings ``stop``. ``include``: the stop string that is found is
+        passed too."""
         self._include = include
         self._stop = tuple(stop)
         self._longest = max(map(len, self._stop), default=0)
@@ -131,7 +134,7 @@ class StopStrings:
         return bool(self.match)
 
     def feed(self, text: str) -> str:
-        """Add text. Return the text that may be shown now."""
+        """Add the next text of the answer. Return the text that the client may now receive."""
         if not self._stop or self.found:
             return "" if self.found else text
         text = self._held + text
@@ -145,12 +148,13 @@ class StopStrings:
         return text[:keep]
 
     def rest(self) -> str:
-        """Return the text that is held back, at the end of the text."""
+        """Return the text that is still held back when the answer ends."""
         held, self._held = self._held, ""
         return held
 
     def _first_match(self, text: str) -> tuple[int, int] | None:
-        """Return begin and end of the stop string that ends first, the longest of several."""
+        """Find the stop string that ends first in ``text``, the longest of several. Return where it
+        begins and ends; None if there is none."""
         starts = ((text.find(stop), stop) for stop in self._stop)
         matches = [(start + len(stop), start) for start, stop in starts if start >= 0]
         if not matches:
@@ -159,7 +163,7 @@ class StopStrings:
         return begin, end
 
     def _possible_start(self, text: str) -> int:
-        """Return the length of the longest end of ``text`` that begins a stop string."""
+        """Return the length of the longest suffix of ``text`` with which a stop string begins."""
         for length in range(min(len(text), self._longest - 1), 0, -1):
             tail = text[-length:]
             if any(stop.startswith(tail) for stop in self._stop):
@@ -196,7 +200,7 @@ class OutputProcessor:
         self._scores = False
         """Whether tokens come with log probabilities; set by the first ones."""
         self._read = 0
-        """Number of characters of all tokens so far."""
+        """Number of characters of text that all tokens so far gave."""
         self._shown = 0
         self._unshown: list[ScoredToken] = []
         """Scored tokens whose text is not shown yet."""
@@ -208,7 +212,7 @@ class OutputProcessor:
 
     @property
     def finished(self) -> bool:
-        """Whether the delta with the finish reason was returned."""
+        """Whether ``push`` has returned the delta with the finish reason."""
         return self._finished
 
     def push(
@@ -218,7 +222,8 @@ class OutputProcessor:
         cached_prompt_tokens: int = 0,
         logprobs: Sequence[TokenLogprobs] = (),
     ) -> OutputDelta | None:
-        """Add the next tokens. Return None if there is nothing to report.
+        """Add the next tokens of the sequence. Return the new text and counts, or None if there is
+        nothing to report.
 
         ``logprobs`` has one entry per token, or none. Tokens after the one that completes a stop
         string, and tokens after the finish reason, are dropped.
@@ -279,8 +284,8 @@ class OutputProcessor:
         return counted, shown
 
     def _newly_shown(self) -> tuple[ScoredToken, ...]:
-        """Return scored tokens whose text has begun to be shown, or all at an end that cuts no
-        text.
+        """Return the scored tokens whose text the client has now begun to receive. At an end that
+        cuts no text, return all that are left.
 
         A token with part of a character is returned with the token that completes it.
         """

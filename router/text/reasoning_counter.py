@@ -1,4 +1,5 @@
-"""Counts the tokens of an answer's reasoning by their text, in line with the reasoning parser."""
+"""Counts the tokens of an answer's reasoning by their text, with the same result as the reasoning
+parser."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ class ReasoningCounter:
         self._is_open = begins_in == "reasoning"
         self._part = _Part.BEHIND if begins_in == "content" else _Part.BEFORE
         self._held = ""
-        """The latest text, whose part is not decided yet."""
+        """The latest text of the answer, as long as it may belong to a marker."""
         self._starts: list[int] = []
-        """Offsets in that text at which its tokens begin."""
+        """Offsets in ``_held`` at which its tokens begin."""
         self.count = 0
         """Number of reasoning tokens so far."""
 
     def take(self, text: str) -> None:
-        """Add the text of the next token."""
+        """Count the next token of the answer; ``text`` is its text."""
         if self._part is _Part.BEHIND:
             return
         self._starts.append(len(self._held))
@@ -46,7 +47,7 @@ class ReasoningCounter:
             self._look_for_end()
 
     def finish(self) -> None:
-        """End the answer: held text was no marker."""
+        """Note that the answer ended, so that text that is held back was no marker."""
         if self._part is _Part.INSIDE or (self._part is _Part.BEFORE and self._is_open):
             self.count += len(self._starts)
         self._part = _Part.BEHIND
@@ -90,7 +91,7 @@ class ReasoningCounter:
             self._starts.clear()
 
     def _cut(self, end: int) -> None:
-        """Drop the text before ``end``, and the tokens that begin in it."""
+        """Drop the held text before the offset ``end``, and the tokens that begin in it."""
         self._held = self._held[end:]
         self._starts = [start - end for start in self._starts if start >= end]
 
@@ -98,14 +99,14 @@ class ReasoningCounter:
 def reasoning_counter(
     markers: ReasoningMarkers | None, begins_in: AnswerPart
 ) -> ReasoningCounter | None:
-    """Create a counter; None if an answer has no reasoning."""
+    """Create a counter for an answer's reasoning; None if the model's answers have no reasoning."""
     if markers is None or begins_in == "content":
         return None
     return ReasoningCounter(markers, begins_in)
 
 
 def _possible_start(text: str, marker: str) -> int:
-    """Return the length of the longest end of ``text`` that begins ``marker``."""
+    """Return the length of the longest suffix of ``text`` with which ``marker`` begins."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if marker.startswith(text[-length:]):
             return length

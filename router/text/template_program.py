@@ -84,7 +84,8 @@ def chat_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 def _rendered(
     template: jinja2.Template, variables: dict[str, Any], limit: int
 ) -> dict[str, str | int]:
-    """Return the answer to one rendering; its text has at most ``limit`` characters."""
+    """Render the template to at most ``limit`` characters. Return the answer for the router: the
+    text, or why there is none."""
     pieces: list[str] = []
     size = 0
     try:
@@ -103,7 +104,8 @@ def _rendered(
 
 @contextlib.contextmanager
 def _timed(cpu_s: float) -> Iterator[None]:
-    """Limit the CPU time of the block: the kernel ends the process with SIGPROF after it.
+    """Limit the CPU time of the context's body. If it takes longer, the kernel ends the process
+    with SIGPROF.
 
     Nothing else stops a single long operation of the interpreter, such as a power.
     """
@@ -126,7 +128,7 @@ def _encoded(answer: dict[str, Any]) -> bytes:
 
 
 def main() -> None:
-    """Answer until the other end of the socket is closed."""
+    """Answer the router's requests until it closes the socket."""
     # Ctrl-C reaches all processes of a terminal; this one ends with its standard input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = socket.socket(fileno=0)

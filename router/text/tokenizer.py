@@ -24,15 +24,17 @@ from router.text.output_processor import (
 )
 
 PIECE_CHARACTERS = 1 << 18
-"""Longer texts are counted in pieces of this size before they are tokenized as a whole."""
+"""Size of the pieces, in characters, in which the tokens of a longer text are counted before it is
+tokenized as a whole."""
 PIECES_SHARE = 0.95
-"""Minimum tokens of a text, as a share of the sum over its pieces."""
+"""Lower bound on the tokens of a text, as a fraction of the sum over its pieces."""
 _CONTEXT_TOKENS = 8
 """Number of tokens at the prompt's end that influence the text of the answer's first token."""
 
 
 class Tokenizer:
-    """A ``tokenizers.Tokenizer`` with the model's ends of sequence, grammars and chat template."""
+    """A ``tokenizers.Tokenizer`` with the model's end-of-sequence tokens, compiled grammars and
+    chat template."""
 
     def __init__(
         self,
@@ -42,7 +44,8 @@ class Tokenizer:
         vocab_size: int | None = None,
         chat_template: ChatTemplate | None = None,
     ) -> None:
-        """Create a tokenizer; ``vocab_size``: the model's, if it exceeds the tokenizer's."""
+        """Create a tokenizer. ``vocab_size`` is the size of the model's vocabulary, if it exceeds
+        the tokenizer's."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -92,10 +95,10 @@ class Tokenizer:
         last: int | None = None,
         check: Callable[[int], None] = lambda count: None,
     ) -> tuple[int, ...]:
-        """Return the token ids of ``text``; of its end if there are more than ``last``.
+        """Return the token ids of ``text``, or only the last ``last`` of them.
 
-        ``check`` is called with their number before they are read. Reading holds the interpreter
-        lock; tokenizing releases it. Raises what ``check`` raises.
+        ``check`` is called with the number of token ids before they are copied to Python. Copying
+        holds the interpreter lock; tokenizing releases it. Raises what ``check`` raises.
         """
         if len(text) > PIECE_CHARACTERS:
             text = self._within_bounds(text, last, check)
@@ -110,8 +113,8 @@ class Tokenizer:
         return self._backend.encode_batch_fast([text], add_special_tokens=special)[0]
 
     def _within_bounds(self, text: str, last: int | None, check: Callable[[int], None]) -> str:
-        """Return ``text``, or a tail of it with at least ``last`` tokens. Raises what ``check``
-        raises.
+        """Return ``text``, or only a part of its end that has at least ``last`` tokens. Raises what
+        ``check`` raises.
 
         The library needs about 380 bytes per token, so tokens are counted piece by piece first.
         """
@@ -127,12 +130,12 @@ class Tokenizer:
         return text
 
     def fewest_tokens(self, text: str) -> int:
-        """Return a lower bound on the tokens of ``text``, without tokenizing it."""
+        """Return a lower bound on the number of tokens of ``text``, without tokenizing it."""
         return -(-len(text) // self._longest) if self._longest else 0
 
     @property
     def chat_template(self) -> ChatTemplate:
-        """The template. Raises InvalidRequest if the model has none."""
+        """The model's chat template. Raises InvalidRequest if the model has none."""
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions", param="messages"
@@ -200,8 +203,8 @@ class Tokenizer:
     ) -> Detokenizer:
         """Create a detokenizer for an answer to ``prompt_ids``.
 
-        The text of special tokens is hidden, except for ``shown_ids``. ``special_tokens``: it is
-        shown for all of them.
+        The text of special tokens is hidden, except for those of ``shown_ids``. ``special_tokens``:
+        the text of all special tokens is shown.
         """
         plain = self._plain_detokenizer(prompt_ids, special_tokens=special_tokens)
         texts = {} if special_tokens else {token_id: self.spell(token_id) for token_id in shown_ids}
@@ -255,7 +258,8 @@ def _spell_piece(token: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the byte-level alphabet: printable Latin-1 as is, other bytes from U+0100 on."""
+    """Return the byte that each character stands for in byte-level vocabularies: printable Latin-1
+    stands for itself, and characters from U+0100 on for the other bytes."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     alphabet = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in printable]
@@ -293,7 +297,8 @@ def _ids(value: int | list[int] | None) -> list[int]:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the text of the named tokens (``bos_token`` …) of a tokenizer_config.json."""
+    """Return the text of each special token that a tokenizer_config.json names, by its name, such
+    as ``bos_token``."""
     tokens = {}
     for name, value in settings.items():
         content = value.get("content") if isinstance(value, dict) else value
