@@ -22,7 +22,7 @@ _OUR_FAULT = 500
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """The fields of a request that its answer repeats."""
+    """The fields of a ``/v1/responses`` request that its answer repeats."""
 
     model: str
     instructions: str | None
@@ -30,15 +30,15 @@ class Repeated:
     max_output_tokens: int | None
     tools: Sequence[Tool]
     tool_choice: Any
-    """The choice as the client gave it."""
+    """``tool_choice`` as the client gave it."""
     parallel_tool_calls: bool
     text_format: Mapping[str, Any]
     effort: str | None
-    """Effort of the reasoning."""
+    """``reasoning.effort`` as the client gave it."""
 
 
 class ResponsesAnswer(ApiAnswer):
-    """An answer with one prompt and one choice: see ``ApiAnswer``."""
+    """An answer of ``/v1/responses``, with one prompt and one choice: see ``ApiAnswer``."""
 
     def __init__(
         self,

@@ -29,14 +29,16 @@ from router.responses.text_format import format_grammar, text_format
 from router.responses.tools import response_choice, response_tools
 
 MAX_REPEATED_CHARACTERS = 128 << 10
-"""Maximum size of a field that answers repeat, as JSON. A grammar's text has the same maximum."""
+"""Maximum size of a request field that the answer repeats, as JSON, in characters. A grammar's text
+has the same maximum."""
 _INCLUDED_ANYWAY = ("reasoning.encrypted_content",)
-"""Values of ``include`` that change nothing: there is no such reasoning."""
+"""Values of ``include`` that are accepted although they change nothing: reasoning is never
+encrypted."""
 _SUMMARIES = (None, "auto", "concise", "detailed")
 
 
 class ResponsesApi:
-    """The handler. Its endpoint answers errors."""
+    """The handler of ``POST /v1/responses``. Its endpoint converts errors to responses."""
 
     def __init__(self, service: InferenceService) -> None:
         self._builder = service.builder
@@ -66,7 +68,7 @@ class ResponsesApi:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A body, checked as far as possible without the model."""
+    """The body of a request, checked as far as possible without the model."""
 
     turns: Sequence[Turn]
     sampling: SamplingInput
@@ -76,7 +78,7 @@ class _Asked:
 
 
 def _asked(body: ResponsesRequest) -> _Asked:
-    """Check a body. Raises InvalidRequest and UnsupportedParameter."""
+    """Check the body of a request. Raises InvalidRequest and UnsupportedParameter."""
     tools = response_tools(body.tools)
     choice = response_choice(body.tool_choice, parallel=body.parallel_tool_calls)
     form = text_format(body.text)
@@ -109,7 +111,8 @@ def _asked(body: ResponsesRequest) -> _Asked:
 
 
 def _effort(given: Mapping[str, Any] | None) -> Effort | None:
-    """Read ``reasoning.effort``. A summary may be requested, but is never generated."""
+    """Read ``effort`` from the field ``reasoning``. A summary may be requested there, but is never
+    generated."""
     given = given or {}
     for name in ("summary", "generate_summary"):
         if given.get(name) not in _SUMMARIES:

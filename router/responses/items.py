@@ -16,7 +16,8 @@ _TEXT_PARTS = {"input_text", "output_text", "text"}
 def response_turns(
     given: str | Sequence[Mapping[str, Any]], instructions: str | None
 ) -> list[Turn]:
-    """Convert the input of a body to turns. Raises InvalidRequest and UnsupportedParameter."""
+    """Convert the fields ``input`` and ``instructions`` of a body to turns. Raises InvalidRequest
+    and UnsupportedParameter."""
     turns: list[Turn] = []
     if instructions:
         turns.append({"role": "system", "content": instructions})
@@ -57,7 +58,8 @@ def _add(turns: list[Turn], item: Mapping[str, Any], where: str) -> None:
 
 
 def _reasoning(item: Mapping[str, Any], where: str) -> str:
-    """Return the text of an earlier answer's reasoning; empty if another server encrypted it."""
+    """Return the text of a reasoning item of an earlier answer; empty if another server encrypted
+    it."""
     content = item.get("content")
     if content is None:
         return ""
@@ -78,9 +80,8 @@ def _message(item: Mapping[str, Any], where: str) -> Turn:
 
 
 def _add_call(turns: list[Turn], item: Mapping[str, Any], where: str) -> None:
-    """Add a call to the assistant's message, which has all calls of an answer and the text before
-    them.
-    """
+    """Add a function call to the assistant's last message, so that one message has all calls of an
+    answer and the text before them."""
     name = _string(item, "name", where)
     check_name(name, f"{where}.name")
     arguments = _string(item, "arguments", where)
@@ -105,7 +106,8 @@ def _string(item: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def text_of(content: Any, where: str) -> str:
-    """Read text, or a list of parts with text. Raises InvalidRequest and UnsupportedParameter."""
+    """Return the text of an item's content, which is text or a list of parts with text. ``where``
+    is its path, for errors. Raises InvalidRequest and UnsupportedParameter."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -21,17 +21,20 @@ Fields = dict[str, Any]
 
 
 class ResponseOutput:
-    """The state of one answer. ``items`` have their final form."""
+    """The output items of one answer while it is generated. ``items`` are those in their final
+    form."""
 
     def __init__(self, dialect: Dialect, use: ToolUse | None, begins_in: AnswerPart) -> None:
-        """Create the state; ``begins_in``: the part of the answer in which the prompt ends."""
+        """Create the state before the first text. ``begins_in`` is the part of the answer in which
+        the prompt ends."""
         self._output = ParsedOutput(dialect, use, begins_in)
         self._calls = 0
         self._is_open = False
         self.items: list[Fields] = []
 
     def feed(self, text: str, *, last: bool, cut: bool = False) -> list[Fields]:
-        """Return the events of the next part of the text, without their numbers.
+        """Add the next part of the answer's text, and return its events, without their sequence
+        numbers.
 
         ``last``: no more text follows. ``cut``: the answer ended at its maximum length.
         """
@@ -119,7 +122,7 @@ class ResponseOutput:
         return [self._open(item, dict(item))]
 
     def _close(self, status: str = "completed") -> list[Fields]:
-        """Return the final events of the open item, if there is one."""
+        """Close the item that is still open. Return its final events; none if no item is open."""
         if not self._is_open:
             return []
         self._is_open = False

@@ -32,7 +32,7 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
 }
 _IGNORED = frozenset({"max_tool_calls"})
 _CHECKED = frozenset({"include", "previous_response_id"})
-"""Fields that are checked separately."""
+"""Fields that the handler checks, in place of the general check of unsupported fields."""
 
 
 class ResponsesRequest(SamplingFields):

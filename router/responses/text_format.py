@@ -13,7 +13,8 @@ PLAIN: dict[str, Any] = {"type": "text"}
 
 
 def text_format(text: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the format as the client gave it. Raises InvalidRequest and UnsupportedParameter."""
+    """Check the field ``text`` and return its ``format`` as the client gave it. Raises
+    InvalidRequest and UnsupportedParameter."""
     if text is None:
         return PLAIN
     if text.get("verbosity") not in (None, "medium"):
@@ -27,7 +28,8 @@ def text_format(text: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def format_grammar(form: Mapping[str, Any]) -> Grammar | None:
-    """Return the grammar of a format. Raises InvalidRequest."""
+    """Return the grammar that ``text.format`` requires of the answer; None for plain text. Raises
+    InvalidRequest."""
     kind = form.get("type")
     if kind == "text":
         return None

@@ -17,7 +17,7 @@ from router.dialects.tools import (
 
 
 def response_tools(given: Sequence[Mapping[str, Any]] | None) -> list[Tool]:
-    """Read tools. Raises InvalidRequest and UnsupportedParameter."""
+    """Read the field ``tools`` of a body. Raises InvalidRequest and UnsupportedParameter."""
     return [_tool(tool, f"tools[{place}]") for place, tool in enumerate(given or ())]
 
 
@@ -38,7 +38,7 @@ def _tool(tool: Mapping[str, Any], where: str) -> Tool:
 
 
 def response_choice(given: Any, *, parallel: bool | None) -> ToolChoice:
-    """Read the choice of tools. Raises InvalidRequest and UnsupportedParameter."""
+    """Read the field ``tool_choice`` of a body. Raises InvalidRequest and UnsupportedParameter."""
     single = parallel is False
     if given is None:
         return ToolChoice(single=single)
