@@ -31,12 +31,12 @@ from router.workers.worker_links import WorkerLinks
 log = logging.getLogger(__name__)
 
 MAX_DAYS = 92
-"""Maximum number of days in one report."""
+"""Maximum number of days in one usage report."""
 USUAL_DAYS = 30
 MAX_COMMENT_CHARACTERS = 1000
 MAX_ID_CHARACTERS = 128
 DEVICES_S = 5.0
-"""Interval of counting devices, in seconds."""
+"""Interval at which a router adds up the time of the cluster's devices, in seconds."""
 _USAGE, _FEEDBACK, _RATING = "/v1/usage", "/v1/feedback", "/v1/feedback/{answer_id}"
 
 
@@ -92,7 +92,8 @@ class UsageReport(BaseModel):
 
 
 class UsageApi:
-    """The handlers. They raise BatonError, which ``router.http.errors`` answers."""
+    """The handlers of usage and feedback. They raise BatonError, which ``router.http.errors``
+    converts to a response."""
 
     def __init__(
         self,
@@ -138,11 +139,11 @@ class UsageApi:
         )
 
     def start(self) -> None:
-        """Start to count the time of devices."""
+        """Start counting the time of devices."""
         self._counting = spawn(self._count_devices(), "device hours")
 
     async def close(self) -> None:
-        """Stop to count."""
+        """Stop counting the time of devices."""
         if self._counting is not None:
             await end_tasks([self._counting])
 
@@ -241,7 +242,8 @@ def _shown(row: UsageRow, by: Sequence[Dimension]) -> dict[str, Any]:
 
 
 def _dimensions(text: str) -> tuple[Dimension, ...]:
-    """Parse the dimensions of a report. Raises InvalidRequest."""
+    """Parse a list, separated by commas, of the dimensions by which a report is grouped. Raises
+    InvalidRequest."""
     names = [name.strip() for name in text.split(",")]
     known = [one for one in DIMENSIONS if one in names]
     if len(set(names)) != len(names) or len(known) != len(names):
@@ -250,7 +252,8 @@ def _dimensions(text: str) -> tuple[Dimension, ...]:
 
 
 def _days(start: str, end: str, now: float) -> list[str]:
-    """Return the days of a report, by default the last ``USUAL_DAYS``. Raises InvalidRequest."""
+    """Return the days that a report covers, by default the last ``USUAL_DAYS``. Raises
+    InvalidRequest."""
     last = _day(end, "end") or datetime.date.fromisoformat(day_of(now))
     first = _day(start, "start") or last - datetime.timedelta(days=USUAL_DAYS - 1)
     if first > last:

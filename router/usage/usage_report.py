@@ -1,4 +1,4 @@
-"""Sums of usage, grouped by requested dimensions. Plain Python."""
+"""Sums of usage, grouped by dimensions such as day, tenant or key. Plain Python."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
 
 @dataclass(frozen=True, slots=True)
 class UsageEntry:
-    """One sum of one day."""
+    """One sum in the ledger: a measure's amount on one day, for one tenant, key, class and
+    agent."""
 
     place: tuple[str, str, str, str, str]
     """Day, tenant, key, class and agent, in the order of ``DIMENSIONS``."""
     measure: str
-    """One of ``router.billing.ledger_scripts.MEASURES``."""
+    """Name of the measure, one of ``router.billing.ledger_scripts.MEASURES``."""
     amount: int
 
 

@@ -30,16 +30,17 @@ _RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """A client's feedback on an answer's task."""
+    """A client's feedback: whether the task of an answer succeeded, and how well."""
 
     success: bool
     score: float | None = None
-    """Quality of the result, 0 to 1."""
+    """Quality of the task's result, 0 to 1; None: not given."""
     comment: str = ""
 
 
 class UsageStore:
-    """The usage data in Redis. Methods raise Unavailable while Redis does not answer.
+    """Reads and writes the usage data in Redis. Methods raise Unavailable while Redis does not
+    answer.
 
     Owned by the router's event loop.
     """
@@ -57,7 +58,7 @@ class UsageStore:
         self._unix_clock = unix_clock
 
     async def entries(self, days: Sequence[str], tenant: str | None) -> list[UsageEntry]:
-        """Return the sums of the given days, of one tenant or of all."""
+        """Return the ledger's sums of the given days, of one tenant, or of all tenants for None."""
         found = []
         async with _answered():
             for day in days:
@@ -78,7 +79,8 @@ class UsageStore:
                 yield (tenant, api_key, context_class, agent), letter, int(amount)
 
     async def device_seconds(self, days: Sequence[str]) -> dict[str, float]:
-        """Return the seconds of devices on the given days, by pool."""
+        """Return the device seconds of each pool on the given days: the time of its devices, added
+        up."""
         found: dict[str, float] = {}
         async with _answered():
             for day in days:
@@ -89,7 +91,8 @@ class UsageStore:
         return found
 
     async def count_devices(self, devices: Mapping[str, int]) -> None:
-        """Add the time since the last call of any router for these devices, by pool."""
+        """Add, for each device, the time since any router last called this method. ``devices`` is
+        the number of devices by pool."""
         day = usage_key(self._prefix, day_of(self._unix_clock()))
         keys = [f"{self._prefix}:usage:devices", f"{day}:devices"]
         args: list[str | int] = []
@@ -99,7 +102,8 @@ class UsageStore:
             await self._devices(keys=keys, args=args)
 
     async def used(self, budget: Budget) -> int:
-        """Return the nanodollars spent and held of a budget in its current period."""
+        """Return how many nanodollars of a budget are spent, or held by running requests, in its
+        current period."""
         period = budget.period(self._unix_clock())
         async with _answered():
             told: Any = await self._client.hmget(
@@ -132,12 +136,13 @@ class UsageStore:
         )
 
     async def rating(self, tenant: str, answer_id: str) -> Feedback | None:
-        """Return the feedback on an answer; None: it has none. Raises NotFound."""
+        """Return the feedback on an answer; None if the answer has none. Raises NotFound."""
         _, raw = await self._answer(tenant, answer_id)
         return _feedback_of(json.loads(raw))
 
     async def _answer(self, tenant: str, answer_id: str) -> tuple[str, bytes]:
-        """Return the key and the record of an answer. Raises NotFound."""
+        """Return the Redis key of the answer's hash, and the answer's record in it. Raises
+        NotFound."""
         now = self._unix_clock()
         hours = range(0, ANSWERS_KEPT_S, _HOUR_S)
         keys = [answers_key(self._prefix, tenant, now - back) for back in hours]
@@ -162,7 +167,8 @@ def _feedback_of(record: Mapping[str, Any]) -> Feedback | None:
 
 
 def _changes(before: Feedback | None, now: Feedback) -> dict[str, int]:
-    """Return the changes of sums by feedback, by the letters of measures."""
+    """Return by how much the ledger's sums change when feedback is given or replaced, by the
+    letters of their measures."""
     changes: dict[str, int] = {}
     for feedback, sign in ((before, -1), (now, 1)):
         if feedback is None:
@@ -178,7 +184,7 @@ def _changes(before: Feedback | None, now: Feedback) -> dict[str, int]:
 
 @asynccontextmanager
 async def _answered() -> AsyncIterator[None]:
-    """Raise Unavailable if Redis does not answer."""
+    """Wrap calls to Redis: raise Unavailable if it does not answer."""
     try:
         yield
     except (redis.RedisError, OSError):
