@@ -13,18 +13,19 @@ from router.billing.budget_scripts import KEYS_OF_A_BUDGET
 from router.billing.prices import BillLine
 
 _MEASURES = ("r", "i", "c", "o", "n")
-"""Requests, prompt tokens, cached tokens, output tokens, nanodollars: see ``ledger_scripts``."""
+"""Letters of the measures in a bill: requests, prompt tokens, cached tokens, output tokens,
+nanodollars; see ``ledger_scripts``."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldBudget:
-    """A budget on which a request held its maximum cost."""
+    """A budget of which a request held an amount: its maximum cost."""
 
     kind: str
     name: str
     every: BudgetPeriod
     period: str
-    """The period in which the request was admitted. Its cost counts there."""
+    """The budget's period in which the request was admitted, and to which its cost counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +39,17 @@ class Bill:
     at: int
     """End of the request, in Unix seconds."""
     entry: str
-    """Name of its holds on budgets; empty: it has none."""
+    """Name under which the request holds amounts of budgets; empty: it holds none."""
     budgets: tuple[HeldBudget, ...]
     lines: tuple[BillLine, ...]
 
     @property
     def cost(self) -> int:
-        """Cost in nanodollars."""
+        """Cost of the request in nanodollars."""
         return sum(line.cost for line in self.lines)
 
     def to_line(self, number: int) -> bytes:
-        """Encode it as a line of the journal."""
+        """Encode the bill, with this number, as a line of the journal."""
         held = [[one.kind, one.name, one.every, one.period] for one in self.budgets]
         sums = [
             [one.context_class, 1, one.input_tokens, one.cached_tokens, one.output_tokens, one.cost]
@@ -59,7 +60,7 @@ class Bill:
 
 
 def number_of(line: bytes) -> int:
-    """Return the number of a bill in the journal."""
+    """Return the number of a bill from its line in the journal."""
     return int(line[1 : line.index(b",")])
 
 
@@ -79,7 +80,7 @@ def answers_key(prefix: str, tenant: str, at: float) -> str:
 
 
 def usage_key(prefix: str, day: str) -> str:
-    """Return the Redis key of the usage of a day."""
+    """Return the Redis key of the usage sums of a day."""
     return f"{prefix}:usage:{day}"
 
 
@@ -87,18 +88,20 @@ class Sums:
     """Sums up bills as operations of the script ``SETTLE``, with the Redis keys that they name."""
 
     def __init__(self, prefix: str, writer: str) -> None:
-        """Create empty sums; ``prefix`` of all keys, ``writer``: the process that wrote them."""
+        """Create empty sums. ``prefix`` is that of all Redis keys; ``writer`` is the process that
+        wrote the bills."""
         self._prefix = prefix
         self.keys = [f"{prefix}:usage:writer:{writer}"]
         self._places: dict[str, int] = {}
         self._usage: list[dict[str, Any]] = []
         self._numbers: dict[tuple[str, ...], int] = {}
-        """Numbers of operations on usage, from 1, by day and owner."""
+        """Number, from 1, of the operation in ``_usage`` for each day, tenant, key, class and
+        agent."""
         self._answers: list[dict[str, Any]] = []
         self._budgets: dict[tuple[str, ...], dict[str, Any]] = {}
 
     def add(self, line: bytes) -> None:
-        """Add a line of a journal."""
+        """Add the bill in a line of a journal."""
         _, answer_id, tenant, key, agent, at, entry, held, sums = json.loads(line)
         place = 0
         for context_class, *amounts in sums:
@@ -112,7 +115,7 @@ class Sums:
             self._add_budget((kind, name, every), period, entry, cost)
 
     def operations(self) -> str:
-        """Encode the operations for the script."""
+        """Encode all operations as JSON for the script ``SETTLE``."""
         told = {
             "usage": self._usage,
             "answers": self._answers,
@@ -122,7 +125,8 @@ class Sums:
         return json.dumps(told, separators=(",", ":"))
 
     def _add_usage(self, whose: tuple[str, ...], at: float, amounts: Sequence[int]) -> int:
-        """Add to an operation on usage; return its number, from 1."""
+        """Add amounts to the operation on the usage of ``whose``, on the day of ``at``. Return the
+        operation's number, from 1."""
         day = day_of(at)
         number = self._numbers.get((day, *whose))
         if number is None:
@@ -156,7 +160,8 @@ class Sums:
         known["holds"].append(entry)
 
     def _place(self, keys: list[str]) -> int:
-        """Return the position of the first of some keys among all, from 1 as in Lua."""
+        """Add Redis keys that follow each other, unless they are known. Return the position of the
+        first one among all keys, from 1 as in Lua."""
         place = self._places.get(keys[0])
         if place is None:
             place = self._places[keys[0]] = len(self.keys) + 1

@@ -47,5 +47,6 @@ local function budget(first, asked)
   return this
 end
 """
-"""``budget(first, asked)``: the budget whose keys are ``KEYS[first]`` and the two after it, in the
-period ``asked``, or in a later one that another router has begun. Needs ``now`` and ``text``."""
+"""The Lua function ``budget(first, asked)``. It returns the budget whose keys are ``KEYS[first]``
+and the two after it, in the period ``asked``, or in a later one that another router has begun. It
+needs the Lua names ``now`` and ``text``."""

@@ -41,15 +41,16 @@ class Budget:
     """``key`` or ``tenant``."""
     name: str
     limit: int
-    """Limit in nanodollars per period."""
+    """Maximum cost per period of the budget, in nanodollars."""
     warn_at: int
     slow_at: int
-    """Nanodollars from which requests run in the background; equal to the limit: never."""
+    """Spent nanodollars from which requests run in the background; if equal to the limit, they
+    never do."""
     every: BudgetPeriod
 
     @classmethod
     def of(cls, kind: str, owner: KeyConfig | TenantConfig) -> Budget | None:
-        """Create the budget of an owner; None if it has none."""
+        """Create the budget of a key or a tenant; None if its configuration sets none."""
         settings: Budgeted = owner
         limit = nanodollars(settings.budget)
         if not limit:
@@ -60,17 +61,19 @@ class Budget:
 
     @property
     def slice(self) -> int:
-        """Maximum that a router spends while Redis is unavailable, in nanodollars."""
+        """Maximum amount of this budget that a router may spend while Redis is unavailable, in
+        nanodollars."""
         return self.limit // _SLICE_SHARE
 
     def period(self, now: float) -> str:
-        """Return the name of the period at a Unix time: ``2026-11-23``, ``2026-11``, ``total``."""
+        """Return the name of the budget's period at a Unix time: ``2026-11-23``, ``2026-11``,
+        ``total``."""
         if self.every == "total":
             return "total"
         return f"{_utc(now):{'%Y-%m-%d' if self.every == 'day' else '%Y-%m'}}"
 
     def seconds_left(self, now: float) -> float | None:
-        """Return the seconds until the next period; None: there is none."""
+        """Return the seconds until the budget's next period; None if there is no next one."""
         if self.every == "total":
             return None
         at = _utc(now)
@@ -83,7 +86,8 @@ class Budget:
         return (ends - at).total_seconds()
 
     def state(self, used: int) -> str:
-        """Return ``ok``, ``warned``, ``slowed`` or ``stopped`` for ``used`` nanodollars."""
+        """Return the state of the budget when ``used`` nanodollars are used: ``ok``, ``warned``,
+        ``slowed`` or ``stopped``."""
         if used >= self.limit:
             return "stopped"
         if used >= self.slow_at:
@@ -91,7 +95,7 @@ class Budget:
         return "warned" if used >= self.warn_at else "ok"
 
     def keys(self, prefix: str) -> list[str]:
-        """Return its keys in Redis."""
+        """Return the keys of the budget in Redis."""
         name = f"{prefix}:budget:{self.kind}:{self.name}:{self.every}"
         return [f"{name}:{part}" for part in KEYS_OF_A_BUDGET]
 
@@ -101,17 +105,18 @@ class Budget:
 
 @dataclass(slots=True)
 class Hold:
-    """A request's holds on budgets, from its admission until its bill is written."""
+    """The amounts of budgets that a request holds from its admission until its bill is written."""
 
     entry: str
-    """Unique name of the request."""
+    """Unique name of the request, under which Redis keeps the amounts that it holds."""
     budgets: tuple[Budget, ...] = ()
     periods: tuple[str, ...] = ()
-    """Periods in which it was admitted, by budget. Its cost counts there."""
+    """For each of ``budgets``, the period in which the request was admitted, and to which its cost
+    counts."""
     amount: int = 0
-    """Nanodollars that it holds of each budget."""
+    """Nanodollars that the request holds of each budget."""
     from_slices: bool = False
-    """Whether it holds parts of this router's slices, because Redis did not answer."""
+    """Whether the request holds parts of this router's slices, because Redis did not answer."""
     slow: bool = False
     """Whether a budget is used up so far that the request runs in the background."""
 
@@ -119,14 +124,16 @@ class Hold:
 @dataclass(slots=True)
 class _Slice:
     amount: int = 0
-    """Nanodollars that Redis holds for this router."""
+    """Size of the slice: the nanodollars of the budget that Redis holds for this router."""
     until: float = float("-inf")
     unreported: int = 0
-    """Nanodollars of requests that Redis neither admitted nor billed yet."""
+    """Nanodollars of the slice that requests took while Redis did not answer, and that are not
+    billed in Redis yet."""
 
 
 class Budgets:
-    """All budgets. Owned by the router's event loop."""
+    """The budgets of all keys and tenants, as one router process sees them. Owned by the router's
+    event loop."""
 
     def __init__(
         self,
@@ -143,7 +150,8 @@ class Budgets:
         self._slices: dict[tuple[str, str], _Slice] = {}
         self._warned: dict[tuple[str, str], str] = {}
         self.holder = f"router-{secrets.token_hex(6)}"
-        """Name of this process's slices among the holds."""
+        """Name under which Redis keeps this process's slices of budgets, next to the amounts that
+        requests hold."""
 
     def of(self, key: KeyConfig) -> tuple[Budget, ...]:
         """Return the budgets that a request of a key counts against."""
@@ -159,18 +167,20 @@ class Budgets:
         return budget.period(self._unix_clock())
 
     def seconds_left(self, budget: Budget) -> float | None:
-        """Return the seconds until the next period of a budget; None: there is none."""
+        """Return the seconds until the next period of a budget; None if there is no next one."""
         return budget.seconds_left(self._unix_clock())
 
     def arguments(self, budget: Budget) -> tuple[int | str, ...]:
-        """Return a budget's arguments for the script that charges requests."""
+        """Return the arguments that describe a budget to the script that charges requests."""
         unreported = self._slice(budget).unreported
         return budget.limit, self.period(budget), budget.slice, unreported
 
     def learn(self, budget: Budget, used: int, held: int, asked_at: float) -> None:
-        """Apply Redis' answer to a call made at the monotonic time ``asked_at``.
+        """Apply what Redis answered about a budget to a call made at the monotonic time
+        ``asked_at``.
 
-        ``used``: nanodollars that are spent and held. ``held``: this router's slice.
+        ``used``: nanodollars of the budget that are spent or held. ``held``: size of this router's
+        slice, in nanodollars.
         """
         mine = self._slice(budget)
         mine.amount, mine.until = held, asked_at + SLICE_S
@@ -191,12 +201,13 @@ class Budgets:
             )
 
     def hold(self, hold: Hold, cost: int) -> None:
-        """Record a hold of this maximum cost that Redis has granted."""
+        """Record that Redis has granted ``hold`` the amount ``cost`` of each of its budgets."""
         hold.amount, hold.from_slices = cost, False
         hold.periods = tuple(map(self.period, hold.budgets))
 
     def hold_of_slices(self, hold: Hold, cost: int) -> None:
-        """Hold this maximum cost on this router's slices, because Redis does not answer.
+        """Hold the amount ``cost`` on this router's slices of the budgets, because Redis does not
+        answer.
 
         Raises Unavailable.
         """
@@ -213,7 +224,8 @@ class Budgets:
         self.correct(hold.budgets, cost)
 
     def correct(self, budgets: Sequence[Budget], amount: int) -> None:
-        """Correct the spending from slices: the bill is lower, or Redis has received it."""
+        """Change by ``amount`` what requests have taken from this router's slices. It is negative
+        if a bill is lower than the amount held, or has reached Redis."""
         for budget in budgets:
             self._slice(budget).unreported += amount
 

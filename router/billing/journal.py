@@ -20,16 +20,18 @@ log = logging.getLogger(__name__)
 
 _SUFFIX = ".bills"
 _PIECE_BYTES = 64 << 10
-"""Maximum bytes of bills that are reported together; a bill has some 300."""
+"""Maximum size of the bills that are reported together, in bytes; one bill has some 300."""
 _LARGE_BYTES = 1 << 20
-"""Size above which a file is emptied as soon as Redis has all of it."""
+"""Size in bytes above which a journal's file is emptied as soon as Redis has all of its bills."""
 
 
 class Journal:
-    """A journal. Owned by the router's event loop. Methods raise OSError."""
+    """The journal of one router process, or of a dead one. Owned by the router's event loop.
+    Methods raise OSError."""
 
     def __init__(self, path: Path | None, descriptor: int) -> None:
-        """Open a journal; ``path`` None: the file is in memory, and ends with the process."""
+        """Open a journal. ``path`` None: the file is in memory, and is lost when the process
+        ends."""
         self._path = path
         self._file = descriptor
         self._size = os.fstat(descriptor).st_size
@@ -37,7 +39,8 @@ class Journal:
 
     @classmethod
     def create(cls, folder: Path, cluster_id: str, writer: str) -> Journal:
-        """Create a journal; in memory, with a warning, if the folder is not writable."""
+        """Create the journal of a process. If the folder is not writable, log a warning and keep
+        the journal in memory."""
         path = folder / f"{cluster_id}.{writer}{_SUFFIX}"
         fresh = path.with_suffix(".new")
         try:
@@ -71,7 +74,7 @@ class Journal:
 
     @property
     def has_more(self) -> bool:
-        """Whether there are bills that were not skipped by ``read_over``."""
+        """Whether the journal has bills that ``read_over`` has not skipped."""
         return self._read_to < self._size
 
     def append(self, line: bytes) -> None:
@@ -93,14 +96,15 @@ class Journal:
         return piece[: piece.rfind(b"\n") + 1].splitlines(keepends=True)
 
     def read_over(self, lines: list[bytes]) -> None:
-        """Skip bills that Redis has: the first ones that ``lines`` returned."""
+        """Skip bills that Redis has received. They must be the first ones that ``lines``
+        returned."""
         self._read_to += sum(map(len, lines))
         if not self.has_more and self._size > _LARGE_BYTES:
             os.ftruncate(self._file, 0)
             self._size = self._read_to = 0
 
     def close(self, *, remove: bool) -> None:
-        """Close the file; ``remove``: delete it."""
+        """Close the journal's file; ``remove``: also delete it."""
         if remove and self._path is not None:
             self._path.unlink(missing_ok=True)
         os.close(self._file)

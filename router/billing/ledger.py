@@ -33,13 +33,13 @@ from router.core.script_queue import ScriptCall, call_together
 log = logging.getLogger(__name__)
 
 PAUSE_S = 0.2
-"""Bills that end within this time, in seconds, are reported together."""
+"""Time for which a router collects bills before it reports them to Redis together, in seconds."""
 AWAY_S = 1.0
 CLOSE_S = 2.0
-"""Maximum time of reporting at the end of a process, in seconds. Other bills stay in its journal.
-"""
+"""Maximum time for reporting bills at the end of a process, in seconds. The bills that are left
+stay in its journal."""
 OTHER_TENANTS = "other"
-"""Metric label of tenants that are not in the configuration."""
+"""Metric label that stands for tenants that are not in the configuration."""
 
 
 class Ledger:
@@ -69,21 +69,21 @@ class Ledger:
         self._writer = secrets.token_hex(8)
         self._journal: Journal | None = None
         self._written = 0
-        """Number of the last bill that was written."""
+        """Number of the last bill that was written to the journal."""
         self._settled = 0
         """Number of the last bill that Redis has."""
         self._of_slices: deque[tuple[int, tuple[Budget, ...], int]] = deque()
-        """Bills of requests that held slices: number, budgets and nanodollars, until Redis has
-        them."""
+        """Bills that Redis does not have yet, of requests that held parts of slices: each with its
+        number, budgets and nanodollars."""
         self._woken = asyncio.Event()
         self._reporting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start to report, with the journals of dead processes first."""
+        """Start reporting bills; those in the journals of dead processes come first."""
         self._reporting = spawn(self._report(), "bills")
 
     async def close(self) -> None:
-        """Report the remaining bills, for ``CLOSE_S`` at most."""
+        """Report the remaining bills, for at most ``CLOSE_S`` seconds."""
         if self._reporting is not None:
             await end_tasks([self._reporting])
         if self._journal is None:
@@ -113,7 +113,8 @@ class Ledger:
     ) -> None:
         """Write the bill of a request that ended, and release its holds. Does not wait.
 
-        ``lines``: empty for a request that is not billed. ``hold`` None: it has no budgets.
+        ``lines`` is empty for a request that is not billed. ``hold`` is None if no budget applies
+        to the request.
         """
         held = () if hold is None or not hold.amount else self._held(hold)
         if not lines and not held:
@@ -193,7 +194,8 @@ class Ledger:
             await self._forget_writer(writer)
 
     async def _forget_writer(self, writer: str) -> None:
-        """Delete a writer's last number, once its journal is gone and no more bills can follow."""
+        """Delete from Redis the number of a process's last bill, once its journal is gone and no
+        more bills can follow."""
         await self._client.delete(*Sums(self._prefix, writer).keys)
 
     async def _report_all(self, journal: Journal, writer: str) -> None:
@@ -210,7 +212,8 @@ class Ledger:
                 self._forget_slices()
 
     async def _send(self, writer: str, settled: int, lines: Sequence[bytes]) -> int:
-        """Send bills; return the number of the last bill that Redis has."""
+        """Send bills of the process ``writer`` to Redis. Return the number of its last bill that
+        Redis has."""
         sums = Sums(self._prefix, writer)
         for line in lines:
             sums.add(line)

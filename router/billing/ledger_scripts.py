@@ -33,16 +33,16 @@ MEASURES = {
     "scored": "g",
     "score": "h",
 }
-"""Letters of the measures. ``score`` is a sum of thousandths."""
+"""Letters that stand for the measures in Redis. ``score`` is a sum of thousandths."""
 OTHER_AGENTS = "(other)"
-"""Name for all agents beyond ``MAX_AGENTS``. Clients cannot use it as a name."""
+"""Name that stands for all agents beyond ``MAX_AGENTS``. Clients cannot give it to an agent."""
 MAX_AGENTS = 200
 """Maximum number of a tenant's agents that are distinguished per day."""
 MAX_ANSWERS = 10_000
-"""Maximum answers of a tenant per hour that can receive feedback; 2 MB."""
+"""Maximum number of a tenant's answers per hour that can receive feedback. They take 2 MB."""
 DAYS_KEPT = 400
 ANSWERS_KEPT_S = 25 * 3600
-"""Feedback is accepted for a day."""
+"""Time for which answers are kept, in seconds: feedback is accepted for a day."""
 WRITER_KEPT_S = DAYS_KEPT * 86_400
 MAX_DEVICE_GAP_MS = 60_000
 """Maximum time counted between two counts of devices: in a longer gap no router was running."""

@@ -29,11 +29,11 @@ class TokenPrices:
 
 @dataclass(frozen=True, slots=True)
 class BillLine:
-    """Tokens of one class, and their cost."""
+    """A line of a bill: tokens of one class, and their cost."""
 
     context_class: str
     input_tokens: int
-    """Prompt tokens, with cached ones."""
+    """Number of prompt tokens, cached ones included."""
     cached_tokens: int
     output_tokens: int
     prices: TokenPrices
@@ -56,7 +56,7 @@ class BillLine:
 
 
 class PriceTable:
-    """The prices of every class."""
+    """The token prices of every class."""
 
     def __init__(self, config: Config) -> None:
         self._class_of: Callable[[int], str] = config.class_of
@@ -65,7 +65,7 @@ class PriceTable:
 
     @property
     def any(self) -> bool:
-        """Whether any token has a price."""
+        """Whether any token of any class has a price."""
         return any(one != TokenPrices(0, 0, 0) for one in (self._usual, *self._own.values()))
 
     def class_of(self, request: GenerationRequest) -> str:
@@ -83,9 +83,8 @@ class PriceTable:
         return BillLine(context_class, input_tokens, cached, output_tokens, prices)
 
     def max_cost(self, requests: Sequence[GenerationRequest]) -> int:
-        """Return the maximum cost in nanodollars: no cache hits, and every answer at its full
-        length.
-        """
+        """Return the maximum cost of requests in nanodollars: prompt tokens at the higher of their
+        two prices, and every answer at its maximum length."""
         total = 0
         for request in requests:
             prices = self._own.get(self.class_of(request), self._usual)
@@ -97,7 +96,8 @@ class PriceTable:
     def lines(
         self, requests: Sequence[GenerationRequest], choices: Sequence[Choice]
     ) -> Iterator[BillLine]:
-        """Return each request's line, from the choices that were counted for its client's usage."""
+        """Yield the bill's line for each prompt of a request, from the choices that its client's
+        usage counts."""
         left = iter(choices)
         for request in requests:
             own = list(islice(left, request.choices))
