@@ -19,7 +19,7 @@ nanodollars; see ``ledger_scripts``."""
 
 @dataclass(frozen=True, slots=True)
 class HeldBudget:
-    """A budget of which a request held an amount: its maximum cost."""
+    """A budget that a request drew on: the request held its own maximum cost there."""
 
     kind: str
     name: str
