@@ -38,7 +38,8 @@ _COMPUTED = SamplingInput(temperature=0.0, max_tokens=1)
 
 
 class PrefixApi:
-    """The handlers. They raise BatonError, which ``router.http.errors`` answers."""
+    """The handlers of ``/v1/cache/prefixes``. They raise BatonError, which ``router.http.errors``
+    converts to a response."""
 
     def __init__(self, service: InferenceService, pinning: PrefixPinning) -> None:
         self._service = service
@@ -113,7 +114,7 @@ class PrefixApi:
 
 
 def _ttl_s(body: PinRequest) -> float:
-    """Return the time of a pin in seconds. Raises InvalidRequest."""
+    """Return for how long a body requests its pin, in seconds. Raises InvalidRequest."""
     ttl_s = DEFAULT_TTL_S if body.ttl is None else body.ttl
     if not 1 <= ttl_s <= MAX_TTL_S:
         raise InvalidRequest(f"ttl must be between 1 and {MAX_TTL_S} seconds", param="ttl")
@@ -121,7 +122,7 @@ def _ttl_s(body: PinRequest) -> float:
 
 
 def _name(body: PinRequest) -> str:
-    """Return the name of a pin. Raises InvalidRequest."""
+    """Return the name that a body gives its pin. Raises InvalidRequest."""
     name = body.name or ""
     if len(name) > MAX_NAME_CHARACTERS:
         raise InvalidRequest(

@@ -33,16 +33,16 @@ from router.workers.worker_link import WorkerLink
 log = logging.getLogger(__name__)
 
 MAX_PREFIXES = 128
-"""Maximum number of pinned prefixes of a tenant."""
+"""Maximum number of prefixes that a tenant may have pinned at a time."""
 UNPIN_DEADLINE_S = 2.0
-"""Timeout of an unpin at a worker, in seconds. After it, the worker keeps the pin until it expires.
-"""
+"""Time limit for removing a pin from a worker, in seconds. A worker that does not answer in time
+keeps the pin until it expires."""
 _RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """A pin, and the tokens that it took."""
+    """The result of pinning: the pin, and the tokens that were processed for it."""
 
     pin: Pin
     cached_tokens: int
@@ -59,7 +59,7 @@ class PrefixPinning:
         store: PinStore,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Create it; ``clock`` is in Unix seconds."""
+        """Create the object that pins prefixes; ``clock`` returns Unix seconds."""
         self._service = service
         self._dispatcher = dispatcher
         self._store = store
@@ -137,9 +137,8 @@ class PrefixPinning:
         )
 
     async def _compute(self, arrival: Arrival, request: GenerationRequest) -> tuple[int, int]:
-        """Compute a prompt; return its cached tokens, and the tokens that were computed and are
-        kept.
-        """
+        """Compute a prompt. Return how many of its tokens were cached, and how many were computed
+        and are kept."""
         choices = choices_for([request])
 
         async def count(_: int, delta: OutputDelta) -> None:
