@@ -17,7 +17,8 @@ Records = Callable[[], Sequence[WorkerRecord]]
 
 
 def optimization_used(choice: Choice, records: Sequence[WorkerRecord]) -> str:
-    """Return the optimizations of an ended answer, by its counts and by its worker."""
+    """Return the optimizations that an answer has used, as the counts of its tokens and the records
+    of workers show."""
     worker = next((one for one in records if one.slot == choice.decode_worker), None)
     used = []
     if worker is None or worker.max_sequences > 1:
@@ -33,7 +34,8 @@ def optimization_used(choice: Choice, records: Sequence[WorkerRecord]) -> str:
 
 
 class GenerateAnswer(ApiAnswer):
-    """An answer with one text, or with ``is_batch`` a list of texts: see ``ApiAnswer``."""
+    """An answer of ``/v1/generate`` with one text, or with ``is_batch`` a list of texts: see
+    ``ApiAnswer``."""
 
     def __init__(
         self,
@@ -45,7 +47,8 @@ class GenerateAnswer(ApiAnswer):
         is_batch: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create an answer; ``received_at`` is on ``clock``, in seconds."""
+        """Create an answer. ``received_at`` is the time at which the request arrived, in seconds of
+        ``clock``."""
         super().__init__(requests, stream=stream)
         self._received_at = received_at
         self._records = records

@@ -25,7 +25,8 @@ from router.native.protocol import (
 
 
 class NativeApi:
-    """The handlers. Their endpoints answer errors."""
+    """The handlers of ``/v1/generate`` and ``/v1/generate/batch``. Their endpoints convert errors
+    to responses."""
 
     def __init__(self, service: InferenceService) -> None:
         self._service = service
