@@ -50,18 +50,18 @@ class WorkerCache:
     prompt_tokens: int = 0
     """Tokens of the prompts that the worker has computed since its start."""
     cached_prompt_tokens: int = 0
-    """Prompt tokens whose KV it found in its caches, or fetched from another worker."""
+    """Prompt tokens whose KV the worker found in its caches, or fetched from another worker."""
     pinned_blocks: int = 0
     """Blocks covered by pinned prefixes, whether they are currently cached or not."""
 
     @property
     def entries(self) -> int:
-        """Cached blocks in the pool, in host memory and on disk."""
+        """Number of cached blocks of the worker: in the pool, in host memory and on disk."""
         return self.cached_blocks + self.host_blocks + self.disk_blocks
 
     @property
     def size_bytes(self) -> int:
-        """Size of the cached blocks in bytes."""
+        """Size of the worker's cached blocks in bytes."""
         return self.entries * self.block_bytes
 
 
@@ -71,7 +71,7 @@ class CacheStats:
 
     workers: tuple[WorkerCache, ...]
     index: IndexSize | None
-    """None while Redis is unreachable."""
+    """Size of the prefix index; None while Redis is unreachable."""
     prompt_tokens: int
     """Prompt tokens since the routers started."""
     cached_prompt_tokens: int
@@ -80,12 +80,12 @@ class CacheStats:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Result of a drop at one worker."""
+    """Result of dropping the cached blocks of one worker."""
 
     slot: str
     blocks: int
     error: str = ""
-    """The reason why the worker dropped nothing; empty if it succeeded."""
+    """The reason why the worker dropped no blocks; empty if it succeeded."""
 
 
 class CacheControl:
@@ -94,13 +94,14 @@ class CacheControl:
     def __init__(
         self, links: Callable[[], Sequence[WorkerLink]], index: PrefixIndex, metrics: RouterMetrics
     ) -> None:
-        """Create the control; ``links`` returns the connections to all workers."""
+        """Create a control of the caches; ``links`` returns the connections to all workers."""
         self._links = links
         self._index = index
         self._metrics = metrics
 
     async def stats(self) -> CacheStats:
-        """Return current statistics. Figures of workers are at most a heartbeat old."""
+        """Return the current statistics of all caches. Figures of workers are at most a heartbeat
+        old."""
         try:
             size = await self._index.size()
         except redis.RedisError:
@@ -147,7 +148,8 @@ def _worker(link: WorkerLink) -> WorkerCache:
 
 
 def _hits(shown: CollectorRegistry) -> tuple[int, int]:
-    """Return prompt tokens and cached prompt tokens, of all classes."""
+    """Return the numbers of prompt tokens and of cached prompt tokens in a registry's counters,
+    summed over all classes."""
     sums = {"baton_prompt_tokens_total": 0.0, "baton_cached_prompt_tokens_total": 0.0}
     for family in shown.collect():
         for sample in family.samples:
@@ -181,7 +183,7 @@ class WorkerCacheObject(BaseModel):
     """Blocks covered by pinned prefixes. Dropped and evicted ones count until they are cached
     again."""
     total_entries: int
-    """Cached blocks in the pool, in host memory and on disk."""
+    """Number of cached blocks of the worker: in the pool, in host memory and on disk."""
     total_size_mb: float
     """Their size in millions of bytes."""
     hit_rate: float
@@ -189,7 +191,8 @@ class WorkerCacheObject(BaseModel):
 
     @classmethod
     def of(cls, worker: WorkerCache) -> WorkerCacheObject:
-        """Build the object, with the figures derived from the others."""
+        """Build the JSON object for a worker's cache, with the figures that are derived from the
+        others."""
         return cls(
             **asdict(worker),
             total_entries=worker.entries,
@@ -241,7 +244,7 @@ class CacheDropped(BaseModel):
 
 
 class CacheApi:
-    """The endpoints over HTTP."""
+    """The operators' endpoints for the KV caches over HTTP."""
 
     def __init__(self, control: CacheControl, access: Access) -> None:
         self._control = control
@@ -283,7 +286,7 @@ class CacheApi:
 
 
 class OperatorServicer(cache_pb2_grpc.OperatorServiceServicer):
-    """The endpoints over gRPC."""
+    """The operators' endpoints for the KV caches over gRPC."""
 
     def __init__(self, control: CacheControl, access: Access) -> None:
         self._control = control

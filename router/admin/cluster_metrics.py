@@ -29,8 +29,8 @@ async def cluster_page(
 ) -> bytes:
     """Return the series of this router, the supervisor and all workers, merged.
 
-    ``addresses`` (of workers) and ``supervisor`` are host:port. A comment names each process that
-    does not answer. ``pages`` fetches them.
+    ``addresses`` (of workers) and ``supervisor`` are host:port; ``pages`` fetches the pages there.
+    A comment names each process that does not answer.
     """
     asked = [_Page(address, "worker") for address in addresses]
     asked += [] if supervisor is None else [_Page(supervisor, "supervisor")]
@@ -43,7 +43,7 @@ async def cluster_page(
 
 
 def merge_pages(pages: Iterable[str]) -> bytes:
-    """Merge pages: each family appears once, with the series of all pages.
+    """Merge pages of metrics: each metric family appears once, with the series of all pages.
 
     Equal series are summed, except for gauges, which keep the last value. Families of other
     libraries, such as a process's memory, name no worker and are dropped. Raises ValueError for an
@@ -74,7 +74,8 @@ def _unite(family: Metric) -> None:
 
 
 class _Collected:
-    """The part of a registry that ``generate_latest`` uses."""
+    """Stands in for a registry: it has the method that prometheus_client's ``generate_latest``
+    calls."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = list(families)
@@ -85,7 +86,7 @@ class _Collected:
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """A page's address, and the role in its server's certificate."""
+    """Address of a /metrics page, and the role that its server's certificate must name."""
 
     address: str
     role: PeerRole

@@ -15,7 +15,8 @@ from router.grpc.call import Context, metadata_of
 def http_call(
     access: Access, request: Request, action: str, target: str, **details: object
 ) -> AbstractContextManager[None]:
-    """Wrap a call as in ``operator_call``; the gate has given the request an id."""
+    """Wrap an operator's HTTP call as ``operator_call`` does. The HTTP gate has given the request
+    an id."""
     request_id: str = request.state.request_id
     return operator_call(access, request.headers, request_id, action, target, **details)
 
@@ -23,7 +24,8 @@ def http_call(
 def grpc_call(
     access: Access, context: Context, action: str, target: str, **details: object
 ) -> AbstractContextManager[None]:
-    """Wrap a call as in ``operator_call``; it has an id if its client gives one."""
+    """Wrap an operator's gRPC call as ``operator_call`` does. The call has an id if its client
+    gives one."""
     metadata = metadata_of(context)
     given = metadata.get(REQUEST_ID_HEADER, "")
     request_id = given if is_request_id(given) else ""

@@ -1,6 +1,6 @@
 """Operators' endpoints for workers and pools: the cluster's state, drains, roles and pool sizes.
 
-Over HTTP and gRPC.
+The endpoints exist over HTTP and over gRPC.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class ClusterObject(BaseModel):
 
 
 class WorkerApi:
-    """Drains, role changes and pool sizes over HTTP."""
+    """The operators' endpoints for drains, role changes and pool sizes over HTTP."""
 
     def __init__(
         self, control: WorkerControl, scaling: PoolScaling, access: Access, config: Config
@@ -152,7 +152,7 @@ class ClusterApi:
         scaling: PoolScaling,
         access: Access,
     ) -> None:
-        """Create the endpoint; ``model``: its served name."""
+        """Create the endpoint; ``model`` is the served model's name."""
         self._cluster_id = cluster_id
         self._model = model
         self._control = control
@@ -179,7 +179,7 @@ class ClusterApi:
 
 
 class WorkerOperatorServicer(control_pb2_grpc.WorkerOperatorServiceServicer):
-    """Drains, role changes and pool sizes over gRPC."""
+    """The operators' endpoints for drains, role changes and pool sizes over gRPC."""
 
     def __init__(
         self, control: WorkerControl, scaling: PoolScaling, access: Access, config: Config

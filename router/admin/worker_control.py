@@ -25,7 +25,8 @@ from router.routing.policy import route_settings
 from router.workers.worker_link import WorkerLink
 
 ANSWER_S = 10.0
-"""Maximum delay of a drain's answer after the drain's deadline, in seconds."""
+"""Maximum time that a worker may take, after the deadline of a drain, to answer the call, in
+seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +36,13 @@ class WorkerStatus:
     slot: str
     role: str
     state: str
-    """State in the registry: ``ready``, ``draining``, …"""
+    """State of the worker in the registry: ``ready``, ``draining``, …"""
     running: int
-    """Number of sequences in its batch."""
+    """Number of sequences in the worker's batch."""
     waiting: int
-    """Number of sequences that wait for a place in its batch."""
+    """Number of sequences that wait for a place in the worker's batch."""
     is_last: bool
-    """Whether no other worker of its role is ready. Then a drain needs ``force``."""
+    """Whether no other worker of the same role is ready. Then a drain needs ``force``."""
 
 
 class WorkerControl:
@@ -50,12 +51,13 @@ class WorkerControl:
     def __init__(
         self, links: Callable[[], Sequence[WorkerLink]], is_up: Callable[[WorkerLink], bool]
     ) -> None:
-        """Create the control; ``links``: all workers, ``is_up``: whether one takes requests."""
+        """Create a control of workers. ``links`` returns the connections to all workers; ``is_up``
+        returns whether a worker takes new requests."""
         self._links = links
         self._is_up = is_up
         self._leaving: Counter[str] = Counter()
-        """Number of drains and role changes in flight, by slot. The registry may list these as
-        ready."""
+        """Number of drains and role changes in flight, by slot. The registry may still list these
+        workers as ready."""
 
     def workers(self) -> tuple[WorkerStatus, ...]:
         """Return all workers that this router knows, sorted by slot."""
@@ -106,7 +108,8 @@ class WorkerControl:
 
     @contextlib.contextmanager
     def _leaves(self, slot: str) -> Iterator[None]:
-        """Exclude the worker from the ready ones of its role within the context."""
+        """Count the worker in ``slot`` as not ready within the context, because it drains or
+        changes its role."""
         self._leaving[slot] += 1
         try:
             yield
@@ -154,7 +157,8 @@ class PoolScaling:
             for name, route in routes.items()
             if route.local_prefill == "never"
         }
-        """Prefill pools of each class whose prompts decode workers must not compute."""
+        """For each context-length class with ``local_prefill`` never: the prefill pools that may
+        compute its prompts."""
 
     @property
     def pools(self) -> Sequence[PoolConfig]:
@@ -217,7 +221,8 @@ class PoolScaling:
 
 @contextlib.contextmanager
 def _errors(link: WorkerLink) -> Iterator[None]:
-    """Raise WorkerFailed for a call in the context to a worker that has ended."""
+    """Wrap a call to a worker: raise the error that the worker reported, or WorkerFailed if the
+    worker has ended."""
     with call_errors(link.record.incarnation):
         try:
             yield
