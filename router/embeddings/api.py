@@ -22,15 +22,15 @@ from router.inference.service import InferenceService
 from router.openai.api import prompts_of
 
 AT_ONCE = 32
-"""Maximum number of inputs of one request at the workers at a time. More could fill the admission
-queue, which would delay other requests and reject some."""
+"""Maximum number of inputs of one request that are sent to workers at a time. More could fill the
+admission queue, which would delay other requests and reject some."""
 
 Vector = npt.NDArray[np.float32]
-"""Shape [dimensions], of length 1."""
+"""An embedding: fp32 [dimensions], scaled to length 1."""
 
 
 class EmbeddingsApi:
-    """The handler. Its endpoint answers errors."""
+    """The handler of ``POST /v1/embeddings``. Its endpoint converts errors to responses."""
 
     def __init__(self, service: InferenceService) -> None:
         self._service = service
@@ -49,7 +49,8 @@ class EmbeddingsApi:
         return EmbeddingsAnswer(requests, body, dimensions)
 
     def _dimensions(self, body: EmbeddingsRequest) -> int:
-        """Return the length of each vector. Raises InvalidRequest."""
+        """Return the number of dimensions of each vector that a body requests. Raises
+        InvalidRequest."""
         most = self._service.model.embedding_size
         if body.dimensions is None:
             return most
@@ -59,7 +60,8 @@ class EmbeddingsApi:
 
 
 class EmbeddingsAnswer(ApiAnswer):
-    """An answer with one vector per prompt, never streamed: see ``ApiAnswer``."""
+    """An answer of ``/v1/embeddings`` with one vector per prompt, which is never streamed: see
+    ``ApiAnswer``."""
 
     def __init__(
         self, requests: Sequence[GenerationRequest], body: EmbeddingsRequest, dimensions: int
@@ -100,7 +102,8 @@ class EmbeddingsAnswer(ApiAnswer):
 
 
 def shortened(embedding: Sequence[float], dimensions: int) -> Vector:
-    """Return the leading numbers, fp32 [dimensions], scaled to length 1 if some are cut off."""
+    """Return the leading numbers of an embedding, fp32 [dimensions], scaled to length 1 if others
+    are cut off."""
     found = np.asarray(embedding[:dimensions], dtype=np.float64)
     if len(found) < len(embedding) and (length := float(np.linalg.norm(found))) > 0:
         found = found / length
