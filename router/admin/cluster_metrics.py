@@ -113,6 +113,6 @@ async def _fetch_all(
 
 async def _fetch(pages: MetricsPages, client: httpx.AsyncClient, page: _Page) -> str:
     text = await pages.fetch(client, page.address, page.role, _DEADLINE_S)
-    # Parse it here too, so that an invalid page counts as no answer.
+    # Parse the page here too, so that an invalid page counts as no answer.
     list(text_string_to_metric_families(text))
     return text

@@ -243,7 +243,7 @@ class BatchRunner:
         run = self._runs[batch.id]
         if batch.owner != self.owner:
             if batch.owner:
-                # Without an owner, it was just released.
+                # A batch without an owner was just released.
                 log.warning("batch %s was taken over by another process", batch.id)
             await end_tasks([run.task])
         elif (
@@ -267,7 +267,7 @@ class BatchRunner:
         try:
             await work(batch)
         except StatusChanged:
-            # It was cancelled at this moment, and is claimed again.
+            # The batch was cancelled at this moment, and is claimed again.
             return
         except LeaseLost:
             log.warning("batch %s was taken over by another process", batch.id)
@@ -304,7 +304,7 @@ class BatchRunner:
         key was revoked."""
         ended = self._end_of(batch)
         if ended is None:
-            # Its key is valid again, so it is claimed again.
+            # The key is valid again, so the batch is claimed and run again.
             return
         status, faults = ended
         if status is BatchStatus.EXPIRED:

@@ -74,7 +74,7 @@ class Free:
 
 def open_tables(path: Path) -> sqlite3.Connection:
     """Open or create the tables at ``path``, whose folder must exist. Raises ConfigError."""
-    # Only its owner can read the file: it contains answers.
+    # Only the owner of the file can read it: it contains answers.
     path.touch(mode=0o600)
     connection = sqlite3.connect(
         path, timeout=BUSY_S, isolation_level=None, check_same_thread=False

@@ -46,7 +46,7 @@ class Journal:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            # Lock it before it gets the name by which other processes find it.
+            # Lock the file before it gets the name by which other processes find it.
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             fresh.rename(path)
         except OSError as error:

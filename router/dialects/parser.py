@@ -266,7 +266,7 @@ class ToolParser(SteppedParser):
         elif self._raw:
             self._text = raw + self._text
         else:
-            # Consume at least its first character.
+            # Turn at least the first character into content, so that parsing makes progress.
             self._raw, self._text = raw[:1], raw[1:] + self._text
         self._give_up()
 

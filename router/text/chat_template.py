@@ -245,7 +245,7 @@ class _Lane:
                     f"the model's chat template ended its process on these messages ({error})",
                     param="messages",
                 ) from None
-            # It was killed from outside: a new process may succeed.
+            # The process was killed from outside: a new one may succeed.
             answer = self._asked_again(request)
         if "refused" in answer:
             reason = f"the model's chat template refuses these messages: {answer['refused']}"
