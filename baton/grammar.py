@@ -51,7 +51,7 @@ class TokenMatcher(Protocol):
         """Advance by a token. Returns False for a token that may not follow, which is an error."""
 
     def rollback(self, num_tokens: int) -> bool:
-        """Remove the latest tokens."""
+        """Go back by ``num_tokens`` tokens, as if they had not been consumed."""
 
     def is_stopped(self) -> bool:
         """Whether the text is complete, so that only its end may follow."""

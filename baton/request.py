@@ -30,7 +30,7 @@ class TraceContext:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Return the headers that are not empty."""
+        """Return the trace headers that are not empty, by name."""
         both = {"traceparent": self.traceparent, "tracestate": self.tracestate}
         return {name: value for name, value in both.items() if value}
 
@@ -128,7 +128,7 @@ class TokenOutput:
     error: str = ""
     """Reason of the sequence's failure; empty: it has not failed."""
     error_code: str = ""
-    """The error's code, see ``baton.errors``."""
+    """Code of the error that ended the sequence, see ``baton.errors``; empty: no error."""
     choice: int = 0
     """Number of the choice that the tokens belong to."""
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -150,7 +150,7 @@ class FirstToken:
 
     token_id: int
     finish_reason: FinishReason | None = None
-    """The reason, if this token ends the choice."""
+    """Why the choice ends, if this token ends it; else None."""
     logprobs: TokenLogprobs | None = None
 
 

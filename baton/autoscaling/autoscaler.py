@@ -47,7 +47,7 @@ class ChangeRole:
     """The role that the worker takes."""
     reason: Reason
     why: str
-    """The reason in words, for logs."""
+    """The reason for the action in words, for logs."""
 
     @property
     def name(self) -> str:

@@ -11,7 +11,7 @@ ROLES: tuple[Role, Role] = ("prefill", "decode")
 
 
 def other(role: Role) -> Role:
-    """Return the opposite role."""
+    """Return the other role: decode for prefill, prefill for decode."""
     return "decode" if role == "prefill" else "prefill"
 
 

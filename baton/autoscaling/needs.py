@@ -84,7 +84,7 @@ class RoleBalance:
         return [one for one in self.workers if one.role == role and one.state in states]
 
     def text(self) -> str:
-        """Describe the balance for logs."""
+        """Describe for logs how many workers each role has and needs."""
         return "; ".join(
             f"{role} has {self.have[role]} and needs {self.need[role]:.1f}" for role in ROLES
         )
@@ -106,7 +106,7 @@ class RateForecast:
         self._memory_s = memory_s
         self._level: float | None = None
         self._trend = 0.0
-        """Change of the level per second."""
+        """Trend of the rate: the change of its level per second."""
 
     def add(self, rate: float, seconds: float) -> None:
         """Add the rate observed over the last ``seconds``."""
@@ -143,7 +143,7 @@ class WorkerNeeds:
         self._input = RateForecast(memory_s)
         self._output = RateForecast(memory_s)
         self._extra: dict[Role, float] = dict.fromkeys(ROLES, 0.0)
-        """Workers that corrections add to the floor."""
+        """Number of workers that corrections add to the floor, by role."""
         self._missed_at: dict[Role, float] = {}
         """By role: when its SLO was last not met with ease, or a correction of its need was last
         reduced."""

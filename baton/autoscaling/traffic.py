@@ -49,7 +49,7 @@ class TrafficCounts:
     requests: float = 0.0
     """Requests received, refused ones included."""
     input_tokens: float = 0.0
-    """Prompt tokens of these requests."""
+    """Prompt tokens of all received requests, refused ones included."""
     expected_tokens: float = 0.0
     """Expected output tokens of these requests, refused ones included."""
     shed: float = 0.0

@@ -14,7 +14,7 @@ class Message:
     """One turn of a conversation."""
 
     role: str
-    """``system``, ``user`` or ``assistant``."""
+    """Role of the turn's author: ``system``, ``user`` or ``assistant``."""
     content: str
 
 
@@ -45,7 +45,8 @@ class Sampling:
     all."""
 
     def given(self) -> dict[str, Any]:
-        """Return the fields that were set, by name."""
+        """Return the sampling parameters that are set, by name. None and empty values count as not
+        set."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: value for name, value in values.items() if value not in (None, (), {})}
 
@@ -81,9 +82,9 @@ class Piece:
 
     text: str
     finish_reason: str | None = None
-    """``stop`` or ``length``, once known."""
+    """Why the answer ended: ``stop`` or ``length``; None until that is known."""
     usage: Usage | None = None
-    """Token counts, in the last piece."""
+    """Token counts of the request; None except in the last piece."""
     logprobs: tuple[TokenScore, ...] = ()
     """Log probabilities, if the request asked for them."""
     reasoning: str = ""
@@ -104,7 +105,7 @@ class Answer:
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> Answer:
-        """Join the pieces of a stream."""
+        """Join the pieces of a stream to a complete answer."""
         texts: list[str] = []
         reasoning: list[str] = []
         scores: list[TokenScore] = []

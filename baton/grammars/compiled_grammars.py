@@ -111,7 +111,7 @@ class CompiledGrammars:
         return matcher
 
     def _fits(self, grammar: Grammar) -> bool:
-        """Whether there is room for another grammar."""
+        """Whether the cache has room for another grammar."""
         kept = sum(len(share.kept) for share in self._shares.values())
         size = sum(share.size for share in self._shares.values())
         return not kept or (

@@ -51,4 +51,4 @@ async def _refuse(_: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, 
 
 
 NO_SUCH_METHOD: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(_refuse)
-"""Ends a call with ``UNIMPLEMENTED``."""
+"""A handler that ends each call with the status ``UNIMPLEMENTED``."""

@@ -42,7 +42,7 @@ class TlsFiles:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Return the paths that are set."""
+        """Return the paths of the TLS files that are set."""
         return tuple(path for path in (self.certificate, self.key, self.authority) if path)
 
     def check(self) -> None:

@@ -49,7 +49,7 @@ class PinStore:
         cluster_id: str,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``clock`` is in Unix seconds."""
+        """``clock`` returns Unix seconds."""
         self._client = client
         self._key = f"baton:{{{cluster_id}}}:pins"
         self._clock = clock

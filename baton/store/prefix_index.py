@@ -26,7 +26,7 @@ from baton.store.registry_scripts import MAX_STEP
 BATCH = 256
 """Maximum hashes of one call that changes the index: about 0.4 ms of the server's time."""
 MAX_BLOCKS = 65535
-"""Maximum leading blocks of a lookup."""
+"""Maximum number of leading blocks of a prompt that one lookup covers."""
 DEFAULT_MEMORY_BYTES = 256 << 20
 _GROUP = struct.Struct(">HH")
 
@@ -36,7 +36,7 @@ class IndexSize:
     """Number of blocks in the index, and the memory that they take."""
 
     blocks: int
-    """Number of distinct blocks."""
+    """Number of distinct blocks in the index."""
     bytes: int
     """Approximate memory in Redis, in bytes."""
 
@@ -156,7 +156,7 @@ def _step() -> int:
 
 
 def _names(table: bytes) -> dict[int, str]:
-    """Parse lines of numbers and incarnations."""
+    """Parse the lines of the index's table of numbers. Return the incarnation of each number."""
     fields = table.decode().split("\n") if table else []
     return dict(zip(map(int, fields[::2]), fields[1::2], strict=True))
 

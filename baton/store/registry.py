@@ -145,7 +145,7 @@ class Registry:
         return (await self.read())[0]
 
     async def dead(self) -> set[str]:
-        """Return the expired incarnations."""
+        """Return the incarnations of workers whose record has expired."""
         return (await self.read())[1]
 
     async def forget(self, incarnation: str) -> None:
@@ -159,7 +159,7 @@ class Registry:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A reader's copy of a live worker."""
+    """A reader's copy of the registry entry of a live worker."""
 
     changed: int
     """Registry version of the worker's last change."""
@@ -167,7 +167,7 @@ class _Entry:
     """Registry version at which the worker's record last changed; changes of its load do not
     count."""
     record: WorkerRecord | None
-    """The record; None if it cannot be parsed."""
+    """The worker's record; None if it cannot be parsed."""
 
 
 @dataclass(frozen=True, slots=True)

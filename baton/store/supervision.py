@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 TTL_S = 3600
 MAX_WORKERS = 1024
-"""The maximum size of a pool."""
+"""Maximum size of a pool, in workers."""
 
 
 class PoolSizes:
@@ -38,7 +38,7 @@ class PoolSizes:
         return dict(_sizes(told))
 
     async def write(self, pool: str, count: int) -> None:
-        """Choose a pool's size."""
+        """Store the size that an operator chose for a pool, in workers."""
         async with self._client.pipeline(transaction=True) as calls:
             calls.hset(self._key, pool, str(count))
             calls.expire(self._key, TTL_S)

@@ -21,16 +21,16 @@ from baton.telemetry.series import (
 
 @dataclass(frozen=True, slots=True)
 class TierSeries:
-    """The series of one KV tier of a worker."""
+    """The metric series of one KV offload tier of a worker."""
 
     blocks: Gauge
     stored_bytes: Counter
     loaded_bytes: Counter
     loaded_blocks: Counter
     loads: Callable[[str], Counter]
-    """Counter of loads, by outcome."""
+    """Function that returns the counter of the tier's loads with a given outcome."""
     failures: Callable[[str], Counter]
-    """Counter of failures, by reason."""
+    """Function that returns the counter of the tier's failures with a given reason."""
 
 
 class WorkerMetrics:
