@@ -185,7 +185,7 @@ class WorkerCacheObject(BaseModel):
     total_entries: int
     """Number of cached blocks of the worker: in the pool, in host memory and on disk."""
     total_size_mb: float
-    """Their size in millions of bytes."""
+    """Size of the cached blocks, in millions of bytes."""
     hit_rate: float
     """`cached_prompt_tokens` divided by `prompt_tokens`, 0 … 1; 0 before the first prompt."""
 
@@ -210,7 +210,7 @@ class CacheStatsObject(BaseModel):
     total_entries: int
     """Cached blocks of all workers. A block that several workers hold counts for each."""
     total_size_mb: float
-    """Their size in millions of bytes."""
+    """Size of the cached blocks, in millions of bytes."""
     hit_rate: float
     """`cached_prompt_tokens` divided by `prompt_tokens`, 0 … 1; 0 before the first prompt."""
     pinned_blocks: int

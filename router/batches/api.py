@@ -182,5 +182,5 @@ class BatchesApi:
 
 
 def _ends(entries: Sequence[StoredFile | Batch]) -> tuple[str | None, str | None]:
-    """Return the ids of the first and the last entry."""
+    """Return the ids of the first and the last entry of a page; None for an empty page."""
     return (entries[0].id, entries[-1].id) if entries else (None, None)

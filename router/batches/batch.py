@@ -48,9 +48,9 @@ class StoredFile:
     filename: str
     """The client's name for the file; never used as a path."""
     purpose: str
-    """``batch`` or ``batch_output``."""
+    """What the file is for: ``batch`` is the input of a batch, ``batch_output`` its results."""
     size: int
-    """Size in bytes."""
+    """Size of the file in bytes."""
     created_at: int
     expires_at: int
     """Time after which the file is not available any more."""
@@ -85,9 +85,9 @@ class Batch:
     total: int = 0
     """Number of lines of the batch's input file."""
     completed: int = 0
-    """Number of answered lines."""
+    """Number of the batch's lines that were answered."""
     failed: int = 0
-    """Number of lines that ended with an error."""
+    """Number of the batch's lines that ended with an error."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0

@@ -316,7 +316,7 @@ class Database:
             return replace(batch, **changes)
 
     def done_lines(self, batch_id: str) -> set[int]:
-        """Return the numbers of the lines that have a result."""
+        """Return the line numbers of a batch that have a result."""
         rows = self._connection.execute("SELECT line FROM results WHERE batch_id = ?", (batch_id,))
         return {line for (line,) in rows}
 

@@ -26,20 +26,20 @@ _STRINGS_AND_MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"|[,\[{]', re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A request in a file."""
+    """One request of a batch's input file."""
 
     number: int
     """Number of the line in the file, from 1; blank lines count too."""
     custom_id: str
     """The client's name for the request, unique in the file."""
     url: str
-    """One of ``ENDPOINTS``."""
+    """Path of the endpoint that the line calls, one of ``ENDPOINTS``."""
     body: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An error in an input file."""
+    """An error in the input file of a batch."""
 
     code: str
     message: str

@@ -137,7 +137,7 @@ def expired_result(line: Line) -> LineResult:
 
 
 def record(line: Line, *, response: dict[str, Any] | None, error: dict[str, str] | None) -> str:
-    """Build OpenAI's object for a line, as JSON."""
+    """Build the object that OpenAI's result files have for a line, as JSON."""
     return json.dumps(
         {
             "id": f"batch_req_{secrets.token_hex(12)}",

@@ -18,11 +18,11 @@ MAX_FILES_OF_TENANT = 1000
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Maximum sizes, in bytes."""
+    """Maximum sizes of stored files, in bytes."""
 
     of_tenant: int
     total: int
-    """Maximum of all tenants together."""
+    """Maximum size of the files of all tenants together."""
 
 
 def room_of(

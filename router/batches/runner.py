@@ -138,7 +138,7 @@ class BatchRunner:
         self._follow = spawn(self._look_again(), "batches")
 
     async def close(self) -> None:
-        """Stop all lines, and release the batches."""
+        """Stop all running lines, and release the batches to other processes."""
         if self._follow is not None:
             await end_tasks([self._follow])
         await end_tasks([run.task for run in self._runs.values()])
@@ -392,7 +392,7 @@ class BatchRunner:
 
 
 class _Lines:
-    """Reads the lines of a file in pieces."""
+    """Reads the lines of a batch's input file in pieces."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._file = path.open("rb")

@@ -192,7 +192,7 @@ class BatchStore:
         await self._on_thread(work)
 
     async def collect(self) -> None:
-        """Delete expired files."""
+        """Delete the files that have expired and that no batch needs."""
 
         def work() -> None:
             for name in self._open().collect(int(self._unix_clock())):

@@ -14,7 +14,7 @@ from router.batches.batch import UNFINISHED
 MARKS = ", ".join("?" * len(UNFINISHED))
 """SQL placeholders for the statuses of unfinished batches."""
 VERSION = 4
-"""Version of the tables."""
+"""Version of the database's schema."""
 BUSY_S = 5.0
 """Maximum time that a change waits for a change by another process, in seconds."""
 _TABLES = """
@@ -62,7 +62,7 @@ class Free:
     """Owners whose batches may be claimed: this process, dead processes, and "" for batches without
     an owner."""
     but: Collection[str] = ()
-    """Ids of excluded batches."""
+    """Ids of batches that are not selected."""
 
     def clause(self) -> tuple[str, tuple[str, ...]]:
         """Return a condition in SQL, and the values of its placeholders."""

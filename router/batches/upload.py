@@ -82,12 +82,12 @@ class _Part:
 
 
 class _Form:
-    """The form received so far."""
+    """The part of an upload's form that has been received so far."""
 
     def __init__(self, boundary: bytes) -> None:
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
-        """Name of the file, once its part has begun."""
+        """Name of the uploaded file; None until its part of the form has begun."""
         self.pieces: list[bytes] = []
         """Pieces of the file that were not passed on yet."""
         self.ended = False

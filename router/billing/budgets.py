@@ -38,7 +38,7 @@ class Budget:
     """The budget of a key or of a tenant."""
 
     kind: str
-    """``key`` or ``tenant``."""
+    """Whose budget this is: that of a ``key`` or a ``tenant``."""
     name: str
     limit: int
     """Maximum cost per period of the budget, in nanodollars."""

@@ -51,7 +51,7 @@ class BillLine:
 
     @property
     def cost(self) -> int:
-        """Cost in nanodollars."""
+        """Cost of the line in nanodollars."""
         return sum(self.costs)
 
 

@@ -65,7 +65,7 @@ class Percentiles:
     """
 
     count: int
-    """Number of values; at least 1."""
+    """Number of values in the histogram; at least 1."""
     p50: float
     p95: float
     p99: float

@@ -32,7 +32,8 @@ class WorkerPage:
     """The figures of one worker's page that the console uses."""
 
     batch_fill: float | None = None
-    """Sequences in the last step divided by the maximum."""
+    """Sequences in the worker's last step divided by their maximum; None: the page does not show
+    it."""
     in_flight_bytes: int = 0
     """Bytes of KV that this worker is currently sending."""
     peers: Mapping[str, str] = field(default_factory=dict)
@@ -97,7 +98,7 @@ class WorkerPages:
         return read_page(await self._pages.fetch(client, address, "worker", DEADLINE_S))
 
     async def close(self) -> None:
-        """Close connections; idempotent."""
+        """Close the connections to all pages; idempotent."""
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()

@@ -40,13 +40,13 @@ class ToolFormat(abc.ABC):
 
     name: str
     form: CallWriter
-    """The form of one call."""
+    """How the format writes one call."""
     before: str
-    """Text before the first call."""
+    """Text that the model writes before the first call of an answer."""
     between: str | None
     """Text between two calls; None: an answer ends with its first call, so it has no second one."""
     behind: str
-    """Text after the last call."""
+    """Text that the model writes after the last call of an answer."""
     how_to_call: str
     """The part of the system message's instructions that shows how to write a call."""
     result_frame: tuple[str, str] = ("<tool_response>\n", "\n</tool_response>")

@@ -203,7 +203,7 @@ class _PythonReader:
 
 
 class NotALiteral(ValueError):
-    """The text is not a literal that JSON can represent."""
+    """Raised because a text is not a literal that JSON can represent."""
 
 
 def json_of_literal(text: str) -> str:

@@ -57,7 +57,7 @@ class TaggedCalls:
     """Tags between a parameter's name and its value."""
     behind_value: str
     behind: str
-    """The tag that ends the call, and white space."""
+    """The tag that ends the call, with the white space around it."""
     newlines: bool = False
     """Whether a parameter's value stands on lines of its own."""
 

@@ -32,7 +32,7 @@ class Tool:
     name: str
     description: str | None
     parameters: Mapping[str, Any]
-    """A JSON schema of an object."""
+    """JSON schema of the function's arguments, which are an object."""
     strict: bool = False
 
     def as_template_value(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class CalledFunction(_Part):
 
 
 class MessageToolCall(_Part):
-    """A call of an earlier answer."""
+    """A tool call of an earlier answer, which the client sends back."""
 
     id: str
     type: str = "function"

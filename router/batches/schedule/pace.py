@@ -26,7 +26,7 @@ class Pace:
             self._changed.set()
 
     def stop(self) -> None:
-        """Let no further line begin."""
+        """Let no further line of the batch begin."""
         self.stopped = True
         self._changed.set()
 

@@ -45,7 +45,7 @@ class BatchWork:
 
     @property
     def left(self) -> int:
-        """Number of lines without a result."""
+        """Number of lines of the batch without a result."""
         return max(0, self.total - self.done)
 
     @property
@@ -73,7 +73,7 @@ class BatchSchedule:
     """Number of lines that may begin per second: infinite at full speed, 0 while the batch
     waits."""
     starts_at: float | None = None
-    """When a waiting batch continues."""
+    """Time at which a waiting batch continues; None if the batch does not wait."""
     ends_at: float | None = None
     """Estimated end of the batch, at most the end of its window; None: not known yet."""
     late_lines: int = 0

@@ -23,9 +23,9 @@ class Progress:
 
     lines: int = 0
     tokens: int = 0
-    """Prompt and answer tokens."""
+    """Number of prompt and answer tokens of finished lines."""
     tokens_per_s: float | None = None
-    """The learned speed; None: not known."""
+    """The learned speed at full speed, in tokens per second; None: not known."""
 
 
 class Throughput:
