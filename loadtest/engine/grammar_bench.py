@@ -65,8 +65,9 @@ class GrammarBenchSettings:
 
 @dataclass(frozen=True, slots=True)
 class GrammarCost:
-    """Cost of structured output at one batch size. Times are medians over the steps, in
-    milliseconds; ``mask`` times are in microseconds per sequence.
+    """Cost of structured output at one batch size: medians over the steps.
+
+    Step times are in milliseconds; ``mask_us`` is in microseconds per sequence.
     """
 
     batch: int
