@@ -237,8 +237,9 @@ class Replayer:
             state.table.set_up(name, True)
 
     def _tell_loads(self, now: float) -> None:
-        """Report to each router, at heartbeats, the load by requests of other routers. A single
-        router knows all of them.
+        """Give each router the loads of the workers, once per heartbeat.
+
+        A single router does not need them, since it knows all requests.
         """
         if len(self._states) == 1 or now - self._told_at < HEARTBEAT_S:
             return
