@@ -127,7 +127,7 @@ class _CountedEvents:
         self._answer = answer
         self._status = 0
         self._kept = b""
-        """Last bytes of the answer so far, since the mark of an event may be split."""
+        """Last bytes of the answer so far. They contain its number of tokens, or its error."""
 
     def head(self, status: int, headers: dict[bytes, bytes]) -> None:
         self._status = status
