@@ -33,7 +33,7 @@ from worker.costs.calibration import calibrate
 _REGRET = 0.25
 """Maximum difference between the highest fp32 logit and that of a sampled token. Logits of random
 weights have a standard deviation of about 1, and steps in bf16 have an error of some hundredths.
-All but the best few tokens lie several hundredths below the highest."""
+All tokens except the best few lie far below the highest one."""
 _FRACTION = 0.5
 """Fraction of the GPU's memory that the engine may use."""
 _BLOCK = 16

@@ -47,8 +47,8 @@ _GPU_SHARE = 0.1
 or more."""
 _SILENCES = ("lease_s", "registry_ttl_s", "hang_s")
 _PATIENT_S = 10.0
-"""Seconds of silence before a process counts as failed, on a CPU. The engines use its cores, so a
-shorter silence means nothing."""
+"""Value of each setting of ``_SILENCES`` on a CPU, in seconds. The engines use its cores, so a
+process that is silent for less time has not failed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ def timed(
 
 
 _POOL_PART = 0.6
-"""Fraction of the GPU's free memory that the largest pool of blocks takes."""
+"""Fraction of the GPU's free memory that the pool of a ``full_pool`` case takes."""
 _ROTATED_BYTES = 1 << 29
 """Total size of weights that are read in turn, far larger than a GPU's caches."""
 
