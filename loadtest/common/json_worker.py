@@ -1,4 +1,11 @@
-"""Runs a helper process of a benchmark. It answers questions, one line of JSON each."""
+"""Runs a helper process of a benchmark. It answers questions, one line of JSON each.
+
+    starting ─hello→ ready ─question→ ready …
+    starting, ready ─end of its input→ gone
+
+The helper ends with the process that started it, even if that was killed. Its other output goes to
+a log.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """Defines the compared servers: how each is started on the loopback address, and when it is
-ready."""
+ready.
+
+Their options are those that a user would take from their documentation: continuous batching, no
+speculation, 32 sequences.
+"""
 
 from __future__ import annotations
 
