@@ -122,7 +122,7 @@ class EchoWorker(
         message.events.add(request_id=name, attempt=spec.attempt, end=end)
 
     def _begin(self, spec: worker_pb2.SequenceSpec) -> list[prefill_pb2.PrefillResponse]:
-        """Answer a prefill, and start decoding its sequence."""
+        """Return the messages that answer a prefill, and start decoding its sequence."""
         answer = _Answer(
             router_id=spec.router_id,
             request_id=spec.request_id,

@@ -1,5 +1,9 @@
 """Sends the load of `loadtest.router.router_bench`: streamed requests, over HTTP or directly to a
 worker.
+
+Run as a module, in a separate process; see ``json_worker``. It keeps its own cost small, since it
+shares its core with the echo worker: it reads events as bytes and counts them. Owned by the
+process's event loop.
 """
 
 from __future__ import annotations
@@ -148,6 +152,8 @@ class _CountedEvents:
 class DirectTarget(Target):
     """Sends requests directly to a worker of both roles, as a router does: with one stream each way
     for each of its two services.
+
+    The prompt's token ids are made before the clock starts.
     """
 
     def __init__(self, channel: grpc.aio.Channel, decode: str, tokenizer: Tokenizer) -> None:
