@@ -49,7 +49,7 @@ class SimulateSettings:
     """Number of GPUs per worker."""
     scale_time: float = 1.0
     scale_length: float = 1.0
-    """Divisor of the trace's lengths in tokens."""
+    """Divisor of the trace's lengths. ``scale_time`` is the divisor of its times."""
     hosts: int = 0
     """Number of machines that the workers share; 0: see ``ClusterShape``."""
     seed: int = 0

@@ -1,4 +1,13 @@
-"""One worker without an engine: the real scheduler, block pool and step planner in virtual time."""
+"""One worker without an engine: the real scheduler, block pool and step planner in virtual time.
+
+    idle ─a plan→ stepping ─its end, nothing to plan→ idle
+    stepping ─every plan in flight is alike→ leaping ─the last alike, or a new event→ stepping
+
+While a worker leaps, it does nothing until an event other than the next token: then the scheduler
+processes all steps that have ended since at once. The result is that of single steps. If workers
+share a host, steps take the same engine time as alone, but that passes more slowly
+(``work_clock``).
+"""
 
 from __future__ import annotations
 
