@@ -186,7 +186,7 @@ async def _load(index: PrefixIndex, workload: IndexWorkload, workers: int, say: 
 
 
 def _name(worker: int) -> str:
-    # The name has the length of a real one.
+    # The incarnation's name is as long as a real one.
     return f"prefill-{worker}:{worker:012x}"
 
 

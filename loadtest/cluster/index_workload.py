@@ -70,7 +70,7 @@ class IndexWorkload:
         count = int(self._random.integers(min(DEEP_WORKERS, most), most + 1))
         chosen = self._random.choice(self._workers, count, replace=False)
         depths = self._random.integers(DEEP_BLOCKS, PROMPT_BLOCKS + 1, count)
-        # Half of the workers hold all of it.
+        # Half of the chosen workers hold the whole prompt.
         depths[::2] = PROMPT_BLOCKS
         return dict(zip(chosen.tolist(), depths.tolist(), strict=True))
 

@@ -132,7 +132,7 @@ class Replay:
         mean = statistics.fmean(self.uncached)
         return {
             "hit_ratio": self.found / self.asked,
-            # Without computed blocks, the load is even.
+            # If no block was computed, the load counts as even.
             "load_ratio": max(self.uncached) / mean if mean else 1.0,
             "decision_us_p50": float(np.percentile(self.decision_us, 50)),
             "decision_us_p99": float(np.percentile(self.decision_us, 99)),

@@ -232,7 +232,7 @@ def _decode_phase(bench: _Bench, batch: int, context: int, ceilings: Ceilings) -
     """Measure sixteen decode steps after two uncounted ones; the median counts."""
     runs = bench.decode(batch, context, _WARM_STEPS + _DECODE_STEPS)[_WARM_STEPS:]
     seconds = statistics.median(seconds for seconds, _ in runs)
-    # Each step has one more token of context: the middle one represents all.
+    # The context grows by a token each step, so the middle step represents all.
     work = runs[len(runs) // 2][1]
     return Phase(_decode_name(batch, context), batch, Roof(work, ceilings, seconds))
 

@@ -120,7 +120,7 @@ class LoadDriver(Generic[P]):
     ) -> None:
         for request in requests:
             await ready.put((request, self._target.prepare(request)))
-            # One request at a time: due sends, and answers, have precedence.
+            # After each request, let sends that are due, and answers, run first.
             await asyncio.sleep(0)
         await ready.put(None)
 

@@ -182,7 +182,7 @@ def _supervise(
             # The phase's time is over: the next call runs the item again.
             return False
         if child.returncode == _BROKEN:
-            # The report has the error.
+            # The process has written the error to the report.
             continue
         report.append({"kind": "broken", "phase": phase.name, "item": item or "", "why": ended})
         if item is None or not has_gone:

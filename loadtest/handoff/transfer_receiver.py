@@ -33,7 +33,7 @@ async def _work(asker: Asker, start: Fields) -> None:
         pool = held.enter_context(bench_pool(start["blocks"], start["block_bytes"]))
         certs = start.get("certs", "")
         async with transfer_end(identity, pool.memory, start["transport"], certs=certs) as exchange:
-            # There is no secret, as at the sending end and in the worker of `decode_host`.
+            # No secret is set: the sending end and the worker of `decode_host` have none either.
             plane = WorkerPlane.of(TlsConfig(folder=certs).of("worker"), "")
             server = plane.server()
             transfer_pb2_grpc.add_TransferServiceServicer_to_server(

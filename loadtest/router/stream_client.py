@@ -276,7 +276,7 @@ class StreamClient:
         events = sum(answer.events for answer in self._open)
         await _ended(self._open, question["tokens"])
         return {
-            # Their first tokens came before.
+            # The first token of each answer arrived before this call.
             "tokens": sum(answer.tokens - 1 for answer in self._open),
             "events": sum(answer.events for answer in self._open) - events,
             "seconds": max(answer.last for answer in self._open) - began,

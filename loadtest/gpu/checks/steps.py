@@ -85,7 +85,7 @@ def step_items(place: Place) -> Iterator[Item]:
     steps = _SMALL_STEPS if place.small else _STEPS
     case = partial(_Case, steps=steps)
     for name, config in SHAPES.items():
-        # Small models of the same kind are equal.
+        # At small sizes, these two equal other shapes.
         if not (place.small and name in ("Llama 70B", "Mixtral 8x7B")):
             yield Item(f"steps, {name}", partial(_logits, place, case(_sized(place, config))))
     for kind in KINDS:
@@ -294,7 +294,7 @@ def _same_bits(place: Place, case: _Case) -> Iterator[Check]:
 
 
 def _warm_up(place: Place) -> Iterator[Check]:
-    """Describe, without running it, the warm-up that workers compile before they serve."""
+    """Run the warm-up of workers on tensors without values, which only compiles its kernels."""
     for whole in (llama_1b(), llama_8b()):
         config = replace(with_layers(whole, 1), context_length=16384)
         cache = KvCache(config, 1024, _BLOCK, place.dtype, place.device)

@@ -1,4 +1,14 @@
-"""Runs a real worker without Ray that reports its state, and whose CUDA context can be broken."""
+"""Runs a real worker without Ray that reports its state, and whose CUDA context can be broken.
+
+Run as a module; see ``json_worker``. The process reads ``config``, ``role``, ``slot``,
+``model_path``, ``redis_url``, ``cluster_id`` and ``costs_folder``. Its hello has its incarnation,
+and each answer is the result of ``look``. It ends with its input, or with the process that started
+it.
+
+SIGUSR1 makes its next step fail as after an illegal memory access. On a GPU that is the real error:
+a kernel stores at an illegal address, on a separate thread. A CPU has no context that could break:
+there the runner raises an error with CUDA's text, which tests everything except CUDA's part.
+"""
 
 from __future__ import annotations
 

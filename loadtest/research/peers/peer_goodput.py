@@ -243,8 +243,8 @@ def show(found: Mapping[str, Sequence[RateFigures]], console: Console) -> None:
 
 
 def _ratio(ours: float, other: float, least: float) -> str:
-    """Return the ratio of Baton's goodput to another server's as text; empty if Baton met the SLO
-    at no rate.
+    """Return the ratio of the first server's goodput to another one's as text; empty if the first
+    server met the SLO at no rate.
 
     ``least`` is the lowest rate at which the other server was tried.
     """

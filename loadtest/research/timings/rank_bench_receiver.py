@@ -30,7 +30,7 @@ async def _work(asker: Asker, start: Fields) -> None:
     layout = KvLayout.of(geometry).of_rank(0)
     with contextlib.ExitStack() as held:
         pool = held.enter_context(bench_pool(start["blocks"], layout.block_bytes))
-        # There is no secret, as at the other end.
+        # No secret is set: the sending end has none either.
         server = WorkerPlane.of(None, "").server()
         address = f"{LOOPBACK}:{server.add_insecure_port(f'{LOOPBACK}:0')}"
         end = transfer_end(

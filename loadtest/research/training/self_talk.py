@@ -155,7 +155,7 @@ class SelfTalk:
             talk.token_ids.append(token)
             if token not in self._ends and len(talk.token_ids) < talk.limit:
                 return True
-            # Its last token was not computed.
+            # The last token was sampled but not computed, so it has no hidden states.
             talk.token_ids.pop()
             return False
         if token not in self._ends and len(talk.token_ids) < talk.limit:
