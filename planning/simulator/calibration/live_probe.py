@@ -200,7 +200,7 @@ class LiveProbe:
         inner = [[at for at in times if first <= at <= last] for times in every]
         gaps = [gap for times in inner for gap in np.diff(times).tolist()]
         if not gaps:
-            # The answers hardly overlapped: they ran in turns.
+            # The answers hardly overlapped, so the gaps of each one count.
             gaps = [gap for times in every for gap in np.diff(times[1:]).tolist()]
         half_way = (first + last) / 2
         held = sum(tokens + sum(at <= half_way for at in times) for times in every)

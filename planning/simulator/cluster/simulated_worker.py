@@ -287,7 +287,7 @@ class SimulatedWorker:
 
     def _on_alarm(self, alarm: int) -> None:
         if alarm == self._alarm:
-            # Not by the clock, since rounding must not lose the last of them.
+            # Counted, not computed from the clock: rounding could lose the last step.
             self._take_in(self._max_leaps - self._leapt)
             self._end_step()
 
