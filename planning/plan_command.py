@@ -37,11 +37,12 @@ class PlanSettings:
     """Inputs of a plan."""
 
     traces: tuple[Path, ...]
-    """Traces. The plan must serve each of them alone."""
+    """Files of recorded traffic. The plan must serve each of them alone."""
     slo: str
-    """SLOs, see ``planning.common.slo``. Missing ones are the configuration's."""
+    """SLOs as text, in the format of ``planning.common.slo``. The configuration gives those that
+    are missing."""
     gpus: tuple[str, ...]
-    """Accelerators, or files of `baton calibrate`."""
+    """Names of accelerators, or profile files that `baton calibrate` wrote."""
     budget: ResourceBudget
     target: float = 0.9
     """Share of requests that must meet every SLO."""
@@ -50,34 +51,35 @@ class PlanSettings:
     """Degrees of tensor parallelism; empty: the smallest two that fit."""
     transports: tuple[str, ...] = DEFAULT_TRANSPORTS
     prices: tuple[str, ...] = ()
-    """Prices, see ``planning.planner.worker_kinds``."""
+    """GPU prices as text, in the format of ``planning.planner.worker_kinds.parse_prices``."""
     minutes: float = 10.0
-    """Minutes of a trace's busiest part for the search; 0: all of it."""
+    """Length in minutes of each trace's busiest part, on which the search runs; 0: the whole
+    trace."""
     scale_time: float = 1.0
     scale_length: float = 1.0
     block_tokens: int = 0
     seed: int = 0
 
     def bounds(self) -> Slo:
-        """Return the SLO's bounds. Raises ConfigError."""
+        """Return the bounds of the requested SLOs. Raises ConfigError."""
         return Slo.parse(self.slo) if self.slo else Slo()
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOutputs:
-    """Files for the plan; None: not written."""
+    """Files to which the plan is written; None: not written."""
 
     json: Path | None = None
     html: Path | None = None
     config: Path | None = None
-    """TOML for `baton serve`, only if the target is met."""
+    """TOML file for `baton serve`. It is written only if the target is met."""
 
 
 def simulated_config(config: Config, slo: Slo) -> Config:
-    """Return ``config`` with the requested SLOs. Raises ConfigError.
+    """Return ``config`` with the requested SLOs, for the simulation. Raises ConfigError.
 
-    Prefill workers compute all prompts, unless the configuration sets it: the plan counts these
-    workers.
+    Unless the configuration sets ``local_prefill``, it is off: prefill workers compute all prompts,
+    since the plan counts them.
     """
     bounds = slo.bounds()
     if "e2el_s" in bounds:
@@ -92,7 +94,7 @@ def simulated_config(config: Config, slo: Slo) -> Config:
 
 
 def make_report(settings: PlanSettings, config: Config, progress: PlanProgress) -> PlanReport:
-    """Search for a plan. Raises ConfigError."""
+    """Search for a plan, and return it with all figures for its report. Raises ConfigError."""
     if not 0 < settings.target <= 1:
         raise ConfigError(
             f"the target must be a share of requests above 0, not {settings.target:g}"
@@ -134,7 +136,7 @@ def make_report(settings: PlanSettings, config: Config, progress: PlanProgress) 
 
 
 def asked(settings: PlanSettings, config: Config) -> str:
-    """Describe the request in words."""
+    """Describe in words what was requested: traces, SLOs and budget."""
     slo = Slo(config.slo_ttft_s, config.slo_tpot_s).text()
     names = ", ".join(path.name for path in settings.traces)
     scales = "".join(
@@ -148,7 +150,9 @@ def asked(settings: PlanSettings, config: Config) -> str:
 def plan_command(
     settings: PlanSettings, config: Config, outputs: PlanOutputs, say: Say, console: Console
 ) -> bool:
-    """Plan, print, write; says whether the target is met. Raises ConfigError."""
+    """Search for a plan, print it, and write its files. Return whether the target is met. Raises
+    ConfigError.
+    """
     if outputs.html is not None:
         check_plots()  # a plan may take minutes
     with PlanProgress(Console(stderr=True), say) as progress:
@@ -166,17 +170,19 @@ def plan_command(
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:
-    """Replace values that JSON does not support."""
+    """Replace the values that JSON does not support."""
     budget = {name: bound for name, bound in fields["budget"].items() if bound < float("inf")}
     traces = [str(path) for path in fields["traces"]]
     return fields | {"budget": budget, "traces": traces}
 
 
 class PlanProgress:
-    """Shows a spinner with the search's progress. Owned by the command."""
+    """Shows the progress of the search, with a spinner. Owned by the command."""
 
     def __init__(self, console: Console, say: Callable[[str], None]) -> None:
-        """Draw if ``console`` is a terminal."""
+        """Show a spinner if ``console`` is a terminal; otherwise call ``say`` with a line for each
+        simulation.
+        """
         self._say = say
         self._status = console.status("reading") if console.is_terminal else None
         self._best = ""
@@ -196,7 +202,7 @@ class PlanProgress:
             self._status.stop()
 
     def hear(self, trial: Trial) -> None:
-        """Show that a simulation begins, or has ended."""
+        """Show that a simulation begins (``trial`` has no figures yet), or has ended."""
         if self._status is not None:
             if trial.figures is not None:
                 self._best = trial.text()

@@ -26,7 +26,8 @@ _USES = (
     ("MBU", "busy", "mbu_busy"),
     ("MBU", "wall", "mbu_wall"),
 )
-"""Utilization of a pool's hardware, and the time over which it is measured."""
+"""Columns of hardware utilization: its name, the time over which it is measured, and its key in the
+summary."""
 _PARTS = ("ttft_s", "tpot_s", "itl_s", "e2el_s")
 
 
@@ -36,7 +37,7 @@ class SimulateSettings:
 
     trace: Path
     prefill: int
-    """Prefill workers; 0: every worker computes the prompts that it decodes."""
+    """Number of prefill workers; 0: every worker computes the prompts that it decodes."""
     decode: int
     profile: str
     """An accelerator's name or a profile's file, for roles without their own profile."""
@@ -45,18 +46,18 @@ class SimulateSettings:
     model_config: str = ""
     """A model's name or its config.json, for accelerators."""
     tensor_parallel: int = 1
-    """GPUs per worker."""
+    """Number of GPUs per worker."""
     scale_time: float = 1.0
     scale_length: float = 1.0
-    """Times and lengths of the trace are divided by these."""
+    """Divisor of the trace's lengths. ``scale_time`` is the divisor of its times."""
     hosts: int = 0
-    """Machines that the workers share; 0: see ``ClusterShape``."""
+    """Number of machines that the workers share; 0: see ``ClusterShape``."""
     seed: int = 0
     block_tokens: int = 0
-    """Tokens of a KV block; 0: see ``simulation.simulate``."""
+    """Number of tokens of a KV block; 0: see ``simulation.simulate``."""
 
     def shape(self) -> ClusterShape:
-        """Return the cluster. Raises ConfigError."""
+        """Return the cluster to simulate. Raises ConfigError."""
         kinds = {
             name: read_profile(name, self.model_config, tensor_parallel=self.tensor_parallel)
             for name in (self.prefill_profile or self.profile, self.decode_profile or self.profile)
@@ -68,7 +69,9 @@ class SimulateSettings:
 
 
 def run_simulation(settings: SimulateSettings, config: Config) -> dict[str, Any]:
-    """Return the figures, with ``wall_s`` and the inputs. Raises ConfigError."""
+    """Run the simulation. Return its figures, the inputs, and the wall time ``wall_s``. Raises
+    ConfigError.
+    """
     trace = read_trace(settings.trace, settings.scale_time, settings.scale_length)
     shape = settings.shape()
     began = time.perf_counter()
@@ -88,7 +91,7 @@ def run_simulation(settings: SimulateSettings, config: Config) -> dict[str, Any]
 def simulate_command(
     settings: SimulateSettings, config: Config, say: Say, console: Console, output: Path | None
 ) -> None:
-    """Simulate, print tables, write JSON. Raises ConfigError."""
+    """Simulate, print the tables, and write JSON to ``output`` if given. Raises ConfigError."""
     if output is not None:
         write_json(output, "{}\n")
     figures = run_simulation(settings, config)

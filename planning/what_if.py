@@ -38,7 +38,7 @@ from router.console.what_if import (
 
 
 def answer(question: WhatIfQuestion) -> WhatIfAnswer:
-    """Simulate each shape. Raises ConfigError."""
+    """Simulate each cluster of a question, and return the results. Raises ConfigError."""
     config = Config(**question.config)
     trace = _trace(question.traffic, config.block_size)
     return WhatIfAnswer(
@@ -94,7 +94,7 @@ _LATER_S = 10
 
 
 def main() -> int:
-    """Read, answer and return the exit code."""
+    """Read a question, write its answer, and return the exit code."""
     os.nice(_NICE)
     # The router ends this process at the deadline; this alarm is for a router that is gone.
     signal.alarm(int(DEADLINE_S) + _LATER_S)

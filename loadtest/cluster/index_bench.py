@@ -39,19 +39,19 @@ Say = Callable[[str], None]
 
 _MILLION = 1_000_000
 _BYTES_PER_PAIR = 64
-"""Memory of the index per pair, in bytes, so that it need not evict anything."""
+"""Redis memory per (block, worker) pair, in bytes. It is large enough that no pair is evicted."""
 _LOADERS = 4
 _WARM = 200
-"""Uncounted lookups at the start, which set up connections."""
+"""Number of uncounted lookups at the start, which set up connections."""
 _DEADLINE_S = 5.0
 _MAX_AT_A_TIME = 64
-"""Maximum concurrent lookups, fewer than the client's maximum connections. Waiting for a place
-counts in the lookup's time."""
+"""Maximum concurrent lookups, fewer than the client's maximum connections. If a lookup must wait
+because of it, the wait counts in the lookup's time."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexSettings:
-    """Settings of a measurement."""
+    """Settings of a measurement of the prefix index."""
 
     workers: int = 1000
     pairs: int = 10 * _MILLION
@@ -62,7 +62,7 @@ class IndexSettings:
 
 @dataclass(frozen=True, slots=True)
 class IndexReport:
-    """Figures of one index. Times are the client's, decoding included."""
+    """Figures of one prefix index. Times are measured at the client, and include decoding."""
 
     machine: Machine
     workers: int
@@ -70,14 +70,15 @@ class IndexReport:
     """Number of (block, worker) pairs."""
     lookup_ms_p50: float
     lookup_ms_p99: float
-    """p99 at a constant rate."""
+    """p99 time of lookups that are sent at a constant rate."""
     lookup_ms_p99_random: float
-    """p99 at the same rate with random gaps, with some concurrent lookups."""
+    """p99 time of lookups that are sent at the same mean rate with random gaps, so that some are
+    concurrent."""
     lookups_per_s: float
-    """Answered lookups per second, at a constant rate."""
+    """Answered lookups per second, when lookups are sent at a constant rate."""
     bytes_per_million_blocks: float
     deep_share: float
-    """Share of lookups whose answer has at least 16 workers with at least 128 blocks."""
+    """Share of lookups whose answer has at least 16 workers that hold at least 128 blocks."""
     server_us_per_lookup: float
     server_us_p99: float
     client_cpu_us_per_lookup: float
@@ -86,7 +87,7 @@ class IndexReport:
 
 
 def bench_index(settings: IndexSettings, say: Say, console: Console, output: Path | None) -> None:
-    """Measure, print, and write ``output`` as JSON. Raises BatonError.
+    """Measure a prefix index, print its figures, and write ``output`` as JSON. Raises BatonError.
 
     Raises ConfigError before the measurement if ``output`` cannot be written or there is no Valkey.
     """
@@ -168,7 +169,7 @@ async def _measure(
 
 
 async def _load(index: PrefixIndex, workload: IndexWorkload, workers: int, say: Say) -> None:
-    """Add every worker's snapshot, a few at a time, as workers send them."""
+    """Add every worker's snapshot of blocks to the index, a few workers at a time."""
     left = iter(range(workers))
 
     async def load_some() -> None:
@@ -185,7 +186,7 @@ async def _load(index: PrefixIndex, workload: IndexWorkload, workers: int, say: 
 
 
 def _name(worker: int) -> str:
-    # The name has the length of a real one.
+    # The incarnation's name is as long as a real one.
     return f"prefill-{worker}:{worker:012x}"
 
 
@@ -194,7 +195,7 @@ def _take(questions: Iterator[Question], count: int) -> list[Question]:
 
 
 async def _check(index: PrefixIndex, question: Question, workers: int) -> None:
-    """Check an answer. Raises BatonError if it is wrong."""
+    """Check the index's answer to one question. Raises BatonError if it is wrong."""
     expected = dict.fromkeys(map(_name, range(workers)), COMMON_BLOCKS)
     expected |= {_name(worker): depth for worker, depth in question.holders.items()}
     if await index.lookup(question.hashes) != expected:
@@ -202,7 +203,7 @@ async def _check(index: PrefixIndex, question: Question, workers: int) -> None:
 
 
 class _Run:
-    """Lookups with given gaps, independent of earlier answers."""
+    """Runs lookups with given gaps between their starts, independent of earlier answers."""
 
     def __init__(
         self, index: PrefixIndex, asked: list[Question], gaps_s: npt.NDArray[np.float64]
@@ -250,7 +251,7 @@ async def _used_bytes(client: redis.asyncio.Redis) -> int:
 
 
 async def _server_us(client: redis.asyncio.Redis) -> float:
-    """Return the time that the server has spent in scripts, in microseconds."""
+    """Return the total time that the Redis server has spent in scripts, in microseconds."""
     stats = await cast(Any, client.info("commandstats"))
     return float(
         sum(stats.get(f"cmdstat_{name}", {"usec": 0})["usec"] for name in ("eval", "evalsha"))
@@ -258,14 +259,14 @@ async def _server_us(client: redis.asyncio.Redis) -> float:
 
 
 async def _server_us_p99(client: redis.asyncio.Redis) -> float:
-    """Return the 99th percentile of a script call's time, in microseconds."""
+    """Return the 99th percentile of the Redis server's time for a script call, in microseconds."""
     stats = await cast(Any, client.info("latencystats"))
     return float(stats["latency_percentiles_usec_evalsha"]["p99"])
 
 
 @contextlib.contextmanager
 def _own_core(url: str) -> Iterator[None]:
-    """Pin the server to the last core, and this process to the others."""
+    """Pin the Redis server to the last core, and this process to the others, during the block."""
     own = psutil.Process()
     cores = own.cpu_affinity()
     if len(cores) < 2:

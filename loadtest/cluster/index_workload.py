@@ -1,4 +1,4 @@
-"""Contents and lookups of `loadtest.cluster.index_bench`.
+"""Makes the contents and lookups of `loadtest.cluster.index_bench`.
 
 Prompts are ``PROMPT_BLOCKS`` blocks long and begin with the same ``COMMON_BLOCKS``, which every
 worker holds: a system prompt. Half of the (block, worker) pairs belong to prompts that 16 to 64
@@ -24,28 +24,31 @@ _MAX_HOLDERS = 64
 @dataclass(frozen=True, slots=True)
 class Question:
     """A prompt's block hashes, and the workers that hold more of its leading blocks than the common
-    ones."""
+    ones, which all workers hold."""
 
     hashes: list[bytes]
     holders: dict[int, int]
-    """Number of leading blocks, by worker number."""
+    """For each worker number: how many leading blocks of the prompt it holds."""
 
     @property
     def is_deep(self) -> bool:
-        """Whether at least 16 workers hold at least 128 of its blocks."""
+        """Whether at least 16 workers hold at least 128 blocks of the prompt."""
         return sum(depth >= DEEP_BLOCKS for depth in self.holders.values()) >= DEEP_WORKERS
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
     digests: bytes
-    """Its block hashes without the common ones, concatenated."""
+    """Block hashes of the prompt, concatenated, without those of the prefix that all prompts
+    share."""
     holders: dict[int, int]
-    """Number of all its leading blocks, by worker number."""
+    """For each worker number: how many leading blocks of the prompt it holds, including the shared
+    ones."""
 
 
 class IndexWorkload:
-    """Prompts and their holders, made from ``seed``. Owned by the benchmark."""
+    """Prompts, and the workers that hold their blocks, made from ``seed``. Owned by the
+    benchmark."""
 
     def __init__(self, workers: int, pairs: int, seed: int = 1) -> None:
         """``pairs`` is the approximate number of (block, worker) pairs."""
@@ -67,7 +70,7 @@ class IndexWorkload:
         count = int(self._random.integers(min(DEEP_WORKERS, most), most + 1))
         chosen = self._random.choice(self._workers, count, replace=False)
         depths = self._random.integers(DEEP_BLOCKS, PROMPT_BLOCKS + 1, count)
-        # Half of the workers hold all of it.
+        # Half of the chosen workers hold the whole prompt.
         depths[::2] = PROMPT_BLOCKS
         return dict(zip(chosen.tolist(), depths.tolist(), strict=True))
 

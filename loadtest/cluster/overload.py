@@ -43,29 +43,29 @@ MODES: tuple[Mode, ...] = ("slo", "queue")
 their SLOs."""
 
 HANG_S = 120.0
-"""Time without an end or a rejection after which a request hangs, in seconds."""
+"""Seconds after which a request counts as hanging if it has neither ended nor been rejected."""
 _REFUSALS = (429, 503)
 _FIRST_RATE = 2.0
 _RATE_STEP = 1.5
 _FELL_BEHIND = 0.75
-"""A rate with a lower share of good requests exceeds the capacity."""
+"""Share of good requests below which a rate exceeds the capacity."""
 _WARM_UP_S = 5.0
 _VOCABULARY = 2000
-"""Upper bound of plain token ids in any vocabulary."""
+"""Upper bound of the token ids in prompts. Every vocabulary has plain tokens below it."""
 
 
 @dataclass(frozen=True, slots=True)
 class OverloadSettings:
-    """Settings of a measurement."""
+    """Settings of a measurement of overload."""
 
     trace: Path
     scale_length: float
-    """Divisor of lengths."""
+    """Divisor of the trace's lengths."""
     factors: tuple[float, ...]
-    """Offered loads relative to the measured capacity."""
+    """Offered loads, as multiples of the measured capacity."""
     seconds: float
     probe_seconds: float
-    """Duration of each rate while the capacity is searched, in seconds."""
+    """Duration of each tried rate in the search for the capacity, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One rate, and the results of its requests."""
+    """One offered rate, and the results of its requests."""
 
     offered_per_s: float
     requests: int
@@ -90,11 +90,11 @@ class Load:
     ok: int
     refused: int
     refused_counted: int
-    """Rejections by the router's own metrics."""
+    """Number of rejected requests by the router's own metrics."""
     failed: int
     hung: int
     ttft_p50_ms: float
-    """Median of admitted requests."""
+    """Median TTFT of admitted requests, in milliseconds."""
     ttft_p99_ms: float
     tpot_p99_ms: float
     retry_after_p50_s: float
@@ -102,18 +102,18 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One load of one mode."""
+    """One offered load in one admission mode."""
 
     mode: Mode
     factor: float
     load: Load
     share: float
-    """Goodput relative to the capacity."""
+    """Goodput at this load, as a share of the capacity."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overload:
-    """Results of all modes."""
+    """Results of the measurement in all admission modes."""
 
     capacity: Load
     rows: tuple[Row, ...]
@@ -124,7 +124,8 @@ class Overload:
 def bench_overload(
     settings: OverloadSettings, programs: Programs, say: Say, console: Console, output: Path | None
 ) -> None:
-    """Measure, print the table, and write all to ``output`` as JSON. Raises BatonError.
+    """Measure all modes, print the table, and write all results to ``output`` as JSON. Raises
+    BatonError.
 
     Raises ConfigError before the measurement if a file cannot be read or written.
     """
@@ -162,10 +163,10 @@ async def measure(
     mode: Mode,
     before: Overload | None,
 ) -> Overload:
-    """Drive the cluster at ``base_url``, whose SLOs are those of the defaults.
+    """Measure the admission mode of the cluster at ``base_url``, which has the default SLOs.
 
-    ``before`` has the capacity and the rows of other modes; None: the capacity is searched. Raises
-    Unavailable if no request succeeds.
+    ``before`` has the capacity and the rows of modes that were measured before. If it is None, the
+    capacity is searched first. Raises Unavailable if no request succeeds.
     """
     config = Config()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
@@ -198,7 +199,7 @@ async def _find_capacity(driver: _Driver, settings: OverloadSettings) -> Load:
 
 
 class _Driver:
-    """An open loop: requests are sent on schedule, independent of earlier responses."""
+    """Sends requests in an open loop: on schedule, independent of earlier responses."""
 
     def __init__(
         self,
@@ -272,7 +273,7 @@ class _Driver:
         return Ending("ok", first - began, (last - first) / max(1, tokens - 1))
 
     async def _shed(self) -> int:
-        """Return the number of requests that the router has shed."""
+        """Return the number of requests that the router has shed, by its metrics."""
         page = (await self._http.get("/metrics")).text
         return sum(
             int(sample.value)
@@ -284,7 +285,7 @@ class _Driver:
 
 
 async def _max_tokens(http: httpx.AsyncClient) -> int:
-    """Return the maximum tokens of prompt and answer together."""
+    """Return the cluster's maximum tokens of prompt and answer together."""
     models = (await http.get("/v1/models")).json()
     return int(models["data"][0]["max_model_len"])
 
@@ -299,7 +300,9 @@ async def _refusal(response: httpx.Response) -> Ending:
 
 
 def load_of(endings: Sequence[Ending], seconds: float, config: Config, counted: int) -> Load:
-    """Return the figures of a rate; ``seconds`` is the duration of arrivals."""
+    """Return the figures of one offered rate. ``seconds`` is the duration of arrivals; ``counted``
+    is the router's own number of rejections.
+    """
     kinds = [ending.kind for ending in endings]
     well = [ending for ending in endings if ending.kind == "ok"]
     good = [
@@ -325,7 +328,9 @@ def load_of(endings: Sequence[Ending], seconds: float, config: Config, counted: 
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that ``percent`` percent do not exceed; 0 without values."""
+    """Return the smallest value of ``values`` that at least ``percent`` percent of them do not
+    exceed; 0 without values.
+    """
     if not values:
         return 0.0
     place = max(1, -(-len(values) * percent // 100))

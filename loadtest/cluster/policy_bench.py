@@ -50,20 +50,22 @@ class LruCache:
     """A prefill worker's prefix cache in a replay: blocks by hash, least recently used first."""
 
     def __init__(self, max_blocks: int | None) -> None:
-        """``max_blocks``: maximum size; None: unlimited."""
+        """``max_blocks`` is the maximum number of cached blocks; None: unlimited."""
         self._most = max_blocks
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
         self._stored: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
 
     def leading(self, hashes: Sequence[bytes]) -> int:
-        """Return how many leading blocks of a prompt it holds."""
+        """Return the number of a prompt's leading blocks that are cached."""
         return next(
             (place for place, block in enumerate(hashes) if block not in self._blocks), len(hashes)
         )
 
     def use(self, hashes: Sequence[bytes]) -> None:
-        """Cache the blocks of a computed prompt. Blocks after its end are evicted before others."""
+        """Cache the blocks of a computed prompt. Blocks towards its end are evicted before those at
+        its start.
+        """
         for block in reversed(hashes[: self._most]):
             if block not in self._blocks:
                 self._removed.pop(block, None)
@@ -77,16 +79,16 @@ class LruCache:
             self._removed[block] = None
 
     def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the blocks stored and those removed since the last call."""
+        """Return the blocks that were stored and those that were removed since the last call."""
         changes = list(self._stored), list(self._removed)
         self._stored, self._removed = {}, {}
         return changes
 
 
 PUBLISH_S = 0.05
-"""Time from a prompt's end to its events, as in ``worker.process``, in seconds."""
+"""Seconds from a prompt's end until its blocks are in the index, as in ``worker.process``."""
 HEARTBEAT_S = 1.0
-"""Interval of the workers' load reports, the default heartbeat, in seconds."""
+"""Interval of the workers' load reports in seconds, which is that of the default heartbeat."""
 _SEED = 1
 _REDIS_S = 30.0
 _PLENTY = 1 << 40
@@ -96,15 +98,15 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class PolicyBenchSettings:
-    """Settings of a replay."""
+    """Settings of a replay of a trace."""
 
     trace: Path
     workers: int = 4
     policy: PolicyName = "predictive"
     scale_length: float = 1.0
-    """Divisor of lengths and of the tokens of a block."""
+    """Divisor of the trace's lengths, and of the tokens of its blocks."""
     cache_blocks: int | None = None
-    """Maximum blocks in a worker's cache; None: unlimited."""
+    """Maximum blocks in a worker's prefix cache; None: unlimited."""
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
     """Tokens in a block of the trace."""
     routers: int = 1
@@ -112,25 +114,25 @@ class PolicyBenchSettings:
 
 @dataclass(slots=True)
 class Replay:
-    """Results of a replay."""
+    """Results of a replay of a trace."""
 
     asked: int = 0
-    """Number of blocks of all prompts."""
+    """Number of blocks of all prompts, cached or not."""
     found: int = 0
-    """Number of leading blocks that the chosen worker held."""
+    """Number of leading prompt blocks that the chosen workers had cached."""
     uncached: list[int] = field(default_factory=list)
-    """Number of computed blocks, by worker."""
+    """Number of blocks that each worker computed, by worker."""
     decision_us: list[float] = field(default_factory=list)
-    """Decision time of each request, without the lookup."""
+    """Time of each request's routing decision in microseconds, without the lookup."""
     ttft_ms: list[float] = field(default_factory=list)
-    """TTFT of each request, without the transfer."""
+    """TTFT of each request in milliseconds, without the KV transfer."""
 
     def figures(self) -> dict[str, float]:
-        """Return the result's fields."""
+        """Return the replay's figures by name."""
         mean = statistics.fmean(self.uncached)
         return {
             "hit_ratio": self.found / self.asked,
-            # Without computed blocks, the load is even.
+            # If no block was computed, the load counts as even.
             "load_ratio": max(self.uncached) / mean if mean else 1.0,
             "decision_us_p50": float(np.percentile(self.decision_us, 50)),
             "decision_us_p99": float(np.percentile(self.decision_us, 99)),
@@ -140,21 +142,22 @@ class Replay:
 
 
 class _Worker:
-    """One simulated prefill worker."""
+    """One simulated prefill worker of a replay."""
 
     def __init__(self, number: int, cache_blocks: int | None) -> None:
         self.name = f"prefill-{number}"
         self.cache = LruCache(cache_blocks)
         self.free_at = 0.0
         self.waiting: deque[tuple[float, int]] = deque()
-        """End time and uncached tokens of each prompt that is not computed yet."""
+        """End time and number of uncached tokens of each prompt that is not computed yet."""
         self.sequence = 0
         self.generation = b""
         self.changes: deque[tuple[float, list[bytes], list[bytes]]] = deque()
-        """Time of publication, stored and removed blocks of each change."""
+        """Changes of the cache that are not published yet: publication time, stored and removed
+        blocks."""
 
     def load(self, now: float) -> LoadSnapshot:
-        """Return the load that a heartbeat reports."""
+        """Return the load that a heartbeat of this worker reports."""
         while self.waiting and self.waiting[0][0] <= now:
             self.waiting.popleft()
         tokens = sum(count for _, count in self.waiting)
@@ -162,7 +165,7 @@ class _Worker:
 
 
 class Replayer:
-    """One replay. Owned by one event loop."""
+    """Runs one replay of a trace. Owned by one event loop."""
 
     def __init__(self, settings: PolicyBenchSettings, index: PrefixIndex) -> None:
         self._hash_block = max(1, round(settings.block_tokens / settings.scale_length))
@@ -182,9 +185,9 @@ class Replayer:
         self._counter = itertools.count()
 
     async def run(self, rows: Sequence[TracedRequest]) -> Replay:
-        """Replay the rows.
+        """Replay the requests of a trace.
 
-        Raises ``redis.RedisError``, and ConfigError if the rows have no blocks.
+        Raises ``redis.RedisError``, and ConfigError if the requests have no block hashes.
         """
         result = Replay(asked=sum(len(row.block_hashes) for row in rows))
         if not result.asked:
@@ -234,7 +237,10 @@ class Replayer:
             state.table.set_up(name, True)
 
     def _tell_loads(self, now: float) -> None:
-        """Report the requests of other routers. A single router knows all of them."""
+        """Give each router the loads of the workers, once per heartbeat.
+
+        A single router does not need them, since it knows all requests.
+        """
         if len(self._states) == 1 or now - self._told_at < HEARTBEAT_S:
             return
         self._told_at = now
@@ -246,8 +252,8 @@ class Replayer:
     def _compute(
         self, worker: _Worker, row: TracedRequest, hashes: list[bytes], promise: Promise
     ) -> int:
-        """Queue a prompt, first come, first served: earlier prompts are in the cache when it
-        runs."""
+        """Queue a prompt at a worker, first come, first served. When it runs, earlier prompts are
+        in the cache."""
         found = worker.cache.leading(hashes)
         worker.cache.use(hashes)
         cached = min(found * self._hash_block, row.input_tokens - 1)
@@ -284,7 +290,8 @@ class Replayer:
 def bench_policy(
     settings: PolicyBenchSettings, say: Say, console: Console, output: Path | None
 ) -> None:
-    """Replay, print a table, write JSON. Raises ConfigError, Unavailable."""
+    """Replay a trace, print a table, and write ``output`` as JSON. Raises ConfigError,
+    Unavailable."""
     rows = read_trace(settings.trace, scale_length=settings.scale_length).requests
     if output is not None:
         write_json(output, "{}\n")

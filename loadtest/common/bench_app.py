@@ -1,4 +1,6 @@
-"""Command lines of benchmarks that run as modules: ``python -m loadtest.cluster.index_bench``."""
+"""Makes command lines for benchmarks that run as modules: ``python -m
+loadtest.cluster.index_bench``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import typer
 from baton.errors import BatonError
 
 _INTERRUPTED = 130
-"""The exit code after Ctrl-C, as in shells."""
+"""Exit code of a command that Ctrl-C ended, as in shells."""
 
 ModelFolder = Annotated[
     Path,
@@ -31,9 +33,9 @@ Figures = Annotated[
 
 
 def bench_app(command: Callable[..., None]) -> typer.Typer:
-    """Make a program with this one command, whose parameters are its options.
+    """Return a program with one command, whose options are the parameters of ``command``.
 
-    A BatonError ends it with its message and exit code 1, Ctrl-C with exit code 130.
+    A BatonError ends the program with its message and exit code 1, Ctrl-C with exit code 130.
     """
 
     @functools.wraps(command)
@@ -63,7 +65,9 @@ def names_in(text: str) -> tuple[str, ...]:
 
 
 def counts_in(text: str) -> tuple[int, ...]:
-    """Return the integers of a comma-separated list. Raises ``typer.BadParameter`` for others."""
+    """Return the integers of a comma-separated list. Raises ``typer.BadParameter`` if an item is no
+    integer.
+    """
     try:
         return tuple(int(name) for name in names_in(text))
     except ValueError:

@@ -1,4 +1,6 @@
-"""A tokenizer with one token per byte of text, for models with random weights or without any."""
+"""Writes a tokenizer with one token per byte of text, for models with random weights or without
+any.
+"""
 
 from __future__ import annotations
 

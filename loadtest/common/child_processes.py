@@ -1,4 +1,4 @@
-"""Child processes of benchmarks: process groups, pinned cores, and a Valkey."""
+"""Runs child processes of benchmarks: process groups, pinned cores, and a Valkey."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from baton.valkey_binary import valkey_binary
 
 LOOPBACK = "127.0.0.1"
 GRACE_S = 30.0
-"""Time for a group to end after SIGTERM before it is killed, in seconds."""
+"""Seconds that a process group has to end after SIGTERM before it is killed."""
 _KILL_S = 10.0
 _POLL_S = 0.05
 
@@ -36,7 +36,7 @@ def process_group(
     grace_s: float = GRACE_S,
     folder: Path | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start ``command`` in a separate session, and end its process group on exit.
+    """Start ``command`` in a separate session. End its process group when the block ends.
 
     Output is appended to ``log``. ``folder`` is the working directory; None keeps this process's.
     Raises ConfigError if the command cannot be started.
@@ -50,7 +50,9 @@ def process_group(
 
 @contextlib.contextmanager
 def signals_interrupt() -> Iterator[None]:
-    """Raise KeyboardInterrupt on signals that end this process, so that its groups end first."""
+    """Raise KeyboardInterrupt during the block on signals that end this process, so that it ends
+    its process groups first.
+    """
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -74,7 +76,7 @@ def ending_with_parent(command: Sequence[str]) -> tuple[str, ...]:
 
 
 def last_lines(log: Path, count: int = 15) -> str:
-    """Return the end of a log for a message, without empty lines."""
+    """Return the last lines of a log, without empty ones, for an error message."""
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:
@@ -102,7 +104,7 @@ def _start(
 
 
 def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Send SIGTERM, then SIGKILL.
+    """End a process group: send SIGTERM, then SIGKILL after ``grace_s``.
 
     A Ctrl-C in between shortens the wait and is raised at the end.
     """
@@ -125,7 +127,7 @@ def _await_gone(process: subprocess.Popen[bytes], deadline: float) -> None:
 
 
 def _gone(process: subprocess.Popen[bytes]) -> bool:
-    """Whether the process and all others of its group have ended."""
+    """Return whether the process and all others of its group have ended."""
     return process.poll() is not None and not any(map(_alive, _members(process.pid)))
 
 
@@ -158,13 +160,13 @@ def free_port() -> int:
 
 
 def cores() -> list[int]:
-    """Return the cores that this process may use."""
+    """Return the CPU cores that this process may use."""
     return sorted(os.sched_getaffinity(0))
 
 
 @contextlib.contextmanager
 def pinned(core: int) -> Iterator[None]:
-    """Pin this thread, and what it starts within the block, to one core."""
+    """Pin this thread, and what it starts within the block, to one CPU core."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:

@@ -1,9 +1,10 @@
-"""A helper process of a benchmark that answers questions, one line of JSON each.
+"""Runs a helper process of a benchmark. It answers questions, one line of JSON each.
 
     starting ─hello→ ready ─question→ ready …
     starting, ready ─end of its input→ gone
 
-So it ends with the process that started it, even if that was killed. Other output goes to a log.
+The helper ends with the process that started it, even if that was killed. Its other output goes to
+a log.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _END_S = 15.0
 
 
 class Helper:
-    """The asking side of a helper process."""
+    """The starting side of a helper process: sends it questions, and reads its answers."""
 
     def __init__(self, process: asyncio.subprocess.Process, module: str, log: Path) -> None:
         self.hello: Fields = {}
@@ -39,11 +40,12 @@ class Helper:
 
     @property
     def running(self) -> bool:
-        """Whether its process runs."""
+        """Whether the helper process runs."""
         return self._process.returncode is None
 
     async def ended(self, deadline_s: float) -> int:
-        """Wait for its end, and return its exit code, or minus the signal.
+        """Wait until the helper process has ended. Return its exit code, or minus the number of the
+        signal that ended it.
 
         Raises DeadlineExceeded.
         """
@@ -54,22 +56,22 @@ class Helper:
             raise DeadlineExceeded(f"{self._module} still runs after {deadline_s} s") from None
 
     def signal(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send a signal to the helper process, unless it has ended."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
     async def ask(self, question: Fields, deadline_s: float) -> Fields:
-        """Ask a question and return the answer.
+        """Send a question to the helper process and return its answer.
 
-        Raises the BatonError that it answers with, WorkerFailed when it has ended, and
-        DeadlineExceeded.
+        Raises the BatonError that the helper answers with, WorkerFailed if the process has ended,
+        and DeadlineExceeded.
         """
         assert self._process.stdin is not None, "a pipe"
         self._process.stdin.write(json.dumps(question).encode() + b"\n")
         return await self.hear(deadline_s)
 
     async def hear(self, deadline_s: float) -> Fields:
-        """Return the next line. Raises as ``ask`` does."""
+        """Return the next line that the helper process writes. Raises the errors of ``ask``."""
         assert self._process.stdout is not None, "a pipe"
         try:
             async with asyncio.timeout(deadline_s):
@@ -86,9 +88,10 @@ class Helper:
 
 @contextlib.asynccontextmanager
 async def helper(module: str, start: Fields, log: Path, *, ready_s: float) -> AsyncIterator[Helper]:
-    """Run ``python -P -m module`` with the first line ``start``, until the block ends.
+    """Run ``python -P -m module`` as a helper process until the block ends. Its first line of input
+    is ``start``.
 
-    Raises BatonError if it does not send its hello.
+    Raises BatonError if the process does not send its hello in time.
     """
     with log.open("ab") as output:
         process = await asyncio.create_subprocess_exec(
@@ -123,7 +126,9 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 class Asker:
-    """The process that has started this one."""
+    """The helper's view of the process that has started it: reads its questions, and writes
+    answers.
+    """
 
     def __init__(self) -> None:
         # Output of libraries must not mix with the answers.
@@ -142,12 +147,13 @@ class Asker:
         return json.loads(line) if line.endswith(b"\n") else None
 
     def say(self, fields: Fields) -> None:
-        """Write one line."""
+        """Write one line of JSON to the process that has started this one."""
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(fields), file=self._out, flush=True)
 
     async def serve(self, answerer: Answerer) -> None:
-        """Answer questions until there are no more; errors are answers too."""
+        """Answer questions until there are no more. An error is sent as the answer to its
+        question."""
         while (question := await self.read()) is not None:
             try:
                 self.say(await answerer(question))
@@ -156,7 +162,10 @@ class Asker:
 
 
 async def run_helper(work: Callable[[Asker, Fields], Awaitable[None]]) -> None:
-    """Run as a helper: ``work`` gets the first line, sends a hello and serves."""
+    """Run this process as a helper.
+
+    ``work`` gets the first line of input. It sends a hello and serves.
+    """
     asker = Asker()
     start = await asker.read()
     if start is None:

@@ -1,4 +1,5 @@
-"""The compared servers: how each is started on the loopback address, and when it is ready.
+"""Defines the compared servers: how each is started on the loopback address, and when it is
+ready.
 
 Their options are those that a user would take from their documentation: continuous batching, no
 speculation, 32 sequences.
@@ -54,31 +55,32 @@ _THREAD_VARIABLES = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "VLLM_")
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """Paths of the programs and the model. A peer whose program is None is left out."""
+    """Paths of the servers' programs and of the model. A peer whose program is None is left out."""
 
     model: Path
-    """A Hugging Face folder."""
+    """Folder of the model in Hugging Face format."""
     vllm: Path | None = None
     llama_server: Path | None = None
     gguf: Path | None = None
-    """The same model in bf16."""
+    """File of the same model in bf16, in GGUF format."""
     gguf_q8: Path | None = None
-    """The same model in Q8_0."""
+    """File of the same model in Q8_0, in GGUF format."""
     baton: Path = field(default_factory=lambda: Path(sysconfig.get_path("scripts")) / "baton")
     baton_arguments: str = ""
-    """More options of `baton serve`, in shell syntax."""
+    """Additional options of `baton serve`, in shell syntax."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A configuration of one server."""
+    """One server to measure: a peer in one configuration, on one port."""
 
     name: str
     precision: Precision
     command: tuple[str, ...]
     port: int
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables in addition to this process's own, without its thread settings."""
+    """Environment variables in addition to those of this process, whose thread settings are
+    removed."""
 
     @property
     def title(self) -> str:
@@ -94,7 +96,7 @@ class Server:
 
 
 def make_server(name: str, programs: Programs) -> Server:
-    """Return the server ``name`` on a free port.
+    """Return a server by its name in ``PEERS``, on a free port.
 
     Raises ConfigError with what is missing if it cannot be started here.
     """
@@ -122,7 +124,7 @@ def serving(server: Server, log: Path, *, ready_s: float = _READY_S) -> Iterator
 
 
 def program_version(program: Path | None) -> str:
-    """Return the output of ``PROGRAM --version``; empty without output."""
+    """Return the output of ``PROGRAM --version``; empty if there is none."""
     if program is None:
         return ""
     try:
@@ -205,7 +207,7 @@ def _llamacpp(name: str, programs: Programs) -> Server:
 
 
 def _core_list(usable: Sequence[int]) -> str:
-    """Return cores in vLLM's syntax: ``0-1``, or ``0,2`` with gaps."""
+    """Return core numbers in vLLM's syntax: ``0-1``, or ``0,2`` if there are gaps."""
     first, last = usable[0], usable[-1]
     if last - first + 1 == len(usable) > 1:
         return f"{first}-{last}"
@@ -213,7 +215,7 @@ def _core_list(usable: Sequence[int]) -> str:
 
 
 def find_program(given: Path | None, name: str) -> Path | None:
-    """Return the given program, else ``name`` on the path, else None.
+    """Return the program ``given``; without it, the program ``name`` on the PATH; else None.
 
     Raises ConfigError if the given program does not exist.
     """
@@ -226,7 +228,7 @@ def find_program(given: Path | None, name: str) -> Path | None:
 
 
 def _plain_environment() -> dict[str, str]:
-    """Return this process's environment, offline and without thread settings."""
+    """Return this process's environment without thread settings, and set to offline."""
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(_THREAD_VARIABLES)
     }
@@ -239,7 +241,9 @@ def _environment(server: Server) -> dict[str, str]:
 
 
 def _path_with(program: Path) -> str:
-    """Return a path with vLLM's virtual environment, whose tools vLLM starts by name."""
+    """Return a PATH that begins with the folder of vLLM's virtual environment, since vLLM starts
+    tools from there by name.
+    """
     return os.pathsep.join([str(program.parent), os.environ.get("PATH", os.defpath)])
 
 

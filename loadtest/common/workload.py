@@ -1,4 +1,4 @@
-"""Workloads for all servers: their requests, and the concurrency."""
+"""Defines the workloads for all servers: their requests, and the concurrency."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ VOCABULARY = (
     "eye job word business issue side kind head house service friend father power hour game line "
     "end member law car city community"
 )
-"""Words that are one token each in most vocabularies, with the space in front."""
+"""Words that make up the prompts. In most vocabularies each is one token, with the space before
+it."""
 _PREFIXES = 8
 
 
@@ -34,22 +35,26 @@ class Workload:
     concurrency: int
     requests: int
     input_tokens: int
-    """Tokens of each prompt; after a shared prefix, the request's own tokens. Approximate for
+    """Number of tokens of each prompt. With a shared prefix: of the part after it. Approximate for
     chats."""
     output_tokens: int
-    """Tokens of each answer. Approximate for chats."""
+    """Number of tokens of each answer. Approximate for chats."""
     prefix_tokens: int = 0
 
     @property
     def title(self) -> str:
-        """Return a column's title: ``b: c8 128/128``."""
+        """Return the workload's title for a column, such as ``b: c8 128/128``: name, concurrency,
+        input and output tokens.
+        """
         prefix = f"{self.prefix_tokens}+" if self.prefix_tokens else ""
         about = "about " if self.kind == "chat" else ""
         tokens = f"{about}{prefix}{self.input_tokens}/{self.output_tokens}"
         return f"{self.name}: c{self.concurrency} {tokens}"
 
     def client_options(self, seed: int, folder: Path) -> list[str]:
-        """Return the options of `vllm bench serve` for the prompts. Files go to ``folder``."""
+        """Return the options with which `vllm bench serve` makes this workload's prompts. Files go
+        to ``folder``.
+        """
         if self.kind == "random":
             return [
                 "--dataset-name=random",
@@ -91,7 +96,7 @@ chats."""
 
 
 def choose_workloads(names: Sequence[str]) -> tuple[Workload, ...]:
-    """Return the workloads of these names. Raises ConfigError for an unknown name."""
+    """Return the workloads with these names. Raises ConfigError if a name is unknown."""
     unknown = [name for name in names if name not in WORKLOADS]
     if unknown or not names:
         raise ConfigError(
@@ -101,8 +106,8 @@ def choose_workloads(names: Sequence[str]) -> tuple[Workload, ...]:
 
 
 def write_chats(path: Path, count: int, seed: int) -> None:
-    """Write prompts and answers of log-normal lengths, like those of conversations, as JSON
-    lines."""
+    """Write prompts and answers as JSON lines. Their lengths are log-normal, like those of
+    conversations."""
     dice = random.Random(seed)  # noqa: S311 - lengths and words, no secret
     vocabulary = VOCABULARY.split()
     with path.open("w") as file:

@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 
 _PROMPT_TOKENS = 48
 _LOWEST_ID = 100
-"""Lowest id of plain tokens: control tokens come first in a vocabulary."""
+"""Lowest token id in prompts. Lower ids may be control tokens, which come first in a vocabulary."""
 _PERSON = {
     "type": "object",
     "properties": {
@@ -48,24 +48,27 @@ _PERSON = {
     "additionalProperties": False,
 }
 PEOPLE = {"type": "array", "items": _PERSON, "minItems": 1000}
-"""A schema whose answers are longer than the measured steps."""
+"""JSON schema whose answers are longer than the measured steps, so that no sequence ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarBenchSettings:
-    """Settings of a measurement."""
+    """Settings of one measurement of structured output."""
 
     model: Path
     batches: tuple[int, ...] = (1, 8, 32)
     steps: int = 100
-    """Steps of each kind, at each size."""
+    """Number of measured steps at each size, with a grammar and without."""
     output: Path | None = None
-    """File for the figures, as JSON."""
+    """JSON file to which the figures are written."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarCost:
-    """Medians over the steps of one size, in milliseconds; a sequence's mask in microseconds."""
+    """Cost of structured output at one batch size: medians over the steps.
+
+    Step times are in milliseconds; ``mask_us`` is in microseconds per sequence.
+    """
 
     batch: int
     temperature: float
@@ -75,7 +78,7 @@ class GrammarCost:
 
 
 class _TimedRows(GrammarRows):
-    """Records the time of a step's masks."""
+    """Records the time that a step spends on the masks of its grammar."""
 
     seconds = 0.0
 
@@ -87,7 +90,7 @@ class _TimedRows(GrammarRows):
 
 
 def bench_grammar(settings: GrammarBenchSettings, say: Say, console: Console) -> list[GrammarCost]:
-    """Measure, print a table, and write the file."""
+    """Measure the cost of structured output, print a table, and write the file."""
     say("loading the model")
     engine = build_engine(EngineSettings(settings.model, max_sequences=2 * max(settings.batches)))
     warm_up(engine)
@@ -159,7 +162,9 @@ class _Set:
 def measure(
     engine: Engine, grammar: Grammar, batch: int, temperature: float, steps: int
 ) -> GrammarCost:
-    """Measure ``batch`` sequences of each kind; ``grammar`` must not let them end."""
+    """Measure ``batch`` sequences with ``grammar`` and as many without it. ``grammar`` must not let
+    its sequences end.
+    """
     rows = _TimedRows(engine.config.vocab_size)
     engine.runner._grammars = rows
     size = engine.cache.block_size

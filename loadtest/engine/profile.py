@@ -44,25 +44,25 @@ _TRACED_STEPS = 4
 _PREFILLS = 3
 _GPU_FRACTION = 0.8
 _LOWEST_ID = 100
-"""Lowest id of plain tokens: control tokens come first in a vocabulary."""
+"""Lowest token id in prompts. Lower ids may be control tokens, which come first in a vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileSettings:
-    """The engine, and the sizes of the measured steps."""
+    """Settings of a profile: the engine, and the sizes of the measured steps."""
 
     engine: EngineSettings
     prompt_tokens: int = 1024
     context_tokens: int = 1024
-    """Cached tokens of each decoding sequence."""
+    """Number of cached tokens of each decoding sequence."""
     batches: tuple[int, ...] = (1, 8, 32)
     output: Path | None = None
-    """File for the trace, in Chrome's format."""
+    """File to which the trace is written, in Chrome's format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A kind of step, or several steps that belong together, and the measured time."""
+    """A kind of engine step, or several steps that belong together, with the measured time."""
 
     name: str
     tokens: int
@@ -71,7 +71,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """All phases, with the measured peak rates of the device."""
+    """The result of a profile: all phases, with the measured peak rates of the device."""
 
     device: str
     dtype: str
@@ -80,7 +80,8 @@ class Profile:
 
 
 def profile_engine(settings: ProfileSettings, say: Say) -> Profile:
-    """Measure the ceilings, then each phase; then run each once more for the trace.
+    """Measure the device's peak rates, then each phase. Then run each phase once more for the
+    trace.
 
     Raises ConfigError if the model or the sizes do not fit, or the trace cannot be written.
     """
@@ -106,7 +107,7 @@ def profile_engine(settings: ProfileSettings, say: Say) -> Profile:
 
 
 def draw(profile: Profile) -> Table:
-    """Return a table with a row for each phase.
+    """Return a table with a row for each measured phase.
 
     Times are of one step, or of a whole prompt for prefill.
     """
@@ -134,7 +135,9 @@ def draw(profile: Profile) -> Table:
 
 
 class _Bench:
-    """An engine that runs plans made by hand. They use the first blocks of the cache."""
+    """An engine that runs plans made here, without its scheduler. Sequences use the first blocks of
+    the cache.
+    """
 
     def __init__(self, engine: Engine, storage: Storage) -> None:
         self.engine = engine
@@ -143,14 +146,17 @@ class _Bench:
         self._dice = random.Random(0)  # noqa: S311 - prompts, no secret
 
     def prefill(self, tokens: int) -> tuple[float, Work]:
-        """Return seconds and work of one prompt, in the scheduler's chunks."""
+        """Compute one prompt in the scheduler's chunks. Return the time in seconds, and the
+        work."""
         (table,) = self._tables(1, tokens)
         steps = self._run_prompt(self._prompts(1, tokens), table, tokens, sample=True)
         self._forget(1)
         return sum(seconds for seconds, _ in steps), total(work for _, work in steps)
 
     def decode(self, batch: int, context: int, steps: int) -> list[tuple[float, Work]]:
-        """Return the same for ``steps`` steps; each sequence has ``context`` tokens before them."""
+        """Run ``steps`` decode steps. Return the time in seconds and the work of each. Each
+        sequence has ``context`` tokens before the first step.
+        """
         tables = self._tables(batch, context + steps)
         # One prompt is computed and the others get copies of its blocks, so that a step reads the
         # bytes of all sequences. The last token of each prompt is the first step's.
@@ -188,7 +194,9 @@ class _Bench:
     def _run_prompt(
         self, new: tuple[NewSequence, ...], table: tuple[int, ...], tokens: int, *, sample: bool
     ) -> list[tuple[float, Work]]:
-        """Compute ``tokens`` of the first of ``new``; the engine gets all of them."""
+        """Compute ``tokens`` tokens of the first sequence of ``new``. The engine receives all
+        sequences of ``new``.
+        """
         steps, start = [], 0
         while start < tokens:
             count = min(tokens - start, self.engine.scheduler.limits.max_tokens(start))
@@ -208,23 +216,23 @@ class _Bench:
 
 
 def _dtype(settings: EngineSettings) -> torch.dtype:
-    """Return the type of a name that the engine has accepted."""
+    """Return the torch type for a name that the engine has already accepted."""
     dtype: torch.dtype = getattr(torch, settings.dtype)
     return dtype
 
 
 def _prefill_phase(bench: _Bench, tokens: int, ceilings: Ceilings) -> Phase:
-    """Measure the median prompt of three, after an uncounted one."""
+    """Measure three prompts after an uncounted one; the median counts."""
     runs = [bench.prefill(tokens) for _ in range(1 + _PREFILLS)][1:]
     seconds = statistics.median(seconds for seconds, _ in runs)
     return Phase(_prefill_name(tokens), tokens, Roof(runs[0][1], ceilings, seconds))
 
 
 def _decode_phase(bench: _Bench, batch: int, context: int, ceilings: Ceilings) -> Phase:
-    """Measure the median step of sixteen, after two uncounted ones."""
+    """Measure sixteen decode steps after two uncounted ones; the median counts."""
     runs = bench.decode(batch, context, _WARM_STEPS + _DECODE_STEPS)[_WARM_STEPS:]
     seconds = statistics.median(seconds for seconds, _ in runs)
-    # Each step has one more token of context: the middle one represents all.
+    # The context grows by a token each step, so the middle step represents all.
     work = runs[len(runs) // 2][1]
     return Phase(_decode_name(batch, context), batch, Roof(work, ceilings, seconds))
 
@@ -251,7 +259,7 @@ def _trace(bench: _Bench, settings: ProfileSettings, output: Path) -> None:
 
 
 def _check(settings: ProfileSettings) -> None:
-    """Raise ConfigError for wrong settings before anything is loaded."""
+    """Check the settings before anything is loaded. Raises ConfigError."""
     if not settings.batches or min(settings.batches) < 1:
         raise ConfigError("the batches to decode are counts of sequences, 1 or more")
     if min(settings.prompt_tokens, settings.context_tokens) < 1:

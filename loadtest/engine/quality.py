@@ -28,39 +28,39 @@ from engine.scheduling.plan import PlanRow
 from planning.common.report import whole_table
 
 _STEP_TOKENS = 128
-"""Tokens of a step, which gives the logits of all of them. With a large vocabulary these are
-many."""
+"""Number of tokens of a step. The step returns the logits of each of them, which is much data with
+a large vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class QualitySettings:
-    """Settings of a measurement, in tokens."""
+    """Settings of a measurement, all in tokens."""
 
     text_tokens: int = 8192
-    """Length of the text; the rest is ignored."""
+    """Length of the text that is measured; the rest of the file is ignored."""
     window: int = 512
     prompt: int = 64
-    """Length of each window's start that an answer continues."""
+    """Length of the start of each window from which a greedy answer continues."""
     answer: int = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Results of one engine over the whole text."""
+    """Quality of one engine over the whole text."""
 
     name: str
     tokens: int
-    """Number of tokens in the perplexity."""
+    """Number of tokens over which the perplexity is computed."""
     perplexity: float
     same_choice: float
-    """Share of positions in the text with the first engine's most likely token."""
+    """Share of positions in the text at which the most likely token is that of the first engine."""
     same_answer: float
-    """Mean share of an answer before the first difference from the first engine's."""
+    """Mean share of an answer before its first difference from the answer of the first engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An engine to measure."""
+    """An engine whose quality is measured."""
 
     name: str
     build: Callable[[], Engine]
@@ -72,7 +72,8 @@ def measure(
     settings: QualitySettings,
     progress: Callable[[str], None],
 ) -> list[Quality]:
-    """Measure each engine in turn, and compare it with the first; only one is in memory at a time.
+    """Measure each engine in turn, and compare it with the first one. Only one engine is in memory
+    at a time.
 
     Raises ConfigError if the text is shorter than a window.
     """
@@ -96,7 +97,7 @@ def measure(
 
 
 def read_tokens(path: Path, tokenizer: Path) -> list[int]:
-    """Return a text file's tokens; for a ``.jsonl`` file, those of the ``turns`` of its rows.
+    """Return the tokens of a text file, or of the ``turns`` of all rows of a ``.jsonl`` file.
 
     Raises ConfigError if a file cannot be read.
     """
@@ -115,7 +116,7 @@ def read_tokens(path: Path, tokenizer: Path) -> list[int]:
 
 
 def draw(results: Sequence[Quality]) -> Table:
-    """Return a Markdown table."""
+    """Return a Markdown table with the quality of each engine."""
     title = f"Perplexity over {results[0].tokens} tokens; agreement with {results[0].name}"
     table = whole_table(
         "weights", "perplexity", "change", "same choice", "same answer", title=title
@@ -134,9 +135,9 @@ def draw(results: Sequence[Quality]) -> Table:
 @dataclass(frozen=True, slots=True)
 class _Findings:
     losses: list[float]
-    """-ln p of each token after the first."""
+    """Negative log-probability (-ln p) of each token after a window's first."""
     choices: list[int]
-    """The most likely token at each of these positions."""
+    """Most likely token at each position of ``losses``."""
     answers: list[tuple[int, ...]]
 
 
@@ -169,7 +170,9 @@ def _examine(engine: Engine, windows: list[list[int]], settings: QualitySettings
 
 
 def _predictions(engine: Engine, window: list[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield fp32 logits [tokens, vocab_size], and the tokens that follow them [tokens]."""
+    """Yield the fp32 logits of each step [tokens, vocab_size], and the tokens that actually follow
+    in the text [tokens].
+    """
     table = tuple(range(-(-len(window) // engine.cache.block_size)))
     for start in range(0, len(window) - 1, _STEP_TOKENS):
         part = window[start : min(start + _STEP_TOKENS, len(window) - 1)]
@@ -184,7 +187,7 @@ def _predictions(engine: Engine, window: list[int]) -> Iterator[tuple[torch.Tens
 def _answers(
     engine: Engine, windows: list[list[int]], settings: QualitySettings
 ) -> list[tuple[int, ...]]:
-    """Return greedy answers of full length."""
+    """Return the engine's greedy answers to the windows' starts, all of full length."""
     sampling = SamplingParams(temperature=0.0, max_tokens=settings.answer, ignore_eos=True)
     prompts = [tuple(window[: settings.prompt]) for window in windows]
     specs = [
@@ -195,7 +198,7 @@ def _answers(
 
 
 def _common(answer: Sequence[int], reference: Sequence[int]) -> float:
-    """Return the share of the reference with which the answer begins."""
+    """Return the share of the reference that equals the answer from its start on."""
     pairs = enumerate(zip(answer, reference, strict=True))
     same = next((n for n, (one, other) in pairs if one != other), len(reference))
     return same / len(reference)

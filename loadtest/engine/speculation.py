@@ -46,42 +46,45 @@ Say = Callable[[str], None]
 
 _MAX_CHARACTERS = 1 << 20
 _MIN_PROMPTS = 4
-"""Minimum prompts that run in one way before the other."""
+"""Minimum number of prompts that run with drafts, or without, before the other way takes its
+turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationSettings:
-    """Settings of a measurement."""
+    """Settings of a measurement of speculative decoding."""
 
     engine: EngineSettings
-    """Settings of the engine, whose ``drafter`` is compared with none."""
+    """Settings of the engine. Its ``drafter`` is compared with no drafter."""
     prompts: Path | None = None
-    """Folder for ``read_questions``; without it there are only the copying tasks."""
+    """Folder of prompts for ``read_questions``. Without it, only the copying tasks are measured."""
     categories: tuple[str, ...] = ()
-    """Categories to measure; empty: all."""
+    """Categories of prompts to measure; empty: all."""
     concurrency: tuple[int, ...] = (1, 4, 16)
     rows: int = 8
-    """Prompts per category; at least twice the concurrency, if there are enough."""
+    """Number of prompts per category; at least twice the concurrency, if there are enough."""
     answer_tokens: int = 128
     temperature: float = 0.0
     repeats: int = 2
-    """Runs of each way; the fastest counts, since disturbances only make a run longer."""
+    """Number of runs with drafts, and of runs without. The fastest one counts, since disturbances
+    only make a run longer."""
 
 
 @dataclass(slots=True)
 class Run:
-    """Results of the decode steps of one run."""
+    """Results of one run: its decode steps only."""
 
     tokens: int = 0
     turns: int = 0
-    """Sequences in steps; without drafts, this equals the tokens."""
+    """Number of rows in all steps: a sequence counts once in each step. Without drafts, this equals
+    the tokens."""
     drafted: int = 0
     accepted: int = 0
     seconds: float = 0.0
     answers: list[list[int]] = field(default_factory=list)
 
     def add(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        """Record a step."""
+        """Record the tokens and the time of one step."""
         self.turns += len(plan.rows)
         self.tokens += len(plan.rows) + result.accepted
         self.drafted += result.drafted
@@ -91,7 +94,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationRow:
-    """Results of one category at one concurrency."""
+    """Results of one category of prompts at one concurrency."""
 
     category: str
     concurrency: int
@@ -99,11 +102,11 @@ class SpeculationRow:
     plain_tokens_per_s: float
     tokens_per_s: float
     acceptance_length: float
-    """Mean tokens of a sequence per step."""
+    """Mean number of tokens that a sequence gets per step."""
     drafted: int
     accepted: int
     same_answers: int
-    """Number of answers that equal those without drafts, token for token."""
+    """Number of answers with drafts that equal those without, token for token."""
 
     @property
     def speedup(self) -> float:
@@ -113,7 +116,7 @@ class SpeculationRow:
 def bench_speculation(
     settings: SpeculationSettings, say: Say, console: Console, output: Path | None
 ) -> None:
-    """Measure, print, and write ``output`` as JSON. Raises BatonError.
+    """Measure speculative decoding, print a table, and write ``output`` as JSON. Raises BatonError.
 
     Raises ConfigError before the measurement if ``output`` cannot be written or a category is
     unknown.
@@ -145,7 +148,7 @@ def _texts(settings: SpeculationSettings) -> dict[str, list[str]]:
 
 
 class SpeculationBench:
-    """One engine, run both ways in the same memory."""
+    """One engine that runs with and without drafts, in the same memory."""
 
     def __init__(self, settings: SpeculationSettings) -> None:
         self._settings = settings
@@ -162,8 +165,8 @@ class SpeculationBench:
         self._next_id = 0
 
     def measure(self, category: str, questions: Sequence[str], concurrency: int) -> SpeculationRow:
-        """Run both ways alternately, on a few prompts at a time; of each few the faster run
-        counts."""
+        """Run with and without drafts alternately, on a few prompts at a time. For each such group,
+        the faster run counts."""
         count = max(self._settings.rows, 2 * concurrency)
         prompts = [self._prompt(question) for question in questions[:count]]
         few = max(concurrency, _MIN_PROMPTS)
@@ -199,7 +202,7 @@ class SpeculationBench:
         return best
 
     def _prompt(self, question: str) -> tuple[int, ...]:
-        """Return the prompt in the chat template, or as it is without one."""
+        """Return the prompt's token ids, in the model's chat template if it has one."""
         try:
             messages = [{"role": "user", "content": question}]
             text = self._tokenizer.render_chat(messages, _MAX_CHARACTERS).result()
@@ -242,7 +245,9 @@ class SpeculationBench:
         )
 
     def _fresh_engine(self, concurrency: int, drafts: bool) -> Engine:
-        """Return an engine with an empty cache and this concurrency."""
+        """Return an engine with an empty cache that runs ``concurrency`` sequences. ``drafts``:
+        whether it has the drafter.
+        """
         built = self._engine
         built.pool.drop_cache()
         limits = replace(built.scheduler.limits, max_sequences=concurrency)
@@ -253,13 +258,13 @@ class SpeculationBench:
 
 
 def _rate(runs: Sequence[Run]) -> float:
-    """Return tokens per second."""
+    """Return the tokens per second over several runs."""
     seconds = sum(run.seconds for run in runs)
     return sum(run.tokens for run in runs) / seconds if seconds else 0.0
 
 
 def draw(rows: Sequence[SpeculationRow], machine: Machine) -> Table:
-    """Return a Markdown table."""
+    """Return a Markdown table of the results."""
     table = whole_table(
         *("category", "at a time", "prompts", "tokens/s without", "tokens/s with", "ratio"),
         *("tokens a step", "drafted", "accepted", "same answers"),

@@ -1,4 +1,4 @@
-"""Prompts for measuring speculation: questions from files, and copying of Baton's own text.
+"""Makes prompts for measuring speculation: questions from files, and copying of Baton's own text.
 
 A file has rows of ``category`` and ``turns``, like those of Spec-Bench and MT-bench; the first turn
 counts.
@@ -14,7 +14,7 @@ from pathlib import Path
 from baton.errors import ConfigError
 
 COPY = "copy"
-"""The category of copying tasks."""
+"""Category name of the copying tasks."""
 _MT_BENCH = {
     "writing",
     "roleplay",
@@ -25,11 +25,11 @@ _MT_BENCH = {
     "stem",
     "humanities",
 }
-"""Categories that Spec-Bench counts as one."""
+"""Categories of MT-bench, which Spec-Bench counts as one."""
 _ROOT = Path(__file__).parents[2]
 _ROOMS = ("engine", "router", "kvtransfer", "baton")
 _SHORTEST, _LONGEST = 400, 1200
-"""Length limits of a passage or function to copy, in characters."""
+"""Minimum and maximum length of a passage or function to copy, in characters."""
 
 
 def read_questions(folder: Path) -> dict[str, list[str]]:
@@ -52,7 +52,8 @@ def read_questions(folder: Path) -> dict[str, list[str]]:
 
 
 def copying_tasks() -> list[str]:
-    """Return tasks of quoting passages and editing code, from Baton's documentation and sources."""
+    """Return tasks that quote passages or edit code, made from Baton's documentation and
+    sources."""
     passages, functions = _passages(), _functions()
     tasks = []
     for passage, function in zip(passages, functions, strict=False):
@@ -69,7 +70,8 @@ def copying_tasks() -> list[str]:
 
 
 def _passages() -> Iterator[str]:
-    """Yield paragraphs of the documentation; without it, docstrings of modules."""
+    """Yield paragraphs of the documentation. If it is not installed, yield docstrings of
+    modules."""
     pages = sorted((_ROOT / "docs").rglob("*.md"))
     for page in pages:
         for part in page.read_text("utf-8").split("\n\n"):

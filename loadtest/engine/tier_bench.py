@@ -1,4 +1,5 @@
-"""Measures time to first token of a prompt whose KV is computed, in the pool, or in a tier.
+"""Measures time to first token of a prompt whose KV must be computed, is in the pool, or is in a
+tier.
 
     python -m loadtest.engine.tier_bench --model FOLDER
 
@@ -45,13 +46,13 @@ from worker.offload.tier_storage import DiskStorage, HostStorage, TierStorage
 Say = Callable[[str], None]
 
 _LOWEST_ID = 100
-"""Lowest id of plain tokens: control tokens come first in a vocabulary."""
+"""Lowest token id in prompts. Lower ids may be control tokens, which come first in a vocabulary."""
 _DEADLINE_S = 60.0
 _PROMPTS_IN_POOL = 2.5
-"""Size of the pool in prompts. Half of the pool is copied ahead, and one prompt must fit in
-that."""
+"""Size of the block pool, in prompts. Half of the pool is copied ahead, and one prompt must fit in
+that half."""
 _OTHERS = 3
-"""Number of prompts that evict another one."""
+"""Number of prompts that are computed to evict another one."""
 _POOLS_IN_TIER = 4
 """Size of a tier, in pools."""
 KINDS = ("none", "host", "disk")
@@ -59,44 +60,44 @@ KINDS = ("none", "host", "disk")
 
 @dataclass(frozen=True, slots=True)
 class TierBenchSettings:
-    """Settings of a measurement."""
+    """Settings of a measurement of KV tiers."""
 
     model: Path
     prompt_tokens: int = 1024
     rounds: int = 5
     folder: Path | None = None
-    """Folder of the tier's file; a temporary one by default."""
+    """Folder of the disk tier's file; None: a temporary folder."""
     output: Path | None = None
-    """File for the figures, as JSON."""
+    """JSON file to which the figures are written."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierTimes:
-    """Measured times to the first token, in seconds."""
+    """Measured times to first token with one kind of tier, in seconds."""
 
     tier: str
     block_bytes: int
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """Times by place of the prompt's KV: ``computed``, ``pool``, ``tier``, ``cold`` (on disk
-    alone)."""
+    """Times to first token, by where the prompt's KV was: ``computed`` (nowhere), ``pool``,
+    ``tier``, ``cold`` (only on disk)."""
 
     def add(self, where: str, seconds: float) -> None:
-        """Add a time."""
+        """Add a time to first token for a prompt whose KV was at ``where``."""
         self.seconds.setdefault(where, []).append(seconds)
 
 
 class _Disk(DiskStorage):
     def forget_pages(self) -> None:
-        """Drop the page cache, so that the next reads come from the disk."""
+        """Drop the tier's file from the page cache, so that the next reads come from the disk."""
         os.fsync(self._file.fileno())
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class _Bench:
-    """An engine with at most one tier."""
+    """An engine under measurement, with at most one tier."""
 
     def __init__(self, engine: Engine, costs: StepCosts, kind: str, storage: TierStorage | None):
-        """Make the bench. Call this on an event loop."""
+        """Prepare the engine for a measurement. Call this on an event loop."""
         self._engine = engine
         self._memory = PoolMemory(shared=False)
         self._numbers = iter(range(1 << 30))
@@ -114,9 +115,9 @@ class _Bench:
             )
 
     async def first_token_s(self, prompt: tuple[int, ...], cached: int) -> float:
-        """Return the time to the first token.
+        """Compute a prompt and return its time to first token.
 
-        Raises BatonError if other than ``cached`` blocks are found.
+        Raises BatonError unless exactly ``cached`` blocks of it are found.
         """
         began = time.perf_counter()
         engine = self._engine
@@ -139,7 +140,7 @@ class _Bench:
         return took
 
     async def settled(self) -> None:
-        """Wait until nothing is left to copy."""
+        """Wait until no block is left to copy to or from the tier."""
         if self.tiers is None:
             return
         books = self.tiers.tiers
@@ -149,7 +150,7 @@ class _Bench:
 
 
 def bench_tiers(settings: TierBenchSettings, say: Say, console: Console) -> list[TierTimes]:
-    """Measure, print a table, and write the file. Raises BatonError."""
+    """Measure each kind of tier, print a table, and write the file. Raises BatonError."""
     found = []
     for kind in KINDS:
         say(f"{settings.rounds} rounds, tier: {kind}")
@@ -165,7 +166,7 @@ def bench_tiers(settings: TierBenchSettings, say: Say, console: Console) -> list
 
 
 async def measure(settings: TierBenchSettings, kind: str) -> TierTimes:
-    """Run all rounds with one kind of tier, of ``KINDS``. Raises BatonError."""
+    """Run all rounds with one kind of tier, which is one of ``KINDS``. Raises BatonError."""
     engine = await asyncio.to_thread(_build, settings)
     costs = calibrate(engine, engine.runner.run)
     times = TierTimes(kind, engine.cache.block_bytes)

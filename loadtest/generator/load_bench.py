@@ -1,4 +1,4 @@
-"""`baton bench serve` and `baton bench goodput`: from settings to the report."""
+"""Runs `baton bench serve` and `baton bench goodput`: from settings to the report."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from planning.common.traces import Trace
 
 Say = Callable[[str], None]
 Drive = Callable[[LoadSettings, int], LoadRun]
-"""Runs a load; the argument is the run's number."""
+"""Function that runs a load with these settings; its second argument is the run's number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Files of the report, in addition to the terminal."""
+    """Files to which a report is written, in addition to the terminal."""
 
     json: Path | None = None
     html: Path | None = None
     records: Path | None = None
-    """File for JSON, a line for each request."""
+    """JSON Lines file with one record for each request."""
 
     def check(self) -> None:
-        """Whether they can be written is better known before than after. Raises ConfigError."""
+        """Check before a run that the files can be written. Raises ConfigError."""
         if self.html is not None:
             check_plots()
         for path in (self.json, self.html, self.records):
@@ -43,7 +43,7 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class SearchSettings:
-    """Settings of a search for the highest rate with enough good requests."""
+    """Settings of a search for the highest rate at which enough requests are good."""
 
     first_rate: float = 1.0
     attainment: float = ATTAINMENT
@@ -58,7 +58,7 @@ def bench_serve(
     console: Console,
     say: Say,
 ) -> LoadReport:
-    """Do one run for each of ``rates``, or one run without any. Raises BatonError."""
+    """Do one run for each rate, or a single run if ``rates`` is empty. Raises BatonError."""
     outputs.check()
     settings, drive = _prepared(settings, console, say)
     runs: list[LoadRun] = []
@@ -73,7 +73,7 @@ def bench_serve(
 def bench_goodput(
     settings: LoadSettings, search: SearchSettings, outputs: Outputs, console: Console, say: Say
 ) -> LoadReport:
-    """Search for the highest rate with enough good requests. Raises BatonError."""
+    """Search for the highest rate at which enough requests are good. Raises BatonError."""
     if settings.pace.concurrency is not None:
         raise ConfigError("a closed loop has no rate: goodput needs an open loop")
     if not settings.slo.bounds():
@@ -88,7 +88,9 @@ def bench_goodput(
 def search_rate(
     settings: LoadSettings, search: SearchSettings, drive: Drive, say: Say
 ) -> tuple[list[LoadRun], float]:
-    """Return all runs in order, and the highest rate with enough good requests; or 0."""
+    """Return all runs in order, and the highest rate at which enough requests were good; 0 if there
+    is none.
+    """
     searching = RateSearch(
         search.first_rate,
         attainment=search.attainment,
@@ -106,7 +108,9 @@ def search_rate(
 
 
 def _prepared(settings: LoadSettings, console: Console, say: Say) -> tuple[LoadSettings, Drive]:
-    """Return the settings with the model's name and the trace."""
+    """Complete the settings with the model's name, and read the trace. Return the settings, and a
+    function that does one run.
+    """
     trace: Trace | None = open_trace(settings.traffic)
     if not settings.server.model:
         server = replace(settings.server, model=first_model(settings.server))
@@ -123,7 +127,7 @@ def _at_rate(settings: LoadSettings, rate: float | None) -> LoadSettings:
 
 
 def make_report(settings: LoadSettings, runs: Sequence[LoadRun]) -> LoadReport:
-    """Make the report of these runs, with the present date and machine."""
+    """Make the report of these runs, with the present date and this machine."""
     return LoadReport(
         command=_title(settings),
         slo=settings.slo,
@@ -134,7 +138,7 @@ def make_report(settings: LoadSettings, runs: Sequence[LoadRun]) -> LoadReport:
 
 
 def _title(settings: LoadSettings) -> str:
-    """Describe the server and the load."""
+    """Return a heading that describes the server and the load."""
     server, traffic, pace = settings.server, settings.traffic, settings.pace
     where = f"gRPC {server.grpc}" if server.grpc else f"{server.url} {server.endpoint}"
     if traffic.trace is not None:
@@ -163,7 +167,7 @@ def _line(run: LoadRun) -> str:
 def tell(
     settings: LoadSettings, report: LoadReport, outputs: Outputs, console: Console
 ) -> LoadReport:
-    """Print the report, and write its files. Raises ConfigError."""
+    """Print the report, and write its files. Return the report. Raises ConfigError."""
     show(console, report)
     if outputs.json is not None:
         write_report(outputs.json, report)

@@ -23,22 +23,22 @@ from loadtest.generator.workload.traffic import Source
 P = TypeVar("P")
 
 _AHEAD = 128
-"""Number of requests that are made before they are due."""
+"""Number of requests that are prepared before they are due."""
 _PROBE_S = 0.02
 
 
 @dataclass(slots=True)
 class LiveCounts:
-    """Counts of a running load; its driver writes them, others read them."""
+    """Counts of a running load. The load's driver writes them; other objects only read them."""
 
     planned: int | None = None
-    """Number of requests; None if the run ends by time."""
+    """Number of requests that the run sends; None if it ends by time."""
     sent: int = 0
     ended: int = 0
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     output_tokens: int = 0
     late_s: float = 0.0
-    """Delay of the latest send, in seconds."""
+    """Delay of the last send after its due time, in seconds."""
 
     @property
     def under_way(self) -> int:
@@ -47,13 +47,14 @@ class LiveCounts:
 
 
 class LoadDriver(Generic[P]):
-    """One run against one target."""
+    """Drives one run of a load against one target."""
 
     def __init__(self, target: Target[P]) -> None:
         self.clock = RunClock()
         self.counts = LiveCounts()
         self.loop_lag_s: list[float] = []
-        """Event-loop lag of this process: times may be wrong by this much."""
+        """Measured event-loop lag of this process, in seconds. Measured times may be wrong by this
+        much."""
         self.stopped_s: float | None = None
         """Time of the call of ``stop``, in seconds since the run's beginning."""
         self._asleep: asyncio.Future[None] | None = None
@@ -61,12 +62,12 @@ class LoadDriver(Generic[P]):
         self._records: list[RequestRecord] = []
 
     def stop(self) -> None:
-        """Send no more requests; those in flight may end."""
+        """Send no more requests. Requests in flight may still end."""
         self.stopped_s = self.clock.now()
         _wake(self._asleep)
 
     async def open_loop(self, requests: Iterator[PlannedRequest]) -> list[RequestRecord]:
-        """Send each request when it is due. Returns when all have ended."""
+        """Send each request when it is due. Return the records when all requests have ended."""
         ready: asyncio.Queue[tuple[PlannedRequest, P] | None] = asyncio.Queue(_AHEAD)
         for request in itertools.islice(requests, _AHEAD):
             ready.put_nowait((request, self._target.prepare(request)))
@@ -86,7 +87,8 @@ class LoadDriver(Generic[P]):
     async def closed_loop(
         self, source: Source, concurrency: int, seconds: float, max_requests: int | None
     ) -> list[RequestRecord]:
-        """Keep ``concurrency`` requests in flight, until ``seconds`` or ``max_requests`` are over.
+        """Keep ``concurrency`` requests in flight, until ``seconds`` have passed or
+        ``max_requests`` are sent.
 
         A request is due when it is sent: in a closed loop the server sets the pace, and requests
         that would have arrived during a stall are never sent. Use an open loop for comparisons.
@@ -118,12 +120,12 @@ class LoadDriver(Generic[P]):
     ) -> None:
         for request in requests:
             await ready.put((request, self._target.prepare(request)))
-            # One request at a time: due sends, and answers, have precedence.
+            # After each request, let sends that are due, and answers, run first.
             await asyncio.sleep(0)
         await ready.put(None)
 
     async def _sleep(self, seconds: float) -> None:
-        """Sleep until the time is over or ``stop`` is called."""
+        """Sleep for ``seconds``, or until ``stop`` is called."""
         if seconds <= 0 or self.stopped_s is not None:
             return
         loop = asyncio.get_running_loop()
@@ -147,7 +149,9 @@ class LoadDriver(Generic[P]):
 
     @contextlib.asynccontextmanager
     async def _watching(self) -> AsyncIterator[None]:
-        """Measure the loop's lag, and keep existing objects out of garbage collection."""
+        """Measure the event loop's lag during the block, and exclude existing objects from garbage
+        collection.
+        """
         gc.collect()
         gc.freeze()
         probe = asyncio.create_task(self._probe(), name="lag probe")

@@ -1,4 +1,4 @@
-"""The report as one self-contained HTML page: figures, and plots as SVG."""
+"""Shows the report as one self-contained HTML page: figures, and plots as SVG."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ _TEMPLATE = "load_page.html"
 
 
 def write_page(path: Path, report: LoadReport, bounds: Sequence[int]) -> None:
-    """Write the page. ``bounds`` are those of the buckets. Raises ConfigError if that fails."""
+    """Write the report's HTML page. ``bounds`` are the upper bounds of the buckets, in input
+    tokens. Raises ConfigError if that fails.
+    """
     write_json(path, page(report, bounds))
 
 
 def page(report: LoadReport, bounds: Sequence[int]) -> str:
-    """The whole page."""
+    """Return the report's whole HTML page. ``bounds`` are the upper bounds of the buckets, in input
+    tokens.
+    """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("loadtest.generator", "."),
         autoescape=True,

@@ -1,4 +1,4 @@
-"""Output of runs: tables, JSON, and the records of requests."""
+"""Writes the results of runs: tables, JSON, and the records of requests."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ from planning.common.slo import Slo
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """All runs of one command."""
+    """Report on all runs of one command."""
 
     command: str
-    """Description of server and load, for a heading."""
+    """Description of server and load, used as a heading."""
     slo: Slo
     machine: Machine
-    """The client's machine."""
+    """Machine on which the client ran."""
     runs: tuple[LoadRun, ...]
     attainment: float | None = None
-    """Required share in a search for the highest rate; None without a search."""
+    """Share of good requests that a search for the highest rate requires; None without a search."""
     goodput_rate: float | None = None
-    """Result of the search: requests per second, or 0."""
+    """Highest rate that the search found, in requests per second, or 0; None without a search."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """All settings, for JSON."""
+    """All settings of the load, for the JSON report."""
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields for JSON, without the requests, which ``write_records`` writes."""
+        """Return the report's fields for JSON, without the requests, which ``write_records``
+        writes.
+        """
         fields: dict[str, Any] = {
             "command": self.command,
             "settings": dict(self.settings),
@@ -49,7 +51,7 @@ class LoadReport:
         return fields
 
     def verdict(self) -> str:
-        """Describe the search's result; empty without a search."""
+        """Describe the result of the search; empty without a search."""
         if self.attainment is None:
             return ""
         if not self.goodput_rate:
@@ -103,7 +105,7 @@ def _record_fields(record: RequestRecord) -> dict[str, Any]:
 
 
 def show(console: Console, report: LoadReport) -> None:
-    """Print the tables, the warnings, and the machine."""
+    """Print the report's tables, its warnings, and the machine."""
     print_whole(console, rates_table(report.runs))
     for run in report.runs if report.attainment is None else _best(report):
         print_whole(console, latency_table(run))
@@ -153,7 +155,8 @@ def rates_table(runs: Sequence[LoadRun]) -> Table:
 
 
 def latency_table(run: LoadRun) -> Table:
-    """Return percentiles by input length: a row for each bucket and measure."""
+    """Return a table of latency percentiles by input length: one row for each bucket and
+    measure."""
     table = whole_table(
         *("input tokens", "measure", "requests", "attainment", "mean, ms", "p50", "p95", "p99"),
         title=run.title,
@@ -170,7 +173,7 @@ def latency_table(run: LoadRun) -> Table:
 
 
 def latency_rows(run: LoadRun) -> Iterator[tuple[BucketSummary, str, Distribution]]:
-    """Yield each measure of all requests, and of each bucket if there are several."""
+    """Yield the latency measures of all requests, and of each bucket if there are several."""
     buckets = run.summary.buckets if len(run.summary.buckets) > 1 else ()
     for bucket in (run.summary.all, *buckets):
         yield bucket, "TTFT", bucket.ttft

@@ -1,4 +1,4 @@
-"""One run of a load against one server: its progress, and its results."""
+"""Does one run of a load against one server: shows its progress, and returns its results."""
 
 from __future__ import annotations
 
@@ -36,19 +36,23 @@ Say = Callable[[str], None]
 
 
 class LiveProgress:
-    """Shows a run's counts. Owned by the run's event loop; cancelled when the run has ended."""
+    """Shows the counts of a running load. Owned by the run's event loop; cancelled when the run has
+    ended.
+    """
 
     def __init__(
         self, counts: LiveCounts, clock: RunClock, seconds: float, console: Console, say: Say
     ) -> None:
-        """``seconds`` is the duration of sending. Draws if ``console`` is a terminal."""
+        """``seconds`` is the planned duration of sending. Progress is drawn if ``console`` is a
+        terminal.
+        """
         self._counts, self._clock, self._seconds = counts, clock, seconds
         self._console, self._say = console, say
         self._before = (time.monotonic(), 0, 0, 0)
         self._rates = (0.0, 0.0, 0.0)
 
     async def run(self) -> None:
-        """Show the progress until cancelled."""
+        """Show the run's progress until cancelled."""
         if not self._console.is_terminal:
             while True:
                 await asyncio.sleep(_SAY_S)
@@ -59,7 +63,7 @@ class LiveProgress:
                 await asyncio.sleep(_DRAW_S)
 
     def line(self) -> str:
-        """Return counts until now, and rates since the last call."""
+        """Return a line with the counts until now, and the rates since the last call."""
         counts = self._counts
         now = (time.monotonic(), counts.sent, counts.ended, counts.output_tokens)
         past_s = now[0] - self._before[0]
@@ -96,32 +100,32 @@ _MODELS_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """Results of a run."""
+    """Results of one run of a load."""
 
     rate: float | None
     """Requested rate per second; None in a closed loop and with a trace's own times."""
     concurrency: int | None
     summary: Summary
     loop_lag: Distribution
-    """Event-loop lag of the client: the maximum error of an answer's times."""
+    """Event-loop lag of the client, which is the maximum error of the measured times."""
     client_core: float
-    """Share of a core that the client used while it sent."""
+    """Share of a CPU core that the client used while it sent requests."""
     timeline: Timeline
     records: tuple[RequestRecord, ...]
-    """Records of all requests, including those outside the window."""
+    """Records of all requests, including those outside the counted window."""
     stopped: bool = False
     """Whether Ctrl-C has ended the run early: the results are those until then."""
 
     @property
     def title(self) -> str:
-        """Return a title for a heading."""
+        """Return a heading for this run."""
         if self.concurrency is not None:
             return f"{self.concurrency} at a time"
         return "as recorded" if self.rate is None else f"{self.rate:g} requests/s"
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return why these figures are unreliable; empty if they are reliable."""
+        """Return the reasons why the run's figures are unreliable; empty if they are reliable."""
         found = []
         for what, lag in (("sent requests", self.summary.lag), ("read answers", self.loop_lag)):
             if lag.p99_ms > HONEST_LAG_MS:
@@ -139,7 +143,9 @@ class LoadRun:
 async def run_load(
     settings: LoadSettings, traffic: RunTraffic, console: Console, say: Say
 ) -> LoadRun:
-    """Drive the server. ``console`` shows the progress. Raises ConfigError."""
+    """Send a run's requests to the server, and return the results. ``console`` shows the progress.
+    Raises ConfigError.
+    """
     if traffic.seconds < math.inf:
         # Check before the run that some requests count.
         counted(settings.pace, traffic.seconds)
@@ -188,9 +194,9 @@ def _window(
     driver: LoadDriver[Any],
     records: list[RequestRecord],
 ) -> Window:
-    """Return the window.
+    """Return the part of the run whose requests count.
 
-    A closed loop that ends by its number of requests lasts until the last has ended.
+    A closed loop that ends by its number of requests lasts until the last request has ended.
     """
     if driver.stopped_s is not None:
         warm_up_s = (
@@ -205,7 +211,7 @@ def _window(
 
 @contextlib.asynccontextmanager
 async def _stopping(driver: LoadDriver[Any], say: Say) -> AsyncIterator[None]:
-    """Stop sending at Ctrl-C and keep the measurements; a second Ctrl-C ends the run."""
+    """Stop sending at the first Ctrl-C and keep the measurements. A second Ctrl-C ends the run."""
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
@@ -225,7 +231,7 @@ async def _stopping(driver: LoadDriver[Any], say: Say) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def _beside(work: Any) -> AsyncIterator[None]:
-    """Run ``work`` during the block; its error is raised at the end."""
+    """Run ``work`` in a task during the block. If it fails, its error is raised at the end."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -236,7 +242,9 @@ async def _beside(work: Any) -> AsyncIterator[None]:
 
 
 def make_target(server: ServerSettings) -> Target[Any]:
-    """Return the target. Owned by the running loop. Raises ConfigError."""
+    """Return the target for a server's settings. The running event loop owns it. Raises
+    ConfigError.
+    """
     options = AskOptions(server.model, server.temperature, server.ignore_eos, server.timeout_s)
     if server.grpc:
         return GrpcTarget(server.grpc, options, server.api_key, server.tls)
@@ -244,7 +252,7 @@ def make_target(server: ServerSettings) -> Target[Any]:
 
 
 def first_model(server: ServerSettings) -> str:
-    """Return the first model that the server lists. Raises Unavailable on failure."""
+    """Return the id of the first model that the server lists. Raises Unavailable on failure."""
     if server.grpc:
         return ""
     headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}

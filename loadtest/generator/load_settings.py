@@ -1,4 +1,4 @@
-"""Settings of a load: its requests, the server, and which requests count."""
+"""Defines the settings of a load: its requests, the server, and which requests count."""
 
 from __future__ import annotations
 
@@ -30,84 +30,88 @@ _SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """The server, and its API."""
+    """Settings of the server under load, and of its API."""
 
     url: str = "http://127.0.0.1:8000"
-    """URL of an OpenAI server, with or without a path in front of /v1."""
+    """URL of a server with OpenAI's API, with or without a path in front of /v1."""
     grpc: str = ""
     """Address of a Baton router's gRPC listener, host:port; replaces ``url``."""
     endpoint: Endpoint = "completions"
     model: str = ""
-    """Model id; empty: the first that the server lists."""
+    """Id of the model; empty: the first model that the server lists."""
     api_key: str = field(default="", repr=False)
     temperature: float = 0.0
     ignore_eos: bool = True
     timeout_s: float = 300.0
     metrics: str = ""
-    """URL of the server, or of the page, whose metrics are read; empty: ``url``."""
+    """URL of the server, or of the page, from which metrics are read; empty: ``url``."""
     tls: TlsFiles | None = None
     """CA and client certificate for an https ``url``, or for ``grpc``. None: https trusts the
     system's CAs, and gRPC has no TLS."""
 
     @property
     def form(self) -> Form:
-        """Return the form of random prompts: token ids have exact lengths; chats accept only
+        """Return the form of random prompts. Token ids have exact lengths, but chats accept only
         text."""
         return "text" if self.endpoint == "chat" and not self.grpc else "tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficSettings:
-    """Properties of the requests."""
+    """Settings of the requests' content and lengths."""
 
     inputs: Lengths = field(default_factory=lambda: Lengths("fixed", 128))
     outputs: Lengths = field(default_factory=lambda: Lengths("fixed", 128))
     prompts: Path | None = None
-    """File or folder of prompts, instead of ``inputs``."""
+    """File or folder of prompts, used instead of random prompts with lengths from ``inputs``."""
     trace: Path | None = None
-    """A trace, instead of lengths."""
+    """File of recorded traffic, used instead of random lengths."""
     scale_time: float = 1.0
     scale_length: float = 1.0
     max_tokens: int | None = None
-    """Maximum tokens of a trace's prompt and answer together; longer ones are cut."""
+    """Maximum tokens of prompt and answer together when a trace is replayed. Longer requests are
+    cut."""
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PaceSettings:
-    """When requests are sent, and which of them count."""
+    """Settings of when requests are sent, and which of them count."""
 
     rate: float | None = None
-    """Requests per second of an open loop; None: the trace's own."""
+    """Rate of an open loop, in requests per second; None: the trace's own rate."""
     arrivals: Arrivals | None = None
-    """Arrival process; None: the trace's if there is one, otherwise poisson."""
+    """Arrival process of an open loop. None: the trace's own arrivals if there is a trace,
+    otherwise poisson."""
     burstiness: float = 1.0
     first_rate: float = 0.0
     concurrency: int | None = None
-    """Concurrency of a closed loop, instead of an open one."""
+    """Number of requests in flight in a closed loop; None: an open loop."""
     seconds: float | None = None
     """Duration of sending; None: a minute, or until the trace or ``requests`` end."""
     requests: int | None = None
-    """Maximum number of requests."""
+    """Maximum number of requests that the run sends."""
     warm_up_s: float | None = None
-    """Seconds at the beginning that do not count; None: a tenth, at most 10."""
+    """Seconds at the beginning of the run whose requests do not count; None: a tenth of the
+    sending, at most 10."""
     cool_down_s: float | None = None
-    """Seconds at the end of sending that do not count; None: a tenth, at most 5."""
+    """Seconds at the end of sending whose requests do not count; None: a tenth of the sending, at
+    most 5."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """Settings of a run."""
+    """All settings of a run."""
 
     server: ServerSettings
     traffic: TrafficSettings
     pace: PaceSettings
     slo: Slo = field(default_factory=Slo)
     bounds: tuple[int, ...] = DEFAULT_BOUNDS
-    """Upper bounds of the summary's buckets, in input tokens."""
+    """Upper bounds of the buckets into which results are divided, in input tokens."""
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields for JSON, without credentials and with paths as text."""
+        """Return the settings' fields for JSON, without credentials and with paths as text."""
         secret = ("api_key", "tls")
         server = {name: value for name, value in asdict(self.server).items() if name not in secret}
         traffic = {
@@ -119,12 +123,12 @@ class LoadSettings:
 
 @dataclass(frozen=True, slots=True)
 class RunTraffic:
-    """The requests of a run: all times of an open loop, or none of a closed one."""
+    """The requests of a run. In an open loop each has a time; in a closed loop none has."""
 
     source: Source
     times_s: tuple[float, ...]
     seconds: float
-    """Duration of sending; infinite if the run ends by its number of requests."""
+    """Duration of sending, in seconds; infinite if the run ends by its number of requests."""
 
 
 def open_trace(settings: TrafficSettings) -> Trace | None:
@@ -136,9 +140,9 @@ def open_trace(settings: TrafficSettings) -> Trace | None:
 
 
 def make_traffic(settings: LoadSettings, trace: Trace | None, run: int = 0) -> RunTraffic:
-    """Return a run's requests; ``trace`` is that of ``open_trace``. Raises ConfigError.
+    """Return a run's requests. ``trace`` is the result of ``open_trace``. Raises ConfigError.
 
-    Another ``run`` has prompts of other text, unless they come from a file.
+    Another ``run`` number gives prompts of other text, unless they come from a file.
     """
     source = _source(settings, trace, run)
     pace = settings.pace
@@ -162,7 +166,7 @@ def _source(settings: LoadSettings, trace: Trace | None, run: int) -> Source:
 
 
 def _times(pace: PaceSettings, trace: Trace | None, seed: int) -> tuple[list[float], float]:
-    """Return when requests are due, and the seconds that they take."""
+    """Return the times at which requests are due, and the duration of sending in seconds."""
     arrivals = pace.arrivals or ("poisson" if trace is None else "trace")
     if arrivals != "trace":
         if pace.rate is None:
@@ -184,7 +188,7 @@ def _times(pace: PaceSettings, trace: Trace | None, seed: int) -> tuple[list[flo
 
 
 def counted(pace: PaceSettings, sending_s: float) -> Window:
-    """Return the window that counts of ``sending_s`` seconds of sending.
+    """Return the window whose requests count, for ``sending_s`` seconds of sending.
 
     Raises ConfigError if it is empty.
     """

@@ -1,7 +1,7 @@
 """Reads a server's metrics of queues and batches repeatedly during a run.
 
-Pages are stored and parsed later, since parsing takes long enough to delay the measurement. Owned
-by the event loop of the run.
+Pages are stored and parsed later, since parsing would delay the measurement. Owned by the event
+loop of the run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from loadtest.generator.targets.target import RunClock
 EVERY_S = 1.0
 _PAGE_S = 5.0
 _PATHS = ("/metrics/cluster", "/metrics")
-"""Baton's page of the whole cluster, and the usual path."""
+"""Paths at which a metrics page is looked for: Baton's page of the whole cluster, then the usual
+path."""
 _OK = 200
 _SERIES: dict[str, tuple[str, ...]] = {
     "baton_sequences": ("role", "state"),
@@ -30,23 +31,25 @@ _SERIES: dict[str, tuple[str, ...]] = {
     "llamacpp:requests_processing": (),
     "llamacpp:requests_deferred": (),
 }
-"""Series to keep, and their labels. Other labels are summed over."""
+"""Metric series to keep, each with the labels to keep. Values are summed over all other labels."""
 _KEPT = re.compile(rb"^(?:%s)[{ ].*$" % b"|".join(map(str.encode, _SERIES)), re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Series by name, as in ``baton_sequences prefill running``, with one value for each time."""
+    """Values of metric series over time. A series has a name such as ``baton_sequences prefill
+    running``, and one value for each time.
+    """
 
     times_s: tuple[float, ...]
     series: dict[str, tuple[float, ...]]
 
 
 class MetricsReader:
-    """Reads a server's page of metrics every ``EVERY_S`` seconds."""
+    """Reads a server's metrics page every ``EVERY_S`` seconds."""
 
     def __init__(self, url: str, clock: RunClock, tls: TlsFiles | None = None) -> None:
-        """``url`` is that of the server, or of the page."""
+        """``url`` is the URL of the server, or of its metrics page."""
         origin = Origin.parse(url)
         self._origin = origin
         self._pool = HttpPool(origin, tls)
@@ -55,7 +58,7 @@ class MetricsReader:
         self._pages: list[tuple[float, bytes]] = []
 
     async def run(self) -> None:
-        """Read until cancelled; stops if the server has no such page."""
+        """Read the metrics page until cancelled. Return early if the server has no such page."""
         try:
             while self._paths:
                 now = self._clock.now()
@@ -70,7 +73,7 @@ class MetricsReader:
             self._pool.close()
 
     def timeline(self) -> Timeline:
-        """Return what was read so far."""
+        """Parse the pages read so far, and return their series."""
         rows = [read_page(page.decode(errors="replace")) for _, page in self._pages]
         names = sorted({name for row in rows for name in row})
         return Timeline(
@@ -91,7 +94,7 @@ class MetricsReader:
 
 
 class _Page:
-    """Receives a whole page, or None."""
+    """Receives the metrics page of an HTTP answer; None if there is none."""
 
     def __init__(self) -> None:
         self.whole: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
@@ -111,7 +114,7 @@ class _Page:
 
 
 def read_page(page: str) -> dict[str, float]:
-    """Return the kept series of a page in Prometheus' text format."""
+    """Parse a page in Prometheus' text format. Return the values of the series to keep."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:

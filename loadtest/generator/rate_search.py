@@ -12,15 +12,16 @@ ATTAINMENT = 0.9
 PRECISION = 0.05
 _STEP = 2.0
 _MIN_SHARE = 1 / 1024
-"""Lowest rate of a search, as a share of the first rate."""
+"""Lowest rate that a search tries, as a share of its first rate."""
 
 
 class RateSearch:
-    """Searches the highest rate: get the next rate, try it, report the result, until none is left.
+    """Searches the highest rate at which enough requests are good.
 
-    It doubles the rate while enough requests are good, or halves it until they are, and then halves
-    the interval. Measurements need not be monotone: the result is always a tried rate that met the
-    target, below a tried one that failed.
+    The caller takes the next rate, tries it and reports the result, until no rate is left. The
+    search doubles the rate while enough requests are good, or halves it until they are. Then it
+    halves the interval. Measurements need not be monotone: the result is always a tried rate that
+    met the target, below a tried one that missed it.
     """
 
     def __init__(
@@ -31,7 +32,8 @@ class RateSearch:
         precision: float = PRECISION,
         max_rate: float = math.inf,
     ) -> None:
-        """``precision`` is the maximum ratio between the failed rate and the one that met, minus 1.
+        """``precision`` ends the search: the lowest rate that missed the target is at most 1 +
+        ``precision`` times the best one that met it.
 
         Rates above ``max_rate`` are not tried.
         """
@@ -44,11 +46,13 @@ class RateSearch:
 
     @property
     def best(self) -> float:
-        """Return the highest rate that met so far, below all that failed; 0 without one."""
+        """Return the highest rate that met the target so far, below all that missed it; 0 without
+        one.
+        """
         return self._met
 
     def next_rate(self) -> float | None:
-        """Return the rate to try next; None: the search is over."""
+        """Return the rate to try next. None if the search is over."""
         if self._failed == math.inf:
             if not self._met:
                 return self._first

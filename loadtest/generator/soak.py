@@ -1,4 +1,4 @@
-"""`baton bench soak`: drives twice the expected peak for hours, and checks for leaks.
+"""Runs `baton bench soak`: drives twice the expected peak for hours, and checks for leaks.
 
 Owned by one event loop, which runs the load and periodic measurements of the cluster.
 """
@@ -33,36 +33,39 @@ from loadtest.generator.load_settings import LoadSettings, make_traffic, open_tr
 from planning.common.report import write_json
 
 MORE_DESCRIPTORS = 16
-"""Additional descriptors that are not a leak, since connections come and go."""
+"""Number of additional file descriptors that are not reported as a leak, since connections come and
+go."""
 MORE_KEYS = 16
-"""Additional keys that are not a leak. Some kinds of keys exist from the first request on; a leak
-adds keys with every request."""
+"""Number of additional Redis keys that are not reported as a leak. Some kinds of keys exist from
+the first request on; a leak adds keys with every request."""
 MORE_BYTES = 64 << 20
-"""Growth of a process's memory that is not a leak, in bytes: an allocator keeps some freed
-memory."""
+"""Growth of a process's memory that is not reported as a leak, in bytes: an allocator keeps some
+freed memory."""
 MORE_SHARE = 0.1
-"""The same limit as a share of the memory before."""
+"""Growth of a process's memory that is not reported as a leak, as a share of the memory before."""
 _FEWEST_SAMPLES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Resources in use at one moment."""
+    """Resources that the cluster uses at one moment."""
 
     at_s: float
     """Seconds since the run's beginning."""
     resident_bytes: Mapping[str, int] = field(default_factory=dict)
     """Resident memory, by the process's name."""
     descriptors: Mapping[str, int] = field(default_factory=dict)
-    """Descriptors, by the process's name."""
+    """Number of file descriptors, by the process's name."""
     held: Mapping[str, float] = field(default_factory=dict)
-    """Resources held for requests, by the metrics: all 0 when none is in flight."""
+    """Resources that the cluster holds for requests, by its metrics: all 0 when no request is in
+    flight."""
     keys: Mapping[str, int] = field(default_factory=dict)
-    """Keys in the store, by kind."""
+    """Number of keys in Redis, by kind."""
 
 
 def measure_processes(pids: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
-    """Return resident bytes and descriptors by name, of running processes."""
+    """Return the resident bytes and the number of descriptors of the processes that run, by
+    name."""
     resident, descriptors = {}, {}
     for name, pid in pids.items():
         with contextlib.suppress(psutil.Error):
@@ -73,7 +76,9 @@ def measure_processes(pids: Mapping[str, int]) -> tuple[dict[str, int], dict[str
 
 
 def still_held(first: Footprint, last: Footprint) -> list[str]:
-    """Return what an idle cluster holds, a line each; ``first`` was measured before the load."""
+    """Return the resources that an idle cluster still holds, a line each. ``first`` was measured
+    before the load.
+    """
     lines = [f"{count:.0f} {what} are held" for what, count in last.held.items() if count]
     lines += [
         f"the store has {count} keys {kind}, at first {first.keys.get(kind, 0)}"
@@ -89,7 +94,7 @@ def still_held(first: Footprint, last: Footprint) -> list[str]:
 
 
 def growing(samples: Sequence[Footprint]) -> list[str]:
-    """Return processes whose memory kept growing in the second half of a load, a line each.
+    """Return the processes whose memory kept growing in the second half of a load, a line each.
 
     In the first half caches and pools fill. Medians of quarters are compared, since a single sample
     is not significant.
@@ -111,7 +116,8 @@ def growing(samples: Sequence[Footprint]) -> list[str]:
 
 
 def verdict(leaks: Sequence[str], looks: int) -> list[str]:
-    """Return the lines on ``leaks``, found in ``looks`` measurements under load."""
+    """Return the lines that report ``leaks``. ``looks`` is the number of measurements under
+    load."""
     lines = [f"leak: {leak}" for leak in leaks]
     if looks < _FEWEST_SAMPLES:
         lines.append(
@@ -131,7 +137,7 @@ def _median(part: Sequence[Footprint], name: str) -> float:
 Say = Callable[[str], None]
 
 QUIET_S = 30.0
-"""Time after the last request after which held resources count as leaked, in seconds."""
+"""Seconds after the last request from which on held resources count as leaked."""
 _LOOK_S = 0.5
 _PAGE_S = 10.0
 _STORE_S = 10.0
@@ -147,14 +153,15 @@ _BLOCKS = ("used", "quarantined")
 
 @dataclass(frozen=True, slots=True)
 class WatchedCluster:
-    """A cluster to watch. For one on another machine, only metrics are available."""
+    """A cluster to watch for leaks. If it is on another machine, only its metrics are available."""
 
     url: str
     """URL of a router's HTTP listener."""
     pids: Callable[[], Mapping[str, int]]
-    """Returns the processes on this machine, by name."""
+    """Returns the ids of the cluster's processes on this machine, by name."""
     redis_url: str = ""
-    """Address of the store; empty: it is not examined. It has the password: keep it out of logs."""
+    """URL of the cluster's Redis; empty: Redis is not examined. The URL has the password: keep it
+    out of logs."""
     key_prefix: str = ""
     tls: TlsFiles | None = None
     """CA and client certificate for an https ``url``."""
@@ -168,13 +175,13 @@ class SoakReport:
     first: Footprint
     """Measurement before the load."""
     samples: tuple[Footprint, ...]
-    """Measurements under load."""
+    """Measurements during the load."""
     last: Footprint
-    """Measurement after the load, when no request was in flight, or ``QUIET_S`` later."""
+    """Measurement after the load: when no resource was held any more, or ``QUIET_S`` later."""
 
     @property
     def leaks(self) -> tuple[str, ...]:
-        """Return the leaks, a line each; empty: none was found."""
+        """Return the leaks that were found, a line each."""
         return (*still_held(self.first, self.last), *growing(self.samples))
 
 
@@ -186,7 +193,9 @@ def bench_soak(
     console: Console,
     say: Say,
 ) -> SoakReport:
-    """Drive, watch, print, write. Raises BatonError; ``every_s`` seconds lie between looks."""
+    """Run a soak test, print its report, and write its files. ``every_s`` is the number of seconds
+    between measurements. Raises BatonError.
+    """
     outputs.check()
     if not settings.server.model:
         server = replace(settings.server, model=first_model(settings.server))
@@ -204,7 +213,7 @@ def bench_soak(
 async def soak(
     settings: LoadSettings, cluster: WatchedCluster, every_s: float, console: Console, say: Say
 ) -> SoakReport:
-    """Run the load.
+    """Run the load, and measure the cluster every ``every_s`` seconds.
 
     Raises BatonError; Unavailable if the cluster cannot be observed before or after.
     """
@@ -224,7 +233,8 @@ async def soak(
 
 
 async def _settled(cluster: WatchedCluster, began: float, first: Footprint | None) -> Footprint:
-    """Wait until no resource is held, at most ``QUIET_S``, and return the measurement."""
+    """Wait until the cluster holds no resources, at most ``QUIET_S``. Return the last
+    measurement."""
     until = time.monotonic() + QUIET_S
     while True:
         found = await look(cluster, began)
@@ -245,7 +255,9 @@ async def _watch(
 
 
 async def look(cluster: WatchedCluster, began: float) -> Footprint:
-    """Measure the cluster now. Raises Unavailable if the router or the store does not answer."""
+    """Measure the cluster's resources now. Raises Unavailable if the router or Redis does not
+    answer.
+    """
     try:
         verify = True if cluster.tls is None else client_context(cluster.tls)
         async with httpx.AsyncClient(trust_env=False, timeout=_PAGE_S, verify=verify) as client:
@@ -281,7 +293,7 @@ async def _keys(cluster: WatchedCluster) -> dict[str, int]:
 
 
 def _escaped(prefix: str) -> str:
-    """Escape a prefix for a glob."""
+    """Escape a prefix of keys for a glob pattern."""
     return re.sub(r"([\[\]?*\\])", r"\\\1", prefix)
 
 
@@ -296,7 +308,7 @@ def _write(path: Path, shown: LoadReport, report: SoakReport) -> None:
 
 
 def _lines(report: SoakReport) -> list[str]:
-    """Return memory and descriptors before and after, and the verdict."""
+    """Return lines with memory and descriptors before and after the load, and the verdict."""
     lines = [
         f"{name}: {report.first.resident_bytes.get(name, 0) >> 20} MiB, then {size >> 20} MiB;"
         f" {report.first.descriptors.get(name, 0)} descriptors, then"

@@ -1,4 +1,4 @@
-"""The phases of a run in order of evidence: correctness, speed, serving."""
+"""Defines the phases of a run in order of evidence: correctness, speed, serving."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ PLANS: tuple[Plan, ...] = ("10min", "30min")
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A process with a time limit. Results until then are kept."""
+    """A phase of a run: a process with a time limit. Results that it had until then are kept."""
 
     name: str
     question: str
     limits_s: dict[Plan, float]
-    """Time limit of each plan; a plan without one leaves the phase out."""
+    """Time limit of the phase in each plan, in seconds. A plan without an entry leaves the phase
+    out."""
     items: Callable[[Place, Path], Iterator[Item]]
-    """Yields the items. ``Path`` is a folder for files, which the run removes."""
+    """Function that yields the phase's items. ``Path`` is a folder for their files, which the run
+    removes."""
     describes: bool = False
-    """Whether its items can start their kernels on tensors without values."""
+    """Whether the phase's items can launch their kernels on tensors without values."""
     serves: bool = False
-    """Whether it needs the packages that ``missing_packages`` checks."""
+    """Whether the phase needs the packages that ``missing_packages`` checks."""
 
 
 PHASES: tuple[Phase, ...] = (
@@ -103,7 +105,7 @@ PHASES: tuple[Phase, ...] = (
 
 
 def missing_packages(phase: Phase) -> list[str]:
-    """Return the distributions that a phase needs and that are not installed."""
+    """Return the distributions that the phase needs and that are not installed."""
     return missing() if phase.serves else []
 
 
@@ -113,7 +115,7 @@ def phase_of(name: str) -> Phase:
 
 
 def table() -> str:
-    """Return the output of ``--list``."""
+    """Return the table of phases that ``--list`` prints."""
     lines = [f"{'phase':14}{'10min':>8}{'30min':>8}  question"]
     for phase in PHASES:
         limits = [f"{phase.limits_s[p]:.0f} s" if p in phase.limits_s else "-" for p in PLANS]

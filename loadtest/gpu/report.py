@@ -1,4 +1,4 @@
-"""The report of a run: JSON lines as results arrive, and a table of them.
+"""Writes the report of a run, as JSON lines when results arrive, and makes a table of them.
 
 `python -m loadtest.gpu.report FILE` prints the table of a report.
 """
@@ -20,7 +20,7 @@ _NO_PREDICTION = Prediction(0.0, 0.0)
 
 
 class Report:
-    """A file to which several processes append, one JSON object per line.
+    """A report file to which several processes append, one JSON object per line.
 
     Lines have a ``kind``: ``run`` (the first line only), ``begun`` and ``done`` (of an item),
     ``check``, ``timing``, ``fact``, ``broken`` (an item that ended its process or took too long),
@@ -31,7 +31,7 @@ class Report:
         self._path = path
 
     def append(self, record: Record) -> None:
-        """Write a line so that it survives the process and the machine."""
+        """Append a record so that it survives a crash of the process or the machine."""
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
         file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
@@ -41,7 +41,9 @@ class Report:
             os.close(file)
 
     def records(self) -> list[Record]:
-        """Return all complete lines; an interrupted run may have left half of one."""
+        """Return the records of all complete lines. An interrupted run may have left half of a
+        line.
+        """
         try:
             text = self._path.read_bytes().decode(errors="replace")
         except FileNotFoundError:
@@ -49,7 +51,7 @@ class Report:
         return list(_parsed(text.splitlines(keepends=True)))
 
     def mend(self) -> None:
-        """End an incomplete line, so that the next one is a separate line."""
+        """End an incomplete line of the file, so that the next record is a separate line."""
         data = self._path.read_bytes() if self._path.exists() else b""
         if data and not data.endswith(b"\n"):
             with self._path.open("ab") as file:
@@ -67,7 +69,7 @@ def _parsed(lines: Sequence[str]) -> Iterator[Record]:
 
 
 def finished(records: Sequence[Record], phase: str) -> set[str]:
-    """Return the items of a phase that need not run again."""
+    """Return the names of a phase's items that need not run again."""
     return {
         record["item"]
         for record in records
@@ -76,7 +78,7 @@ def finished(records: Sequence[Record], phase: str) -> set[str]:
 
 
 def wrong(records: Sequence[Record]) -> list[Record]:
-    """Return failed checks, exceeded limits, and broken items."""
+    """Return the records of failed checks, exceeded limits, and broken items."""
     return [
         record
         for record in records

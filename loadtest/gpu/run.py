@@ -34,21 +34,21 @@ from loadtest.gpu.triton_cache import StaleCache, code_hash, unpack
 _ITEM_S = 120.0
 """Maximum time of an item, in seconds; on a GPU the longest should take half a minute."""
 _DRY = 5.0
-"""Factor on all times in a dry run."""
+"""Factor by which all times are longer in a dry run."""
 _POLL_S = 0.1
 _GONE_S = 30.0
-"""Time for a killed process to end, in seconds: the GPU may run a kernel that hangs."""
+"""Seconds that a killed process has to end: the GPU may run a kernel that hangs."""
 _BROKEN = 4
-"""How a phase's process ends once it has written that an item is broken."""
+"""Exit code of a phase's process after it has recorded an item as broken."""
 _COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "loadtest.gpu.run")
 _WHY_CHARACTERS = 500
 _OWN = ("device", "torch", "triton", "code")
-"""Properties that must be the same when a report is resumed."""
+"""Properties of a report that must be the same when it is resumed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the phases. 0: all done and right; 1: something is wrong; 2: it cannot run; 3: some is
-    left."""
+    """Run the phases. Return 0 if all is done and right, 1 if something is wrong, 2 if the run is
+    impossible, 3 if some items are left."""
     options = _parser().parse_args(arguments)
     if options.list:
         sys.stdout.write(table() + "\n")
@@ -120,7 +120,9 @@ def _run(options: argparse.Namespace, scratch: Path) -> int:
 
 
 def _begin(report: Report, about: dict[str, str], options: argparse.Namespace) -> bool:
-    """Write the report's first line, or check that the existing one matches."""
+    """Write the report's first line, or check that an existing one matches. Return whether the run
+    may go on.
+    """
     report.mend()
     records = report.records()
     if not records:
@@ -154,9 +156,10 @@ def _supervise(
     environment: dict[str, str],
     scratch: Path,
 ) -> bool:
-    """Run a phase's items, in a new process whenever an item has ended the last one.
+    """Run a phase's items in a child process, and in another one whenever an item has ended the
+    last.
 
-    Returns whether none is left.
+    Return whether all items are done.
     """
     ends_at = time.monotonic() + limit_s
     item_s = _ITEM_S * (_DRY if options.dry_run else 1.0)
@@ -179,7 +182,7 @@ def _supervise(
             # The phase's time is over: the next call runs the item again.
             return False
         if child.returncode == _BROKEN:
-            # The report has the error.
+            # The process has written the error to the report.
             continue
         report.append({"kind": "broken", "phase": phase.name, "item": item or "", "why": ended})
         if item is None or not has_gone:
@@ -188,8 +191,8 @@ def _supervise(
 
 
 def _end(child: subprocess.Popen[bytes]) -> bool:
-    """Kill the process if it runs; returns whether it has gone, with all that it held on the
-    GPU."""
+    """Kill the child process if it still runs. Return whether it has ended, and so released all
+    that it held on the GPU."""
     if child.poll() is None:
         child.kill()
     try:
@@ -203,9 +206,10 @@ def _end(child: subprocess.Popen[bytes]) -> bool:
 def _wait(
     child: subprocess.Popen[bytes], phase: Phase, report: Report, left_s: float, item_s: float
 ) -> str | None:
-    """Wait.
+    """Wait for the child process that runs a phase's items.
 
-    None: all items are done; empty: the phase's time is over; else why the process must end.
+    Return None if all items are done, and an empty text if the phase's time is over. Otherwise
+    return the reason why the process must end.
     """
     ends_at = time.monotonic() + left_s
     item, begun_at = None, time.monotonic()
@@ -224,7 +228,7 @@ def _wait(
 
 
 def _under_way(report: Report, phase: Phase) -> str | None:
-    """Return the item that was started and has not ended."""
+    """Return the name of the phase's item that was started and has not ended; None without one."""
     own = [record for record in report.records() if record.get("phase") == phase.name]
     ended = finished(own, phase.name)
     begun = [record["item"] for record in own if record["kind"] == "begun"]
@@ -232,7 +236,7 @@ def _under_way(report: Report, phase: Phase) -> str | None:
 
 
 def _run_items(options: argparse.Namespace) -> None:
-    """Run a phase's items, in its process."""
+    """Run the items of a phase, in the phase's own process."""
     end_with_parent()
     if os.getppid() != options.parent:
         # The parent ended while this process started: another run may use the GPU by now.
@@ -263,7 +267,9 @@ def _run_items(options: argparse.Namespace) -> None:
 
 
 def _give_back() -> None:
-    """Free what an item has left on the GPU: captured steps are in cycles with their models."""
+    """Free the memory that an item has left on the GPU. Captured steps and their models form
+    reference cycles.
+    """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         gc.collect()
         torch.cuda.empty_cache()

@@ -38,11 +38,12 @@ _GROUP = "__grp__"
 
 
 class StaleCache(Exception):
-    """This Triton cannot use a folder of compiled kernels. The message says what to do."""
+    """Raised if this Triton cannot use a folder of compiled kernels. The message says what to
+    do."""
 
 
 def code_hash() -> str:
-    """Return a hash of the code of a run: 16 hex digits, the same on every machine."""
+    """Return a hash of the code that a run executes: 16 hex digits, the same on every machine."""
     digest = hashlib.blake2b(digest_size=8)
     for folder in ("baton", "engine", "kvtransfer", "loadtest/gpu", "worker"):
         for path in sorted((_ROOT / folder).rglob("*.py")):
@@ -51,16 +52,17 @@ def code_hash() -> str:
 
 
 def described_items() -> Iterator[Item]:
-    """Yield all items that can start their kernels on tensors without values, at full size."""
+    """Yield all items that can launch their kernels on tensors without values, at full size."""
     place = Place(torch.device("meta"), torch.bfloat16, small=False)
     for phase in (phase for phase in PHASES if phase.describes):
         yield from phase.items(place, Path())
 
 
 def fill(folder: Path, capability: int, items: Iterable[Item]) -> int:
-    """Compile what items launch; returns how many kernels the folder then has.
+    """Compile the kernels that the items launch. Return the number of kernels that ``folder`` then
+    has.
 
-    Raises triton's errors. ``folder`` is absolute.
+    Raises Triton's errors. ``folder`` is an absolute path.
     """
     folder.mkdir(parents=True, exist_ok=True)
     os.environ |= {"TRITON_CACHE_DIR": str(folder), "TRITON_STORE_BINARY_ONLY": "1"}
@@ -80,7 +82,8 @@ def fill(folder: Path, capability: int, items: Iterable[Item]) -> int:
 
 @contextmanager
 def _noted_keys(ends: dict[str, str]) -> Iterator[None]:
-    """Collect the end of each kernel's key in ``ends`` within the block, by the kernel's folder.
+    """During the block, collect the end of each compiled kernel's key in ``ends``, by the name of
+    the kernel's folder.
 
     A key begins with a hash of triton's own files. It differs between builds of one version for two
     versions of Python, which compile the same code.
@@ -100,12 +103,12 @@ def _noted_keys(ends: dict[str, str]) -> Iterator[None]:
 
 
 def _folder_of(key: str) -> str:
-    """Return the folder that triton uses for a key."""
+    """Return the name of the folder in which Triton keeps the kernel with this key."""
     return base64.b32encode(hashlib.sha256(key.encode()).digest()).decode().rstrip("=")
 
 
 def unpack(folder: Path, target: Path) -> Path:
-    """Copy compiled kernels to a writable folder, and return it.
+    """Copy compiled kernels to the writable folder ``target``, and return it.
 
     They get the keys of this build of triton. Triton's files contain the path of their folder,
     which may have moved. Raises StaleCache.

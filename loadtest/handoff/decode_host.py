@@ -1,4 +1,4 @@
-"""A real decode worker in a separate process. Run as a module; see ``json_worker``."""
+"""Runs a real decode worker in a separate process. Run as a module; see ``json_worker``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from worker.process import WorkerProcess
 from worker.settings import WorkerSettings
 
 _PARTNERS = 2
-"""Workers of the host: this one, and the prefill worker of a small cluster."""
+"""Number of workers that the host is set up for: this one, and the prefill worker of a small
+cluster."""
 
 
 async def _work(asker: Asker, start: Fields) -> None:

@@ -1,7 +1,7 @@
 """Measures the cost of a handoff without bytes: reserve and commit, with all blocks cached.
 
-A real decode worker runs in a separate process; this one acts as prefill worker and router, by
-gRPC. It is measured idle, and while it runs a full batch.
+A real decode worker runs in a separate process. This process acts as prefill worker and router, by
+gRPC. Handoffs are measured while the decode worker is idle, and while it runs a full batch.
 """
 
 from __future__ import annotations
@@ -34,35 +34,38 @@ from loadtest.handoff.transfer_rows import EmptyHandoff
 from worker.exchange.exchange import Exchange
 
 EMPTY_PER_REPETITION = 20
-"""Empty handoffs per repetition of a large transfer."""
+"""Number of empty handoffs per repetition of a large transfer."""
 _WRITER, _ROUTER = "writer", "router"
 _READY_S = 300.0
 _CALL_S = 30.0
 _FIRST_TOKEN = 100
 _PAUSES_S = 0.002, 0.03
-"""Pauses between two handoffs, so that they arrive at any moment of a step."""
+"""Minimum and maximum pause between two handoffs in seconds, so that they arrive at any moment of a
+step."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmptySettings:
-    """Settings of a measurement."""
+    """Settings of a measurement of empty handoffs."""
 
     model: Path
-    """A Hugging Face folder."""
+    """Folder of the model in Hugging Face format."""
     model_name: str
     dtype: str = "bfloat16"
     prompt_blocks: int = 32
-    """Blocks of the prompt that are cached there."""
+    """Number of the prompt's blocks, all cached at the decode worker."""
     answer_tokens: int = 512
-    """Length of each answer in the batch; then another one takes its place."""
+    """Length in tokens of each answer in the batch. When an answer ends, another one starts."""
     max_sequences: int = 64
     kv_pool_mib: int = 1024
     handoffs: int = 100
-    """Handoffs of each kind."""
+    """Number of measured handoffs with an idle worker, and with a busy one."""
 
 
 async def measure_empty_handoffs(settings: EmptySettings) -> EmptyHandoff:
-    """Measure. Raises BatonError if the worker does not start, or refuses."""
+    """Measure empty handoffs. Raises BatonError if the decode worker does not start, or refuses
+    one.
+    """
     # The path is short, since a socket's path is limited.
     with tempfile.TemporaryDirectory(prefix="baton-") as name, bench_store(Path(name)) as url:
         start: Fields = {
@@ -109,12 +112,14 @@ async def _writer(hello: Fields, settings: EmptySettings) -> AsyncIterator[_Writ
 
 
 class _Writer:
-    """Acts as prefill worker and router. Every handoff is of the same prompt."""
+    """Acts as prefill worker and router towards the decode worker. All handoffs are of the same
+    prompt.
+    """
 
     def __init__(self, exchange: Exchange, hello: Fields, settings: EmptySettings) -> None:
         identity = exchange.identity
         self.steps = 0
-        """Steps of the decode worker so far."""
+        """Number of steps that the decode worker has run so far."""
         self.replacing: set[asyncio.Task[None]] = set()
         self._exchange = exchange
         self._peer = Peer(hello["incarnation"], hello["address"])
@@ -142,7 +147,7 @@ class _Writer:
         self._dice = random.Random(0)  # noqa: S311 - pauses, no secret
 
     async def fill(self) -> None:
-        """Send the prompt's blocks."""
+        """Send the prompt's blocks to the decode worker, so that they are cached there."""
         reserved = await self._reserve("first")
         pair = await self._exchange.outbound(self._peer)
         push = pair.push(reserved.ticket_id)
@@ -155,7 +160,7 @@ class _Writer:
         await self._abort("first")
 
     async def measure(self, handoffs: int) -> float:
-        """Return the median of reserve and commit, in milliseconds."""
+        """Return the median time of reserve and commit together, in milliseconds."""
         found = []
         for _ in range(handoffs):
             await asyncio.sleep(self._dice.uniform(*_PAUSES_S))
@@ -167,7 +172,8 @@ class _Writer:
         return statistics.median(found) * 1e3
 
     async def run_batch(self, sequences: int) -> None:
-        """Keep ``sequences`` sequences running from now on, and wait until they run."""
+        """Start a batch of ``sequences`` sequences on the decode worker, and wait until all
+        decode."""
         for _ in range(sequences):
             await self._add_to_batch()
         deadline = time.monotonic() + _CALL_S
@@ -177,7 +183,9 @@ class _Writer:
             await asyncio.sleep(0.01)
 
     async def read_tokens(self) -> None:
-        """Read tokens as a router does, and replace ended sequences of the batch."""
+        """Read the decode worker's tokens as a router does, and replace ended sequences of the
+        batch.
+        """
         call = self._stub.StreamTokens(decode_pb2.StreamTokensRequest(router_id=_ROUTER))
         async for message in call:
             self.steps = message.load.engine_steps
@@ -217,7 +225,7 @@ class _Writer:
         await self._call(request)
 
     async def _call(self, request: decode_pb2.HandoffsRequest) -> decode_pb2.HandoffsResponse:
-        """Call as a prefill worker does."""
+        """Call the decode worker's handoff service as a prefill worker does."""
         calls = self._exchange.handoff_calls(await self._exchange.outbound(self._peer))
         return await calls.call(request, _CALL_S)
 

@@ -35,18 +35,18 @@ from planning.common.report import Machine, print_whole, this_machine, whole_tab
 Say = Callable[[str], None]
 
 CHUNK_TOKENS = 512
-"""Prompt tokens in one step on a CPU, except late in a long prompt."""
+"""Maximum prompt tokens in one step on a CPU. Late in a long prompt, chunks are shorter."""
 _BLOCK_TOKENS = 16
 _BANDWIDTH_BYTES = 16 << 20
-"""Transfer size at which bandwidth is measured, in bytes."""
+"""Size of the transfers by which bandwidth is measured, in bytes."""
 _WARM_UPS = 2
 _LOWEST_ID = 100
-"""Lowest id of plain tokens: control tokens come first in a vocabulary."""
+"""Lowest token id in prompts. Lower ids may be control tokens, which come first in a vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffSettings:
-    """Settings of a measurement."""
+    """Settings of a measurement of handoffs."""
 
     transports: tuple[str, ...] = ("shm", "grpc")
     prompt_tokens: int = 1024
@@ -63,28 +63,30 @@ class TimedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class HandoffRow:
-    """Results of one transport; medians, in milliseconds."""
+    """Results of one transport. Times are medians, in milliseconds."""
 
     transport: str
     prompt_tokens: int
     ttft_ms: float
     ttft_alone_ms: float
-    """TTFT of answers that are not handed off."""
+    """TTFT of answers that end at the prefill worker, without a handoff."""
     ttft_ratio: float
     first_gap_ms: float
-    """Gap between the first token and the second."""
+    """Gap between the first token and the second, which includes the handoff."""
     step_ms: float
-    """Gap between later tokens, averaged over an answer."""
+    """Gap between later tokens, averaged over each answer."""
     over_step_ms: float
-    """``first_gap_ms`` minus ``step_ms``."""
+    """Time that the handoff adds to a step: ``first_gap_ms`` minus ``step_ms``."""
     last_chunk_ms: float
-    """Bytes of a prompt's last chunk, divided by the bandwidth measured in the same run."""
+    """Time to transfer the bytes of a prompt's last chunk, at the bandwidth measured in the same
+    run."""
 
 
 def bench_handoffs(
     settings: HandoffSettings, programs: Programs, say: Say, console: Console, output: Path | None
 ) -> None:
-    """Measure, print the table, and write all to ``output`` as JSON. Raises BatonError.
+    """Measure handoffs, print the table, and write all results to ``output`` as JSON. Raises
+    BatonError.
 
     Raises ConfigError before the measurement if ``output`` cannot be written.
     """
@@ -102,7 +104,7 @@ def bench_handoffs(
 def measure_handoffs(
     settings: HandoffSettings, programs: Programs, say: Say
 ) -> tuple[HandoffRow, ...]:
-    """Return a row for each transport, from a separate cluster for each.
+    """Measure each transport in a separate cluster, and return a row for each.
 
     Raises ConfigError if Baton is not installed, Unavailable if a cluster does not start, and
     BatonError if a request fails.
@@ -142,7 +144,9 @@ def row_of(
     handed: Sequence[TimedAnswer],
     last_chunk_s: float,
 ) -> HandoffRow:
-    """Return a row from one-token answers, and from longer handed-off ones of at least 3 tokens."""
+    """Return the row of a transport. ``alone`` are answers of one token; ``handed`` are answers of
+    at least 3 tokens, which were handed off.
+    """
     ttft = statistics.median(answer.times[0] for answer in handed)
     ttft_alone = statistics.median(answer.times[0] for answer in alone)
     gap = statistics.median(answer.times[1] - answer.times[0] for answer in handed)
@@ -185,13 +189,15 @@ def draw(rows: Sequence[HandoffRow]) -> Table:
 
 
 def as_json(machine: Machine, rows: Sequence[HandoffRow]) -> str:
-    """Return ``rows`` and the machine as JSON."""
+    """Return the rows and the machine as JSON."""
     fields = {"machine": asdict(machine), "rows": [asdict(row) for row in rows]}
     return json.dumps(fields, indent=1) + "\n"
 
 
 def _cluster(transport: str, programs: Programs) -> tuple[Server, str]:
-    """Return the command of a cluster, and the address of its gRPC listener."""
+    """Return the server that starts a cluster with this transport, and the address of its gRPC
+    listener.
+    """
     port, grpc = free_port(), f"{LOOPBACK}:{free_port()}"
     command = (
         *(str(programs.baton), "serve", "--model", str(programs.model)),
@@ -211,7 +217,7 @@ def _cluster(transport: str, programs: Programs) -> tuple[Server, str]:
 def _turns(
     client: Client, settings: HandoffSettings, vocabulary: int
 ) -> Iterator[tuple[TimedAnswer, TimedAnswer]]:
-    """Yield answers of one token and of more, alternately."""
+    """Yield pairs of answers: one of a single token, and one of more tokens."""
     dice = random.Random(0)  # noqa: S311 - prompts, no secret
     for number in range(-_WARM_UPS, settings.repetitions):
         lengths = (1, settings.answer_tokens)
@@ -226,7 +232,8 @@ def _turns(
 
 
 def random_prompt(dice: random.Random, tokens: int, vocabulary: int) -> list[int]:
-    """Return a random prompt. No two begin equally, so that none is cached."""
+    """Return a random prompt of this length. No two prompts begin equally, so that none is
+    cached."""
     return [dice.randrange(min(_LOWEST_ID, vocabulary - 1), vocabulary) for _ in range(tokens)]
 
 

@@ -45,23 +45,23 @@ Say = Callable[[str], None]
 
 SENDER = "sender"
 _POOLS = 3
-"""Number of pools: the sender's, the receiver's, and the target of memcpy."""
+"""Number of block pools in memory: the sender's, the receiver's, and the target of memcpy."""
 _SHARE = 0.8
-"""Fraction of the free memory."""
+"""Maximum fraction of the free memory that the pools use."""
 _READY_S = 60.0
 _DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class TransferSettings:
-    """Settings of a measurement."""
+    """Settings of a measurement of transports."""
 
     transports: tuple[str, ...] = tuple(LIMITS)
     block_bytes: int = 360 << 10
-    """Size of a block, by default that of the demo model in bfloat16."""
+    """Bytes of a block; the default is that of the demo model in bfloat16."""
     max_bytes: int = 1 << 30
     repetitions: int = 5
-    """Repetitions of the largest sizes; smaller ones are moved more often."""
+    """Number of repetitions of the largest sizes. Smaller sizes are transferred more often."""
     certs: str = ""
     """Folder of `baton certs init`, for mutual TLS; empty: no TLS. Limits are measured without
     TLS."""
@@ -74,10 +74,11 @@ def bench_transfers(
     console: Console,
     output: Path | None,
 ) -> None:
-    """Measure, print the table, and write all to ``output`` as JSON. Raises BatonError.
+    """Measure transfers, print the table, and write all results to ``output`` as JSON. Raises
+    BatonError.
 
-    ``empty``: None leaves the empty handoff out. Raises ConfigError before the measurement if
-    ``output`` cannot be written.
+    If ``empty`` is None, empty handoffs are not measured. Raises ConfigError before the measurement
+    if ``output`` cannot be written.
     """
     if output is not None:
         write_json(output, "{}\n")
@@ -95,7 +96,7 @@ def bench_transfers(
 
 
 async def measure_transfers(settings: TransferSettings, say: Say) -> tuple[TransferRow, ...]:
-    """Return a row for each transport that works here, and each size.
+    """Measure each transport that works here at each size, and return the rows.
 
     Raises ConfigError for impossible sizes, or if no transport works; BatonError if one fails
     during the measurement.
@@ -142,9 +143,10 @@ def _within_memory(settings: TransferSettings, say: Say) -> TransferSettings:
 
 
 class _Bench:
-    """The bench of one transport. Every transfer begins where the last one ended, if there is room.
+    """Measures one transport. Each transfer uses the blocks after those of the last one, if there
+    is room.
 
-    So small transfers find their blocks in no cache in which large ones would not find them.
+    So blocks of small transfers are not in a CPU cache more often than those of large ones.
     """
 
     def __init__(
@@ -166,9 +168,9 @@ class _Bench:
         self._first = 0
 
     async def measure(self, sizes: tuple[int, ...], say: Say) -> list[TransferRow]:
-        """Return its rows.
+        """Measure the transport at each size, and return the rows.
 
-        Raises ConfigError if the transport does not work here, and BatonError.
+        Raises ConfigError if the transport does not work here, and BatonError if it fails.
         """
         blocks, block_bytes = self._source.data.shape
         start = {"transport": self._transport, "blocks": blocks, "block_bytes": block_bytes}
@@ -214,7 +216,9 @@ class _Bench:
     async def _pair_of(
         self, pair: Outbound, receiver: Helper, limit: Limit, blocks: int
     ) -> tuple[float, float]:
-        """Return the seconds of the transport, and of its limit, for the same number of blocks."""
+        """Transfer the same number of blocks by the transport and by its limit. Return the seconds
+        of each.
+        """
         if self._first + blocks > self._source.memory.blocks:
             self._first = 0
         first, self._first = self._first, self._first + blocks
@@ -227,7 +231,9 @@ class _Bench:
 
 
 async def _push(pair: Outbound, receiver: Helper, blocks: range, block_bytes: int) -> float:
-    """Return the seconds from the first block handed to the pair until the last is confirmed."""
+    """Send ``blocks`` to the receiver. Return the seconds from handing over the first block until
+    the last one is confirmed.
+    """
     promised = await receiver.ask({"promise": len(blocks), "writer": SENDER}, _DEADLINE_S)
     began = time.perf_counter()
     push = pair.push(promised["ticket"])

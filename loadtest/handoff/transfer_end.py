@@ -1,4 +1,6 @@
-"""One end of a measured transfer: blocks and a worker's parts for handoffs, without an engine."""
+"""Makes one end of a measured transfer: blocks and a worker's parts for handoffs, without an
+engine.
+"""
 
 from __future__ import annotations
 
@@ -39,16 +41,16 @@ _SLOTS, _SIDES, _VALUE_BYTES = 16, 2, 2
 
 @dataclass(frozen=True, slots=True)
 class BenchPool:
-    """Blocks that other processes of the host may map."""
+    """A pool of blocks that other processes of the host may map into their memory."""
 
     data: npt.NDArray[np.uint8]
-    """The blocks, uint8 [blocks, block_bytes], contiguous."""
+    """The pool's blocks, uint8 [blocks, block_bytes], contiguous."""
     memory: HostMemory
 
 
 @contextlib.contextmanager
 def bench_pool(blocks: int, block_bytes: int) -> Iterator[BenchPool]:
-    """Allocate memory for ``blocks`` blocks. Raises ConfigError if there is too little."""
+    """Allocate a pool of ``blocks`` blocks. Raises ConfigError if there is too little memory."""
     shared = allocate(blocks * block_bytes)
     try:
         data = shared.data.reshape(blocks, block_bytes)
@@ -60,9 +62,9 @@ def bench_pool(blocks: int, block_bytes: int) -> Iterator[BenchPool]:
 
 
 def identity_of(name: str, block_bytes: int) -> Identity:
-    """Return the identity of an end with blocks of that size.
+    """Return the identity of a transfer's end whose blocks have ``block_bytes`` bytes.
 
-    Raises ConfigError for a wrong size.
+    Raises ConfigError if the size is not possible.
     """
     dim, rest = divmod(block_bytes, _SLOTS * _SIDES * _VALUE_BYTES)
     if rest or not dim:
@@ -71,7 +73,7 @@ def identity_of(name: str, block_bytes: int) -> Identity:
 
 
 TRANSFER_THREADS = 2
-"""Number of threads, as in a worker."""
+"""Number of threads for transfers, the same as in a worker."""
 
 
 @contextlib.asynccontextmanager
@@ -84,12 +86,12 @@ async def transfer_end(
     address: str = "",
     certs: str = "",
 ) -> AsyncIterator[Exchange]:
-    """Make an end that only uses ``transport``; its limits are the defaults.
+    """Make one end of a transfer, which uses only ``transport``. Its limits are the defaults.
 
-    ``address``: host:port of its gRPC server; empty for an end that receives nothing. ``certs``: a
-    folder of `baton certs init`, for mutual TLS. ``rank_addresses`` are those of its other ranks,
-    if any. Raises ConfigError if the transport does not work here, WorkerFailed if a rank does not
-    answer.
+    ``address`` is the host:port of the end's gRPC server; empty for an end that receives nothing.
+    ``certs`` is a folder of `baton certs init`, for mutual TLS. ``rank_addresses`` are the
+    addresses of the end's other ranks, if any. Raises ConfigError if the transport does not work
+    here, and WorkerFailed if a rank does not answer.
     """
     tls = TlsConfig(folder=certs)
     config = Config.model_construct(transport=transport, tls=tls)

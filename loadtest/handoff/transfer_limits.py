@@ -1,4 +1,4 @@
-"""Speed limits of transports: the same bytes by the simplest means.
+"""Measures speed limits of transports: transfers the same bytes by the simplest means.
 
 - ``memcpy``: one thread of one process copies from one block pool to another.
 - ``grpcio``: a client stream of messages as large as the transport's, made beforehand; the receiver
@@ -28,21 +28,22 @@ from kvtransfer.transports.grpc_transport import CHUNK_BYTES
 from loadtest.common.child_processes import LOOPBACK
 
 LIMITS = {"shm": "memcpy", "grpc": "grpcio", "gloo": "socket", "nixl": "socket"}
-"""The limit of each transport."""
+"""Name of the limit with which each transport is compared."""
 _METHOD = "/baton.bench.Limit/Send"
 _PIECE_BYTES = 1 << 20
 _DISTINCT_BYTES = 64 << 20
-"""Total size of distinct messages, which are sent in turn: more than most caches hold."""
+"""Total size of distinct messages, which are sent in turn. It exceeds most CPU caches."""
 _DEADLINE_S = 120.0
 _SIZE_BYTES = 8
 
 Pool = npt.NDArray[np.uint8]
 Limit = Callable[[int, int], float]
-"""Moves some blocks, counted from a first one; returns the time in seconds."""
+"""Function that transfers a number of blocks by a limit's method, and returns the seconds. Its
+arguments are the first block and the number of blocks."""
 
 
 def memcpy_limit(source: Pool, target: Pool) -> Limit:
-    """Return a limit that copies between pools, uint8 [blocks, block_bytes]."""
+    """Return a limit that copies blocks between pools, uint8 [blocks, block_bytes]."""
     start, end, block_bytes = source.ctypes.data, target.ctypes.data, source.shape[1]
 
     def move(first: int, blocks: int) -> float:
@@ -55,14 +56,16 @@ def memcpy_limit(source: Pool, target: Pool) -> Limit:
 
 
 def message_bytes(block_bytes: int) -> int:
-    """Return the size of the gRPC transport's messages."""
+    """Return the size of the gRPC transport's messages for blocks of this size."""
     part = min(block_bytes, CHUNK_BYTES)
     return CHUNK_BYTES // part * part
 
 
 @contextlib.contextmanager
 def grpc_limit(address: str, source: Pool) -> Iterator[Limit]:
-    """Return a limit that sends to a ``grpc_sink``. Raises WorkerFailed if that fails."""
+    """Yield a limit that sends blocks of ``source`` to a ``grpc_sink``. Raises WorkerFailed if
+    sending fails.
+    """
     block_bytes = source.shape[1]
     size = message_bytes(block_bytes)
     flat = source.reshape(-1)[:_DISTINCT_BYTES]
@@ -90,7 +93,9 @@ def grpc_limit(address: str, source: Pool) -> Iterator[Limit]:
 
 @contextlib.contextmanager
 def grpc_sink() -> Iterator[str]:
-    """Run a server that drops what it gets, and reports its size; yields its address."""
+    """Run a gRPC server that drops the data that it receives, and reports the size. Yield its
+    address.
+    """
 
     def take(messages: Iterator[bytes], _context: grpc.ServicerContext) -> bytes:
         return sum(map(len, messages)).to_bytes(_SIZE_BYTES, "little")
@@ -116,7 +121,7 @@ def grpc_sink() -> Iterator[str]:
 
 @contextlib.contextmanager
 def socket_limit(address: str, source: Pool) -> Iterator[Limit]:
-    """Return a limit that sends to a ``socket_sink``."""
+    """Yield a limit that sends blocks of ``source`` to a ``socket_sink``."""
     host, _, port = address.rpartition(":")
     flat, block_bytes = source.reshape(-1).data, source.shape[1]
     with socket.create_connection((host, int(port)), timeout=_DEADLINE_S) as connection:
@@ -137,7 +142,7 @@ def socket_limit(address: str, source: Pool) -> Iterator[Limit]:
 
 @contextlib.contextmanager
 def socket_sink() -> Iterator[str]:
-    """Run a server that accepts one connection after another and drops the data; yields its
+    """Run a TCP server that accepts one connection after another and drops the data. Yield its
     address."""
     with socket.create_server((LOOPBACK, 0)) as listener:
         thread = threading.Thread(target=_accept, args=(listener,), name="sink", daemon=True)
@@ -162,7 +167,7 @@ def _accept(listener: socket.socket) -> None:
 
 
 def _drop_one(connection: socket.socket, buffer: memoryview) -> bool:
-    """Drop the data of one connection. Returns False after the sender has closed."""
+    """Drop the data of one connection. Return False if the sender has closed it."""
     head = connection.recv(_SIZE_BYTES, socket.MSG_WAITALL)
     left = int.from_bytes(head, "little")
     while left:

@@ -1,7 +1,7 @@
-"""The receiving process of `baton bench transfer`. Run as a module; see ``json_worker``.
+"""Runs the receiving process of `baton bench transfer`. Run as a module; see ``json_worker``.
 
-It reserves blocks and receives them by one transport, as a worker does. It also receives the data
-of the transport's limit.
+The process reserves blocks and receives them by one transport, as a worker does. It also receives
+the data of the transport's limit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from worker.exchange.exchange import Exchange
 from worker.services import TransferServicer
 
 RECEIVER = "receiver"
-"""Incarnation of this end."""
+"""Incarnation by which the sender addresses the receiving process."""
 
 
 async def _work(asker: Asker, start: Fields) -> None:
@@ -33,7 +33,7 @@ async def _work(asker: Asker, start: Fields) -> None:
         pool = held.enter_context(bench_pool(start["blocks"], start["block_bytes"]))
         certs = start.get("certs", "")
         async with transfer_end(identity, pool.memory, start["transport"], certs=certs) as exchange:
-            # There is no secret, as at the sending end and in the worker of `decode_host`.
+            # No secret is set: the sending end and the worker of `decode_host` have none either.
             plane = WorkerPlane.of(TlsConfig(folder=certs).of("worker"), "")
             server = plane.server()
             transfer_pb2_grpc.add_TransferServiceServicer_to_server(
@@ -55,14 +55,16 @@ async def _work(asker: Asker, start: Fields) -> None:
 
 
 class _Tickets:
-    """Answers the sender's questions."""
+    """Answers the sender's questions: reserves blocks and commits transfers."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._receiver = exchange.receiver
         self._count = 0
 
     async def answer(self, question: Fields) -> Fields:
-        """Answer ``{"promise": blocks, "writer": …}``, then ``{"commit": ticket, "writer": …}``."""
+        """Answer a question: first ``{"promise": blocks, "writer": …}``, which reserves blocks,
+        then ``{"commit": ticket, "writer": …}``.
+        """
         now = time.monotonic()
         if "promise" in question:
             self._count += 1

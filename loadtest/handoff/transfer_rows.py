@@ -1,4 +1,4 @@
-"""Results of `baton bench transfer`: rows of a table, and JSON."""
+"""Formats the results of `baton bench transfer`: rows of a table, and JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from planning.common.report import Machine, whole_table
 
 MIB = 1 << 20
 _STEPS = (1, 4, 16, 64, 256, 1024)
-"""Sizes in MiB."""
+"""Sizes of the measured transfers, in MiB."""
 _ENOUGH_BYTES = 256 * MIB
 _MAX_PAIRS = 60
 
@@ -26,32 +26,34 @@ class TransferRow:
     transport: str
     bytes: int
     gb_per_s: float
-    """Bandwidth in 10^9 bytes per second, from the median time."""
+    """Bandwidth of the transport in 10^9 bytes per second, from the median time."""
     limit: str
-    """The limit that was measured in turn."""
+    """Name of the limit, which was measured alternately with the transport."""
     limit_gb_per_s: float
     ratio: float
-    """The transport's speed divided by the limit's."""
+    """Speed of the transport divided by that of its limit."""
     ms_p50: float
-    """Median time from the first block handed over until the last one is confirmed."""
+    """Median time of a transfer: from handing over the first block until the last one is
+    confirmed."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmptyHandoff:
-    """Reserve and commit of a handoff with all blocks cached; medians, in milliseconds."""
+    """Time of a handoff whose blocks are all cached: reserve and commit. Medians, in
+    milliseconds."""
 
     model: str
     idle_ms: float
     busy_ms: float
-    """The time while the decode worker runs ``batch`` sequences."""
+    """Time of the handoff while the decode worker runs ``batch`` sequences."""
     batch: int
     step_ms: float
-    """Time of a step of that batch."""
+    """Time of a step of ``batch`` sequences."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """All results of one run."""
+    """All results of one run of `baton bench transfer`."""
 
     machine: Machine
     block_bytes: int
@@ -60,7 +62,8 @@ class TransferReport:
 
 
 def sizes_of(block_bytes: int, max_bytes: int) -> tuple[int, ...]:
-    """Return the transfer sizes: a block, then 1 MiB … 1 GiB in whole blocks, up to ``max_bytes``.
+    """Return the sizes of transfers to measure: one block, then 1 MiB … 1 GiB in whole blocks, up
+    to ``max_bytes``.
 
     Sizes are rounded up to whole blocks. Raises ConfigError if a block is larger than
     ``max_bytes``.
@@ -73,14 +76,18 @@ def sizes_of(block_bytes: int, max_bytes: int) -> tuple[int, ...]:
 
 
 def pairs_of(size: int, least: int) -> int:
-    """Return how often a size is moved. Small ones are moved more often, because they vary more."""
+    """Return how often a transfer of ``size`` bytes is repeated. Small ones are repeated more
+    often, because their times vary more.
+    """
     return max(least, min(_MAX_PAIRS, _ENOUGH_BYTES // size))
 
 
 def row_of(
     transport: str, size: int, limit: str, seconds: Sequence[float], limit_seconds: Sequence[float]
 ) -> TransferRow:
-    """Return a row from the times of single transfers, and of equally many of the limit's."""
+    """Return a row from the seconds of single transfers, and from those of as many transfers by the
+    limit.
+    """
     took, least = statistics.median(seconds), statistics.median(limit_seconds)
     return TransferRow(
         transport=transport,
@@ -113,7 +120,7 @@ def draw(rows: Sequence[TransferRow]) -> Table:
 
 
 def lines_of(report: TransferReport) -> list[str]:
-    """Return the lines below the table."""
+    """Return the lines of text that follow the table."""
     said = [f"Medians. Blocks of {report.block_bytes:,} bytes. {report.machine.line()}."]
     if report.empty is not None:
         empty = report.empty
@@ -125,7 +132,7 @@ def lines_of(report: TransferReport) -> list[str]:
 
 
 def as_json(report: TransferReport) -> str:
-    """Return ``rows``, the empty handoff and the machine as JSON.
+    """Return the report as JSON: its rows, the empty handoff and the machine.
 
     ``empty_handoff_ms_p50`` and ``empty_handoff_busy_ms_p50`` are null if they were not measured.
     """

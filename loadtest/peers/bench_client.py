@@ -1,4 +1,4 @@
-"""The client that drives every server: `vllm bench serve`."""
+"""Runs the client that sends the requests to every server: `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RESULT = "result.json"
 
 
 class ClientResult(BaseModel):
-    """The client's results of one run; times in milliseconds."""
+    """Results that the client reports for one run. Times are in milliseconds."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -30,7 +30,7 @@ class ClientResult(BaseModel):
     total_input_tokens: int
     total_output_tokens: int
     output_throughput: float
-    """Tokens per second, all requests together."""
+    """Output tokens per second, over all requests."""
     total_token_throughput: float
     p50_ttft_ms: float
     p99_ttft_ms: float
@@ -42,17 +42,21 @@ class ClientResult(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class BenchClient:
-    """Runs one workload against one server: greedy, end-of-sequence tokens ignored."""
+    """Runs workloads against servers with `vllm bench serve`: greedy, and end-of-sequence tokens
+    are ignored.
+    """
 
     vllm: Path
     tokenizer: Path
-    """A Hugging Face folder, whose tokenizer determines the lengths of prompts."""
+    """Folder of a model in Hugging Face format. Its tokenizer determines the lengths of prompts."""
     warmups: int = 2
 
     def run(
         self, server: Server, workload: Workload, seed: int, *, deadline_s: float = _RUN_S
     ) -> ClientResult:
-        """Run a workload. Raises Unavailable with the client's last lines on failure or timeout."""
+        """Run a workload against a server. Raises Unavailable with the client's last lines on
+        failure or timeout.
+        """
         with tempfile.TemporaryDirectory(prefix="baton-bench-") as name:
             folder = Path(name)
             log = folder / "client.log"
@@ -99,6 +103,8 @@ def _failure(server: Server, workload: Workload, reason: str, log: Path) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Return an environment with one thread: client and server share the machine."""
+    """Return an environment in which the client uses one thread, since client and server share the
+    machine.
+    """
     ones = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "VLLM_NO_USAGE_STATS", "OMP_NUM_THREADS")
     return dict(os.environ) | dict.fromkeys(ones, "1") | {"NO_PROXY": "*", "no_proxy": "*"}

@@ -1,4 +1,4 @@
-"""Runs of a comparison, with medians and ratios in a table."""
+"""Shows the runs of a comparison, with medians and ratios in a table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from planning.common.report import Machine, whole_table
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of the client."""
+    """One run of the client against one server."""
 
     peer: str
     precision: Precision
@@ -34,36 +34,38 @@ class Figures:
     """Medians over the repetitions of one workload against one server."""
 
     tokens_per_s: float
-    """Output tokens per second, all requests together."""
+    """Output tokens per second, over all requests."""
     ttft_ms: float
-    """p50 of TTFT."""
+    """p50 of TTFT, in milliseconds."""
     tpot_ms: float
-    """p99 of TPOT."""
+    """p99 of TPOT, in milliseconds."""
     completed: int
     sent: int
-    """Requests of all repetitions."""
+    """Number of requests sent in all repetitions."""
 
     def text(self) -> str:
-        """Return ``69.7 · 52 · 16.0``, and how many requests completed if some did not."""
+        """Return the figures as text, such as ``69.7 · 52 · 16.0``. If some requests did not
+        complete, add how many did.
+        """
         text = f"{self.tokens_per_s:.1f} · {self.ttft_ms:.0f} · {self.tpot_ms:.1f}"
         return text if self.completed == self.sent else f"{text} ({self.completed}/{self.sent})"
 
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """Our figures divided by the best peer's, in each column."""
+    """Baton's figures divided by those of the best peer, column by column."""
 
     tokens_per_s: float
     ttft_ms: float
     tpot_ms: float
 
     def text(self) -> str:
-        """Return ``1.02× · 0.90× · 0.48×``."""
+        """Return the ratios as text, such as ``1.02× · 0.90× · 0.48×``."""
         return f"{self.tokens_per_s:.2f}× · {self.ttft_ms:.2f}× · {self.tpot_ms:.2f}×"
 
 
 def summarize(results: Sequence[ClientResult]) -> Figures:
-    """Return medians over the repetitions of one workload."""
+    """Return the medians over the repetitions of one workload against one server."""
     return Figures(
         statistics.median(result.output_throughput for result in results),
         statistics.median(result.p50_ttft_ms for result in results),
@@ -74,7 +76,7 @@ def summarize(results: Sequence[ClientResult]) -> Figures:
 
 
 def tabulate(runs: Sequence[Run]) -> dict[str, dict[str, Figures]]:
-    """Return figures by peer, then by workload, both in the order of their first run."""
+    """Return the figures by peer, then by workload, each in the order of their first run."""
     results: dict[str, dict[str, list[ClientResult]]] = {}
     for run in runs:
         results.setdefault(run.peer, {}).setdefault(run.workload, []).append(run.result)
@@ -85,7 +87,8 @@ def tabulate(runs: Sequence[Run]) -> dict[str, dict[str, Figures]]:
 
 
 def ratios(ours: Figures, others: Sequence[Figures]) -> Ratios | None:
-    """Divide our figures by the best of ``others`` in each column; None without others."""
+    """Divide Baton's figures by the best of ``others`` in each column. None if there are no
+    others."""
     if not others:
         return None
     return Ratios(
@@ -100,7 +103,7 @@ def _ratio(ours: float, best: float) -> float:
 
 
 def draw(runs: Sequence[Run], workloads: Sequence[Workload]) -> Table:
-    """Return a table with a row for each server, and our ratios to the best peer of the same
+    """Return a table with a row for each server, and Baton's ratios to the best peer of the same
     precision.
 
     It is a Markdown table, to be pasted into a document.

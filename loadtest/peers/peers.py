@@ -32,18 +32,21 @@ _SEED_STEP = 1000
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Settings of a comparison."""
+    """Settings of a comparison between servers."""
 
     peers: tuple[str, ...]
     workloads: tuple[Workload, ...]
     repetitions: int
     alternate: bool = False
-    """Whether every server is restarted for each repetition, one peer after the other."""
+    """Whether the servers take turns within each repetition. Each server is then restarted for
+    every repetition."""
     seed: int = 1
 
 
 def default_peers(programs: Programs) -> tuple[str, ...]:
-    """Return all peers except variants; those in 8 bits only with a peer to compare."""
+    """Return all peers that are compared by default. Variants are left out, and so are 8-bit ones
+    without a peer of the same precision.
+    """
     left_out = {"vllm-small-steps"}
     if programs.gguf_q8 is None:
         left_out |= {"baton-int8", "llamacpp-q8"}
@@ -53,7 +56,8 @@ def default_peers(programs: Programs) -> tuple[str, ...]:
 def run_comparison(
     comparison: Comparison, programs: Programs, say: Say, console: Console, output: Path | None
 ) -> None:
-    """Measure, print the table, and write the runs to ``output`` as JSON as they finish.
+    """Measure all servers, print the table, and write the runs to ``output`` as JSON while they
+    finish.
 
     After a failure or a Ctrl-C, the table and the file have the measurements so far. Raises
     ConfigError for unknown or missing parts, Unavailable if a server or the client fails.
@@ -94,7 +98,8 @@ def _versions(programs: Programs, peers: Sequence[str]) -> dict[str, str]:
 
 
 def choose_peers(names: Sequence[str], programs: Programs, say: Say) -> tuple[str, ...]:
-    """Return those of ``names`` that can be started here; ``say`` gets the reasons for others.
+    """Return the peers of ``names`` that can be started here; ``say`` gets the reason for each
+    other one.
 
     Raises ConfigError for an unknown name, or if none is left.
     """
@@ -120,7 +125,8 @@ def compare(
     say: Say,
     keep: Callable[[Run], None],
 ) -> None:
-    """Start one server at a time and drive it; ``keep`` gets each run when it has ended.
+    """Start one server at a time and run the workloads against it. ``keep`` gets each run when it
+    has ended.
 
     Raises Unavailable if a server does not start or the client fails. All processes have ended when
     it returns or raises, even on SIGINT, SIGTERM and SIGHUP (as KeyboardInterrupt).

@@ -1,4 +1,5 @@
-"""The echo worker's counterpart for routers that forward HTTP: OpenAI's streamed chat completions.
+"""Runs the echo worker's counterpart for routers that forward HTTP: it serves OpenAI's streamed
+chat completions.
 
 It answers a request's first token at once and then one token a step, all answers in the same step.
 Run as a module; see ``json_worker``. Owned by the process's event loop.
@@ -16,7 +17,8 @@ from loadtest.common.json_worker import Asker, Fields, run_helper
 
 _MODEL = {"id": "m", "object": "model", "created": 0, "owned_by": "echo"}
 _OK = json.dumps({"status": "ok", "object": "list", "data": [_MODEL], "model_path": "m"}).encode()
-"""The answer to questions of routers before they send requests."""
+"""Answer to the questions that routers send before they forward requests, such as the list of
+models."""
 _STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 )
@@ -44,19 +46,19 @@ def _end(tokens: int) -> bytes:
 
 
 class EchoHttp:
-    """Sends all answers.
+    """Sends the tokens of all open answers.
 
-    A step takes ``step_s`` seconds; while it is None, answers wait after the first token.
+    A step takes ``step_s`` seconds. While ``step_s`` is None, answers pause after the first token.
     """
 
     def __init__(self) -> None:
         self.step_s: float | None = None
         self._answers: dict[_Connection, list[int]] = {}
-        """Sent tokens and total tokens, by connection."""
+        """Number of sent tokens and of all tokens for each open answer, by connection."""
         self._begun = asyncio.Event()
 
     def begin(self, connection: _Connection, tokens: int) -> None:
-        """Start an answer with the first token."""
+        """Start an answer of ``tokens`` tokens by sending its first token."""
         if tokens == 1:
             connection.write(_STREAM_HEAD + _LAST_TOKEN + _end(tokens))
             return
@@ -65,16 +67,16 @@ class EchoHttp:
         self._begun.set()
 
     def drop(self, connection: _Connection) -> None:
-        """Drop an answer whose client is gone."""
+        """Drop the answer of a connection whose client is gone."""
         self._answers.pop(connection, None)
 
     def pace(self, step_s: float | None) -> None:
-        """Set the step time from now on."""
+        """Set the time of all further steps; None pauses the answers."""
         self.step_s = step_s
         self._begun.set()
 
     async def run_steps(self) -> None:
-        """Step forever, at regular times while there is anything to send."""
+        """Run steps forever, at regular times while there is anything to send."""
         loop = asyncio.get_running_loop()
         while True:
             self._begun.clear()
@@ -97,7 +99,8 @@ class EchoHttp:
 
 
 class _Connection(asyncio.Protocol):
-    """Reads requests one after another; their length must be given."""
+    """One HTTP connection. It reads requests one after another; their Content-Length must be
+    given."""
 
     def __init__(self, echo: EchoHttp) -> None:
         self._echo = echo
@@ -108,7 +111,7 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.WriteTransport, transport)
 
     def write(self, data: bytes) -> None:
-        """Send data, even to a slow reader."""
+        """Send data without waiting, even if the client reads slowly."""
         self._transport.write(data)
 
     def data_received(self, data: bytes) -> None:

@@ -38,20 +38,20 @@ _GEOMETRY = Geometry(block_size=16, layers=1, kv_heads=1, head_dim=64, kv_dtype=
 _BLOCKS = 1 << 20
 _MAX_SEQUENCES = 4096
 _TOKEN_IDS = 64
-"""Number of ids that answers cycle through, so that their texts differ."""
+"""Number of token ids through which answers cycle, so that their texts differ."""
 
 Context = grpc.aio.ServicerContext[object, object]
 
 
 @dataclass(slots=True)
 class _Answer:
-    """A decoding sequence."""
+    """An answer whose tokens are still being sent."""
 
     router_id: str
     request_id: str
     attempt: int
     told: int
-    """Number of sent tokens."""
+    """Number of tokens that were already sent."""
     tokens: int
     first_token_id: int
 
@@ -73,7 +73,7 @@ class _Answer:
 
 
 class _Mail:
-    """Messages for one router."""
+    """Messages that wait to be sent to one router."""
 
     def __init__(self) -> None:
         self.outputs: list[worker_pb2.TokenOutput] = []
@@ -84,17 +84,18 @@ class EchoWorker(
     prefill_pb2_grpc.PrefillServiceServicer,
     decode_pb2_grpc.DecodeServiceServicer,
 ):
-    """Implements both services. A step takes ``step_s`` seconds; 0 sends an answer's tokens at
-    once.
+    """Implements the prefill and the decode service. A step takes ``step_s`` seconds; 0 sends an
+    answer's tokens at once.
 
-    While it is None, answers wait after their first token.
+    While ``step_s`` is None, answers pause after their first token.
     """
 
     def __init__(self, first_token_id: int) -> None:
         self.step_s: float | None = 0.0
         self._first_token_id = first_token_id
         self.steps_missed = 0
-        """Steps that began at least one step late: then this worker is too slow."""
+        """Number of steps that began at least one step late. If there are any, this worker is too
+        slow for the measurement."""
         self._answers: dict[tuple[str, int], _Answer] = {}
         self._mail: defaultdict[str, _Mail] = defaultdict(_Mail)
         self._begun = asyncio.Event()
@@ -102,7 +103,8 @@ class EchoWorker(
     async def Prefills(  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[prefill_pb2.PrefillsRequest], context: Context
     ) -> AsyncIterator[prefill_pb2.PrefillsResponse]:
-        """Implement prefill.proto. A cancelled prefill has already ended here."""
+        """Implement prefill.proto. A prefill has already ended when its cancellation could
+        arrive."""
         async for message in request_iterator:
             response = prefill_pb2.PrefillsResponse()
             for command in message.commands:
@@ -120,7 +122,7 @@ class EchoWorker(
         message.events.add(request_id=name, attempt=spec.attempt, end=end)
 
     def _begin(self, spec: worker_pb2.SequenceSpec) -> list[prefill_pb2.PrefillResponse]:
-        """Return the answers of a prefill; its sequence decodes from now on."""
+        """Return the messages that answer a prefill, and start decoding its sequence."""
         answer = _Answer(
             router_id=spec.router_id,
             request_id=spec.request_id,
@@ -143,7 +145,7 @@ class EchoWorker(
         return responses
 
     def pace(self, step_s: float | None) -> None:
-        """Set the step time from now on."""
+        """Set the time of all further steps; None pauses the answers."""
         self.step_s = step_s
         self._begun.set()
 
@@ -183,7 +185,7 @@ class EchoWorker(
         del self._answers[(answer.request_id, answer.attempt)]
 
     async def run_steps(self) -> None:
-        """Step forever, at regular times while there is anything to send."""
+        """Run steps forever, at regular times while there is anything to send."""
         while True:
             self._begun.clear()
             await self._begun.wait()
@@ -205,7 +207,7 @@ class EchoWorker(
 
 
 def _records(address: str, context_length: int) -> list[WorkerRecord]:
-    """Return a record for each role, at one address."""
+    """Return the worker's registry records, one for each role, with the same address."""
     return [
         WorkerRecord(
             incarnation=f"echo-{role}-{secrets.token_hex(4)}",

@@ -55,7 +55,9 @@ _HELLO = {"role": "user", "content": "hi"}
 
 
 class InstantDispatcher:
-    """Answers every request with ``max_tokens`` tokens, with log probabilities if requested."""
+    """A dispatcher without workers: it answers every request at once with ``max_tokens`` tokens,
+    and with log probabilities if requested.
+    """
 
     context_length = CONTEXT
 
@@ -101,7 +103,9 @@ class InstantDispatcher:
 
 @functools.cache
 def prompt_message(tokens: int, top: int) -> bytes:
-    """Return a worker's message with the log probabilities of a prompt."""
+    """Return a worker's message with the log probabilities of a prompt of ``tokens`` tokens,
+    ``top`` alternatives each.
+    """
     output = TokenOutput("r", 0, 0, (), prompt_logprobs=(_scores(top),) * tokens)
     return output_to_proto(output).SerializeToString()
 
@@ -112,17 +116,19 @@ def _scores(top: int) -> TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A request's body, and the status that answers it."""
+    """A hostile request body, and the HTTP status with which the router should answer it."""
 
     name: str
     path: str
     status: int
     make: Callable[[int], bytes]
-    """Makes the body; takes the size limit of bodies, in bytes."""
+    """Function that makes the body. Its argument is the size limit of bodies, in bytes."""
 
 
 def _filled(head: str, item: str, tail: str) -> Callable[[int], bytes]:
-    """Return a body with the maximum number of items, joined by commas."""
+    """Return a function that makes a body with as many items, joined by commas, as the size limit
+    allows.
+    """
 
     def make(size: int) -> bytes:
         count = (size - len(head.encode()) - len(tail.encode())) // (len(item.encode()) + 1)
@@ -132,7 +138,7 @@ def _filled(head: str, item: str, tail: str) -> Callable[[int], bytes]:
 
 
 def _text(head: str, text: str, tail: str) -> Callable[[int], bytes]:
-    """Return a body with a text of the maximum length."""
+    """Return a function that makes a body with a text as long as the size limit allows."""
 
     def make(size: int) -> bytes:
         count = (size - len(head.encode()) - len(tail.encode())) // len(text.encode())
@@ -241,18 +247,19 @@ BODIES = (
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Measurements of one body."""
+    """Time and memory that one body cost the router."""
 
     status: int
     answer_bytes: int
     hold_s: float
-    """Longest hold of the loop, by the wall clock."""
+    """Longest time for which the event loop was held, by the wall clock, in seconds."""
     hold_cpu_s: float
-    """The same in CPU seconds of the loop's thread, without other load of the machine."""
+    """Longest time for which the event loop was held, in CPU seconds of its thread. Other load of
+    the machine does not count."""
     cpu_s: float
-    """CPU seconds of the process."""
+    """CPU seconds that the process used."""
     memory_bytes: int
-    """Peak growth of the resident memory."""
+    """Peak growth of the process's resident memory, in bytes."""
 
 
 class _Holds:
@@ -278,7 +285,9 @@ def make_app(tokenizer: Tokenizer, config: Config) -> ASGIApp:
 
 
 async def held_by(app: ASGIApp, body: Body, max_bytes: int) -> Held:
-    """Let the app answer a body, and measure it."""
+    """Send a body to the app, and measure the time and memory that it costs. ``max_bytes`` is the
+    size limit of bodies.
+    """
     raw = body.make(max_bytes)
     parts = [raw[begin : begin + PART_BYTES] for begin in range(0, len(raw), PART_BYTES)]
     sent: list[int] = []
@@ -322,8 +331,8 @@ async def held_by(app: ASGIApp, body: Body, max_bytes: int) -> Held:
 
 @contextmanager
 def _peak_memory() -> Iterator[Callable[[], int]]:
-    """Yield a function that returns, after the block, the peak growth of resident memory in
-    bytes."""
+    """Measure the peak of resident memory during the block. Yield a function that returns its
+    growth in bytes, after the block."""
     Path("/proc/self/clear_refs").write_text("5")
     before = _status_bytes("VmRSS")
     yield lambda: max(0, _status_bytes("VmHWM") - before)

@@ -21,13 +21,13 @@ _SEVEN_BITS = 127
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """Return one frame."""
+    """Return the bytes of one HTTP/2 frame."""
     head = len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big")
     return head + payload
 
 
 def header_block(fields: Iterable[tuple[str, str]]) -> bytes:
-    """Return headers that are neither compressed nor indexed (RFC 7541, 6.2.2)."""
+    """Return a header block whose fields are neither compressed nor indexed (RFC 7541, 6.2.2)."""
     return b"".join(
         b"\x00" + _text(name.encode()) + _text(value.encode(errors="surrogateescape"))
         for name, value in fields
@@ -45,7 +45,7 @@ def _text(value: bytes) -> bytes:
 
 
 def call_headers(path: str, metadata: Iterable[tuple[str, str]] = ()) -> bytes:
-    """Return the headers of a gRPC call."""
+    """Return the header block of a gRPC call."""
     fields = (
         *((":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "router")),
         *(("te", "trailers"), ("content-type", "application/grpc")),
@@ -55,13 +55,13 @@ def call_headers(path: str, metadata: Iterable[tuple[str, str]] = ()) -> bytes:
 
 
 class Http2Connection(asyncio.Protocol):
-    """One connection. It sends no more of a stream than its windows allow."""
+    """One HTTP/2 connection. On each stream it sends only what the flow-control windows allow."""
 
     def __init__(self) -> None:
         self.ended: set[int] = set()
-        """Streams that the server has ended."""
+        """Numbers of the streams that the server has ended."""
         self.answered: Counter[int] = Counter()
-        """Number of data frames, by stream."""
+        """Number of data frames that the server has sent, by stream."""
         self.max_streams = 0
         """Maximum concurrent streams that the server allows; 0 until it has announced them."""
         self.closed = asyncio.Event()
@@ -73,7 +73,7 @@ class Http2Connection(asyncio.Protocol):
         self._sent: Counter[int] = Counter()
         self._granted: Counter[int] = Counter()
         self._unsent: dict[int, int] = {}
-        """Bytes that remain to be sent, by stream."""
+        """Number of bytes that remain to be sent, by stream."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         # uvloop's transports are not subclasses of asyncio's.
@@ -99,12 +99,14 @@ class Http2Connection(asyncio.Protocol):
         self.changed.set()
 
     def send(self, data: bytes) -> None:
-        """Send these bytes, valid or not."""
+        """Send bytes as they are, valid HTTP/2 or not."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
     def call(self, stream: int, headers: bytes, message: bytes, unsent: int = 0) -> None:
-        """Begin a call with a message, followed by ``unsent`` zeros as the windows allow."""
+        """Begin a call on a stream: send headers and a message. Then send ``unsent`` zero bytes as
+        the windows allow.
+        """
         end = 0 if unsent else END_STREAM
         size = (len(message) + unsent).to_bytes(4, "big")
         self.send(

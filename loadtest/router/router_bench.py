@@ -49,7 +49,8 @@ from loadtest.router.router_process import check_command, peer_router, router_ch
 from planning.common.report import Machine, print_whole, this_machine, write_json
 
 KEPT_UP = 1.03
-"""A rate counts if the answers took at most this multiple of their steps' time."""
+"""Maximum ratio between the time in which the answers arrived and the time of their steps, for a
+rate that counts as kept up."""
 _CLUSTER_ID = "bench"
 _READY_S = 60.0
 _RUN_S = 120.0
@@ -60,34 +61,34 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class RouterBenchSettings:
-    """Settings of a measurement."""
+    """Settings of a measurement of a router."""
 
     model: Path
-    """A Hugging Face folder, whose tokenizer is used."""
+    """Folder of a model in Hugging Face format. Only its tokenizer is used."""
     rate: float = 200.0
-    """Requests per second during the latency test."""
+    """Requests per second in the latency test."""
     requests: int = 2000
     warm_up_requests: int = 200
     prompt_words: int = 100
-    """Words per prompt; a word is about a token."""
+    """Number of words in a prompt; a word is about a token."""
     answer_tokens: int = 16
     step_s: float = 0.01
-    """Step time of the echo worker during the latency test."""
+    """Step time of the echo worker in the latency test, in seconds."""
     streams: int = 128
-    """Concurrent answers during the throughput test."""
+    """Number of concurrent answers in the throughput test."""
     tokens_per_s: tuple[int, ...] = (10_000, 15_000, 20_000, 25_000, 30_000, 40_000, 50_000)
-    """Rates to try, rising, until the router falls behind."""
+    """Token rates to try in the throughput test, rising, until the router falls behind."""
     rate_s: float = 3.0
-    """Duration of each rate, in seconds."""
+    """Duration of each token rate in the throughput test, in seconds."""
     first_token_id: int = 1000
-    """First of the token ids in answers."""
+    """Lowest token id in the echo worker's answers."""
     peer: str = ""
     """Another router's command; see ``loadtest.router.router_process``. Empty: none is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Latencies of one path in milliseconds, and the router's share of its core."""
+    """Latencies of one path in milliseconds, and the share of a core that the router used."""
 
     first_ms_p50: float
     first_ms_p99: float
@@ -98,21 +99,22 @@ class Latencies:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Results of one token rate."""
+    """Results of the throughput test at one token rate."""
 
     offered: float
-    """Tokens per second that the echo worker should send."""
+    """Tokens per second that the echo worker was set to send."""
     passed: float
-    """Tokens per second that the client received."""
+    """Tokens per second that the client received through the router."""
     events_per_token: float
-    """Events per token. Below 1, tokens that arrived together share an event."""
+    """Events that the client received, per token. The ratio is below 1 if tokens that arrive
+    together share an event."""
     core_used: float
     kept_up: bool
 
 
 @dataclass(frozen=True, slots=True)
 class RouterFigures:
-    """All results of a router."""
+    """All results of one router."""
 
     through: Latencies
     direct: Latencies
@@ -120,7 +122,8 @@ class RouterFigures:
 
     @property
     def added_ms(self) -> tuple[float, float]:
-        """Return p50 and p99 of the first event's added time."""
+        """Return p50 and p99 of the time that the router adds to the first event, in
+        milliseconds."""
         through, direct = self.through, self.direct
         return (
             through.first_ms_p50 - direct.first_ms_p50,
@@ -129,20 +132,22 @@ class RouterFigures:
 
     @property
     def end_added_ms(self) -> tuple[float, float]:
-        """Return p50 and p99 of the last event's added time."""
+        """Return p50 and p99 of the time that the router adds to the last event, in
+        milliseconds."""
         through, direct = self.through, self.direct
         return through.end_ms_p50 - direct.end_ms_p50, through.end_ms_p99 - direct.end_ms_p99
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the highest rate; 0 if the router kept up with none."""
+        """Return the highest token rate with which the router kept up; 0 if there is none."""
         return max((rate.passed for rate in self.rates if rate.kept_up), default=0.0)
 
 
 def bench_router(
     settings: RouterBenchSettings, say: Say, console: Console, output: Path | None
 ) -> None:
-    """Measure, print, and write all to ``output`` as JSON. Raises BatonError.
+    """Measure Baton's router and the peer, print tables, and write all results to ``output`` as
+    JSON. Raises BatonError.
 
     Raises ConfigError before the measurement if ``output`` cannot be written.
     """
@@ -168,7 +173,7 @@ def as_json(
     figures: RouterFigures,
     peer: RouterFigures | None = None,
 ) -> str:
-    """Return the figures and the machine as JSON."""
+    """Return the figures of Baton's router and of the peer, and the machine, as JSON."""
     fields = _fields(figures)
     if peer is not None:
         fields["peer"] = _fields(peer)
@@ -192,7 +197,7 @@ def _fields(figures: RouterFigures) -> dict[str, object]:
 
 
 def draw(figures: RouterFigures, title: str = "") -> Table:
-    """Return a table of the latencies."""
+    """Return a table of one router's latencies."""
     columns = ("", "first event p50, ms", "p99", "end p50, ms", "p99", "router's core")
     table = Table(*columns, title=title)
     for column in table.columns[1:]:
@@ -213,7 +218,7 @@ def draw(figures: RouterFigures, title: str = "") -> Table:
 
 
 def draw_rates(rates: Sequence[Rate], title: str = "") -> Table:
-    """Return a table with a row for each rate."""
+    """Return a table with a row for each token rate."""
     columns = ("tokens/s offered", "passed on", "events per token", "router's core", "kept up")
     table = Table(*columns, title=title)
     for column in table.columns:
@@ -230,7 +235,7 @@ def draw_rates(rates: Sequence[Rate], title: str = "") -> Table:
 
 
 async def measure_router(settings: RouterBenchSettings, say: Say) -> RouterFigures:
-    """Measure Baton's router.
+    """Start and measure Baton's router.
 
     Raises ConfigError on a machine with one core, and BatonError on failure.
     """
@@ -263,7 +268,8 @@ async def measure_router(settings: RouterBenchSettings, say: Say) -> RouterFigur
 
 
 async def measure_peer(settings: RouterBenchSettings, say: Say) -> RouterFigures:
-    """Measure ``settings.peer``. Raises as ``measure_router`` does."""
+    """Start and measure the router of ``settings.peer``. Raises the errors of
+    ``measure_router``."""
     router_core, load_core = _two_cores()
     with tempfile.TemporaryDirectory(prefix="baton-") as name, pinned(load_core):
         folder = Path(name)
@@ -291,7 +297,11 @@ async def _measure(
     folder: Path,
     say: Say,
 ) -> RouterFigures:
-    """``direct_start``: how a client reaches the echo; ``router``: its host:port and process."""
+    """Measure latency and token rates through a router.
+
+    ``direct_start`` has what a client needs to reach the echo worker directly. ``router`` is the
+    router's host:port and its process.
+    """
     http, process = router
     common: Fields = {"prompt_words": settings.prompt_words, "seed": 1}
     direct_start = common | direct_start
@@ -353,7 +363,7 @@ async def _rate(
 
 
 class _CoreUse:
-    """Share of a core that a process uses, since the object was made."""
+    """Measures the share of a core that a process uses, since this object was made."""
 
     def __init__(self, process: psutil.Process) -> None:
         self._process = process
@@ -365,7 +375,7 @@ class _CoreUse:
         return float(times.user + times.system)
 
     def share(self) -> float:
-        """Return the share; 1 is a whole core."""
+        """Return the share of a core that the process has used; 1 is a whole core."""
         return (self._seconds() - self._before) / (time.perf_counter() - self._began)
 
 

@@ -1,4 +1,4 @@
-"""Router processes of a benchmark, on ports of the loopback interface: Baton's, and others.
+"""Starts router processes for a benchmark, on ports of the loopback interface: Baton's, and others.
 
 States: starting → ready (/health is 200) → ending → gone, by force after ``_END_S``.
 """
@@ -31,12 +31,12 @@ _END_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class RouterChild:
-    """A ready router."""
+    """A Baton router process that is ready."""
 
     http: str
-    """Address of its HTTP listener, host:port."""
+    """Address of the router's HTTP listener, host:port."""
     grpc: str
-    """Address of its gRPC listener, host:port."""
+    """Address of the router's gRPC listener, host:port."""
     process: psutil.Process
 
 
@@ -51,11 +51,12 @@ async def router_child(
     core: int | None = None,
     program: Sequence[str] = ("-m", "router.main"),
 ) -> AsyncIterator[RouterChild]:
-    """Start a router, which ends with the block. Its ports replace those of ``config``.
+    """Start a router process, which ends with the block. Its ports replace those of ``config``.
 
-    Only the tokenizer of ``model``, a Hugging Face folder, is used. With a ``core`` it only runs on
-    that one. ``program``: what Python runs, which reads the settings as ``router.main`` does.
-    Raises Unavailable if it does not start.
+    Only the tokenizer of ``model``, a Hugging Face folder, is used. If ``core`` is given, the
+    router runs only on that CPU core. ``program`` has the arguments with which Python runs the
+    router; it must read the settings as ``router.main`` does. Raises Unavailable if the router does
+    not start.
     """
     http, grpc = (f"{LOOPBACK}:{free_port()}" for _ in range(2))
     told = config.model_copy(update={"http": http, "grpc": grpc})
@@ -85,13 +86,13 @@ async def router_child(
 
 
 def forget_peak(process: psutil.Process) -> int:
-    """Reset the peak of resident memory, and return its present value in bytes."""
+    """Reset the peak of a process's resident memory, and return its present value in bytes."""
     Path(f"/proc/{process.pid}/clear_refs").write_text("5", encoding="ascii")
     return int(process.memory_info().rss)
 
 
 def peak_memory(process: psutil.Process) -> int:
-    """Return the peak of resident memory since ``forget_peak``, in bytes."""
+    """Return the peak of a process's resident memory since ``forget_peak``, in bytes."""
     status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
     (line,) = (line for line in status.splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) << 10
@@ -124,7 +125,9 @@ _PEER_POLL_S = 0.1
 
 
 def check_command(command: str) -> None:
-    """Raise ConfigError if a command has no placeholder for the backend or the port."""
+    """Check the command of another router. Raises ConfigError if it has no placeholder for the
+    backend or the port.
+    """
     for place in ("{backend}", "{port}"):
         if place not in command:
             raise ConfigError(f"--peer: the command must have {place} in it")
@@ -134,7 +137,7 @@ def check_command(command: str) -> None:
 async def peer_router(
     command: str, backend: str, core: int, folder: Path
 ) -> AsyncIterator[tuple[str, psutil.Process]]:
-    """Start a peer on its core; yields its host:port, and its process.
+    """Start another router on its CPU core. Yield its host:port, and its process.
 
     ``command`` has shell syntax, with ``{backend}`` and ``{port}`` in it. Raises ConfigError if it
     cannot be started, Unavailable if it does not become ready.
@@ -159,7 +162,9 @@ async def peer_router(
 
 
 async def _answers(client: httpx.AsyncClient, address: str) -> bool:
-    """Whether it answers requests. A router may be healthy before it has found its backend."""
+    """Return whether the router answers requests. It may report that it is healthy before it has
+    found its backend.
+    """
     url, messages = f"http://{address}/v1/chat/completions", [{"role": "user", "content": "Hello."}]
     body = {"model": SERVED_NAME, "messages": messages, "max_tokens": 1, "stream": True}
     try:

@@ -1,4 +1,4 @@
-"""Load of clients without a key on a router. Run as a module; see ``json_worker``.
+"""Puts the load of clients without a key on a router. Run as a module; see ``json_worker``.
 
 Connections of four kinds are kept open: some send nothing, some a head byte by byte, some a body
 that was rejected, and some query ``/live`` periodically. Calls are gRPC's: some announce a message
@@ -26,17 +26,19 @@ _PIECE_S = 2.0
 _AGAIN_S = 5.0
 """Time after which a closed connection is opened again, in seconds."""
 _OPENINGS = 100
-"""Maximum connections that are being opened at a time."""
+"""Maximum number of connections that are being opened at the same time."""
 _HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\n"
 _SLOW_HEAD = _HEAD + b"x-slow: " + b"x" * 10_000
 _BODY = _HEAD + b"content-length: 1000000000\r\n\r\n" + b"x" * 10_000
 _LIVE = b"GET /live HTTP/1.1\r\nhost: router\r\n\r\n"
 _KINDS = ((b"", 0), (_SLOW_HEAD, 1), (_BODY, 200), (_LIVE * 100, len(_LIVE)))
-"""Data of each kind, and the size of its pieces in bytes."""
+"""What each kind of hostile client sends, and in pieces of how many bytes."""
 
 
 class Strangers:
-    """Connections that are opened again whenever they are closed, and calls."""
+    """Calls, and connections that are opened again whenever the router closes them, by clients
+    without a key.
+    """
 
     def __init__(self, http: str, grpc: str) -> None:
         self._http, self._grpc = http, grpc
@@ -47,7 +49,9 @@ class Strangers:
         self._dice = random.Random(1)  # noqa: S311 - pauses, no secret
 
     async def connect(self, question: Fields) -> Fields:
-        """Keep ``count`` connections open; returns the number of open ones after all were tried."""
+        """Open ``count`` connections and keep them open. Return the number of open ones after all
+        were tried.
+        """
         count = question["count"]
         self._tasks = [
             asyncio.create_task(self._keep(*_KINDS[number % len(_KINDS)]))
@@ -87,7 +91,9 @@ class Strangers:
             await asyncio.sleep(_PIECE_S)
 
     async def call(self, question: Fields) -> Fields:
-        """Make ``calls`` that announce ``bytes``, and ``watches``, on one connection."""
+        """Make ``calls`` gRPC calls that announce ``bytes`` bytes, and ``watches`` that watch the
+        health, on one connection.
+        """
         host, port = self._grpc.rsplit(":", 1)
         loop = asyncio.get_running_loop()
         _, there = await loop.create_connection(Http2Connection, host, int(port))
@@ -109,7 +115,7 @@ class Strangers:
         return {"open": len(plan) - len(there.ended), "closed": there.closed.is_set()}
 
     async def counts(self, question: Fields) -> Fields:
-        """Return the present counts."""
+        """Return the present numbers of open connections and calls."""
         calls = self._calls
         return {
             "open": self._open,
@@ -119,7 +125,7 @@ class Strangers:
         }
 
     async def leave(self, question: Fields) -> Fields:
-        """Close all connections."""
+        """Close all connections of the clients without a key."""
         counted = await self.counts(question)
         for task in self._tasks:
             task.cancel()

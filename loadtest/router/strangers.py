@@ -63,20 +63,20 @@ ATTACKS: Mapping[str, Fields] = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of a measurement."""
+    """Settings of a measurement of hostile load."""
 
     model: Path
     rate: float = 100.0
-    """Requests per second."""
+    """Requests per second of the client with a key."""
     requests: int = 1000
-    """Requests in each turn."""
+    """Requests of the client with a key in each turn."""
     turns: int = 3
     answer_tokens: int = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Results of one attack. Times are in milliseconds, from the medians of all turns."""
+    """Effect of one kind of attack. Times are in milliseconds; they are medians over all turns."""
 
     attack: str
     p99_without: float
@@ -84,7 +84,7 @@ class Row:
     p99_beside: float
     growth_mib: float
     strangers: Fields
-    """State of the strangers at the end."""
+    """Numbers of connections and calls of the clients without a key, at the end."""
 
     @property
     def ratio(self) -> float:
@@ -93,12 +93,14 @@ class Row:
 
     @property
     def meets_aims(self) -> bool:
-        """Whether latency and memory stay within the limits."""
+        """Whether latency and memory stay within their limits during the attack."""
         return self.ratio <= MAX_RATIO and self.growth_mib <= MAX_GROWTH_MIB
 
 
 async def measure(settings: Settings) -> list[Row]:
-    """Measure. Raises ConfigError on a machine with one core, and BatonError if a part fails."""
+    """Measure each attack. Raises ConfigError on a machine with one core, and BatonError if a
+    process fails.
+    """
     usable = cores()
     if len(usable) < 2:
         raise ConfigError("two cores are needed: one for the router, one for the load")

@@ -1,4 +1,5 @@
-"""The load of `loadtest.router.router_bench`: streamed requests, over HTTP or directly to a worker.
+"""Sends the load of `loadtest.router.router_bench`: streamed requests, over HTTP or directly to a
+worker.
 
 Run as a module, in a separate process; see ``json_worker``. It keeps its own cost small, since it
 shares its core with the echo worker: it reads events as bytes and counts them. Owned by the
@@ -47,11 +48,11 @@ _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":(\d+)')
 
 @dataclass(slots=True)
 class StreamResult:
-    """The result of one request; times in seconds of one clock."""
+    """The result of one streamed request. Times are in seconds of one clock."""
 
     began: float
     first: float = 0.0
-    """Time of the first event."""
+    """Time at which the first event of the answer arrived."""
     last: float = 0.0
     """Time at which the answer ended."""
     events: int = 0
@@ -61,14 +62,14 @@ class StreamResult:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def came(self, events: int) -> None:
-        """Record events."""
+        """Record the arrival of ``events`` events."""
         if not self.events:
             self.first = time.perf_counter()
             self.begun.set()
         self.events += events
 
     def end(self, tokens: int, error: str = "") -> None:
-        """Record the end."""
+        """Record the end of the answer, its number of tokens, and its error if any."""
         self.last = time.perf_counter()
         self.tokens, self.error = tokens, error
         self.begun.set()
@@ -76,19 +77,19 @@ class StreamResult:
 
 
 class Target(ABC):
-    """A destination of requests."""
+    """A server to which requests are sent."""
 
     @abstractmethod
     async def begin(self, prompt: str, tokens: int) -> StreamResult:
-        """Send a request now; the result is filled in as its answer arrives."""
+        """Send a request now. The returned result is filled in as the answer arrives."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Close the target; no request is in flight any more."""
+        """Close the target's connections. No request may be in flight."""
 
 
 class HttpTarget(Target):
-    """A server of the OpenAI API, over reused connections."""
+    """Sends requests to a server with OpenAI's API, over reused connections."""
 
     def __init__(self, address: str, model: str, key: str = "") -> None:
         self._pool = HttpPool(Origin.parse(f"http://{address}"))
@@ -96,7 +97,7 @@ class HttpTarget(Target):
         self._credential = f"authorization: Bearer {key}\r\n" if key else ""
 
     async def begin(self, prompt: str, tokens: int) -> StreamResult:
-        """Implement ``Target``. Opening a connection is not counted."""
+        """Implement ``Target``. The time to open a connection is not counted."""
         body = json.dumps(
             {
                 "model": self._model,
@@ -123,13 +124,14 @@ class HttpTarget(Target):
 
 
 class _CountedEvents:
-    """Counts the events of an answer as they arrive; an ``http_connection.HttpExchange``."""
+    """Counts the events of an answer as they arrive; implements
+    ``http_connection.HttpExchange``."""
 
     def __init__(self, answer: StreamResult) -> None:
         self._answer = answer
         self._status = 0
         self._kept = b""
-        """The last bytes that arrived."""
+        """Last bytes of the answer so far. They contain its number of tokens, or its error."""
 
     def head(self, status: int, headers: dict[bytes, bytes]) -> None:
         self._status = status
@@ -148,7 +150,8 @@ class _CountedEvents:
 
 
 class DirectTarget(Target):
-    """A worker of both roles, called as by a router: one stream each way of its two services.
+    """Sends requests directly to a worker of both roles, as a router does: with one stream each way
+    for each of its two services.
 
     The prompt's token ids are made before the clock starts.
     """
@@ -164,7 +167,7 @@ class DirectTarget(Target):
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Open the stream of tokens. Raises ``grpc.aio.AioRpcError``."""
+        """Open the worker's stream of tokens. Raises ``grpc.aio.AioRpcError``."""
         stub = decode_pb2_grpc.DecodeServiceStub(self._channel)
         call = stub.StreamTokens(decode_pb2.StreamTokensRequest(router_id=self._router_id))
         messages = aiter(call)
@@ -222,7 +225,7 @@ class DirectTarget(Target):
 
 
 class StreamClient:
-    """Sends requests to one target, and measures."""
+    """Sends requests to one target, and measures their times."""
 
     def __init__(self, target: Target, start: Fields) -> None:
         self._target = target
@@ -238,7 +241,7 @@ class StreamClient:
     async def at_rate(self, question: Fields) -> Fields:
         """Send requests at random times (a Poisson process), independent of earlier ones.
 
-        Returns milliseconds from the sending to the first event, and to the end.
+        Return the milliseconds from sending a request to its first event, and to its end.
         """
         answers: list[StreamResult] = []
         due = time.perf_counter()
@@ -255,7 +258,7 @@ class StreamClient:
         }
 
     async def open(self, question: Fields) -> Fields:
-        """Begin many answers, and wait for the first event of each."""
+        """Begin many answers at once, and wait for the first event of each."""
         tokens = question["tokens"]
         async with asyncio.timeout(_ANSWER_S):
             self._open = [
@@ -266,12 +269,14 @@ class StreamClient:
         return {}
 
     async def finish(self, question: Fields) -> Fields:
-        """Wait for the ends of the open answers; returns tokens, events and seconds from now on."""
+        """Wait until the open answers have ended. Return their tokens, events and seconds from this
+        call on.
+        """
         began = time.perf_counter()
         events = sum(answer.events for answer in self._open)
         await _ended(self._open, question["tokens"])
         return {
-            # Their first tokens came before.
+            # The first token of each answer arrived before this call.
             "tokens": sum(answer.tokens - 1 for answer in self._open),
             "events": sum(answer.events for answer in self._open) - events,
             "seconds": max(answer.last for answer in self._open) - began,
@@ -279,7 +284,9 @@ class StreamClient:
 
 
 async def _ended(answers: list[StreamResult], tokens: int) -> None:
-    """Raise WorkerFailed if one did not end with all its tokens, and DeadlineExceeded."""
+    """Wait until all answers have ended. Raises WorkerFailed if one did not end with all its
+    tokens, and DeadlineExceeded.
+    """
     try:
         async with asyncio.timeout(_ANSWER_S):
             for answer in answers:

@@ -21,19 +21,19 @@ _PIXELS_PER_INCH = 72
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The points of one series, in the order in which they are joined."""
+    """One series of a plot: its points, in the order in which they are joined."""
 
     x: Sequence[float]
     y: Sequence[float]
     marked: bool = False
-    """Whether each point is drawn, since there are few."""
+    """Whether each point is drawn as a dot, which is legible only for few points."""
     joined: bool = True
     """Whether a line runs through the points."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A value of an axis that is shown as a line, such as a bound."""
+    """A value of an axis at which the plot draws a line across, such as a bound."""
 
     at: float
     text: str
@@ -41,15 +41,17 @@ class Mark:
 
 
 def cdf(values: Sequence[float]) -> Line:
-    """Return the cumulative distribution of ``values``: the share of them that is at most x."""
+    """Return the cumulative distribution of ``values``: for each x, the share of the values that
+    are at most x.
+    """
     ranked = np.sort(np.asarray(values, np.float64))
     shares = np.arange(1, len(ranked) + 1) / max(1, len(ranked))
     return Line(ranked.tolist(), shares.tolist())
 
 
 def _shown(line: Line) -> Line:
-    """Reduce the points to a number that a reader can distinguish: the first, the last, and some
-    between."""
+    """Reduce the line's points to a number that a reader can distinguish: keep the first, the last
+    and some between."""
     if len(line.x) <= _MAX_POINTS:
         return line
     keep = np.linspace(0, len(line.x) - 1, _MAX_POINTS).astype(int)

@@ -33,14 +33,14 @@ def whole_table(*columns: str, title: str) -> Table:
 
 
 def print_whole(console: Console, table: Table) -> None:
-    """Print a table at its full width."""
+    """Print a table at its full width, even if the terminal is narrower."""
     unbounded = console.options.update(max_width=_WIDEST)
     console.width = max(console.width, console.measure(table, options=unbounded).maximum)
     console.print(table)
 
 
 def write_json(path: Path, text: str) -> None:
-    """Write a file. Raises ConfigError if that fails."""
+    """Write ``text``, which is JSON, to a file. Raises ConfigError if that fails."""
     try:
         path.write_text(text)
     except OSError as error:
@@ -57,7 +57,7 @@ class Machine:
     memory_bytes: int
     kernel: str
     commit: str
-    """Baton's commit, with ``+`` if files differ from it; its version without a repository."""
+    """Baton's commit, with ``+`` if files differ from it. Without a repository: Baton's version."""
     date: str
     """Date in ISO 8601, UTC."""
 
@@ -83,7 +83,9 @@ def this_machine() -> Machine:
 
 
 def _cpu(path: Path) -> str:
-    """Return the CPU's name, family and model. The latter help if a hypervisor hides the name."""
+    """Return the CPU's model name, with its family and model number. The numbers help if a
+    hypervisor hides the name.
+    """
     try:
         lines = path.read_text().splitlines()
     except OSError:

@@ -14,7 +14,7 @@ _PART = re.compile(r"(?P<name>[a-z0-9]+)=(?P<value>[0-9.]+(?:e-?[0-9]+)?)(?P<uni
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Bounds in seconds. Each may be infinite."""
+    """Upper bounds on TTFT and TPOT, in seconds. Each may be infinite."""
 
     ttft_s: float = math.inf
     tpot_s: float = math.inf
@@ -39,7 +39,7 @@ class Slo:
         return cls(**bounds)
 
     def bounds(self) -> dict[str, float]:
-        """Return the finite bounds, in seconds."""
+        """Return the SLOs that have a finite bound, in seconds by name."""
         return {name: bound for name, bound in asdict(self).items() if bound < math.inf}
 
     def text(self) -> str:

@@ -33,7 +33,7 @@ _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _GZIP_MAGIC = b"\x1f\x8b"
 _MIN_SPAN_S = 1e-9
 _ID_TOKENS = 2
-"""Token ids of 32 bits by which a number of 64 bits is hashed."""
+"""Number of 32-bit token ids as which a 64-bit number of a trace is hashed."""
 _KEY = hash_key("trace")
 
 
@@ -54,14 +54,16 @@ class TracedRequest:
     """The request's conversation; empty if the trace does not give it."""
 
     def chained_hashes(self) -> list[bytes]:
-        """Return the hashes of its blocks, 16 bytes each, as the prefix index has them."""
+        """Return the chained hashes of the prompt's blocks, 16 bytes each, in the prefix index's
+        form.
+        """
         packed = [part for one in self.block_hashes for part in (one & 0xFFFFFFFF, one >> 32)]
         return block_hashes(packed, _ID_TOKENS, _KEY)
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """All requests in the order of their times; at least one."""
+    """A trace: all requests in the order of their arrival times; at least one."""
 
     requests: tuple[TracedRequest, ...]
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
@@ -69,7 +71,7 @@ class Trace:
 
     @property
     def span_s(self) -> float:
-        """Return the time from the first request to the last, in seconds."""
+        """Return the time from the trace's first request to its last, in seconds."""
         return self.requests[-1].arrival_s
 
     def scaled(self, scale_time: float, scale_length: float) -> Trace:
@@ -93,9 +95,9 @@ class Trace:
         return Trace(tuple(requests), max(1, round(self.block_tokens / scale_length)))
 
     def within(self, max_tokens: int) -> Trace:
-        """Cut requests so that prompt and answer fit in a context of ``max_tokens``, at least 2.
+        """Shorten prompts and answers so that both fit in a context of ``max_tokens``, at least 2.
 
-        An answer keeps at most half of them.
+        An answer keeps at most half of ``max_tokens``.
         """
         requests = []
         for request in self.requests:
@@ -125,7 +127,8 @@ class Trace:
 
 
 def read_trace(path: Path, scale_time: float = 1.0, scale_length: float = 1.0) -> Trace:
-    """Read a trace of either format; both scales divide, see ``Trace.scaled``.
+    """Read a trace of either format, and divide its times and lengths by the two scales as
+    ``Trace.scaled`` does.
 
     Raises ConfigError that names the file, and the line at fault.
     """

@@ -16,7 +16,7 @@ LONG_INPUT = 4096
 """Median prompt length above which inputs are long, in tokens, as in Baton's class of that name."""
 
 _ROUNDING = 1e-9
-"""Tolerance for rounding, in dollars."""
+"""Tolerance for rounding when prices are compared, in dollars."""
 
 
 class Ratio(NamedTuple):
@@ -27,27 +27,29 @@ class Ratio(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Describe the ratio."""
+        """Return the ratio as text."""
         return f"{self.prefill}:{self.decode}"
 
 
 LONG_INPUTS = (Ratio(2, 1), Ratio(4, 1))
 SHORT_INPUTS = (Ratio(1, 1), Ratio(1, 2))
-"""Ends of the ranges in rules of thumb."""
+"""Range of ratios that rules of thumb recommend for short inputs: its two ends."""
 
 
 def median_input(traffic: Sequence[PlannedTraffic]) -> float:
-    """Return the tokens of the median prompt."""
+    """Return the length of the median prompt, in tokens."""
     return statistics.median(request.input_tokens for one in traffic for request in one.counted)
 
 
 def advised(traffic: Sequence[PlannedTraffic]) -> tuple[Ratio, ...]:
-    """Return the ratios that rules of thumb recommend for such prompts."""
+    """Return the ratios that rules of thumb recommend for prompts of this traffic's length."""
     return LONG_INPUTS if median_input(traffic) > LONG_INPUT else SHORT_INPUTS
 
 
 def split(kind: ClusterKind, gpus: int, ratio: Ratio) -> Counts | None:
-    """Return the counts of at most ``gpus`` closest to a ratio; None: there are too few GPUs."""
+    """Return the worker counts of at most ``gpus`` GPUs whose ratio is closest to ``ratio``. None
+    if there are too few GPUs.
+    """
     prefill, decode = kind.prefill.gpus, kind.decode.gpus
     found = [
         Counts(count, (gpus - count * prefill) // decode)
@@ -62,7 +64,7 @@ def split(kind: ClusterKind, gpus: int, ratio: Ratio) -> Counts | None:
 
 
 class Candidate(NamedTuple):
-    """A row of the table that is not simulated yet."""
+    """An alternative that is not simulated yet: a future row of the plan's table."""
 
     name: str
     kind: ClusterKind
@@ -70,7 +72,7 @@ class Candidate(NamedTuple):
 
 
 def neighbours(kind: ClusterKind, counts: Counts) -> list[Candidate]:
-    """Return the neighbors with one worker fewer and one more, in each pool."""
+    """Return the plan's neighbors: clusters with one worker fewer and one more, in each pool."""
     prefill, decode = counts
     found = [
         Candidate("one prefill worker fewer", kind, Counts(prefill - 1, decode)),
@@ -82,7 +84,9 @@ def neighbours(kind: ClusterKind, counts: Counts) -> list[Candidate]:
 
 
 def same_money(kinds: Mapping[ClusterKind, Counts], dollars_per_hour: float) -> list[Candidate]:
-    """Return other kinds with the counts that the price buys, in the ratio of their floors."""
+    """Return the clusters of other kinds that cost about as much, with pools in the ratio of each
+    kind's lower bounds.
+    """
     found = []
     for kind, floor in kinds.items():
         affordable = _affordable(kind, dollars_per_hour + _ROUNDING)
@@ -94,21 +98,25 @@ def same_money(kinds: Mapping[ClusterKind, Counts], dollars_per_hour: float) -> 
 
 
 def at_ratio(kind: ClusterKind, counts: Counts, ratio: Ratio) -> list[Candidate]:
-    """Return the same number of GPUs in a rule of thumb's ratio, if there are enough."""
+    """Return a cluster with the same number of GPUs, split in a rule of thumb's ratio. Empty if
+    there are too few GPUs.
+    """
     found = split(kind, kind.gpus(counts), ratio)
     return [] if found is None else [Candidate(f"wisdom, {ratio.name}", kind, found)]
 
 
 def colocated(kind: ClusterKind, counts: Counts) -> Candidate:
-    """Return the same number of GPUs in decode workers that compute their own prompts."""
+    """Return a cluster with the same number of GPUs, all in decode workers that compute their own
+    prompts.
+    """
     count = max(1, kind.gpus(counts) // kind.decode.gpus)
     alike = ClusterKind(kind.decode, kind.decode, kind.transport)
     return Candidate("colocated", alike, Counts(0, count))
 
 
 def _affordable(kind: ClusterKind, dollars: float) -> list[Counts]:
-    """Return, for each number of prefill workers, the decode workers that the rest of the money
-    buys."""
+    """Return the counts that a price buys: for each number of prefill workers, as many decode
+    workers as the rest of the money buys."""
     prefill, decode = kind.prefill.price_per_hour, kind.decode.price_per_hour
     return [
         Counts(count, int((dollars - count * prefill) / decode))

@@ -23,13 +23,14 @@ STEP = 1.15
 """Ratio of neighboring multiples of the rate."""
 _ROUNDING = 1e-9
 _LOWEST, _HIGHEST = -12, 20
-"""Range of steps: a fifth of the rate to 16 times the rate."""
+"""Lowest and highest step of the search, as powers of ``STEP``: a fifth of the rate to 16 times the
+rate."""
 _SEQUENCES = (16, 64, 256, 1024)
 _CHUNKS = (512, 2048, 8192)
 
 
 def with_size(kind: ClusterKind, size: BatchSize) -> ClusterKind:
-    """Return the same workers with these limits."""
+    """Return the same workers with the limits of this batch size."""
     chunk = size.chunk_tokens
     own = min(kind.prefill.profile.max_sequences, chunk)
     return replace(
@@ -40,7 +41,7 @@ def with_size(kind: ClusterKind, size: BatchSize) -> ClusterKind:
 
 
 def best_size(evaluation: Evaluation, kind: ClusterKind, counts: Counts) -> SizeSearch:
-    """Search the batch size of a plan's workers."""
+    """Search the best batch size for the workers of a plan."""
     profile = kind.decode.profile
     own_size = BatchSize(profile.max_sequences, kind.prefill.profile.chunk_tokens)
     config, peaks = evaluation.config, evaluation.traffic["peak"]
@@ -82,9 +83,10 @@ def _bounded(worker: WorkerKind, max_sequences: int, chunk_tokens: int) -> Worke
 
 
 def _keeps(figures: Figures, prompts: float, answers: float) -> bool:
-    """Whether the p99 is met.
+    """Return whether 99 % of the timely requests meet the SLOs, by these figures.
 
-    ``prompts`` and ``answers``: shares of requests that can be in time.
+    ``prompts`` is the share of requests whose TTFT an idle worker can meet, and ``answers`` the
+    share whose TPOT it can meet.
     """
     lost = (figures.shed + figures.failed) / figures.requests
     prompts_kept = figures.missed_ttft <= 1 - (1 - MAX_MISSES) * prompts + _ROUNDING
@@ -93,8 +95,8 @@ def _keeps(figures: Figures, prompts: float, answers: float) -> bool:
 
 
 def _highest(keeps: Callable[[int], bool]) -> int | None:
-    """Return the highest step that meets the condition, starting at the peak's rate; None: there is
-    none."""
+    """Return the highest step that meets ``keeps``; None if no step does. The search begins at step
+    0, the peak's own rate."""
     step = 0
     if keeps(step):
         while step < _HIGHEST and keeps(step + 1):

@@ -14,26 +14,29 @@ from planning.simulator.costs.worker_profile import WorkerProfile
 MACHINE_GPUS = 8
 """GPUs of a machine with links between them, as in a DGX and in cloud machines."""
 _GRPC_BYTES_PER_S = 1.6e9
-"""Bandwidth of one worker. docs/lab-notes/transfers.md has the measurement between two processes
-that shared two cores."""
+"""Bandwidth of one worker with the transport ``grpc``, in bytes per second.
+docs/lab-notes/transfers.md has the measurement between two processes that shared two cores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """One value of the configuration's ``transport``."""
+    """One transport that a plan can choose: a value of the configuration's ``transport``, with its
+    bandwidth.
+    """
 
     name: str
     needs: str
-    """What the transport requires, in words."""
+    """Requirement of the transport, in words, such as ``any network``."""
     gpu_bytes_per_s: Callable[[Accelerator], float] | None
-    """Bandwidth of one GPU, one way; None: a measured profile has its own."""
+    """Function that returns the bandwidth of one GPU, one way. None for the transport of a measured
+    profile, which has its own bandwidth."""
     worker_most: float = float("inf")
     """Maximum bandwidth of a worker in bytes per second, for any number of GPUs."""
     one_machine: bool = False
     """Whether all workers must be in one machine."""
 
     def bytes_per_s(self, gpu: Accelerator, gpus: int) -> float:
-        """Return the bandwidth of a worker with ``gpus`` GPUs, one way."""
+        """Return the bandwidth of a worker with ``gpus`` GPUs over this transport, one way."""
         assert self.gpu_bytes_per_s is not None, "a measured profile has its own bandwidth"
         share = self.gpu_bytes_per_s(gpu) * DEFAULT_EFFICIENCY.wire
         return min(share * gpus, self.worker_most)
@@ -59,16 +62,19 @@ TRANSPORTS: Mapping[str, Transport] = {
         Transport("cuda_ipc", "one machine with links", _link, one_machine=True),
     )
 }
-"""Transports between GPUs. Shared memory (``shm``) and gloo transfer blocks of CPUs."""
+"""The transports between GPUs, by name. The other ones, shared memory (``shm``) and gloo, transfer
+blocks of CPUs."""
 DEFAULT_TRANSPORTS = ("grpc", "nixl", "cuda_ipc")
 
 
 _MAX_WORKERS = 1024
-"""Maximum workers of a pool, by the configuration."""
+"""Maximum number of workers of a pool that the configuration allows."""
 
 
 class Counts(NamedTuple):
-    """Number of workers of each pool. Without prefill workers, every worker does both."""
+    """Number of workers in each pool. Without prefill workers, every decode worker also computes
+    prompts.
+    """
 
     prefill: int
     decode: int
@@ -76,22 +82,22 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkerKind:
-    """One way to build a worker."""
+    """One way to build a worker: its GPU, its profile and the GPU's price."""
 
     gpu: str
-    """An accelerator's name, or a profile's file."""
+    """Name of an accelerator, or of a profile's file."""
     profile: WorkerProfile
     gpu_price: float
     """Price of a GPU per hour, in dollars."""
 
     @property
     def name(self) -> str:
-        """Return ``h200``, or ``h200 x 2``."""
+        """Return the worker's name, such as ``h200``, or ``h200 x 2`` for two GPUs."""
         return self.profile.name
 
     @property
     def gpus(self) -> int:
-        """Return the GPUs of a worker: its degree of tensor parallelism."""
+        """Return the number of GPUs of a worker, which is its degree of tensor parallelism."""
         return self.profile.gpus
 
     @property
@@ -100,7 +106,7 @@ class WorkerKind:
         return self.gpus * self.gpu_price
 
     def with_wire(self, transport: Transport) -> WorkerProfile:
-        """Return its profile with the bandwidth of a transport."""
+        """Return the worker's profile with the bandwidth of a transport."""
         if transport.gpu_bytes_per_s is None:
             return self.profile
         wire = transport.bytes_per_s(ACCELERATORS[self.gpu], self.gpus)
@@ -109,7 +115,7 @@ class WorkerKind:
 
 @dataclass(frozen=True, slots=True)
 class ClusterKind:
-    """The workers of both pools, and the transport between them."""
+    """A kind of cluster: the kinds of the workers in both pools, and the transport between them."""
 
     prefill: WorkerKind
     decode: WorkerKind
@@ -121,7 +127,7 @@ class ClusterKind:
         return f"{self.prefill.name} + {self.decode.name}, {self.transport.name}"
 
     def shape(self, counts: Counts) -> ClusterShape:
-        """Return the shape for the simulator."""
+        """Return the cluster with these counts, in the form that the simulator needs."""
         return ClusterShape(
             counts.prefill,
             counts.decode,
@@ -141,21 +147,21 @@ class ClusterKind:
 
 @dataclass(frozen=True, slots=True)
 class ResourceBudget:
-    """Maximum resources; either may be infinite."""
+    """Maximum resources of a cluster; either limit may be infinite."""
 
     gpus: float = float("inf")
     per_hour: float = float("inf")
-    """Dollars per hour."""
+    """Maximum price of the cluster, in dollars per hour."""
 
     def allows(self, kind: ClusterKind, counts: Counts) -> bool:
-        """Whether the budget suffices for these workers."""
+        """Return whether the budget suffices for a cluster with these workers."""
         gpus = kind.gpus(counts)
         if max(counts) > _MAX_WORKERS or (kind.transport.one_machine and gpus > MACHINE_GPUS):
             return False
         return gpus <= self.gpus and kind.price_per_hour(counts) <= self.per_hour
 
     def text(self) -> str:
-        """Describe the budget."""
+        """Return the budget as text."""
         parts = [f"{self.gpus:g} GPUs"] if self.gpus < float("inf") else []
         parts += [f"${self.per_hour:g}/h"] if self.per_hour < float("inf") else []
         return " and ".join(parts)

@@ -1,4 +1,4 @@
-"""Simulates candidates, each of them once."""
+"""Simulates candidate clusters, each of them once."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _TWICE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One simulated candidate."""
+    """One simulation of a candidate cluster."""
 
     number: int
-    """Number of the trial, from 1."""
+    """Number of the simulation in the search, from 1."""
     kind: ClusterKind
     counts: Counts
     extent: Extent
     figures: Figures | None
-    """The figures; None: the simulation has just begun."""
+    """Figures of the simulation; None if it has just begun."""
 
     def text(self) -> str:
         """Return a text such as ``7: 3 + 2 of h200 + h200, nixl, peak: 91.2 %``."""
@@ -40,7 +40,7 @@ Listen = Callable[[Trial], None]
 
 
 class Evaluation:
-    """Simulates, and caches the results. Owned by the planner."""
+    """Simulates clusters, and caches the figures. Owned by the planner."""
 
     def __init__(
         self,
@@ -65,19 +65,19 @@ class Evaluation:
             "twice the peak": tuple(one.faster(_TWICE) for one in peaks),
         }
         self.is_one = self.traffic["peak"] == self.traffic["whole"]
-        """Whether the peak is all of the traffic."""
+        """Whether the busiest part is all of the traffic."""
         self.simulations = 0
         self.requests = 0
         """Simulated requests in total."""
         self.trials: list[Trial] = []
-        """Completed trials, in order."""
+        """Completed simulations, in order."""
         self._block_tokens = block_tokens
         self._seed = seed
         self._listen = listen
         self._known: dict[tuple[ClusterKind, Counts, Extent], Figures] = {}
 
     def figures(self, kind: ClusterKind, counts: Counts, extent: Extent) -> Figures:
-        """Return the figures of these workers, over all traces together."""
+        """Return the figures of a cluster for a part of the traffic, over all traces together."""
         if extent == "peak" and self.is_one:
             extent = "whole"
         key = (kind, counts, extent)
@@ -86,7 +86,7 @@ class Evaluation:
         return self._known[key]
 
     def figures_at(self, kind: ClusterKind, counts: Counts, times: float) -> Figures:
-        """Return the figures for the peak at a multiple of its rate."""
+        """Return the figures of a cluster for the traffic's peak at ``times`` times its rate."""
         extent = "peak" if times == 1.0 else f"{times:.2f} times the peak"
         if extent not in self.traffic:
             self.traffic[extent] = tuple(one.faster(times) for one in self.traffic["peak"])

@@ -1,8 +1,8 @@
-"""Computes a lower bound on the number of workers by arithmetic, at which a search begins.
+"""Computes a lower bound on the number of workers by arithmetic. A search begins at this bound.
 
-It counts the work of the cheapest requests, as many as must be good, with a cache that forgets
-nothing and steps that are always full. So a smaller cluster misses the target by the same cost
-model, and one of this size usually does too.
+The bound counts only the cheapest requests, as many as the target requires to be good. It assumes a
+cache that forgets nothing, and steps that are always full. So a smaller cluster misses the target
+by the same cost model, and one of this size usually does too.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from planning.simulator.costs.worker_profile import WorkerProfile
 def lower_bound(
     kind: ClusterKind, traffic: PlannedTraffic, config: Config, target: float
 ) -> Counts:
-    """Return the minimum workers of each pool, at least one, for ``target`` of the requests.
+    """Return a lower bound on the workers of each pool, at least one, for a ``target`` share of
+    good requests.
 
-    If decode workers may compute prompts, prefill workers are optional, and their floor is 1.
+    If decode workers may compute prompts, prefill workers are optional, and their bound is 1.
     """
     decode = _decode_floor(kind.decode.profile, traffic, config, target)
     if config.local_prefill != "never":
@@ -32,9 +33,11 @@ def lower_bound(
 
 
 def prompts(traffic: PlannedTraffic) -> list[tuple[int, int]]:
-    """Return, for each counted request, the minimum computed tokens and those before them.
+    """Return, for each counted request, the number of prompt tokens to compute, and the number of
+    cached ones before them.
 
-    Every earlier prefix counts as cached, wherever it was computed.
+    Every earlier prefix counts as cached, wherever it was computed. So the computed tokens are a
+    minimum.
     """
     seen: set[int] = set()
     found = []
@@ -97,14 +100,18 @@ def _decode_floor(
 
 
 def _workers(each_s: Sequence[float], span_s: float, target: float) -> int:
-    """Return the workers for the cheapest ``target`` of all requests within ``span_s``."""
+    """Return the number of workers that can finish the cheapest requests within ``span_s``.
+    ``target`` is the share of requests to finish.
+    """
     count = math.ceil(target * len(each_s))
     work_s = sum(sorted(each_s)[:count])
     return max(1, math.ceil(work_s / max(span_s, 1e-9)))
 
 
 def _largest_batch(profile: WorkerProfile, context: float, slo_tpot_s: float) -> int:
-    """Return the largest batch within the SLO and the memory, for this context; at least 1."""
+    """Return the largest decode batch that meets the TPOT SLO and fits in memory, at ``context``
+    tokens per sequence; at least 1.
+    """
     held = min(profile.max_sequences, int(profile.kv_tokens / context))
     least, above = 1, max(1, held) + 1
     while above - least > 1:
@@ -117,18 +124,18 @@ def _largest_batch(profile: WorkerProfile, context: float, slo_tpot_s: float) ->
 
 
 def _context(request: TracedRequest) -> float:
-    """Return the tokens that a step of the request attends to, on average."""
+    """Return the number of tokens that a decode step of the request attends to, on average."""
     return request.input_tokens + request.output_tokens / 2
 
 
 def _full_step_s(profile: WorkerProfile, count: int, held: int) -> float:
-    """Return a prompt's share of a step that is full of similar prompts."""
+    """Return one prompt's share of a step's time, for a step that is full of similar prompts."""
     alike = max(1, profile.chunk_tokens // count)
     return profile.costs.seconds(StepLoad(0, 0, ((count, held),) * alike)) / alike
 
 
 def _lone_s(profile: WorkerProfile, count: int, held: int) -> float:
-    """Return a prompt's time on an otherwise idle worker, chunk by chunk."""
+    """Return the time of a prompt on an otherwise idle worker, chunk by chunk."""
     seconds = 0.0
     while count > 0:
         chunk = min(count, profile.chunk_tokens)

@@ -1,4 +1,4 @@
-"""A plan, and the figures by which plans are compared."""
+"""Defines a plan, and the figures by which plans are compared."""
 
 from __future__ import annotations
 
@@ -19,50 +19,50 @@ _MILLION = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of the counted requests.
+    """Figures of one simulated cluster, over the counted requests.
 
     Times are in seconds, shares are between 0 and 1; None is unknown.
     """
 
     requests: int
     good: int
-    """Requests that met every SLO."""
+    """Number of requests that met every SLO."""
     shed: int
     failed: int
     input_tokens: int
     """Prompt tokens of completed requests, cached tokens included."""
     output_tokens: int
-    """Output tokens of these requests."""
+    """Output tokens of completed requests."""
     seconds: float
-    """Time in which they arrived, in seconds."""
+    """Time in which the counted requests arrived, in seconds."""
     attainment: float
     """Share of good requests; the lowest over several traces."""
     ttft_p95_s: float | None
-    """p95 over completed requests; the highest over several traces."""
+    """p95 of TTFT over completed requests, in seconds; the highest over several traces."""
     tpot_p95_s: float | None
     missed_ttft: float
-    """Share of the requests that missed this SLO, and were neither shed nor failed."""
+    """Share of the requests that missed the TTFT SLO, and were neither shed nor failed."""
     missed_tpot: float
     prefill_busy: float | None
     decode_busy: float | None
     prefill_mfu: float | None
-    """MFU over the time in which steps ran, as with ``decode_mbu``; see
-    docs/explanation/simulator.md."""
+    """MFU of the prefill pool over the time in which its steps ran. ``decode_mbu`` is measured
+    likewise; see docs/explanation/simulator.md."""
     decode_mbu: float | None
 
     @property
     def offered_per_s(self) -> float:
-        """Return the rate of arriving requests."""
+        """Return the rate at which requests arrive, per second."""
         return self.requests / max(self.seconds, 1e-9)
 
     @property
     def goodput_per_s(self) -> float:
-        """Return the rate of requests that met every SLO."""
+        """Return the rate of requests that met every SLO, per second."""
         return self.good / max(self.seconds, 1e-9)
 
     def dollars_per_million(self, dollars_per_hour: float, tokens: int) -> float | None:
-        """Return the price of a million ``tokens`` for machines at this price over the whole
-        time."""
+        """Return the price of a million ``tokens``, if the machines cost ``dollars_per_hour``
+        during the whole time."""
         if not tokens:
             return None
         return dollars_per_hour * self.seconds / _HOUR_S / tokens * _MILLION
@@ -104,7 +104,10 @@ def figures_of(
 
 
 def together(each: Sequence[Figures]) -> Figures:
-    """Combine the figures of one cluster over several traces, each served alone; at least one."""
+    """Combine the figures of one cluster over several traces, at least one.
+
+    The cluster served each trace alone.
+    """
     if len(each) == 1:
         return each[0]
     total = sum(one.requests for one in each)
@@ -133,7 +136,7 @@ def _longest(each: Sequence[float | None]) -> float | None:
 
 
 def _mean(each: Sequence[Figures], of: Callable[[Figures], float | None]) -> float | None:
-    """Return the mean, weighted by time."""
+    """Return the mean of a figure over several traces, weighted by their time."""
     known = [(value, one.seconds) for one in each if (value := of(one)) is not None]
     if not known:
         return None
@@ -143,7 +146,7 @@ def _mean(each: Sequence[Figures], of: Callable[[Figures], float | None]) -> flo
 
 @dataclass(frozen=True, slots=True)
 class PlannedCluster:
-    """One row of the table: a cluster, and its figures on the traffic."""
+    """One row of the plan's table: a cluster, and its figures on the traffic."""
 
     name: str
     kind: ClusterKind
@@ -155,30 +158,30 @@ class PlannedCluster:
 
     @property
     def gpus(self) -> int:
-        """Return the GPUs of all workers."""
+        """Return the number of GPUs of all workers."""
         return self.kind.gpus(self.counts)
 
     @property
     def price_per_hour(self) -> float:
-        """Return the price per hour, in dollars."""
+        """Return the cluster's price per hour, in dollars."""
         return self.kind.price_per_hour(self.counts)
 
     @property
     def goodput_per_gpu(self) -> float:
-        """Return the good requests per second and GPU."""
+        """Return the number of good requests per second and GPU."""
         return self.peak.goodput_per_s / self.gpus
 
     @property
     def input_price(self) -> float | None:
-        """Return dollars per million prompt tokens, of the prefill pool; None: both roles in one
-        pool."""
+        """Return the prefill pool's price per million prompt tokens, in dollars. None if both roles
+        share one pool."""
         pool = self.counts.prefill * self.kind.prefill.price_per_hour
         return self.peak.dollars_per_million(pool, self.peak.input_tokens) if pool else None
 
     @property
     def output_price(self) -> float | None:
-        """Return dollars per million output tokens, of the decode pool; None: both roles in one
-        pool."""
+        """Return the decode pool's price per million output tokens, in dollars. None if both roles
+        share one pool."""
         pool = self.counts.decode * self.kind.decode.price_per_hour
         if not self.counts.prefill:
             return None
@@ -186,34 +189,37 @@ class PlannedCluster:
 
     @property
     def token_price(self) -> float | None:
-        """Return dollars per million tokens of both kinds, of all workers."""
+        """Return the price of all workers per million tokens, prompt and output tokens together, in
+        dollars.
+        """
         return self.price_of_all(self.peak)
 
     def price_of_all(self, figures: Figures) -> float | None:
-        """Return the same price for the tokens of ``figures``."""
+        """Return the price of all workers per million tokens of ``figures``, in dollars."""
         tokens = figures.input_tokens + figures.output_tokens
         return figures.dollars_per_million(self.price_per_hour, tokens)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class BatchSize:
-    """Limits of the workers' steps."""
+    """A batch size: the limits of the workers' steps."""
 
     max_sequences: int
-    """Limit of a decode worker."""
+    """Maximum sequences in a step of a decode worker."""
     chunk_tokens: int
-    """Limit of all workers."""
+    """Maximum tokens in a step, for all workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class SizeTrial:
-    """A simulated pair of limits."""
+    """A simulated batch size, and the highest rate that it serves."""
 
     size: BatchSize
     rate: float
-    """Highest multiple of the peak's rate that meets the p99; 0: none of the tried ones."""
+    """Highest multiple of the peak's rate at which the p99 meets the SLOs; 0: none of the tried
+    ones."""
     figures: Figures | None
-    """Figures at that rate."""
+    """Figures at the highest rate that meets the SLOs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,9 +228,9 @@ class SizeSearch:
 
     best: SizeTrial
     own: SizeTrial
-    """The pair of the workers' profile."""
+    """Trial of the batch size that the workers' profile has."""
     tried: int
-    """Number of pairs that were tried."""
+    """Number of batch sizes that were tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,17 +248,18 @@ class Plan:
     sizes: SizeSearch | None
     """The batch size with the highest rate within the p99; None if the target is not met."""
     limits: str
-    """Why the target is not met; empty if it is met."""
+    """Reason why the target is not met; empty if it is met."""
     remarks: tuple[str, ...]
-    """Why other kinds were not chosen."""
+    """Reasons why other kinds of clusters were not chosen."""
 
     @property
     def clusters(self) -> tuple[PlannedCluster, ...]:
-        """Return all clusters, the chosen one first."""
+        """Return all clusters of the plan, the chosen one first."""
         return (self.chosen, *self.others)
 
     def frontier(self) -> list[PlannedCluster]:
-        """Return the clusters that no other beats in price and attainment, by price."""
+        """Return the clusters, by price, that no other cluster beats in both price and
+        attainment."""
         found: list[PlannedCluster] = []
         ranked = sorted(self.clusters, key=lambda one: (one.price_per_hour, -one.peak.attainment))
         for one in ranked:

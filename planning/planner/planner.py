@@ -31,11 +31,11 @@ from planning.planner.search import best_split, cheapest, least
 from planning.planner.worker_kinds import Roles, cluster_kinds, transport_of
 
 _MIN_GAIN = 0.01
-"""Minimum gain of attainment: below it, twice the workers do not help."""
+"""Minimum rise in attainment. If twice the workers raise it by less, they count as no help."""
 
 
 class CapacityPlanner:
-    """Makes one plan."""
+    """Searches for one plan."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class CapacityPlanner:
         budget: ResourceBudget,
         target: float,
     ) -> None:
-        """``transports`` are in order of their requirements, lowest first; at least one."""
+        """``transports`` are in order of their requirements, from the lowest; at least one."""
         self._evaluation = evaluation
         self._transports = transports
         self._budget = budget
@@ -57,7 +57,7 @@ class CapacityPlanner:
         self._kinds = sorted(kinds, key=lambda kind: kind.price_per_hour(self._floors[kind]))
 
     def plan(self) -> Plan:
-        """Search, and compare the result with alternatives."""
+        """Search for the plan, and compare it with alternatives."""
         found = self._cheapest() if self._reachable else None
         kind, counts = found or self._best_attainable()
         sizes = None
@@ -83,7 +83,7 @@ class CapacityPlanner:
     # Known facts about a candidate
 
     def _floor(self, kind: ClusterKind) -> Counts:
-        """Return the floor for the most demanding trace."""
+        """Return the lower bound on the worker counts for the most demanding trace."""
         each = [
             lower_bound(kind, one, self._evaluation.config, self._target)
             for one in self._evaluation.traffic["peak"]
@@ -144,7 +144,9 @@ class CapacityPlanner:
         return counts
 
     def _simplest(self, kind: ClusterKind, counts: Counts) -> ClusterKind:
-        """Return the same workers with the first transport that meets the target."""
+        """Return the same workers with the first transport that meets the target, which is the one
+        with the lowest requirements.
+        """
         for other in self._over(kind):
             if self._budget.allows(other, counts) and self._meets(other, counts):
                 return other
@@ -158,7 +160,7 @@ class CapacityPlanner:
         return sized
 
     def _over(self, kind: ClusterKind) -> list[ClusterKind]:
-        """Return the same workers with each transport."""
+        """Return clusters of the same workers, one for each transport."""
         found = [
             replace(kind, transport=transport_of(kind.prefill, kind.decode, one))
             for one in self._transports
@@ -189,7 +191,7 @@ class CapacityPlanner:
         return self._evaluation.figures(kind, counts, "peak").attainment
 
     def _limits(self, kind: ClusterKind, counts: Counts) -> str:
-        """Name the bottleneck pool, from the gain of twice its workers."""
+        """Describe what limits the plan: the pool whose attainment gains from twice its workers."""
         prefill, decode = counts
         now = self._attained(kind, counts)
         more = {
@@ -230,8 +232,8 @@ class CapacityPlanner:
         ]
 
     def _colocated(self, kind: ClusterKind, counts: Counts) -> list[Candidate]:
-        """Return colocated clusters: with the plan's number of GPUs, and the smallest that meets
-        the target."""
+        """Return two kinds of colocated clusters: one with the plan's number of GPUs, and the
+        smallest that meets the target."""
         alike = colocated(kind, counts)
 
         def meets(workers: int) -> bool:
@@ -245,7 +247,9 @@ class CapacityPlanner:
 
 
 def _fastest(transports: Sequence[Transport]) -> Transport:
-    """Return the fastest transport, of those between machines if any: none needs more workers."""
+    """Return the fastest transport, of those between machines if there are any. With it, no cluster
+    needs more workers than with another one.
+    """
     wide = [one for one in transports if not one.one_machine]
     return (wide or transports)[-1]
 

@@ -20,11 +20,13 @@ Meets = Callable[[Counts], bool]
 Price = Callable[[Counts], float]
 Allows = Callable[[Counts], bool]
 _GROWTHS = (1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
-"""Multiples of the floor that are tried first, until one meets the condition."""
+"""Multiples of the lower bound that are tried first, until one meets the condition."""
 
 
 class Monotone:
-    """A condition that is evaluated only if the result does not follow from earlier ones."""
+    """A condition on worker counts. It is evaluated only if its value does not follow from earlier
+    evaluations.
+    """
 
     def __init__(self, meets: Meets) -> None:
         self._meets = meets
@@ -32,7 +34,7 @@ class Monotone:
         self._missed: list[Counts] = []
 
     def __call__(self, counts: Counts) -> bool:
-        """Whether ``counts`` meet the condition."""
+        """Return whether ``counts`` meet the condition."""
         if any(_within(known, counts) for known in self._met):
             return True
         if any(_within(counts, known) for known in self._missed):
@@ -43,7 +45,8 @@ class Monotone:
 
 
 def cheapest(meets: Meets, price: Price, allows: Allows, floor: Counts) -> Counts | None:
-    """Return the cheapest allowed counts from ``floor`` on that meet it; None: there are none.
+    """Return the cheapest allowed counts that meet ``meets`` and are at least ``floor``. None if
+    there are none.
 
     ``price`` grows with both counts. If ``allows`` holds for some counts, it holds for all smaller
     ones.
@@ -77,7 +80,8 @@ def cheapest(meets: Meets, price: Price, allows: Allows, floor: Counts) -> Count
 
 
 def best_split(value: Callable[[Counts], float], allows: Allows, start: Counts) -> Counts | None:
-    """Return the counts of the greatest value among those without room for another decode worker.
+    """Return the counts with the highest value, among those that leave no room for another decode
+    worker.
 
     The value is assumed to rise to a single maximum, since one pool's loss is the other one's gain.
     The search climbs from ``start``'s number of prefill workers by halving steps. None if not even
@@ -103,9 +107,10 @@ def best_split(value: Callable[[Counts], float], allows: Allows, start: Counts) 
 
 
 def least(low: int, high: int, meets: Callable[[int], bool]) -> int:
-    """Return the smallest number that meets it, if ``high`` does, by doubling steps and bisection.
+    """Return the smallest number from ``low`` to ``high`` that meets ``meets``, if ``high`` does.
 
-    The result is mostly close to ``low``.
+    The search takes doubling steps from ``low``, then bisects: the result is usually close to
+    ``low``.
     """
     step = 1
     while low < high:
@@ -122,7 +127,9 @@ def _within(counts: Counts, other: Counts) -> bool:
 
 
 def _first_met(is_met: Monotone, allows: Allows, floor: Counts) -> Counts | None:
-    """Return some counts that meet it, in the floor's ratio. They bound the price of all others."""
+    """Return counts that meet the condition, in the ratio of ``floor``. Their price bounds that of
+    all others.
+    """
     for growth in _GROWTHS:
         counts = Counts(math.ceil(floor.prefill * growth), math.ceil(floor.decode * growth))
         if not allows(counts):
@@ -133,8 +140,8 @@ def _first_met(is_met: Monotone, allows: Allows, floor: Counts) -> Counts | None
 
 
 def _fewest(is_met: Monotone, is_cheaper: Allows, prefill: int, low: int) -> int | None:
-    """Return the minimum decode workers for this number of prefill workers, if cheaper than the
-    best."""
+    """Return the minimum number of decode workers that meets the condition with ``prefill`` prefill
+    workers. None if that is not cheaper than the best counts so far."""
     high = _most(low, lambda n: is_cheaper(Counts(prefill, n)))
     if not is_met(Counts(prefill, high)):
         return None
@@ -152,7 +159,7 @@ def _halved(low: int, high: int, meets: Callable[[int], bool]) -> int:
 
 
 def _most(low: int, allows: Callable[[int], bool]) -> int:
-    """Return the greatest number that is allowed, if ``low`` is."""
+    """Return the highest number that is allowed, if ``low`` is allowed."""
     step = 1
     while allows(low + step):
         step *= 2

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from planning.common.traces import Trace, TracedRequest
 
 _LEAD_SHARE = 0.5
-"""Length of the warm-up before a part, as a fraction of the part. Its requests do not count; they
-fill caches and train routers."""
+"""Length of the warm-up before the busiest part, as a fraction of that part. Its requests do not
+count; they fill caches and train routers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,15 +17,16 @@ class PlannedTraffic:
     """Requests to serve, and which of them count."""
 
     requests: tuple[TracedRequest, ...]
-    """The requests; their times begin at 0."""
+    """All requests to serve; their arrival times begin at 0."""
     block_tokens: int
-    """Tokens of a block, see ``planning.common.traces.Trace``."""
+    """Number of prompt tokens per block hash, see ``planning.common.traces.Trace``."""
     counted_from_s: float = 0.0
-    """Time from which requests count; earlier ones are only served."""
+    """Arrival time, in seconds, from which requests count. Earlier ones are served but not
+    counted."""
 
     @property
     def counted(self) -> list[TracedRequest]:
-        """Return the counted requests; at least one."""
+        """Return the requests that count; at least one."""
         return [one for one in self.requests if one.arrival_s >= self.counted_from_s]
 
     @property
@@ -40,14 +41,15 @@ class PlannedTraffic:
 
 
 def whole(trace: Trace) -> PlannedTraffic:
-    """Return all of a trace."""
+    """Return the whole trace as the traffic of a plan."""
     return PlannedTraffic(trace.requests, trace.block_tokens)
 
 
 def busiest(trace: Trace, seconds: float) -> PlannedTraffic:
-    """Return the ``seconds`` with the most tokens, after the part just before them.
+    """Return the busiest part of a trace, preceded by a warm-up.
 
-    It is all of the trace if that is no longer, or if ``seconds`` is 0.
+    The busiest part is the ``seconds`` with the most tokens. If the trace is no longer than that,
+    or ``seconds`` is 0, the whole trace is returned.
     """
     if not 0 < seconds < trace.span_s:
         return whole(trace)
@@ -60,7 +62,9 @@ def busiest(trace: Trace, seconds: float) -> PlannedTraffic:
 
 
 def _busiest_begin(requests: Sequence[TracedRequest], seconds: float) -> float:
-    """Return when the part begins. Prompts and answers have equal weight over the trace."""
+    """Return the time at which the busiest part begins. Prompts and answers have equal weight over
+    the trace.
+    """
     inputs = sum(one.input_tokens for one in requests)
     outputs = sum(one.output_tokens for one in requests)
     weights = [one.input_tokens / inputs + one.output_tokens / outputs for one in requests]

@@ -28,7 +28,7 @@ ASSUMED_PRICES: Mapping[str, float] = {
     "b200": 5.00,
     "l40s": 0.90,
 }
-"""US dollars per GPU and hour, including its share of machine, network and power. These are
+"""US dollars per GPU and hour, including the GPU's share of machine, network and power. These are
 assumptions of the size of on-demand prices at the end of 2025, which differ by a factor of two or
 three."""
 
@@ -46,7 +46,8 @@ def parse_prices(texts: Iterable[str]) -> dict[str, float]:
 
 
 def price_of(prices: Mapping[str, float], name: str) -> float:
-    """Return dollars per GPU and hour. Raises ConfigError if the price is unknown."""
+    """Return the price of a GPU, in dollars per hour. Raises ConfigError if the price is
+    unknown."""
     price = prices.get(name, prices.get(""))
     if price is None:
         raise ConfigError(f"the price of {name} is unknown: give --price {name}=DOLLARS")
@@ -72,21 +73,24 @@ _OF_EACH = 2
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Workers that can meet the SLOs when they are otherwise idle, and reasons for other ones."""
+    """Kinds of workers that can meet the SLOs in each role when otherwise idle, and reasons why
+    others cannot.
+    """
 
     prefill: tuple[WorkerKind, ...]
     decode: tuple[WorkerKind, ...]
     dropped: tuple[str, ...]
-    """Why other workers are not tried."""
+    """Reasons why other kinds of workers are not tried."""
     reachable: bool
-    """False: no number of workers can meet the target in one of the roles. Then the closest workers
-    are used."""
+    """Whether enough workers can meet the target. If false, no number of workers can in one of the
+    roles, and the closest kinds are used."""
 
 
 def worker_kinds(
     gpus: Sequence[str], model: str, degrees: Sequence[int], prices: Mapping[str, float]
 ) -> tuple[list[WorkerKind], list[str]]:
-    """Return all kinds that hold the model, and why others do not. Raises ConfigError if none does.
+    """Return all kinds of workers that can hold the model, and why others cannot. Raises
+    ConfigError if none can.
 
     ``gpus`` are accelerators' names, or files of `baton calibrate`, which have a fixed degree.
     ``degrees`` are those of tensor parallelism; empty: 1 to 8.
@@ -118,7 +122,7 @@ def roles(
     *,
     every: bool,
 ) -> Roles:
-    """Return the ``kinds`` that fit each role: all of them, or the smallest two of each GPU."""
+    """Return the worker kinds that fit each role: all of them, or the smallest two of each GPU."""
 
     def prompts(kind: WorkerKind) -> float:
         return min(timely_prompts(kind.profile, one, config) for one in traffic)
@@ -144,7 +148,9 @@ def roles(
 
 
 def cluster_kinds(found: Roles, transport: Transport) -> list[ClusterKind]:
-    """Return all combinations. Measured profiles keep their own bandwidth."""
+    """Return all combinations of a prefill and a decode worker as kinds of clusters. Measured
+    profiles keep their own bandwidth.
+    """
     return [
         ClusterKind(prefill, decode, transport_of(prefill, decode, transport))
         for prefill in found.prefill
@@ -153,7 +159,9 @@ def cluster_kinds(found: Roles, transport: Transport) -> list[ClusterKind]:
 
 
 def transport_of(prefill: WorkerKind, decode: WorkerKind, transport: Transport) -> Transport:
-    """Return ``transport`` between GPUs of the table, and the measured one otherwise."""
+    """Return ``transport`` if both workers' GPUs are in the table of accelerators. Otherwise return
+    the measured one.
+    """
     is_known = prefill.gpu in ACCELERATORS and decode.gpu in ACCELERATORS
     return transport if is_known else AS_MEASURED
 
@@ -174,7 +182,9 @@ def transports(names: Iterable[str]) -> list[Transport]:
 
 
 def _smallest(kinds: Sequence[WorkerKind]) -> list[WorkerKind]:
-    """Return the first ones of each GPU, whose degrees rise in this order."""
+    """Return the first kinds of each GPU. ``kinds`` are in order of rising degree of tensor
+    parallelism.
+    """
     found: dict[str, list[WorkerKind]] = {}
     for kind in kinds:
         found.setdefault(kind.gpu, []).append(kind)

@@ -1,4 +1,4 @@
-"""The simulated cluster: kinds and numbers of its workers."""
+"""Defines the simulated cluster: the kinds and numbers of its workers."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from planning.simulator.costs.worker_profile import WorkerProfile
 
 @dataclass(frozen=True, slots=True)
 class ClusterShape:
-    """Kinds and numbers of workers.
+    """Kinds and numbers of a cluster's workers.
 
     With ``prefill`` 0, every worker also computes prompts (colocated).
     """
 
     prefill: int
-    """Prefill workers."""
+    """Number of prefill workers; 0 for a colocated cluster."""
     decode: int
-    """Decode workers, or colocated ones."""
+    """Number of decode workers, or of colocated ones."""
     prefill_profile: WorkerProfile
     decode_profile: WorkerProfile
     paces_chunks: bool = True
     """Whether a step with prompts and decoding sequences is kept within the TPOT SLO, as in Baton's
     workers. Otherwise prompts use all of a step's ``chunk_tokens``."""
     hosts: int = 0
-    """Machines that the workers share, each role distributed in turn; 0: each has its own
-    machine."""
+    """Number of machines that the workers share. The workers of each role are distributed over them
+    in turn; 0: each worker has its own machine."""
 
     def __post_init__(self) -> None:
         if self.prefill < 0 or self.decode < 1:
@@ -39,7 +39,7 @@ class ClusterShape:
 
     @property
     def is_colocated(self) -> bool:
-        """Whether both phases run in each worker."""
+        """Whether every worker computes both prompts and answers."""
         return self.prefill == 0
 
     def profile_of(self, role: str) -> WorkerProfile:
@@ -48,6 +48,6 @@ class ClusterShape:
 
     @property
     def gpus(self) -> int:
-        """Return the GPUs of all workers."""
+        """Return the number of GPUs of all workers."""
         prefill, decode = self.prefill_profile, self.decode_profile
         return self.prefill * prefill.gpus + self.decode * decode.gpus

@@ -1,4 +1,4 @@
-"""Results of a simulation, by request and by worker."""
+"""Defines the results of a simulation, by request and by worker."""
 
 from __future__ import annotations
 
@@ -18,57 +18,60 @@ class RequestResult:
     """The result of one request. Times are in virtual seconds from the trace's start."""
 
     number: int
-    """Index in the trace."""
+    """Index of the request in the trace."""
     input_tokens: int
     output_tokens: int
-    """Number of generated tokens."""
+    """Number of tokens that the request generated."""
     arrival_s: float
     sent_s: float | None
-    """Time at which it was admitted; None: never."""
+    """Time at which the request was admitted; None: never."""
     first_token_s: float | None
-    """Time at which the router had its first token."""
+    """Time at which the router had the request's first token; None: never."""
     ended_s: float
     code: str
-    """Code of the error that ended it; empty: it has all its tokens."""
+    """Code of the error that ended the request. Empty: the request has all its tokens."""
     prefill: str
-    """Names of the workers of its last attempt; empty without a placement."""
+    """Name of the prefill worker of the request's last attempt; empty without a placement."""
     decode: str
     cached_tokens: int
-    """Prompt tokens that were cached."""
+    """Number of the prompt's tokens that were cached."""
     preemptions: int
     token_times_s: Floats
-    """Times at which its tokens reached the router. fp64 [output_tokens]."""
+    """Times at which the request's tokens reached the router. fp64 [output_tokens]."""
 
     @property
     def ok(self) -> bool:
-        """Whether it has all its tokens."""
+        """Whether the request has all its tokens."""
         return not self.code
 
     @property
     def was_shed(self) -> bool:
-        """Whether it was rejected, on arrival or in the queue."""
+        """Whether the request was rejected, on arrival or in the queue."""
         return self.code in ("overloaded", "deadline_unreachable")
 
     @property
     def ttft_s(self) -> float:
-        """Return send → first token; NaN without one."""
+        """Return the seconds from the intended send to the first token; NaN without a first
+        token."""
         return float("nan") if self.first_token_s is None else self.first_token_s - self.arrival_s
 
     @property
     def e2el_s(self) -> float:
-        """Return send → end."""
+        """Return the seconds from the arrival to the end of the request."""
         return self.ended_s - self.arrival_s
 
     @property
     def tpot_s(self) -> float:
-        """Return (E2EL - TTFT)/(output tokens - 1); NaN with fewer than two tokens."""
+        """Return the time per output token: (E2EL - TTFT)/(output tokens - 1). NaN with fewer than
+        two tokens.
+        """
         if self.output_tokens < 2 or self.first_token_s is None:
             return float("nan")
         return (self.ended_s - self.first_token_s) / (self.output_tokens - 1)
 
     @property
     def itl_s(self) -> Floats:
-        """Return the gaps between tokens. fp64 [output_tokens - 1]."""
+        """Return the gaps between the request's tokens, in seconds. fp64 [output_tokens - 1]."""
         return np.diff(self.token_times_s)
 
 
@@ -82,7 +85,7 @@ class WorkerResult:
     preemptions: int
     sent_bytes: float
     wire_s: float
-    """Time in which it was sending, in seconds."""
+    """Time in which the worker's network interface was sending, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +97,16 @@ class SimulationResult:
     span_s: float
     """Time until the last request and the last step had ended."""
     role_changes: tuple[RoleChange, ...] = ()
-    """Role changes by the autoscaler."""
+    """Role changes that the autoscaler made."""
 
     @property
     def arrivals_s(self) -> float:
-        """Return the time from the first arrival to the last."""
+        """Return the seconds from the first arrival to the last."""
         return max((request.arrival_s for request in self.requests), default=0.0)
 
     @property
     def output_tokens(self) -> int:
-        """Return the output tokens of all requests."""
+        """Return the number of output tokens of all requests."""
         return sum(request.output_tokens for request in self.requests)
 
 

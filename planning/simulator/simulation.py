@@ -30,7 +30,7 @@ from router.routing.policies import make_policy
 from router.routing.policy import RouteSettings, route_settings
 
 FINE_BLOCK_TOKENS = 64
-"""Tokens of a KV block if the trace has no prefixes."""
+"""Number of tokens of a KV block if the trace has no prefixes."""
 
 
 def simulate(
@@ -43,7 +43,7 @@ def simulate(
     seed: int = 0,
     leaps: bool = True,
 ) -> SimulationResult:
-    """Serve ``requests``, which are in the order of their times.
+    """Simulate a cluster that serves ``requests``, which are in the order of their arrival times.
 
     ``config`` is that of `baton serve`: policy, classes, SLOs, admission, local prefill, and the
     autoscaler, which only changes roles; its pools are ignored. ``trace_block`` is the number of
@@ -99,7 +99,7 @@ def _usual_block(requests: Sequence[TracedRequest], trace_block: int) -> int:
 
 
 def _places(shape: ClusterShape) -> Iterator[tuple[str, WorkerProfile, int]]:
-    """Yield role, kind and index in its role of each worker."""
+    """Yield the role, the profile and the index within its role for each worker."""
     yield from (("prefill", shape.prefill_profile, place) for place in range(shape.prefill))
     yield from (("decode", shape.decode_profile, place) for place in range(shape.decode))
 
@@ -109,7 +109,7 @@ def _host_of(hosts: Sequence[Host], place: int) -> Host | None:
 
 
 def _routes(config: Config, shape: ClusterShape, block: int) -> RouteSettings:
-    """Return route settings.
+    """Return the settings by which the simulated router finds routes.
 
     Workers fetch no blocks from others; colocated ones compute what they decode.
     """
@@ -125,7 +125,9 @@ def _routes(config: Config, shape: ClusterShape, block: int) -> RouteSettings:
 def _result(
     requests: Sequence[SimulatedRequest], workers: Sequence[SimulatedWorker], roles: Sequence[str]
 ) -> SimulationResult:
-    """Collect the results. ``roles`` are the workers' initial ones, those of their pools."""
+    """Collect the results of a simulation. ``roles`` are the workers' initial roles, those of their
+    pools.
+    """
     found = tuple(result_of(request, workers) for request in requests)
     return SimulationResult(
         requests=found,

@@ -1,4 +1,4 @@
-"""Figures of a simulation, as `baton simulate` prints and writes them."""
+"""Computes the figures of a simulation that `baton simulate` prints and writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ PERCENTILES = (50, 95, 99)
 
 
 def is_good(request: RequestResult, config: Config) -> bool:
-    """Whether a request met every SLO. Shed and failed ones did not; a single token has no TPOT."""
+    """Return whether a request met every SLO. Shed and failed requests did not. A request of a
+    single token has no TPOT.
+    """
     if not request.ok:
         return False
     slo_ttft_s = config.slo_ttft_of(config.class_of(request.input_tokens))
@@ -27,7 +29,9 @@ def is_good(request: RequestResult, config: Config) -> bool:
 
 
 def summary(result: SimulationResult, shape: ClusterShape, config: Config) -> dict[str, Any]:
-    """Return seconds, requests per second and shares; percentiles are null without values."""
+    """Return the figures of a simulation: seconds, requests per second and shares. Percentiles are
+    null without values.
+    """
     every = result.requests
     good = sum(is_good(request, config) for request in every)
     arrivals_s = max(result.arrivals_s, 1e-9)
@@ -72,7 +76,7 @@ def summary(result: SimulationResult, shape: ClusterShape, config: Config) -> di
 
 
 def latencies(requests: Sequence[RequestResult]) -> dict[str, dict[str, float | None]]:
-    """Return the latencies of completed requests."""
+    """Return mean and percentiles of each latency over the completed requests."""
     done = [request for request in requests if request.ok]
     gaps = [request.itl_s for request in done]
     return {
@@ -84,7 +88,9 @@ def latencies(requests: Sequence[RequestResult]) -> dict[str, dict[str, float | 
 
 
 def percentiles(values: Floats) -> dict[str, float | None]:
-    """Return p50, p95, p99 and the mean of finite values; interpolated between neighbors."""
+    """Return p50, p95, p99 and the mean of the finite values. Percentiles are interpolated between
+    neighbors.
+    """
     known = values[~np.isnan(values)]
     if not len(known):
         return dict.fromkeys([*(f"p{one}" for one in PERCENTILES), "mean"])
@@ -121,7 +127,7 @@ def _pool(
 def utilization(
     workers: Sequence[WorkerResult], busy_s: float, span_s: float, peak: Peak | None
 ) -> dict[str, float | None]:
-    """Return MFU and MBU of workers with the same ``peak``; null if no peak is known.
+    """Return MFU and MBU of workers with the same ``peak``; null if the peak is unknown.
 
     They are relative to the seconds in which the engines ran (``busy_s``), and to all seconds
     (``span_s``), of all workers together.

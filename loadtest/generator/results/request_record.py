@@ -1,4 +1,4 @@
-"""The result of one request, by the client's clock.
+"""Defines the result of one request, by the client's clock.
 
 The terms are the field's, as in docs/reference/glossary.md. TTFT is from the send to the first
 token, ITL is each gap between tokens, E2EL is from the send to the last token, and TPOT = (E2EL -
@@ -17,8 +17,9 @@ from typing import Literal
 from planning.common.slo import Slo
 
 Outcome = Literal["ok", "error", "shed", "aborted"]
-"""Outcomes, as in ``baton_requests_total``. shed: the server rejected it because of load (429,
-503). aborted: the client's timeout ended it. error: every other incomplete answer."""
+"""Possible outcomes of a request, as in ``baton_requests_total``. shed: the server rejected it
+because of load (429, 503). aborted: the client's timeout ended it. error: every other incomplete
+answer."""
 
 
 def _no_times() -> array[float]:
@@ -27,56 +28,57 @@ def _no_times() -> array[float]:
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One request's times, in seconds since the run's beginning, and its tokens."""
+    """Record of one request: its times, in seconds since the run's beginning, and its tokens."""
 
     number: int
     due_s: float
-    """Scheduled time of sending."""
+    """Time at which the request was scheduled to be sent."""
     sent_s: float
-    """Time of sending."""
+    """Time at which the request was sent."""
     ended_s: float
-    """Time at which its answer, or its failure, was complete."""
+    """Time at which the request's answer, or its failure, was complete."""
     outcome: Outcome
     code: str = ""
     """Reason of a failure: an HTTP status, an error's code, or the client's observation."""
     input_tokens: int = 0
-    """Number by the server's count; as planned, without one."""
+    """Number of prompt tokens by the server's count; without one, the planned number."""
     output_tokens: int = 0
-    """Number by the server's count; otherwise, messages with tokens."""
+    """Number of output tokens by the server's count; without one, the number of messages with
+    tokens."""
     cached_tokens: int = 0
-    """Prompt tokens that were cached."""
+    """Number of prompt tokens that the server had cached."""
     token_times_s: array[float] = field(default_factory=_no_times)
-    """Arrival time of each message with tokens. Several tokens may share one."""
+    """Arrival time of each message that has tokens. Several tokens may share one message."""
 
     @property
     def lag_s(self) -> float:
-        """Return the client's delay."""
+        """Return the delay of the client: the time from the scheduled send to the actual one."""
         return self.sent_s - self.due_s
 
     @property
     def ttft_s(self) -> float:
-        """Return TTFT of a request that has tokens."""
+        """Return the TTFT of a request that has tokens."""
         return self.token_times_s[0] - self.due_s
 
     @property
     def e2el_s(self) -> float:
-        """Return E2EL of a request that has tokens."""
+        """Return the E2EL of a request that has tokens."""
         return self.token_times_s[-1] - self.due_s
 
     @property
     def tpot_s(self) -> float:
-        """Return TPOT of a request that has tokens; 0 for a single one."""
+        """Return the TPOT of a request that has tokens; 0 if it has a single one."""
         if self.output_tokens < 2:
             return 0.0
         return (self.e2el_s - self.ttft_s) / (self.output_tokens - 1)
 
     @property
     def itl_s(self) -> list[float]:
-        """Return each gap between messages with tokens."""
+        """Return the gaps between messages with tokens."""
         return [after - before for before, after in itertools.pairwise(self.token_times_s)]
 
     def met(self, slo: Slo) -> bool:
-        """Whether it succeeded, within every bound."""
+        """Return whether the request succeeded, and met every SLO."""
         return (
             self.outcome == "ok"
             and self.ttft_s <= slo.ttft_s

@@ -1,4 +1,5 @@
-"""Figures of a run: percentiles by input length, rates, and the basis of both kinds of goodput.
+"""Computes the figures of a run: percentiles by input length, rates, and the basis of both kinds of
+goodput.
 
 Percentiles interpolate linearly between the closest ranks, as `vllm bench serve` and aiperf do.
 Pure.
@@ -25,24 +26,26 @@ _ALL = "all"
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The part of a run that counts, without warm-up and cool-down: seconds from its beginning."""
+    """The part of a run whose requests count, without warm-up and cool-down. Its ends are seconds
+    from the run's beginning.
+    """
 
     start_s: float
     end_s: float
 
     @property
     def seconds(self) -> float:
-        """Return its length."""
+        """Return the window's length in seconds."""
         return self.end_s - self.start_s
 
     def holds(self, record: RequestRecord) -> bool:
-        """Whether a request counts, by its scheduled time of sending."""
+        """Return whether a request counts: its scheduled time of sending is in the window."""
         return self.start_s <= record.due_s < self.end_s
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Percentiles in milliseconds; all 0 without values."""
+    """Percentiles of a measure, in milliseconds; all 0 without values."""
 
     count: int
     mean_ms: float
@@ -71,11 +74,11 @@ class BucketSummary:
     shed: int
     aborted: int
     good: int
-    """Requests that met every SLO."""
+    """Number of requests that met every SLO."""
     attainment: float
-    """Attainment: good / (ok + error + shed + aborted)."""
+    """Share of good requests: good / (ok + error + shed + aborted)."""
     input_tokens: int
-    """Prompt tokens of successful requests, as with the fields below."""
+    """Prompt tokens of successful requests; the fields below also cover only these."""
     output_tokens: int
     cached_tokens: int
     ttft: Distribution
@@ -87,28 +90,28 @@ class BucketSummary:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Figures of a run."""
+    """Figures of a whole run."""
 
     window_s: float
-    """Counted seconds; rates are over these."""
+    """Length of the counted window, in seconds; rates are over it."""
     offered_per_s: float
-    """Scheduled requests per second."""
+    """Rate at which requests were scheduled, per second."""
     completed_per_s: float
     goodput_per_s: float
-    """Requests that met every SLO, per second."""
+    """Rate of requests that met every SLO, per second."""
     input_tokens_per_s: float
     output_tokens_per_s: float
     all: BucketSummary
     buckets: tuple[BucketSummary, ...]
-    """Buckets with requests, by rising input length."""
+    """Figures of each bucket that has requests, by rising input length."""
     lag: Distribution
-    """Delay of the client's sends."""
+    """Delay of the client's sends after their scheduled times."""
     codes: dict[str, int]
     """Number of failed requests, by code."""
 
 
 def parse_bounds(text: str) -> tuple[int, ...]:
-    """Parse ``512,4096``, the bounds of buckets.
+    """Parse the bounds of buckets, such as ``512,4096``.
 
     Raises ConfigError unless these are rising integers.
     """
@@ -122,7 +125,7 @@ def parse_bounds(text: str) -> tuple[int, ...]:
 
 
 def bucket_names(bounds: Sequence[int]) -> tuple[str, ...]:
-    """Return ``<= 512``, ``513 - 4096``, ``> 4096``."""
+    """Return the names of the buckets, such as ``<= 512``, ``513 - 4096``, ``> 4096``."""
     if not bounds:
         return (_ALL,)
     between = [f"{low + 1} - {high}" for low, high in itertools.pairwise(bounds)]
@@ -130,7 +133,7 @@ def bucket_names(bounds: Sequence[int]) -> tuple[str, ...]:
 
 
 def bucket_of(input_tokens: int, bounds: Sequence[int]) -> int:
-    """Return the number of a prompt's bucket."""
+    """Return the index of the bucket to which a prompt of ``input_tokens`` belongs."""
     return int(np.searchsorted(bounds, input_tokens, side="left"))
 
 
@@ -140,7 +143,7 @@ def summarize(
     slo: Slo,
     bounds: Sequence[int] = DEFAULT_BOUNDS,
 ) -> Summary:
-    """Return the figures of the requests in the window."""
+    """Return the figures of the requests that were scheduled within the window."""
     counted = [record for record in records if window.holds(record)]
     parts: list[list[RequestRecord]] = [[] for _ in range(len(bounds) + 1)]
     for record in counted:

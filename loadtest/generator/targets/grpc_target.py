@@ -1,4 +1,4 @@
-"""A Baton cluster as a target, over gRPC."""
+"""Sends requests to a Baton cluster over gRPC."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from loadtest.generator.workload.prompts import PlannedRequest
 
 
 class GrpcTarget(Target[pb.GenerateRequest]):
-    """Sends requests by gRPC. Connects on first use; made on the loop that owns it."""
+    """Sends requests by gRPC. It connects on first use. The event loop on which it is made owns
+    it."""
 
     def __init__(
         self,
@@ -98,9 +99,9 @@ class GrpcTarget(Target[pb.GenerateRequest]):
 
 
 def _failure(failure: grpc.aio.AioRpcError, address: str) -> tuple[Outcome, str]:
-    """Return outcome and code.
+    """Return outcome and code of a failed request.
 
-    A server that cannot be reached, or fails, has not shed the request.
+    If the server cannot be reached, or fails, the outcome is not ``shed``.
     """
     error = error_from_rpc(failure, address)
     if isinstance(error, DeadlineExceeded):

@@ -1,7 +1,8 @@
-"""HTTP/1.1 for many concurrent streamed answers at low cost: a protocol, a C parser, callbacks.
+"""Implements HTTP/1.1 for many concurrent streamed answers at low cost: a protocol, a C parser,
+callbacks.
 
-A client library that wakes a task for each piece of each answer costs more than a fast server, so
-that the measurement would show the client.
+A client library that wakes a task for each piece of each answer would cost more than a fast server.
+The measurement would then show the client.
 """
 
 from __future__ import annotations
@@ -19,35 +20,39 @@ from baton.errors import ConfigError
 from baton.security.tls import TlsFiles, client_context
 
 _IDLE_S = 1.0
-"""Idle time after which a server may close a connection, in seconds."""
+"""Seconds of idleness after which the pool assumes that the server may have closed a connection."""
 
 
 class HttpExchange(Protocol):
-    """Receives a request's answer."""
+    """Receives the answer to one request."""
 
     def head(self, status: int, headers: dict[bytes, bytes]) -> None:
-        """Handle status and headers, with names in lower case."""
+        """Handle the answer's status and headers. Header names are in lower case."""
 
     def body(self, data: bytes, now: float) -> None:
-        """Handle a piece of the body, which arrived at ``now`` by ``time.perf_counter``."""
+        """Handle a piece of the answer's body, which arrived at ``now`` by
+        ``time.perf_counter``."""
 
     def end(self, fault: str) -> None:
-        """Handle the end of the answer; ``fault`` is the reason if it is incomplete."""
+        """Handle the end of the answer. ``fault`` is the reason if the answer is incomplete,
+        otherwise empty.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The server of requests."""
+    """The scheme, host, port and base path of the server to which requests go."""
 
     host: str
     port: int
     tls: bool
     path: str
-    """Path in front of each request's own; empty, or without a slash at its end."""
+    """Path of the server that precedes each request's own path; empty, or without a slash at its
+    end."""
 
     @classmethod
     def parse(cls, url: str) -> Origin:
-        """Parse ``http://host:port``, with or without a path. Raises ConfigError."""
+        """Parse a URL such as ``http://host:port``, with or without a path. Raises ConfigError."""
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -65,17 +70,17 @@ class Origin:
 
 
 class HttpPool:
-    """Connections to one origin; idle ones are reused. Owned by one event loop."""
+    """Pool of connections to one origin; idle ones are reused. Owned by one event loop."""
 
     def __init__(self, origin: Origin, tls: TlsFiles | None = None) -> None:
-        """``tls`` has the CA and client certificate of an https origin. Raises ConfigError."""
+        """``tls`` has the CA and the client certificate for an https origin. Raises ConfigError."""
         self._origin = origin
         self._tls = client_context(tls or TlsFiles()) if origin.tls else None
         self._idle: list[HttpConnection] = []
         self._all: set[HttpConnection] = set()
 
     async def take(self) -> HttpConnection:
-        """Return an idle connection, or open one. Raises OSError."""
+        """Return an idle connection, or open one. Raises OSError if that fails."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_fresh:
@@ -91,13 +96,13 @@ class HttpPool:
         return connection
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections of the pool."""
         for connection in list(self._all):
             connection.close()
 
 
 class HttpConnection(asyncio.Protocol):
-    """One connection: idle, or with one exchange in flight."""
+    """One HTTP connection: idle, or with one exchange in flight."""
 
     def __init__(self, idle: list[HttpConnection], all_: set[HttpConnection]) -> None:
         self._idle, self._all = idle, all_
@@ -110,11 +115,12 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the server has probably not closed it."""
+        """Whether the connection was used so recently that the server has probably not closed
+        it."""
         return self._transport is not None and time.perf_counter() - self._came_at < _IDLE_S
 
     def send(self, request: bytes, exchange: HttpExchange) -> None:
-        """Send a request; its answer comes next."""
+        """Send a request. ``exchange`` receives its answer."""
         assert self._transport is not None, "connected"
         self._exchange = exchange
         self._headers = {}
@@ -127,7 +133,7 @@ class HttpConnection(asyncio.Protocol):
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
     def close(self) -> None:
-        """Close it; an exchange in flight ends."""
+        """Close the connection. An exchange in flight ends."""
         if self._transport is not None:
             self._transport.abort()
 

@@ -1,4 +1,4 @@
-"""A server of OpenAI's API as a target, over HTTP: streamed chats or completions."""
+"""Sends requests to a server with OpenAI's API over HTTP: streamed chats or completions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DATA = b"data:"
 
 
 class EventSplitter:
-    """Splits server-sent events from the pieces of a byte stream.
+    """Splits a byte stream, which arrives in pieces, into server-sent events.
 
     The format: HTML standard, section 9.2. Names and ids of events are dropped, since no OpenAI
     server uses them.
@@ -27,7 +27,8 @@ class EventSplitter:
         self._kept = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the data of the events that are complete, in order."""
+        """Add a piece of the stream. Return the data of the events that are now complete, in
+        order."""
         *lines, self._kept = (self._kept + data).split(b"\n")
         # These servers send one line for an event; the empty line after it has no meaning.
         return [line[len(_DATA) :].strip() for line in lines if line.startswith(_DATA)]
@@ -40,11 +41,14 @@ _TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
 _OK = 200
 _REFUSALS = (429, 503)
 _KEPT_BYTES = 4096
-"""Maximum size of a body that is not a stream of events and may hold an error, in bytes."""
+"""Maximum size in bytes that is kept of a body that is not a stream of events; it may hold an
+error."""
 
 
 class OpenAiTarget(Target[bytes]):
-    """Prepares requests as bytes ahead of time; reads answers event by event."""
+    """Sends requests to OpenAI's API. It encodes them ahead of time, and reads answers event by
+    event.
+    """
 
     def __init__(
         self,
@@ -54,7 +58,7 @@ class OpenAiTarget(Target[bytes]):
         api_key: str = "",
         tls: TlsFiles | None = None,
     ) -> None:
-        """Raises ConfigError for an invalid URL, and for unusable files."""
+        """Raises ConfigError if the URL is invalid, or if files of ``tls`` cannot be used."""
         origin = Origin.parse(url)
         self._pool = HttpPool(origin, tls)
         self._endpoint: Endpoint = endpoint
@@ -88,7 +92,7 @@ class OpenAiTarget(Target[bytes]):
     ) -> RequestRecord:
         """Implement ``Target``.
 
-        Opening a connection, if none is idle, counts in the request's time.
+        If no connection is idle, the time to open one counts as part of the request's time.
         """
         sent_s = clock.now()
         answer = StreamedAnswer()
@@ -113,7 +117,7 @@ class OpenAiTarget(Target[bytes]):
 
 
 class StreamedAnswer:
-    """Assembles one request's answer; an ``http_connection.HttpExchange``."""
+    """Assembles the answer to one request; implements ``http_connection.HttpExchange``."""
 
     def __init__(self) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -173,7 +177,7 @@ class StreamedAnswer:
             self.ended.set_result(None)
 
     def fail(self, outcome: Outcome, code: str) -> None:
-        """Record a failure; the first reason counts."""
+        """Record that the request failed. If it is called again, the first reason counts."""
         if self._outcome == "ok":
             self._outcome, self._code = outcome, code
 

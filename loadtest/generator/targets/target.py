@@ -1,4 +1,4 @@
-"""Targets of a load: servers, from a client's view."""
+"""Defines the interface of a load's targets: servers, from a client's view."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ P = TypeVar("P")
 
 
 class RunClock:
-    """Seconds since a run's beginning, by the monotonic clock."""
+    """Clock of a run: seconds since its beginning, by the monotonic clock."""
 
     def __init__(self) -> None:
         self._origin = time.perf_counter()
 
     def start(self) -> None:
-        """Set the clock to 0."""
+        """Set the run's clock to 0."""
         self._origin = time.perf_counter()
 
     def now(self) -> float:
@@ -34,30 +34,33 @@ class RunClock:
 
 @dataclass(frozen=True, slots=True)
 class AskOptions:
-    """Options of all requests of a run."""
+    """Options that apply to all requests of a run."""
 
     model: str
     temperature: float = 0.0
     ignore_eos: bool = True
-    """Whether answers have exactly the planned number of tokens."""
+    """Whether answers ignore the end of sequence, so that they have exactly the planned number of
+    tokens."""
     timeout_s: float = 300.0
-    """Time after which an incomplete request is aborted, in seconds."""
+    """Time in seconds after which an incomplete request is aborted."""
 
 
 class Target(ABC, Generic[P]):
-    """A server under load. Owned by one event loop; ``P`` is a request in its wire form."""
+    """A server under load. Owned by one event loop. ``P`` is the type of a request that is ready to
+    send.
+    """
 
     @abstractmethod
     def prepare(self, request: PlannedRequest) -> P:
-        """Prepare a request ahead of its sending."""
+        """Encode a request before it is due, so that it can be sent without delay."""
 
     @abstractmethod
     async def ask(
         self, request: PlannedRequest, prepared: P, due_s: float, clock: RunClock
     ) -> RequestRecord:
-        """Send a request now, and wait for the end of its answer, at most for the options'
-        timeout."""
+        """Send a request now, and wait for the end of its answer. The wait takes at most the
+        timeout of the options."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Close the target; no request is in flight any more."""
+        """Close the target's connections. No request may be in flight."""

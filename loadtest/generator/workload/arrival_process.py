@@ -1,4 +1,4 @@
-"""Arrival times of requests in an open loop, independent of earlier requests.
+"""Draws arrival times of requests in an open loop, independent of earlier requests.
 
 Pure: it draws from the given generator.
 """
@@ -24,10 +24,11 @@ class ArrivalProcess:
     rate: float
     """Mean requests per second; for a ramp, the rate at its end."""
     burstiness: float = 1.0
-    """Shape of a gamma process. 1 is a Poisson process; lower values are burstier, higher ones more
-    even. The squared coefficient of variation of the gaps is its reciprocal."""
+    """Shape of the gamma distribution of the gaps. 1 is a Poisson process; lower values are
+    burstier, higher ones more even. The squared coefficient of variation of the gaps is its
+    reciprocal."""
     first_rate: float = 0.0
-    """Requests per second at a ramp's beginning. The rate changes linearly."""
+    """Requests per second at the beginning of a ramp. The rate then changes linearly."""
 
     def __post_init__(self) -> None:
         if not 0 < self.rate < np.inf:
@@ -42,7 +43,8 @@ class ArrivalProcess:
     def times(self, seconds: float, generator: np.random.Generator) -> NDArray[np.float64]:
         """Return arrival times in seconds: float64 [count], rising, all below ``seconds``.
 
-        The first one comes a gap after the beginning; in a constant process it comes at 0.
+        The first request arrives one gap after the beginning. In a constant process it arrives at
+        0.
         """
         if self.kind == "constant":
             times = np.arange(int(np.ceil(seconds * self.rate))) / self.rate
@@ -53,10 +55,10 @@ class ArrivalProcess:
         return _below(seconds, self.rate, shape, generator)
 
     def _ramp(self, seconds: float, generator: np.random.Generator) -> NDArray[np.float64]:
-        """Return a Poisson process whose rate changes linearly.
+        """Return the arrival times of a Poisson process whose rate changes linearly.
 
-        It is a process of rate 1, through the inverse of the expected number of requests until t,
-        which is first*t + (last-first)*t^2/(2*seconds).
+        The times are those of a process of rate 1, mapped through the inverse of the expected
+        number of requests until t, which is first*t + (last-first)*t^2/(2*seconds).
         """
         expected = (self.first_rate + self.rate) / 2 * seconds
         counts = _below(expected, 1.0, 1.0, generator)
@@ -70,7 +72,8 @@ class ArrivalProcess:
 def _below(
     end: float, rate: float, shape: float, generator: np.random.Generator
 ) -> NDArray[np.float64]:
-    """Return a renewal process of gamma gaps with the mean 1/rate, up to ``end``."""
+    """Return the arrival times of a renewal process with gamma gaps of mean 1/rate, up to
+    ``end``."""
     times = np.zeros(0)
     last = 0.0
     while last < end:

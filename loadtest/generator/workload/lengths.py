@@ -1,4 +1,4 @@
-"""Lengths of prompts and answers: distributions of token counts, written as one word.
+"""Draws lengths of prompts and answers: distributions of token counts, written as one word.
 
 ``128`` or ``fixed:128``; ``uniform:MIN-MAX``; ``normal:MEAN,DEVIATION``;
 ``lognormal:MEDIAN,SIGMA``. The last two may have a third number, the maximum. Pure.
@@ -24,14 +24,18 @@ class Lengths:
 
     kind: Literal["fixed", "uniform", "normal", "lognormal"]
     first: float
-    """The fixed length, the minimum, the mean, or the median."""
+    """First parameter of the distribution: the fixed length, the minimum, the mean, or the
+    median."""
     second: float = 0.0
-    """The maximum of a uniform distribution, the deviation, or the sigma of the logarithm."""
+    """Second parameter: the maximum of a uniform distribution, the deviation, or the sigma of the
+    logarithm."""
     most: int = _MAX_TOKENS
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """Parse a distribution. Raises ConfigError, which shows the forms."""
+        """Parse a distribution such as ``uniform:MIN-MAX``. Raises ConfigError, which shows the
+        valid forms.
+        """
         kind, _, rest = text.strip().partition(":")
         if not rest:
             kind, rest = "fixed", kind
@@ -45,7 +49,7 @@ class Lengths:
         return made
 
     def text(self) -> str:
-        """Return the text in ``parse``'s syntax."""
+        """Return the distribution as text, in the syntax that ``parse`` accepts."""
         if self.kind == "fixed":
             return f"{self.first:g}"
         if self.kind == "uniform":
@@ -54,7 +58,7 @@ class Lengths:
         return f"{self.kind}:{self.first:g},{self.second:g}{most}"
 
     def draw(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
-        """Token counts from 1 to ``most``: int64 [count]."""
+        """Draw token counts from 1 to ``most``: int64 [count]."""
         if self.kind == "fixed":
             return np.full(count, int(self.first), np.int64)
         if self.kind == "uniform":

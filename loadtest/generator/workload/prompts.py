@@ -1,4 +1,4 @@
-"""Requests and the content of their prompts. Pure, and reproducible by the seed."""
+"""Makes requests and the content of their prompts. Pure, and reproducible by the seed."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Prompt = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """A request, and when it is due."""
+    """A request of a run, and the time at which it is due."""
 
     number: int
     due_s: float
-    """Time after the run's beginning, in seconds. In a closed loop requests follow the end of
-    others, and this is 0."""
+    """Time at which the request is due, in seconds after the run's beginning. In a closed loop
+    requests follow the end of others, and this is 0."""
     prompt: Prompt
     input_tokens: int
-    """Tokens of the prompt: exact for token ids, otherwise approximate."""
+    """Number of the prompt's tokens: exact for token ids, otherwise approximate."""
     output_tokens: int
     """Maximum tokens of the answer; the exact number if the end of sequence is ignored."""
 
@@ -39,11 +39,12 @@ _WORDS = VOCABULARY.split()
 _LOWEST_ID, _HIGHEST_ID = 300, 2000
 _KEPT_BLOCKS = 4096
 CHARACTERS_PER_TOKEN = 4
-"""Approximate ratio for English text; the server reports the exact number."""
+"""Approximate number of characters per token of English text; the server reports the exact number
+of tokens."""
 
 
 class PromptMaker:
-    """Makes prompts of given lengths out of blocks."""
+    """Makes prompts of given lengths out of blocks of random content."""
 
     def __init__(self, form: Form, *seed: int) -> None:
         """Different seeds give different blocks, so that no prompts of two seeds begin equally."""
@@ -52,13 +53,15 @@ class PromptMaker:
         self._block = lru_cache(_KEPT_BLOCKS)(self._make_block)
 
     def fresh(self, number: int, tokens: int) -> Prompt:
-        """Return the prompt of request ``number``, which begins like no other one."""
+        """Return the prompt of request ``number``, whose beginning no other prompt has."""
         return self._join([self._drawn(tokens, 0, number)])
 
     def of_blocks(
         self, number: int, tokens: int, hashes: Sequence[int], block_tokens: int
     ) -> Prompt:
-        """Return a prompt of these blocks; its rest is unique."""
+        """Return a prompt that begins with the blocks of these hashes. The rest of its tokens is
+        unique.
+        """
         parts = [self._block(one, block_tokens) for one in hashes]
         held = len(parts) * block_tokens
         if held < tokens:
@@ -81,23 +84,24 @@ class PromptMaker:
 
 @dataclass(frozen=True, slots=True)
 class FilePrompt:
-    """A prompt from a file."""
+    """A prompt that was read from a file."""
 
     text: str
     output_tokens: int | None = None
-    """Maximum tokens of its answer, if the file gives it."""
+    """Maximum tokens of the prompt's answer; None if the file does not give it."""
 
     @property
     def input_tokens(self) -> int:
-        """Return the approximate number."""
+        """Return the approximate number of tokens of the prompt."""
         return max(1, len(self.text) // CHARACTERS_PER_TOKEN)
 
 
 def read_prompts(path: Path) -> tuple[FilePrompt, ...]:
-    """Read the prompts of a file, or of all ``.jsonl`` files of a folder: a JSON object per line.
+    """Read the prompts of a file, or of all ``.jsonl`` files of a folder: one JSON object per line.
 
-    Its text is its ``prompt``, the first of its ``turns``, or the first of its ``messages`` that is
-    a user's; ``output_tokens`` bounds its answer. Raises ConfigError with the line at fault.
+    A prompt's text is the object's ``prompt``, the first of its ``turns``, or the first of its
+    ``messages`` that is a user's. ``output_tokens`` bounds the answer. Raises ConfigError with the
+    line at fault.
     """
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     found = [prompt for file in files for prompt in _read_file(file)]

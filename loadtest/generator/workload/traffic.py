@@ -1,4 +1,4 @@
-"""All requests of a run, in order. Pure.
+"""Makes all requests of a run, in order. Pure.
 
 Content and schedule are independent: any source works with any arrival process, or in a closed
 loop. Runs of one seed have the same lengths in the same order and the same pattern of arrivals, so
@@ -18,19 +18,20 @@ from loadtest.generator.workload.prompts import FilePrompt, Form, PlannedRequest
 from planning.common.traces import Trace
 
 _LENGTHS, _ORDER, _ANSWERS = 2, 3, 4
-"""Streams of random numbers, so that no two quantities share one."""
+"""Numbers of the random streams for lengths, order and answers, so that no two of these share a
+stream."""
 
 
 class Source(ABC):
-    """Makes a request by its number, reproducibly for a seed and run."""
+    """Makes the request of a given number, reproducibly for a seed and run."""
 
     @abstractmethod
     def request(self, number: int, due_s: float) -> PlannedRequest:
-        """Return request ``number``, counted from 0."""
+        """Return the request of this number, counted from 0."""
 
 
 class DrawnLengths(Source):
-    """Prompts of random content; lengths from distributions."""
+    """Makes prompts of random content, with lengths drawn from distributions."""
 
     _DRAWN = 1024
     """Number of lengths that are drawn at a time."""
@@ -53,7 +54,7 @@ class DrawnLengths(Source):
 
 
 class PromptList(Source):
-    """The prompts of a file, repeatedly, in a new random order each time."""
+    """Takes the prompts of a file, again and again, in a new random order each time."""
 
     def __init__(self, prompts: Sequence[FilePrompt], outputs: Lengths, *, seed: int) -> None:
         self._prompts = prompts
@@ -73,9 +74,10 @@ class PromptList(Source):
 
 
 class TraceRows(Source):
-    """A trace's lengths and prefixes, from its first row on, repeatedly.
+    """Takes lengths and prefixes from a trace, from its first row on. After the last row it starts
+    again.
 
-    Different turns share no prefixes.
+    Prompts of different passes through the trace share no prefixes.
     """
 
     def __init__(self, trace: Trace, form: Form, *, seed: int, run: int = 0) -> None:
@@ -98,6 +100,6 @@ class TraceRows(Source):
 
 
 def planned(source: Source, times_s: Sequence[float]) -> Iterator[PlannedRequest]:
-    """Yield a request for each of those times."""
+    """Yield a request for each of the times, at which it is due."""
     for number, due_s in enumerate(times_s):
         yield source.request(number, due_s)

@@ -1,1 +1,1 @@
-"""Correctness checks: everything that a GPU computes, compared with references in fp32."""
+"""Checks correctness: compares everything that a GPU computes with references in fp32."""

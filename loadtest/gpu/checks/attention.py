@@ -1,5 +1,5 @@
-"""Checks attention over paged KV: real head counts, long contexts, and a pool beyond 2^31
-elements."""
+"""Checks attention over paged KV: head counts of real models, long contexts, and a pool of more
+than 2^31 elements."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from loadtest.gpu.common.results import Check, Item
 
 _BLOCK = 16
 _FAR_ELEMENTS = 1 << 31
-"""An offset in elements that does not fit a signed 32-bit number."""
+"""Offset in elements that does not fit a signed 32-bit number."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Heads:
-    """The attention heads of a model."""
+    """Numbers and size of the attention heads of a model."""
 
     name: str
     heads: int
@@ -46,8 +46,8 @@ _SMALL = (
 
 
 def attention_items(place: Place) -> Iterator[Item]:
-    """Check decode and chunk attention of each geometry and KV type, then blocks at large
-    offsets."""
+    """Yield checks of decode and chunk attention for each head geometry and KV type, then of blocks
+    at large offsets."""
     # The contexts of one call differ like those of a batch. The longest has more than 16 splits, so
     # that the second kernel's loop takes more than one round.
     lengths = (1, 150, 37, 4200) if place.small else (1, 150, 5000, 40000)
@@ -84,7 +84,7 @@ class _Chunk:
     heads: _Heads
     kv: torch.dtype
     chunks: Sequence[tuple[int, int]]
-    """Tokens before each chunk, and its own tokens."""
+    """For each chunk: the number of tokens before it, and its own number of tokens."""
 
     def __call__(self) -> Iterator[Check]:
         torch.manual_seed(0)
@@ -95,7 +95,7 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Far:
-    """A few blocks of a pool so large that its offsets need 64 bits."""
+    """A few blocks at the end of a pool so large that offsets into it need 64 bits."""
 
     place: Place
     heads: _Heads
@@ -129,8 +129,8 @@ class _Far:
 def _filled(
     place: Place, heads: _Heads, kv: torch.dtype, lengths: Sequence[int]
 ) -> tuple[KvBlocks, list[list[int]]]:
-    """Return blocks of two layers with random values, and a table of distinct blocks for each
-    length."""
+    """Return blocks of two layers with random values, and for each length a block table. No two
+    tables share a block."""
     widths = [-(-length // _BLOCK) for length in lengths]
     count = sum(widths) + 3
     shape = (count, 2, 2, heads.kv_heads, _BLOCK, heads.dim)
@@ -197,7 +197,9 @@ def _reference(
     length: int,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Call ``attend_reference`` on a copy of one sequence's blocks."""
+    """Return the reference result of attention for one sequence, computed from a copy of its
+    blocks.
+    """
     ids = torch.tensor(table, device=queries.device)
     data = blocks.data
     # Torch cannot index every type of fp8 on every device.

@@ -1,4 +1,6 @@
-"""Checks one whole engine on a folder with random weights: built, warmed up, calibrated, run."""
+"""Checks one whole engine on a folder with random weights: it is built, warmed up, calibrated and
+run.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,16 @@ from loadtest.gpu.common.shapes import SHAPES, llama_1b, miniature
 from worker.costs.calibration import calibrate
 
 _REGRET = 0.25
-"""Maximum difference between the best fp32 logit and that of a sampled token. Logits of random
-weights have a deviation of about 1, and steps in bf16 an error of some hundredths. Any token except
-the best few lies several below."""
+"""Maximum difference between the highest fp32 logit and that of a sampled token. Logits of random
+weights have a standard deviation of about 1, and steps in bf16 have an error of some hundredths.
+All tokens except the best few lie far below the highest one."""
 _FRACTION = 0.5
-"""Fraction of the GPU's memory."""
+"""Fraction of the GPU's memory that the engine may use."""
 _BLOCK = 16
 
 
 def engine_items(place: Place, folder: Path) -> Iterator[Item]:
-    """Check the engine. ``folder`` is for the model's files."""
+    """Yield the checks of the engine. The model's files are written to ``folder``."""
     config = miniature(SHAPES["Llama 8B"]) if place.small else llama_1b(16384)
 
     @cache
@@ -83,7 +85,8 @@ def _warm_up(place: Place, engine: Callable[[], Engine]) -> Iterator[Result]:
 
 
 def _sequences(place: Place, engine: Callable[[], Engine], path: Path) -> Iterator[Result]:
-    """Run prompts in chunks and overlapping decode steps, and compare each token with fp32."""
+    """Run prompts in chunks and overlapping decode steps, and compare each sampled token with
+    fp32."""
     built = engine()
     prompts = (70, 33, 5) if place.small else (9000, 700, 300, 64, 17, 5)
     tokens = 8 if place.small else 64
@@ -117,7 +120,9 @@ def _prompt(seed: int, count: int, vocab: int) -> tuple[int, ...]:
 
 @torch.inference_mode()
 def _regret(place: Place, model: DecoderModel, token_ids: list[int], prompt: int) -> float:
-    """Return the maximum over all sampled tokens of the best fp32 logit minus that of the token."""
+    """Return the largest gap between the highest fp32 logit and that of the sampled token, over all
+    sampled tokens.
+    """
     count = len(token_ids) - 1
     table = tuple(range(-(-count // _BLOCK)))
     cache = KvCache(model.config, len(table), _BLOCK, torch.float32, place.device)
@@ -131,7 +136,7 @@ def _regret(place: Place, model: DecoderModel, token_ids: list[int], prompt: int
 
 
 def _memory(place: Place, built: Engine) -> Iterator[Result]:
-    """Check that the engine holds no more than its share of the GPU."""
+    """Check that the engine holds no more than its fraction of the GPU's memory."""
     if not place.on_gpu:
         yield Fact("memory", {"pool bytes": built.cache.bytes.nbytes})
         return

@@ -1,4 +1,4 @@
-"""Checks all other kernels, at the hidden sizes of served models."""
+"""Checks all kernels except attention, at the hidden sizes of served models."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _SMALL_ROPES = (("all turn", 8, 2, 64, 64, False), ("part turns, normed", 8, 2, 
 
 
 def kernel_items(place: Place) -> Iterator[Item]:
-    """Compare each kernel with its reference, once or several times."""
+    """Yield checks that compare each kernel with its reference, for one or several sizes."""
     for kv in (place.dtype, torch.int8, torch.float8_e4m3fn):
         for shape in _SMALL_ROPES if place.small else _ROPES:
             name = f"rotation and KV write, {shape[0]}, KV {_name(kv)}"
@@ -133,8 +133,8 @@ def _embedding(place: Place) -> Iterator[Check]:
 
 
 def _linear_shapes(place: Place) -> tuple[tuple[int, int], ...]:
-    """Return outputs and inputs: Llama 8B's joined projections and the longest sums of served
-    models."""
+    """Return numbers of outputs and inputs of linear layers: Llama 8B's joined projections, and the
+    longest sums of served models."""
     return ((200, 256),) if place.small else ((6144, 4096), (4096, 14336), (5376, 21504))
 
 
@@ -212,7 +212,7 @@ def _draws(place: Place) -> Iterator[Check]:
 
 
 def _limits(place: Place) -> Iterator[Check]:
-    """Check that top_k, top_p and min_p leave the same tokens as on the CPU."""
+    """Check that top_k, top_p and min_p leave the same tokens on the GPU as on the CPU."""
     generator = torch.Generator().manual_seed(0)
     # Steps of an eighth keep sums and comparisons far from ties, except for equal logits.
     logits = torch.randint(-40, 40, (6, 5000), generator=generator) / 8.0

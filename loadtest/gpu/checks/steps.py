@@ -1,4 +1,4 @@
-"""Checks whole steps of two layers at real sizes against the same steps of torch in fp32."""
+"""Checks whole steps of two-layer models at real sizes against the same steps of torch in fp32."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from loadtest.gpu.common.results import Check, Item
 from loadtest.gpu.common.shapes import SHAPES, llama_1b, llama_8b, miniature, with_layers
 
 _NOISE = 1.5
-"""Maximum median error of whole steps, relative to that of torch in bf16."""
+"""Maximum ratio of the median error of whole steps to that of torch in bf16."""
 _WORST = 3.0
-"""Maximum largest error, in the same way."""
+"""Maximum ratio of the largest error of whole steps to that of torch in bf16."""
 _CODE_STEP = 1e-2
-"""Maximum error in fp32 when KV is rounded to codes, relative to the largest value."""
+"""Maximum error in fp32 if KV is quantized to codes, relative to the largest value."""
 _BLOCK = 16
 _MAX_ROWS = 4
 _COUNTS = (90, 60, 20, 1)
@@ -40,7 +40,7 @@ _STEPS = (
     ((0, 72, 18), (1, 51, 1)),
     ((1, 52, 1),),
 )
-"""Sequence, start and count of each row of some steps: chunks, single tokens, and both."""
+"""Rows of some steps, each as sequence, start and token count: chunks, single tokens, and both."""
 _SMALL_STEPS = (
     ((1, 0, 2), (0, 0, 17), (2, 0, 1)),
     ((0, 17, 1), (1, 2, 1)),
@@ -51,13 +51,15 @@ _LONG_STEPS = (
     ((0, 5121, 1), (1, 300, 1)),
     ((0, 5122, 1), (1, 301, 1)),
 )
-"""A prompt in chunks, then captured steps whose attention has more than 16 splits."""
+"""Rows of a prompt in chunks, then of captured steps whose attention has more than 16 splits."""
 _LONG_COUNTS = (5123, 302)
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """Steps of a model: the types of its layers' matrices and of its KV, and the rows."""
+    """Steps of one model to check: the types of its weights and of its KV, and the rows of each
+    step.
+    """
 
     config: ModelConfig
     weights: QuantKind | None = None
@@ -66,7 +68,7 @@ class _Case:
     counts: Sequence[int] = _COUNTS
 
     def tables(self) -> list[tuple[int, ...]]:
-        """Return the blocks of each sequence, in any order."""
+        """Return a block table for each sequence, with blocks in arbitrary order."""
         widths = [-(-count // _BLOCK) for count in self.counts]
         free = iter(permutation(sum(widths)))
         return [tuple(next(free) for _ in range(width)) for width in widths]
@@ -77,13 +79,13 @@ class _Case:
 
 
 def step_items(place: Place) -> Iterator[Item]:
-    """Check every family, every type of weights and KV, long prompts, overlapping and equal
-    steps."""
+    """Yield checks of every model family, every type of weights and KV, long prompts, and
+    overlapping and equal steps."""
     llama = _sized(place, SHAPES["Llama 8B"])
     steps = _SMALL_STEPS if place.small else _STEPS
     case = partial(_Case, steps=steps)
     for name, config in SHAPES.items():
-        # Small models of the same kind are equal.
+        # At small sizes, these two equal other shapes.
         if not (place.small and name in ("Llama 70B", "Mixtral 8x7B")):
             yield Item(f"steps, {name}", partial(_logits, place, case(_sized(place, config))))
     for kind in KINDS:
@@ -113,9 +115,10 @@ def _sized(place: Place, config: ModelConfig) -> ModelConfig:
 
 
 def _logits(place: Place, case: _Case) -> Iterator[Check]:
-    """Compare the median error in bf16 with that of torch in bf16, since both round.
+    """Check the logits of all steps against torch in fp32.
 
-    In fp32 the largest error counts.
+    In bf16 the median error is compared with that of torch in bf16, since both round. In fp32 the
+    largest error counts.
     """
     found = _all_logits(_ours(place, case), case)
     if place.describes:
@@ -142,13 +145,15 @@ def _ours(place: Place, case: _Case, *, deterministic: bool = False) -> GpuStepM
 
 
 def _torch(place: Place, case: _Case, dtype: torch.dtype) -> TorchStepModel:
-    """Run torch's steps with our weights and KV, computed in ``dtype``."""
+    """Return a torch model of the steps that has the same weights and KV, and computes in
+    ``dtype``.
+    """
     model = random_model(case.config, place.device, dtype, case.weights, rounded=place.dtype)
     return TorchStepModel(model, case.cache(place.with_dtype(dtype)), place.device)
 
 
 def _all_logits(model: StepModel, case: _Case) -> torch.Tensor:
-    """Return the logits of all steps, fp32 [tokens, vocab]."""
+    """Run all steps of a case, and return the logits of all tokens, fp32 [tokens, vocab]."""
     found = [_step_logits(model, _rows(case, step)) for step in case.steps]
     if case.steps is _LONG_STEPS:
         # For a long prompt only the last tokens: all its logits would be gigabytes.
@@ -175,7 +180,9 @@ def _tokens(seed: int, count: int, vocab: int) -> tuple[int, ...]:
 
 
 def _step_logits(model: StepModel, rows: Sequence[tuple[Sequence[int], PlanRow]]) -> torch.Tensor:
-    """Return the logits of all tokens; each row comes with its sequence."""
+    """Run one step, and return the logits of all its tokens. Each row comes with the tokens of its
+    sequence.
+    """
     tokens = [t for ids, row in rows for t in ids[row.start : row.start + row.count]]
     plan = tuple(row for _, row in rows)
     logits = model.run(StepInput(plan, tokens, list(range(len(tokens))), False)).logits
@@ -184,7 +191,7 @@ def _step_logits(model: StepModel, rows: Sequence[tuple[Sequence[int], PlanRow]]
 
 
 def _hidden(place: Place, case: _Case) -> Iterator[Check]:
-    """Check the last layer's output, from which embeddings are made."""
+    """Check the last layer's output, from which embeddings are computed."""
     rows = _rows(case, case.steps[0] if place.small else case.steps[1])
     tokens = [t for ids, row in rows for t in ids[row.start : row.start + row.count]]
     plan = tuple(replace(row, start=0) for _, row in rows)
@@ -209,7 +216,9 @@ def _copied(place: Place, case: _Case) -> Iterator[Check]:
 
 
 def _overlapping(place: Place, config: ModelConfig) -> Iterator[Check]:
-    """Check that steps started before the end of the last one sample torch's tokens, in fp32."""
+    """Check that a step that starts before the last one has ended samples the same tokens as torch,
+    in fp32.
+    """
     place = place.with_dtype(torch.float32)
     case = _Case(config)
     steps = _ours(place, case)
@@ -232,7 +241,9 @@ def _overlapping(place: Place, config: ModelConfig) -> Iterator[Check]:
 
 
 def _plans(case: _Case, steps: int) -> list[StepPlan]:
-    """Return plans of two prompts, one greedy and one not, and their next steps."""
+    """Return the step plans of two prompts, one greedy and one sampled, and of the steps that
+    follow.
+    """
     sampling = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=3))
     prompts = (30, 20)
     tables = case.tables()
@@ -253,10 +264,11 @@ def _plans(case: _Case, steps: int) -> list[StepPlan]:
 
 
 def _same_bits(place: Place, case: _Case) -> Iterator[Check]:
-    """Check ``deterministic``: a prompt at once, and in pieces in batches with other sequences.
+    """Check ``deterministic`` mode: a prompt at once gives the same bits as in chunks batched with
+    other sequences.
 
-    An interpreter's matrix products depend on a row's place in its tile, so there the result is
-    only compared.
+    In an interpreter, matrix products depend on a row's place in its tile. There the results are
+    only compared with a tolerance.
     """
     tables, vocab = case.tables(), case.config.vocab_size
     counts = (3, 1, 12) if place.small else (17, 1, 1, 70, 1)
@@ -282,7 +294,7 @@ def _same_bits(place: Place, case: _Case) -> Iterator[Check]:
 
 
 def _warm_up(place: Place) -> Iterator[Check]:
-    """Run the warm-up that workers compile before they serve, only described."""
+    """Run the warm-up of workers on tensors without values, which only compiles its kernels."""
     for whole in (llama_1b(), llama_8b()):
         config = replace(with_layers(whole, 1), context_length=16384)
         cache = KvCache(config, 1024, _BLOCK, place.dtype, place.device)

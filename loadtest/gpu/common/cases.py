@@ -1,4 +1,4 @@
-"""The timed cases, each with its minimum bytes and operations. Plain data."""
+"""Defines the timed cases, each with its minimum bytes and operations. Plain data."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from loadtest.gpu.common.shapes import SHAPES, miniature
 
 BLOCK = 16
 WEIGHT_BYTES: dict[QuantKind | None, float] = {None: 2.0, "int8": 1.125, "int4": 0.75, "fp8": 1.0}
-"""Bytes of one weight on a GPU, with fp32 scales and minimums in groups of 32 inputs."""
+"""Bytes of one weight on a GPU, by the type of the weights. Scales and minimums in groups of 32
+inputs are included."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeAttention:
-    """One layer of decode attention, which reads the keys and values of ``batch`` sequences
-    once."""
+    """A case of decode attention in one layer, which reads the keys and values of ``batch``
+    sequences once."""
 
     batch: int
     context: int
     kv: str = "bf16"
-    """KV type, ``bf16`` or ``fp8``."""
+    """Type of the KV: ``bf16`` or ``fp8``."""
     heads: int = 32
     kv_heads: int = 8
     dim: int = 128
     layers: int = 8
-    """Layers of the pool, used in turn, so that none is in the GPU's caches."""
+    """Number of the pool's layers. They are used in turn, so that none is in the GPU's caches."""
     full_pool: bool = False
     """Whether blocks are spread over most of the GPU's memory, with all layers of the model."""
 
@@ -49,7 +50,9 @@ class DecodeAttention:
 
 @dataclass(frozen=True, slots=True)
 class ChunkAttention:
-    """One layer of attention of a prompt's tokens to themselves and all tokens before them."""
+    """A case of chunk attention in one layer: a prompt's new tokens attend to themselves and to all
+    tokens before them.
+    """
 
     tokens: int
     heads: int = 32
@@ -71,13 +74,15 @@ class ChunkAttention:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A linear layer: by cuBLAS, in a fixed order of sums, or with quantized weights."""
+    """A case of a linear layer: by cuBLAS, with sums in a fixed order, or with quantized
+    weights."""
 
     rows: int
     inputs: int
     outputs: int
     way: str = "cuBLAS"
-    """Implementation: ``cuBLAS``, ``fixed order``, or a type of weights."""
+    """Implementation of the product: ``cuBLAS``, ``fixed order``, or a type of quantized
+    weights."""
 
     @property
     def name(self) -> str:
@@ -85,7 +90,7 @@ class Product:
 
     @property
     def kind(self) -> QuantKind | None:
-        """Return the type of the weights; None if they are not quantized."""
+        """Return the type of the quantized weights; None if they are not quantized."""
         found: dict[str, QuantKind] = {"int8": "int8", "int4": "int4", "fp8": "fp8"}
         return found.get(self.way)
 
@@ -101,7 +106,8 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class ExpertProduct:
-    """The first product of a mixture of experts: each token uses ``per_token`` of them."""
+    """A case of the first product in a mixture of experts. Each token uses ``per_token``
+    experts."""
 
     tokens: int
     experts: int = 128
@@ -115,7 +121,9 @@ class ExpertProduct:
 
     @property
     def met(self) -> float:
-        """Return the expected number of experts with a token, if all are chosen uniformly."""
+        """Return the expected number of experts that receive a token, if tokens choose experts
+        uniformly.
+        """
         return self.experts * (1.0 - (1.0 - self.per_token / self.experts) ** self.tokens)
 
     @property
@@ -130,10 +138,11 @@ class ExpertProduct:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A kernel that reads and writes each value once: norms, gates, rotations, sampling."""
+    """A case of a kernel that reads and writes each value once: norms, gates, rotations,
+    sampling."""
 
     what: str
-    """Kind: ``norm``, ``gate``, ``rotation``, ``draw`` or ``top-p``."""
+    """Kind of kernel: ``norm``, ``gate``, ``rotation``, ``draw`` or ``top-p``."""
     rows: int
     width: int
 
@@ -153,7 +162,8 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A whole step of a model: rows of (tokens before, tokens of the step)."""
+    """A case of a whole step of a model. Each of its rows is (tokens before, tokens of the
+    step)."""
 
     name: str
     model: str
@@ -161,7 +171,7 @@ class Step:
     weights: QuantKind | None = None
     top_p: float = 1.0
     penalized: int = 0
-    """Number of rows with a repetition penalty."""
+    """Number of the step's rows that have a repetition penalty."""
     deterministic: bool = False
 
     @property
@@ -170,7 +180,7 @@ class Step:
 
     @property
     def decodes(self) -> bool:
-        """Whether every row computes one token: such steps are captured."""
+        """Whether every row computes one token. Such steps are captured as CUDA graphs."""
         return all(count == 1 for _, count in self.rows)
 
     @property
@@ -178,7 +188,7 @@ class Step:
         return sum(count for _, count in self.rows)
 
     def work(self, config: ModelConfig | None = None) -> Work:
-        """Return the minimum bytes and operations."""
+        """Return the minimum bytes and operations of the step."""
         config = config or self.config
         plan = [PlanRow(n, at, count, (), True) for n, (at, count) in enumerate(self.rows)]
         kv = 2 * 2.0 * config.layers * config.kv_heads * config.head_dim
@@ -186,7 +196,7 @@ class Step:
 
     @property
     def attention_operations(self) -> float:
-        """Return the part of ``work`` that is not a product with weights."""
+        """Return the operations of the step that are not products with weights."""
         pairs = sum(count * at + count * (count + 1) / 2 for at, count in self.rows)
         return 4.0 * self.config.layers * self.config.heads * self.config.head_dim * pairs
 
@@ -195,7 +205,7 @@ Case = DecodeAttention | ChunkAttention | Product | ExpertProduct | Pass | Step
 
 
 def kernel_cases() -> tuple[Case, ...]:
-    """Return the kernels' cases, the most important first."""
+    """Return the cases of single kernels, the most important first."""
     hidden, inner, vocab = 4096, 14336, 128256
     products = [
         Product(rows, inputs, outputs)
@@ -241,7 +251,7 @@ def _decode(batch: int, context: int) -> tuple[tuple[int, int], ...]:
 
 
 def step_cases() -> tuple[Step, ...]:
-    """Return the steps' cases, ordered so that consecutive ones share a model's weights."""
+    """Return the cases of whole steps, ordered so that consecutive ones share a model's weights."""
     llama, experts = "Llama 8B", "Qwen3 30B-A3B"
     mixed = (*_decode(63, 1000), (131000, 1))
     return (
@@ -276,7 +286,7 @@ def step_cases() -> tuple[Step, ...]:
 
 
 def small(case: Case) -> Case:
-    """Return a case of the same kind for an interpreter."""
+    """Return a smaller case of the same kind, for an interpreter."""
     match case:
         case DecodeAttention():
             context = min(case.context // 64, 300)
@@ -297,5 +307,5 @@ def small(case: Case) -> Case:
 
 
 def config_of(case: Step, *, tiny: bool) -> ModelConfig:
-    """Return the model of a step; ``tiny`` for an interpreter."""
+    """Return the model of a step's case. ``tiny`` makes it small enough for an interpreter."""
     return miniature(case.config) if tiny else case.config

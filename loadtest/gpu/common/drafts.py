@@ -1,4 +1,4 @@
-"""Drafts on a GPU: checks that tokens do not change, and measures the speedup.
+"""Runs drafts on a GPU: checks that they do not change tokens, and measures the speedup.
 
 The drafter knows the answers and proposes a chosen share of correct tokens. That shows the value of
 a drafter by its accuracy, on random weights, whose answers never repeat.
@@ -38,9 +38,10 @@ from loadtest.gpu.common.shapes import SHAPES, llama_8b, miniature
 
 _BLOCK = 16
 _IN_FLIGHT = 2
-"""Maximum steps in flight in a worker."""
+"""Maximum number of steps in flight, as in a worker."""
 _HOT = 1e6
-"""A temperature at which only the noise decides: rounding changes no token, and no text repeats."""
+"""Sampling temperature at which only the noise decides: rounding changes no token, and no text
+repeats."""
 
 
 class KnownAnswers:
@@ -50,7 +51,9 @@ class KnownAnswers:
     name = "known"
 
     def __init__(self, answers: Sequence[Sequence[int]], right: float, vocab: int) -> None:
-        """``answers`` has all tokens of each sequence, by its id."""
+        """``answers`` has all tokens of each sequence, by its id. ``right`` is the probability of a
+        correct token.
+        """
         self._answers = answers
         self._right = right
         self._vocab = vocab
@@ -70,7 +73,7 @@ class KnownAnswers:
 
 
 class _Whole(DraftLength):
-    """Uses all tokens of every draft."""
+    """A draft length that always uses all tokens of a draft."""
 
     def choose(
         self,
@@ -88,7 +91,7 @@ class _Whole(DraftLength):
 
 
 class _Always(OverlapCosts):
-    """Uses every draft, whatever its cost."""
+    """Costs that make every draft worthwhile, however much it costs."""
 
     def seconds(self, batch: int, rows: int, most: int, *, first: bool) -> list[float] | None:
         return [1.0] * (most + 1)
@@ -103,9 +106,10 @@ def run_to_end(
     runner: ModelRunner,
     note: Callable[[StepPlan, StepResult], None] = lambda plan, result: None,
 ) -> None:
-    """Run all sequences of a scheduler; a step starts while the one before it runs.
+    """Run all sequences of a scheduler to their ends. Each step starts while the one before it
+    still runs.
 
-    ``note`` gets each step's result.
+    ``note`` is called with each step's plan and result.
     """
     flight: deque[tuple[StepPlan, Ending]] = deque()
     while True:
@@ -125,7 +129,9 @@ class GpuSequences:
     def __init__(
         self, place: Place, config: ModelConfig, blocks: int, most: int, *, deterministic: bool
     ) -> None:
-        """At most ``most`` sequences run at a time, in ``blocks`` blocks."""
+        """Prepare a runner in which at most ``most`` sequences run at a time, with a pool of
+        ``blocks`` blocks.
+        """
         self._place = place
         self._most = most
         self.config = config
@@ -145,9 +151,10 @@ class GpuSequences:
         prompt_tokens: int,
         note: Callable[[StepPlan, StepResult], None] = lambda plan, result: None,
     ) -> list[list[int]]:
-        """Return all tokens of each sequence; steps overlap as in a worker.
+        """Run one sequence for each entry of ``samplings``, and return all tokens of each. Steps
+        overlap as in a worker.
 
-        ``note`` gets each result.
+        ``note`` is called with each step's plan and result.
         """
         runner = GpuRunner(self._model, self._cache, self._place.device, 0, speculation)
         limits = SchedulerLimits(
@@ -178,7 +185,9 @@ class GpuSequences:
 
 
 def draft_check_items(place: Place) -> Iterator[Item]:
-    """Check that a small model's tokens with drafts, some of them wrong, equal those without."""
+    """Yield checks that the tokens of a small model with drafts, some of them wrong, equal those
+    without drafts.
+    """
     # In another batch, torch's products round differently: a little in fp32, and not at all in
     # kernels of fixed order.
     for dtype, deterministic in ((torch.float32, False), (place.dtype, True)):
@@ -196,7 +205,9 @@ def _unchanged(place: Place, deterministic: bool) -> Iterator[Check]:
 
 
 def _wrong_tokens(bench: GpuSequences, prompt: int, tokens: int) -> tuple[int, int]:
-    """Return the number of differing sequences, and of correct drafted tokens."""
+    """Return the number of sequences that differ with drafts, and the number of correct drafted
+    tokens.
+    """
     base = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     samplings = [
         base,
@@ -217,7 +228,7 @@ def _wrong_tokens(bench: GpuSequences, prompt: int, tokens: int) -> tuple[int, i
 
 @dataclass(slots=True)
 class _Rate:
-    """Token rate of the steps in which exactly ``batch`` sequences decoded."""
+    """Measures the token rate of the steps in which exactly ``batch`` sequences decoded."""
 
     batch: int
     tokens: int = 0
@@ -225,7 +236,7 @@ class _Rate:
     _last: float = 0.0
 
     def note(self, plan: StepPlan, result: StepResult) -> None:
-        """Record a step."""
+        """Count a step if exactly ``batch`` sequences decoded in it."""
         now = time.perf_counter()
         if plan.decodes_only and len(plan.rows) == self.batch and self._last:
             self.tokens += sum(len(found) for found in result.token_ids)
@@ -234,12 +245,14 @@ class _Rate:
 
     @property
     def token_s(self) -> float:
-        """Return the seconds for a token of each sequence."""
+        """Return the seconds in which each sequence gets one token."""
         return self.seconds * self.batch / max(1, self.tokens)
 
 
 def draft_speed_items(place: Place) -> Iterator[Item]:
-    """Measure seconds per token with drafts, chosen by the runner's measurements, and without."""
+    """Yield measurements of seconds per token, with drafts whose length the runner's measurements
+    choose, and without drafts.
+    """
     batches = (2,) if place.small else (1, 16, 64)
     prompt, answer = (4, 3) if place.small else (512, 160)
     blocks = max(batches) * (-(-(prompt + answer) // _BLOCK) + 2)
@@ -263,7 +276,9 @@ def _ratios(
     ]
 
     def measured(speculation: OverlapSpeculation | None) -> tuple[_Rate, list[list[int]]]:
-        """Return the second of two runs, which uses what the first has learned and captured."""
+        """Do two runs, and return the second one, which uses what the first has learned and
+        captured.
+        """
         if not place.small:
             bench.run(speculation, samplings, prompt)
         rate = _Rate(batch)
@@ -277,7 +292,7 @@ def _ratios(
         "half of the drafted tokens right": OverlapSpeculation(KnownAnswers(answers, 0.5, vocab)),
         "nine of ten right": OverlapSpeculation(KnownAnswers(answers, 0.9, vocab)),
     }
-    # A dry run does not need all of them.
+    # A dry run does not need all shares of correct tokens.
     for name, speculation in list(ways.items())[:: 3 if place.small else 1]:
         found, said = measured(speculation)
         same = "" if said == answers else ", OTHER TOKENS"

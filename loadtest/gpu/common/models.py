@@ -1,4 +1,4 @@
-"""Models of any shape with random weights, in memory or as a folder: no checkpoint needed."""
+"""Makes models of any shape with random weights, in memory or as a folder: no checkpoint needed."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def random_model(
     *,
     rounded: torch.dtype | None = None,
 ) -> DecoderModel:
-    """Return a model with spread-out logits, the same for the same arguments.
+    """Return a model with random weights and spread-out logits, the same for the same arguments.
 
-    With ``kind`` its layers' matrices are quantized. With ``rounded`` its values are rounded to
-    that type.
+    If ``kind`` is given, the matrices of the layers are quantized. If ``rounded`` is given, the
+    values are rounded to that type.
     """
     generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
 
@@ -87,15 +87,15 @@ def tensor_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 _SHARPER = 2.0
-"""Factor on queries and keys of a written model, so that attention prefers some tokens: then an
-answer depends on the KV of all of its prompt."""
+"""Factor on the queries and keys of a written model, so that attention prefers some tokens. Then an
+answer depends on the KV of its whole prompt."""
 
 
 def write_folder(config: ModelConfig, folder: Path, device: torch.device) -> Path:
-    """Write a checkpoint of a Llama with random bf16 weights; returns the folder.
+    """Write a checkpoint of a Llama with random bf16 weights to ``folder``, and return the folder.
 
-    Its tokenizer.json is empty, since an engine reads no text. The config is written last: a folder
-    with one is complete.
+    Its tokenizer.json is empty, since an engine reads no text. The config is written last, so a
+    folder that has one is complete.
     """
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator(device).manual_seed(0)
@@ -151,7 +151,7 @@ def random_codes(
     device: torch.device,
     generator: torch.Generator | None = None,
 ) -> QuantizedWeight:
-    """Return random codes, and scales that give weights of a usual size."""
+    """Return random quantized codes, with scales that give weights of a usual size."""
     outputs, inputs = shape
     width = inputs // 2 if kind == "int4" else inputs
     group = inputs if kind == "fp8" else DEFAULT_GROUP

@@ -1,4 +1,4 @@
-"""The device of checks and measurements: a GPU, an interpreter, or none."""
+"""Defines the device of checks and measurements: a GPU, an interpreter, or none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.roofline import measure_ceilings
 from loadtest.gpu.common.results import Check, Fact, Item
 
 _LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-"""Maximum error relative to the largest expected value."""
+"""Maximum error of a check by data type, relative to the largest expected value."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Place:
 
     @property
     def describes(self) -> bool:
-        """Whether tensors have no values on this device."""
+        """Whether tensors on this device have no values, so that work is only described."""
         return self.device.type == "meta"
 
     def with_dtype(self, dtype: torch.dtype) -> Place:
@@ -54,9 +54,11 @@ class Place:
     def check(
         self, name: str, found: torch.Tensor, expected: torch.Tensor, *, by_row: bool = False
     ) -> Check:
-        """Return the largest error relative to the largest expected value, with the type's limit.
+        """Compare ``found`` with ``expected``. The error is the largest difference relative to the
+        largest expected value; the limit is that of the type.
 
-        With ``by_row`` each row has its own largest value, since rows differ in size.
+        With ``by_row``, the error of each row is relative to the row's own largest value, since
+        rows differ in size.
         """
         limit = _LIMITS[self.dtype]
         if self.describes:
@@ -69,7 +71,9 @@ class Place:
         return Check(name, float(error.max() / size.max()), limit)
 
     def capture(self) -> Capture:
-        """Return how steps are captured: as CUDA graphs, or as functions that run again."""
+        """Return the way in which steps are captured: as CUDA graphs, or as functions that run
+        again.
+        """
         return CudaCapture(self.device) if self.on_gpu else _run_again
 
 
@@ -79,7 +83,7 @@ def _run_again(work: Work) -> Work:
 
 
 def permutation(count: int, seed: int = 0) -> list[int]:
-    """Return the numbers below ``count`` in a pseudorandom, reproducible order."""
+    """Return the numbers from 0 to ``count`` - 1 in a pseudorandom, reproducible order."""
     generator = torch.Generator().manual_seed(seed)
     found: list[int] = torch.randperm(count, generator=generator).tolist()
     return found
@@ -97,18 +101,18 @@ _SMI_S = 10.0
 
 
 def machine_items(place: Place) -> Iterator[Item]:
-    """Report facts about the machine."""
+    """Yield an item that reports facts about the machine."""
     yield Item("versions", partial(_versions, place))
     yield Item("ceilings", partial(_ceilings, place))
 
 
 def device_name(place: Place) -> str:
-    """Return the device's name in CUDA."""
+    """Return the device's name as CUDA reports it."""
     return torch.cuda.get_device_name(place.device) if place.on_gpu else "CPU, interpreted"
 
 
 def versions(place: Place) -> dict[str, str]:
-    """Return the versions on which results depend."""
+    """Return the versions of software on which results depend."""
     return {
         "device": device_name(place),
         "torch": torch.__version__,
@@ -140,7 +144,9 @@ def _versions(place: Place) -> Iterator[Fact]:
 
 
 def _ceilings(place: Place) -> Iterator[Fact]:
-    """Measure peak rates. On a CPU there are none: a dry run does not need them."""
+    """Measure the device's peak rates. On a CPU none are measured, since a dry run does not need
+    them.
+    """
     if place.on_gpu:
         found = measure_ceilings(place.device, place.dtype)
         values = {"bytes_per_s": found.bytes_per_s, "operations_per_s": found.operations_per_s}

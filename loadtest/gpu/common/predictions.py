@@ -32,16 +32,16 @@ from loadtest.gpu.common.cases import (
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Peak rates of a device as programs measure them, not those of its data sheet."""
+    """Peak rates of a GPU as programs measure them, not those of its data sheet."""
 
     name: str
     bytes_per_s: float
-    """Rate of a large copy, bytes read and written."""
+    """Bytes per second of a large copy, counting those read and those written."""
     operations_per_s: float
-    """Rate of a large product in bf16."""
+    """Operations per second of a large matrix product in bf16."""
     processors: int
     gap_s: float
-    """Gap between two kernels of a captured step."""
+    """Seconds between two kernels of a captured step."""
 
 
 H200 = Gpu("H200", 4.3e12, 790e12, 132, 1.0e-6)
@@ -65,22 +65,23 @@ _OF_BANDWIDTH = {
 }
 _OF_PRODUCTS = {"linear": 0.90, "fixed order": 0.50, "chunk attention": 0.44, "experts": 0.55}
 _SMALL_BYTES = 4e6
-"""Size at which a kernel takes half as long again as its bytes need: it starts and drains."""
+"""Bytes at which a kernel takes half as long again as its bytes alone need, because it starts and
+drains."""
 _DEQUANTIZED_ROWS = 64
 """Number of rows above which quantized weights are first dequantized, in torch."""
 _DEQUANTIZE_BYTES = 52.0
-"""Bytes that this moves for each weight, in about ten passes in fp32."""
+"""Bytes that dequantizing moves for each weight, in about ten passes in fp32."""
 _SORT_BYTES = 600.0
 """Bytes that top-p moves for each logit: a stable sort with its indices, and five passes."""
 _ELEMENT_BYTES, _OF_ELEMENTS = 55.0, 0.72
-"""Bytes for each hidden value of a token and layer (norms 24, gate 21, rotation 6, output 4), and
-the share of the bandwidth that they reach."""
+"""Bytes that small kernels move for each hidden value of a token and layer (norms 24, gate 21,
+rotation 6, output 4), and the share of the bandwidth that they reach."""
 _LAUNCHES, _EXPERT_LAUNCHES = 11, 45
-"""Launches of a layer: dense, and with experts."""
+"""Kernel launches of a dense layer, and of a layer with experts."""
 _EMPTY_S = 0.6e-6
-"""Time of a decode attention program without work, in its slot of the processor, in seconds."""
+"""Seconds that a decode attention program without work occupies its slot of a processor."""
 _SLOTS = 2.5
-"""Number of such programs that one processor runs at a time."""
+"""Number of decode attention programs without work that one processor runs at a time."""
 _SPLIT = 256
 _EAGER_LAUNCH_S, _CAPTURED_STEP_S = 35e-6, 0.45e-3
 """Host time of one launch outside a captured step, and of a captured step without its rows, in
@@ -94,15 +95,15 @@ _SEPARATE_LAUNCH_S, _SEPARATE_LAUNCHES = 40e-6, 5
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A predicted time, in seconds."""
+    """Predicted time of a case, in seconds."""
 
     floor_s: float
-    """Minimum time by bytes and operations, at peak rates."""
+    """Minimum time of the case by its bytes and operations, at peak rates."""
     expected_s: float
 
 
 def predict(case: Case, gpu: Gpu) -> Prediction:
-    """Return how long a case takes on a device."""
+    """Predict the time of a case on a GPU."""
     if isinstance(case, Step):
         work = case.work()
         floor = max(work.bytes / gpu.bytes_per_s, work.operations / gpu.operations_per_s)
@@ -180,8 +181,8 @@ def _step_gpu_s(step: Step, gpu: Gpu) -> float:
 
 
 def _empty_programs(step: Step) -> float:
-    """Return the programs of decode attention without work, in all layers: the longest row sets the
-    grid."""
+    """Return the number of decode attention programs that have no work, in all layers. The longest
+    row determines the size of the grid, so shorter rows leave programs idle."""
     longest = max(at + 1 for at, _ in step.rows)
     size = 1024
     while size < longest:
@@ -200,7 +201,9 @@ def _step_host_s(step: Step) -> float:
 
 
 def _extra_s(step: Step, gpu: Gpu) -> float:
-    """Return the additional time: host work that nothing hides, and work for quantized weights."""
+    """Return the seconds that are added to a step: host work that nothing hides, and work for
+    quantized weights.
+    """
     config, rows = step.config, len(step.rows)
     extra = 0.0
     if step.top_p < 1.0:
@@ -219,12 +222,13 @@ def _extra_s(step: Step, gpu: Gpu) -> float:
 
 
 def by_name(gpu: Gpu) -> dict[str, Prediction]:
-    """Return the predictions of all cases."""
+    """Return the predictions of all cases on a GPU, by the case's name."""
     return {case.name: predict(case, gpu) for case in (*kernel_cases(), *step_cases())}
 
 
 def gpu_of(device: str) -> Gpu | None:
-    """Return the entry of a device by its CUDA name; None without predictions."""
+    """Return the rates of a GPU by the device's CUDA name; None if there are no predictions for
+    it."""
     return next((gpu for gpu in GPUS if gpu.name.split()[0] in device), None)
 
 

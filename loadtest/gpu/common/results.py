@@ -1,4 +1,4 @@
-"""Results of a run on a GPU: plain data, one JSON line each."""
+"""Defines the results of a run on a GPU: plain data, one JSON line each."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 Record = dict[str, Any]
-"""A result in the report."""
+"""A result as a line of the report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A comparison, which passes if the error is at most the limit."""
+    """A comparison with a reference. It passes if the error is at most the limit."""
 
     name: str
     error: float
@@ -33,18 +33,19 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """A measured time, and that of the best peer for the same work, if any."""
+    """A measured time, and the time of the best peer for the same work, if any."""
 
     name: str
-    """Name, by which the prediction is found."""
+    """Name of the case, by which its prediction is found."""
     seconds: float
-    """Median time."""
+    """Median time of the case."""
     peer: str = ""
-    """Another implementation of the same work, such as ``cuBLAS``."""
+    """Name of the fastest other implementation of the same work, such as ``cuBLAS``; empty if there
+    is none."""
     peer_s: float | None = None
-    """Median time of the peer."""
+    """Median time of the peer; None without a peer."""
     limit_s: float | None = None
-    """Maximum time, if the design promises one."""
+    """Maximum time of the case, if the design requires one."""
 
     def record(self) -> Record:
         """Return the result as a line of the report."""
@@ -69,9 +70,11 @@ Result = Check | Timing | Fact
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A piece of a phase, whose name shows in the report whether it was done."""
+    """A unit of work in a phase. The report shows for each item, by its name, whether it was
+    done."""
 
     name: str
-    """Unique in its phase, known before the work, and the same in every call."""
+    """Name of the item: unique in its phase, known before the work, and the same in every call."""
     work: Callable[[], Iterable[Result]]
-    """Does the work. The first item that runs creates what several items share."""
+    """Function that does the work. What several items share is created by the first one that
+    runs."""

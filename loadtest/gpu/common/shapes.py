@@ -1,4 +1,4 @@
-"""Shapes of served models, whole, of few layers, and small enough for an interpreter."""
+"""Defines shapes of served models: whole, of few layers, and small enough for an interpreter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _shape(
     vocab: int,
     context: int,
 ) -> ModelConfig:
-    """Return a decoder of these sizes with Llama's other properties."""
+    """Return a decoder of these sizes, whose other properties are those of Llama."""
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab,
@@ -51,7 +51,7 @@ def _shape(
 
 
 def llama_8b(context: int = 131072) -> ModelConfig:
-    """Return Llama 3.1 8B (Dubey et al., 2024, table 3)."""
+    """Return the shape of Llama 3.1 8B (Dubey et al., 2024, table 3)."""
     return _shape(
         "LlamaForCausalLM",
         hidden=4096,
@@ -66,7 +66,7 @@ def llama_8b(context: int = 131072) -> ModelConfig:
 
 
 def llama_1b(context: int = 131072) -> ModelConfig:
-    """Return Llama 3.2 1B (its config.json), with a separate head."""
+    """Return the shape of Llama 3.2 1B (its config.json), but with a separate output head."""
     return _shape(
         "LlamaForCausalLM",
         hidden=2048,
@@ -81,7 +81,7 @@ def llama_1b(context: int = 131072) -> ModelConfig:
 
 
 def llama_70b(context: int = 131072) -> ModelConfig:
-    """Return Llama 3.1 70B (the same)."""
+    """Return the shape of Llama 3.1 70B (Dubey et al., 2024, table 3)."""
     return replace(
         llama_8b(context),
         hidden_size=8192,
@@ -94,7 +94,7 @@ def llama_70b(context: int = 131072) -> ModelConfig:
 
 
 def qwen3_8b(context: int = 40960) -> ModelConfig:
-    """Return Qwen3 8B (its config.json): norms of queries and keys."""
+    """Return the shape of Qwen3 8B (its config.json), which has norms of queries and keys."""
     return _shape(
         "Qwen3ForCausalLM",
         hidden=4096,
@@ -109,8 +109,8 @@ def qwen3_8b(context: int = 40960) -> ModelConfig:
 
 
 def gemma3_27b(context: int = 131072) -> ModelConfig:
-    """Return Gemma 3 27B (its config.json): norms around each part, five sliding windows per full
-    layer."""
+    """Return the shape of Gemma 3 27B (its config.json), which has norms around each part, and five
+    sliding windows per full layer."""
     layers = 62
     windows = tuple(0 if (n + 1) % 6 == 0 else 1024 for n in range(layers))
     plain = _shape(
@@ -137,7 +137,9 @@ def gemma3_27b(context: int = 131072) -> ModelConfig:
 
 
 def gemma2_9b(context: int = 8192) -> ModelConfig:
-    """Return Gemma 2 9B (its config.json): heads of 256, capped scores and logits."""
+    """Return the shape of Gemma 2 9B (its config.json), which has heads of 256, and capped scores
+    and logits.
+    """
     layers = 42
     windows = tuple(4096 if n % 2 == 0 else 0 for n in range(layers))
     plain = _shape(
@@ -163,7 +165,8 @@ def gemma2_9b(context: int = 8192) -> ModelConfig:
 
 
 def smollm3_3b(context: int = 65536) -> ModelConfig:
-    """Return SmolLM3 3B (its config.json): every fourth layer is not rotated."""
+    """Return the shape of SmolLM3 3B (its config.json), in which every fourth layer is not
+    rotated."""
     plain = _shape(
         "SmolLM3ForCausalLM",
         hidden=2048,
@@ -179,7 +182,9 @@ def smollm3_3b(context: int = 65536) -> ModelConfig:
 
 
 def qwen3_30b_a3b(context: int = 40960) -> ModelConfig:
-    """Return Qwen3 30B-A3B (its config.json): 8 of 128 experts for each token."""
+    """Return the shape of Qwen3 30B-A3B (its config.json), in which each token uses 8 of 128
+    experts.
+    """
     layers = 48
     plain = _shape(
         "Qwen3MoeForCausalLM",
@@ -197,7 +202,9 @@ def qwen3_30b_a3b(context: int = 40960) -> ModelConfig:
 
 
 def mixtral_8x7b(context: int = 32768) -> ModelConfig:
-    """Return Mixtral 8x7B (Jiang et al., 2024, table 1): 2 of 8 experts for each token."""
+    """Return the shape of Mixtral 8x7B (Jiang et al., 2024, table 1), in which each token uses 2 of
+    8 experts.
+    """
     layers = 32
     plain = _shape(
         "MixtralForCausalLM",
@@ -224,12 +231,12 @@ SHAPES = {
     "Qwen3 30B-A3B": qwen3_30b_a3b(),
     "Mixtral 8x7B": mixtral_8x7b(),
 }
-"""Shapes for the checks of whole steps: every property with separate code in kernels occurs in
-one."""
+"""Model shapes for the checks of whole steps. Every property for which kernels have separate code
+occurs in one of them."""
 
 
 def with_layers(config: ModelConfig, count: int) -> ModelConfig:
-    """Return a model of ``count`` layers that differ most: one of each kind, then any."""
+    """Return the model reduced to ``count`` layers that differ most: one of each kind, then any."""
     kinds = list(zip(config.windows, config.layer_ropes, strict=True))
     first = sorted({kind: kinds.index(kind) for kind in reversed(kinds)}.values())
     rest = [n for n in range(config.layers) if n not in first]

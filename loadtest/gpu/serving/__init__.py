@@ -1,1 +1,1 @@
-"""Serving checks: real workers and routers on one device, with kills and broken CUDA contexts."""
+"""Checks serving: real workers and routers on one device, with kills and broken CUDA contexts."""

@@ -1,7 +1,7 @@
 """Checks of the serving phase's cluster, one function per item.
 
-Expected answers are those that the decode worker gives alone. They must be equal token for token:
-the workers are deterministic, so neither the batch nor a handoff may change a bit.
+The expected answers are those that the decode worker gives alone. Answers must equal them token for
+token: the workers are deterministic, so neither the batch nor a handoff may change a bit.
 """
 
 from __future__ import annotations
@@ -25,27 +25,29 @@ GONE_S = 2.0
 """Maximum time until a worker with a broken CUDA context ends, in seconds."""
 MIB = 1 << 20
 _KEPT_MIB = 64
-"""Tolerance on a killed worker's freed memory: other processes allocate in the meantime."""
+"""MiB of a killed worker's memory that may seem not to be freed, because other processes allocate
+in the meantime."""
 _RELEASE_S = 20.0
 _ANSWER_S = 60.0
 _GIVE_UP_S = 15.0
 _POLL_S = 0.005
 _TOKENS = 256
-"""Number of tokens that prompts are drawn from. Every shape of the model has these tokens."""
+"""Number of token ids from which prompts are drawn. Every shape of the model has these ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of the requests."""
+    """Sizes and numbers of the requests that the checks send."""
 
     prompts: tuple[int, ...]
-    """Lengths of the compared prompts; each is sent greedily and sampled."""
+    """Lengths of the prompts whose answers are compared. Each prompt is sent greedily and
+    sampled."""
     answer_tokens: int
     load_prompt: int
     load_tokens: int
     concurrency: tuple[int, ...]
     rounds: int
-    """Requests that each client of the load sends, one after another."""
+    """Number of requests that each client of the load test sends, one after another."""
     killed_prompt: int
     killed_requests: int
     long_answer: int
@@ -77,7 +79,7 @@ LARGE = Sizes(
 
 
 async def check_answers(cluster: ServingCluster, sizes: Sizes) -> list[Result]:
-    """Compare greedy and sampled answers after a handoff with those without."""
+    """Check that greedy and sampled answers after a handoff equal those without a handoff."""
     dice = random.Random(1)  # noqa: S311 - prompts, no secret
     asked = [
         Asked(_prompt(dice, length), sizes.answer_tokens, seed)
@@ -133,7 +135,8 @@ async def check_load(cluster: ServingCluster, sizes: Sizes) -> list[Result]:
 
 
 async def check_killed_writer(cluster: ServingCluster, sizes: Sizes) -> list[Result]:
-    """Kill the prefill worker in the middle of handoffs, and start another one."""
+    """Kill the prefill worker in the middle of handoffs, start another one, and check the
+    answers."""
     dice = random.Random(3)  # noqa: S311 - prompts, no secret
     asked = [
         Asked(_prompt(dice, sizes.killed_prompt), sizes.answer_tokens)
@@ -171,7 +174,9 @@ async def check_killed_writer(cluster: ServingCluster, sizes: Sizes) -> list[Res
 
 
 async def check_poisoned_context(cluster: ServingCluster, sizes: Sizes) -> list[Result]:
-    """Break the CUDA context of a decode worker that answers, and start another one."""
+    """Break the CUDA context of a decode worker while it answers, start another one, and check the
+    answers.
+    """
     dice = random.Random(4)  # noqa: S311 - prompts, no secret
     prompt = _prompt(dice, sizes.prompts[0])
     worker = cluster.workers["decode-0"]
@@ -196,7 +201,9 @@ async def check_poisoned_context(cluster: ServingCluster, sizes: Sizes) -> list[
 
 
 async def _gone(cluster: ServingCluster, slot: str, began: float) -> tuple[int | None, float]:
-    """Return a worker's exit code, None if it had to be killed, and the seconds until its end."""
+    """Wait until a worker has ended. Return its exit code (None if it had to be killed), and the
+    seconds until its end.
+    """
     worker = cluster.workers[slot]
     try:
         code = await worker.ended(_GIVE_UP_S)
@@ -232,11 +239,13 @@ async def _replaced(cluster: ServingCluster, role: str, prompt: Sequence[int]) -
 async def _check_memory(
     cluster: ServingCluster, own_bytes: int, busy: Fields, killed_at: float
 ) -> list[Result]:
-    """Check that the killed worker's memory, which the decode worker had opened, is free."""
+    """Check that the killed worker's memory is free again, although the decode worker had opened
+    it.
+    """
 
     def kept(now: Fields) -> float:
-        """Return the MiB of it that are not free, minus the decode worker's own allocations
-        since."""
+        """Return the MiB of the killed worker that are not free, minus what the decode worker has
+        allocated since."""
         freed = now["free_bytes"] - busy["free_bytes"]
         return float(own_bytes - freed - (now["own_bytes"] - busy["own_bytes"])) / MIB
 
@@ -260,7 +269,9 @@ async def _check_memory(
 async def _until(
     cluster: ServingCluster, condition: Callable[[Fields], bool], within_s: float
 ) -> Fields | None:
-    """Return the decode worker's state when ``condition`` holds; None if it never does."""
+    """Wait until ``condition`` holds for the decode worker's state, and return the state; None if
+    that takes too long.
+    """
     deadline = time.perf_counter() + within_s
     while not condition(now := await cluster.look("decode-0")):
         if time.perf_counter() > deadline:
@@ -298,7 +309,9 @@ async def _client(
 def load_results(
     answers: Sequence[StreamResult], tokens: int, concurrency: int, took_s: float
 ) -> list[Result]:
-    """Return results for answers of ``tokens`` tokens each that took ``took_s`` in total."""
+    """Return results of the load test: answers of ``tokens`` tokens each, which took ``took_s`` in
+    total.
+    """
     failed = [answer for answer in answers if answer.error or answer.tokens != tokens]
     good = [answer for answer in answers if answer not in failed]
     at = f"at concurrency {concurrency}"
@@ -332,12 +345,14 @@ def _differing(found: Sequence[ServedTokens], expected: Sequence[ServedTokens]) 
 
 
 def _handoffs(before: Fields, after: Fields) -> int:
-    """Return the handoffs received between two looks."""
+    """Return the number of handoffs that the decode worker received between two observations of its
+    state.
+    """
     return int(sum(after["received_handoffs"].values()) - sum(before["received_handoffs"].values()))
 
 
 def _wanted_transport(now: Fields) -> str:
-    """Return the best transport of a pair on one host."""
+    """Return the transport that a prefill and a decode worker on one host should choose."""
     return "cuda_ipc" if "free_bytes" in now else "shm"
 
 
@@ -346,6 +361,6 @@ def _others(handoffs: dict[str, float], wanted: str) -> int:
 
 
 def _errors(found: Sequence[ServedTokens]) -> Fields:
-    """Return the first errors, if any."""
+    """Return the first errors of failed answers, if any."""
     errors = [answer.error for answer in found if answer.error]
     return {"errors": errors[:3]} if errors else {}

@@ -1,9 +1,9 @@
-"""A prefill worker and a decode worker on one device, a Valkey, and a router for each route.
+"""Runs a prefill worker and a decode worker on one device, a Valkey, and a router for each route.
 
-One router hands every prompt off while there is a prefill worker; the other has the decode worker
-compute every prompt. The workers are plain processes, without Ray and a supervisor: one that has
-ended is restarted only by ``ensure``. They all end with this process, for any reason. Owned by one
-event loop, which need not run between two calls.
+One router hands every prompt off while there is a prefill worker. The other one has the decode
+worker compute every prompt. The workers are plain processes, without Ray and a supervisor: only
+``ensure`` restarts one that has ended. All processes end with this one, for any reason. Owned by
+one event loop, which need not run between two calls.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from loadtest.router.router_process import RouterChild, router_child
 
 Device = Literal["cpu", "cuda"]
 Route = Literal["handoff", "local"]
-"""The worker that computes a prompt: the prefill worker or the decode worker."""
+"""Where a prompt is computed: ``handoff`` at the prefill worker, ``local`` at the decode worker."""
 
 _READY_S = 240.0
-"""Maximum start time of a worker whose kernels are compiled for the first time, in seconds."""
+"""Maximum start time of a worker whose kernels are being compiled for the first time, in
+seconds."""
 _ANSWER_S = 60.0
 _LOOK_S = 10.0
 _ROUTED_S = 30.0
@@ -46,20 +47,20 @@ _GPU_SHARE = 0.1
 or more."""
 _SILENCES = ("lease_s", "registry_ttl_s", "hang_s")
 _PATIENT_S = 10.0
-"""Limit of each kind of silence on a CPU, in seconds. The engines use its cores, so a shorter
-silence means nothing."""
+"""Value of each setting of ``_SILENCES`` on a CPU, in seconds. The engines use its cores, so a
+process that is silent for less time has not failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request. It is sampled with ``seed``; without one it is greedy."""
+    """A request to the cluster. It is sampled with ``seed``; without one it is greedy."""
 
     prompt: tuple[int, ...]
     max_tokens: int
     seed: int | None = None
 
     def body(self) -> Fields:
-        """Return the body of ``POST /v1/completions``."""
+        """Return the request as the JSON body of ``POST /v1/completions``."""
         sampled = {"temperature": 0.8, "top_p": 0.95, "seed": self.seed}
         return {
             "model": SERVED_NAME,
@@ -73,7 +74,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class ServedTokens:
-    """All tokens of an answer, or the reason of a failure."""
+    """All tokens of an answer, or the reason why the request failed."""
 
     tokens: tuple[int, ...] = ()
     error: str = ""
@@ -81,17 +82,17 @@ class ServedTokens:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """The model, the kernels and the memory of a cluster's workers."""
+    """Settings of a cluster's workers: their model, kernels and memory."""
 
     device: Device
     deterministic: bool
     chunk_tokens: int
     """Maximum prompt tokens in a worker's step; 0 takes the default."""
     kv_pool_mib: int
-    """Memory for a worker's blocks on a CPU."""
+    """Memory for a worker's KV blocks in MiB, on a CPU."""
 
     def config(self, route: Route, folder: Path) -> Config:
-        """Return the configuration of the workers, and of the router for ``route``."""
+        """Return the configuration of the workers, and of the router for this route."""
         pools = tuple(
             PoolConfig(
                 name=role,
@@ -120,16 +121,16 @@ class ClusterSettings:
 
 
 class ServingCluster:
-    """Processes of one cluster; ``serving_cluster`` makes one.
+    """Processes of one cluster. Use ``serving_cluster`` to make one.
 
-    Its methods raise BatonError if a part fails.
+    The methods raise BatonError if a process fails.
     """
 
     def __init__(
         self, settings: ClusterSettings, model: Path, folder: Path, redis_url: str
     ) -> None:
         self.workers: dict[str, Helper] = {}
-        """Workers by slot."""
+        """Worker processes, by slot."""
         self._settings = settings
         self._model = model
         self._folder = folder
@@ -188,28 +189,31 @@ class ServingCluster:
         return await self.workers[slot].ask({}, _LOOK_S)
 
     async def stop(self) -> None:
-        """End every process."""
+        """End every process of the cluster."""
         await self._ends.aclose()
 
     # Requests
 
     def address(self, route: Route) -> str:
-        """Return host:port of the HTTP listener for this route."""
+        """Return the host:port of the HTTP listener of this route's router."""
         return self._routers[route].http
 
     async def answers(
         self, route: Route, asked: Sequence[Asked], within_s: float = _ANSWER_S
     ) -> list[ServedTokens]:
-        """Send all requests at once; each is answered within the time, or has an error."""
+        """Send all requests at once. Return the answers; a request that is not answered within
+        ``within_s`` seconds has an error.
+        """
         limits = httpx.Limits(max_connections=None)
         url = f"http://{self.address(route)}/v1/completions"
         async with httpx.AsyncClient(trust_env=False, timeout=within_s, limits=limits) as http:
             return await asyncio.gather(*(_answer(http, url, one, within_s) for one in asked))
 
     async def expected(self, asked: Sequence[Asked]) -> list[ServedTokens]:
-        """Return the decode worker's own answers; then all workers drop their caches.
+        """Return the decode worker's answers without a handoff. Then drop the caches of all
+        workers.
 
-        Raises Unavailable if one has no answer.
+        Raises Unavailable if a request has no answer.
         """
         answers = await self.answers("local", asked)
         errors = [answer.error for answer in answers if answer.error]
@@ -226,7 +230,9 @@ class ServingCluster:
 async def serving_cluster(
     settings: ClusterSettings, model: Path, folder: Path
 ) -> AsyncIterator[ServingCluster]:
-    """Make a cluster without workers, whose logs are in ``folder``; it ends with the block."""
+    """Make a cluster without workers. Logs are written to ``folder``, and all processes end with
+    the block.
+    """
     # The path is short, since a socket's path is limited.
     with tempfile.TemporaryDirectory(prefix="baton-") as name, bench_store(Path(name)) as url:
         cluster = ServingCluster(settings, model, folder, url)

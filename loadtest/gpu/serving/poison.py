@@ -12,17 +12,19 @@ import triton
 import triton.language as tl
 
 _NOWHERE = 16
-"""An address outside of all memory."""
+"""An illegal address: no allocation contains it."""
 
 
 @triton.jit
 def store_kernel(address):  # type: ignore[no-untyped-def]
-    """Store 1 as int32 at the address in the int64 at ``address``."""
+    """Store 1 to the location whose address is read from ``address``. The read address is an int64,
+    the stored value an int32.
+    """
     tl.store(tl.load(address).to(tl.pointer_type(tl.int32)), 1)
 
 
 class ContextPoison:
-    """A kernel that is ready to store at an illegal address."""
+    """A compiled kernel that is ready to store at an illegal address."""
 
     def __init__(self, device: torch.device) -> None:
         """Compile the kernel, and check that it stores at a legal address of ``device``."""
@@ -33,7 +35,7 @@ class ContextPoison:
         self._nowhere = torch.tensor([_NOWHERE], device=device)
 
     def spread(self) -> None:
-        """Break the context. Any thread may call it."""
+        """Break the process's CUDA context. Any thread may call this."""
         # The error may appear here first.
         with contextlib.suppress(RuntimeError):
             self._launch(self._nowhere)

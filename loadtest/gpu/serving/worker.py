@@ -1,8 +1,9 @@
-"""A real worker without Ray that reports its state, and whose CUDA context can be broken.
+"""Runs a real worker without Ray that reports its state, and whose CUDA context can be broken.
 
-Run as a module; see ``json_worker``. It reads ``config``, ``role``, ``slot``, ``model_path``,
-``redis_url``, ``cluster_id`` and ``costs_folder``. Its hello has its incarnation, and each answer
-is the result of ``look``. It ends with its input, or with the process that started it.
+Run as a module; see ``json_worker``. The process reads ``config``, ``role``, ``slot``,
+``model_path``, ``redis_url``, ``cluster_id`` and ``costs_folder``. Its hello has its incarnation,
+and each answer is the result of ``look``. It ends with its input, or with the process that started
+it.
 
 SIGUSR1 makes its next step fail as after an illegal memory access. On a GPU that is the real error:
 a kernel stores at an illegal address, on a separate thread. A CPU has no context that could break:
@@ -63,7 +64,7 @@ def look(process: WorkerProcess) -> Fields:
 
 
 def _by_transport(counter: Counter, **labels: str) -> dict[str, float]:
-    """Return the counts with these labels, by transport."""
+    """Return the values of a counter for these labels, by transport."""
     return {
         sample.labels["transport"]: sample.value
         for family in counter.collect()
@@ -73,7 +74,9 @@ def _by_transport(counter: Counter, **labels: str) -> dict[str, float]:
 
 
 def _make_poison(engine: Engine) -> Callable[[], None]:
-    """Return the action of SIGUSR1, compiled beforehand."""
+    """Return the function that SIGUSR1 runs, which breaks the worker. Its kernel is compiled
+    beforehand.
+    """
     device = engine.cache.data.device
     if device.type == "cpu":
         return lambda: setattr(engine.runner, "run", _fail)

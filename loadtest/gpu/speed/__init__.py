@@ -1,1 +1,2 @@
-"""Speed of kernels and steps, compared with the device's peak rates and the best peer."""
+"""Measures the speed of kernels and steps, compared with the device's peak rates and the best
+peer."""

@@ -1,4 +1,4 @@
-"""The kernels that take most of a step's time, compared with the fastest of torch."""
+"""Times the kernels that take most of a step's time, compared with the fastest of torch."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ _REPEATS, _TOGETHER = 7, 8
 
 
 def median(place: Place, works: Sequence[Work]) -> float:
-    """Return the median seconds of one of ``works``, which run one after another; 0 if nothing
-    runs."""
+    """Return the median seconds of one function of ``works``. The functions run one after another;
+    the result is 0 if nothing runs."""
     repeats = -(-_TOGETHER // len(works)) if place.on_gpu else 1
 
     def all_works() -> None:
@@ -69,7 +69,9 @@ def median(place: Place, works: Sequence[Work]) -> float:
 def timed(
     place: Place, name: str, works: Sequence[Work], peers: Mapping[str, Sequence[Work]]
 ) -> Timing:
-    """Time ``works`` and the fastest of the peers that this torch and device have."""
+    """Time ``works``, and the fastest of the peers that this version of torch and this device
+    support.
+    """
     seconds = median(place, works)
     best, best_s, missing = "", None, []
     for peer, others in ({} if place.describes else peers).items():
@@ -85,13 +87,13 @@ def timed(
 
 
 _POOL_PART = 0.6
-"""Fraction of the free memory."""
+"""Fraction of the GPU's free memory that the pool of a ``full_pool`` case takes."""
 _ROTATED_BYTES = 1 << 29
 """Total size of weights that are read in turn, far larger than a GPU's caches."""
 
 
 def kernel_speed_items(place: Place) -> Iterator[Item]:
-    """Yield an item for each case."""
+    """Yield an item for each timed kernel."""
     makers: dict[type, Callable[[Place, Any], Timing]] = {
         DecodeAttention: _decode_attention,
         ChunkAttention: _chunk_attention,
@@ -115,7 +117,7 @@ def _one(
 
 
 def _blocks(place: Place, case: DecodeAttention) -> tuple[KvBlocks, torch.Tensor]:
-    """Return blocks of several layers, and tables with the blocks in any order."""
+    """Return blocks of several layers, and block tables that list the blocks in arbitrary order."""
     width = -(-case.context // BLOCK)
     count = case.batch * width
     kv = place.dtype if case.kv == "bf16" else torch.float8_e4m3fn
@@ -137,7 +139,7 @@ def _blocks(place: Place, case: DecodeAttention) -> tuple[KvBlocks, torch.Tensor
 
 
 def _decode_attention(place: Place, case: DecodeAttention) -> Timing:
-    """Time one layer after another, so that no keys are in a cache of the GPU."""
+    """Time decode attention, one layer after another, so that no keys are in a cache of the GPU."""
     blocks, tables = _blocks(place, case)
     queries = place.randn(case.batch, case.heads, case.dim)
     lengths = torch.full((case.batch,), case.context, dtype=torch.int32, device=place.device)
@@ -157,7 +159,9 @@ def _decode_attention(place: Place, case: DecodeAttention) -> Timing:
 def _sdpa(
     inputs: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], *, causal: bool
 ) -> Mapping[str, Sequence[Work]]:
-    """Return torch's attention over contiguous keys and values, by each of its backends."""
+    """Return peers for attention: torch's own over contiguous keys and values, with each of its
+    backends.
+    """
 
     def attend(
         backend: SDPBackend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -201,7 +205,9 @@ def _chunk_attention(place: Place, case: ChunkAttention) -> Timing:
 
 
 def _copies(place: Place, count: float) -> int:
-    """Return the number of weights used in turn; each has ``count`` bytes."""
+    """Return the number of weights to use in turn so that none is in a cache. Each has ``count``
+    bytes.
+    """
     return max(1, min(32, int(_ROTATED_BYTES // count))) if place.on_gpu else 1
 
 
@@ -236,7 +242,7 @@ def _codes(place: Place, case: Product, kind: QuantKind) -> QuantizedWeight:
 
 
 def _scaled_products(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[Work]:
-    """Return fp8 by fp8 products with a scale for each row and each output."""
+    """Return matrix products of fp8 by fp8, with a scale for each row and each output."""
     fp8 = torch.float8_e4m3fn
     # Rows are padded, since the product needs multiples of 16.
     padded = F.pad(x, (0, 0, 0, -len(x) % 16)).to(fp8)
@@ -304,7 +310,9 @@ def _torch_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def _torch_draw(logits: torch.Tensor) -> torch.Tensor:
-    """Sample as most servers do: the largest of probabilities over exponential noise."""
+    """Sample one token per row as most servers do: the maximum of probabilities divided by
+    exponential noise.
+    """
     noise = torch.empty_like(logits).exponential_()
     return (logits.softmax(dim=-1) / noise).argmax(dim=-1)
 

@@ -34,12 +34,12 @@ from loadtest.gpu.common.shapes import with_layers
 _WARM_STEPS, _STEPS, _TRACED = 4, 32, 8
 _PREFILLS = 5
 _FREE_PART = 0.8
-"""Fraction of the memory beyond the weights, for KV and captured steps."""
+"""Fraction of the GPU memory left by the weights that is used for KV and captured steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """Properties that determine a step's runner."""
+    """Properties of a case that determine its runner. Cases with equal ones share a runner."""
 
     model: str
     weights: QuantKind | None
@@ -47,7 +47,7 @@ class _Key:
 
 
 class _Benches:
-    """Holds the runner of the last case: its weights fill the GPU, so there is only one."""
+    """Holds the runner of the last case. There is only one, since its weights fill the GPU."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -56,7 +56,7 @@ class _Benches:
         self._seconds: dict[Step, float | None] = {}
 
     def seconds(self, case: Step) -> float | None:
-        """Return the time of a step, or None if the GPU's memory cannot hold its KV.
+        """Return the time of a case's step; None if the GPU's memory cannot hold its KV.
 
         Small steps are often equal: results are cached.
         """
@@ -68,7 +68,7 @@ class _Benches:
         return self._seconds[alike]
 
     def of(self, case: Step) -> _Bench:
-        """Return the runner for a case; an unsuitable previous one is freed."""
+        """Return the runner for a case. If the previous one does not suit, it is freed first."""
         key = _Key(case.model, case.weights, case.deterministic)
         if self._bench is None or key != self._key:
             self._bench = None
@@ -78,7 +78,7 @@ class _Benches:
 
 
 def step_speed_items(place: Place) -> Iterator[Item]:
-    """Yield an item for each case, then a breakdown of one case's time."""
+    """Yield an item for each timed step, then a breakdown of one step's time."""
     if place.describes:
         for case in step_cases():
             # Quantized experts wait for the GPU within a step.
@@ -107,7 +107,7 @@ def _trace(benches: _Benches, case: Step) -> Iterator[Result]:
 
 
 def _describe(place: Place, case: Step) -> Iterator[Result]:
-    """Launch the step's kernels on a model of two layers."""
+    """Launch the kernels of a step with a model of two layers, without computing anything."""
     config = with_layers(case.config, 2)
     blocks = sum(_width(at + count) for at, count in case.rows)
     cache = KvCache(config, blocks, BLOCK, place.dtype, place.device)
@@ -123,7 +123,9 @@ def _describe(place: Place, case: Step) -> Iterator[Result]:
 
 
 def _free(place: Place) -> None:
-    """Free a model's memory. It is part of a cycle, since captured steps refer to it."""
+    """Free a model's GPU memory. The model is part of a reference cycle, since captured steps refer
+    to it.
+    """
     gc.collect()
     if place.on_gpu:
         torch.cuda.empty_cache()
@@ -134,12 +136,14 @@ def _max_rows(place: Place) -> int:
 
 
 def _width(tokens: int) -> int:
-    """Return the blocks of a sequence that decodes through all measured steps."""
+    """Return the number of blocks that a sequence needs to decode through all measured steps."""
     return -(-(tokens + _WARM_STEPS + _STEPS + _TRACED) // BLOCK)
 
 
 def _rows(case: Step, step: int) -> tuple[PlanRow, ...]:
-    """Return a step's rows; decoding sequences have one more token with each step."""
+    """Return the rows of the step with this number. Decoding sequences have one more token in each
+    step.
+    """
     rows, first = [], 0
     for number, (at, count) in enumerate(case.rows):
         width = _width(at + count)
@@ -150,7 +154,7 @@ def _rows(case: Step, step: int) -> tuple[PlanRow, ...]:
 
 
 class _Bench:
-    """An engine's runner with a model of random weights, which runs plans made by hand."""
+    """A runner with a model of random weights. It runs plans made here, without a scheduler."""
 
     def __init__(self, place: Place, case: Step) -> None:
         self._place = place
@@ -164,7 +168,9 @@ class _Bench:
         self._runner = GpuRunner(steps, self._cache, place.device)
 
     def _pool(self, config: ModelConfig) -> int:
-        """Return the number of blocks: for the largest case, or as memory allows."""
+        """Return the number of blocks in the pool: those of the largest case, or as many as memory
+        allows.
+        """
         if not self._place.on_gpu:
             return 64
         wanted = max(
@@ -176,11 +182,11 @@ class _Bench:
         return min(wanted, int(free * _FREE_PART) // block_bytes(config, BLOCK, self._place.dtype))
 
     def holds(self, case: Step) -> bool:
-        """Whether the pool has the blocks of its sequences."""
+        """Return whether the pool has enough blocks for the sequences of a case."""
         return sum(_width(at + count) for at, count in case.rows) <= self._cache.blocks
 
     def decode(self, case: Step) -> float:
-        """Return the median time between the ends of overlapping steps, in seconds."""
+        """Run overlapping decode steps. Return the median time between their ends, in seconds."""
         ends: list[float] = []
 
         def note(_: StepResult) -> None:
@@ -196,7 +202,7 @@ class _Bench:
         return statistics.median(gaps[warm - 1 :])
 
     def chunk(self, case: Step) -> float:
-        """Return the median time of a step without overlap, in seconds."""
+        """Run a case's step several times without overlap. Return the median time, in seconds."""
         taken = []
         for _ in range(1 if self._place.small else 1 + _PREFILLS):
             began = time.perf_counter()
@@ -206,7 +212,9 @@ class _Bench:
         return statistics.median(taken[1:] or taken)
 
     def trace(self, case: Step) -> Fact:
-        """Return the share of steps' time without a running kernel, and the slowest kernels."""
+        """Run a case's steps under a profiler. Return the share of time without a running kernel,
+        and the slowest kernels.
+        """
         found: list[float] = []
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             self._run(case, _TRACED, lambda result: found.append(result.seconds))
@@ -242,8 +250,7 @@ class _Bench:
             self._runner.forget(number)
 
     def _new(self, case: Step) -> tuple[NewSequence, ...]:
-        """Return sequences whose KV is whatever the cache holds: its values do not change the
-        speed."""
+        """Return sequences whose KV is never computed: its values do not change the speed."""
         return tuple(
             NewSequence(
                 number,

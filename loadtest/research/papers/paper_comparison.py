@@ -37,12 +37,14 @@ _REQUESTS = 400
 _ATTAINMENT = 0.9
 
 ENGINE_OF_2024 = Efficiency(products=0.34, attention=0.3, memory=0.6, launch_s=8e-3)
-"""Efficiencies fitted to two of DistServe's figures, prefill alone and decode alone. Other figures
-are predictions."""
+"""Efficiencies that are fitted to two of DistServe's figures: prefill alone, and decode alone.
+Other figures are predicted with them."""
 
 
 def poisson(rate: float, prompt: int, answer: int) -> list[TracedRequest]:
-    """Return requests of one size at random times. Times at other rates are the same, scaled."""
+    """Return requests of one size at random times of this rate. At another rate, the times are the
+    same ones, scaled.
+    """
     gaps = np.random.default_rng(SEED).exponential(1.0, _REQUESTS)
     return [TracedRequest(float(at_s), prompt, answer) for at_s in np.cumsum(gaps) / rate]
 
@@ -61,7 +63,9 @@ def _within(ttft_s: float, tpot_s: float) -> MeetsSlos:
 
 
 def distserve(efficiency: Efficiency) -> list[Finding]:
-    """Simulate 13B on A100s, 512 tokens in, 64 out, P90 TTFT 0.4 s and P90 TPOT 0.04 s."""
+    """Simulate DistServe's experiment: 13B on A100s, 512 tokens in, 64 out, P90 TTFT 0.4 s and P90
+    TPOT 0.04 s.
+    """
     worker = gpu_profile("a100", MODELS["opt-13b"], efficiency, chunk_tokens=2048)
     nvlink = replace(worker, wire_bytes_per_s=240e9)
     prompt, answer = 512, 64
@@ -93,8 +97,8 @@ def distserve(efficiency: Efficiency) -> list[Finding]:
 
 
 def chatbot(efficiency: Efficiency) -> list[Finding]:
-    """Simulate the paper's SLOs for OPT-13B (section 6.1), on lengths like those of
-    conversations."""
+    """Simulate DistServe's chatbot for OPT-13B with its SLOs (section 6.1). Lengths are like those
+    of conversations."""
     worker = gpu_profile("a100", MODELS["opt-13b"], efficiency, chunk_tokens=2048)
     nvlink = replace(worker, wire_bytes_per_s=240e9)
 
@@ -122,7 +126,7 @@ def chatbot(efficiency: Efficiency) -> list[Finding]:
 
 
 def interference() -> list[Finding]:
-    """Simulate the effect of one prompt on a decode step: 13B, A100, 32 sequences of 512."""
+    """Simulate how one prompt slows a decode step: 13B on an A100, 32 sequences of 512 tokens."""
     costs = gpu_profile("a100", MODELS["opt-13b"]).costs
     alone_s = costs.seconds(StepLoad(32, 32 * 512))
     findings = [Finding("step of 32 decoding sequences, ms", "", f"{alone_s * 1e3:.1f}")]

@@ -1,4 +1,4 @@
-"""Common parts of comparisons with published experiments."""
+"""Provides common parts of comparisons with published experiments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from planning.simulator.results import SimulationResult
 
 SEED = 7
 _ROUNDS = 6
-"""Rounds of the bisection: the rate is found to within a sixtieth of its range."""
+"""Number of rounds of the bisection, which finds the rate to within a sixtieth of its range."""
 _LONGEST_PROMPT = 1 << 30
 
 MeetsSlos = Callable[[SimulationResult], bool]
@@ -20,7 +20,7 @@ MeetsSlos = Callable[[SimulationResult], bool]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A published figure and ours."""
+    """A published figure, and the simulated one."""
 
     name: str
     published: str
@@ -33,8 +33,8 @@ def best_rate(
     good: MeetsSlos,
     most: float,
 ) -> float:
-    """Return the highest rate up to ``most``, in requests/s, at which the SLOs are met; by
-    bisection."""
+    """Return the highest rate in requests/s at which the SLOs are met, found by bisection; at most
+    ``most``."""
     least, above = 0.0, most
     for _ in range(_ROUNDS):
         rate = (least + above) / 2
@@ -46,7 +46,9 @@ def best_rate(
 
 
 def quiet_config() -> Config:
-    """Return a configuration without rejections and local prefill, like the papers' systems."""
+    """Return a configuration without rejections and without local prefill, like the papers'
+    systems.
+    """
     return Config(
         local_prefill="never",
         max_queue_s=1e9,

@@ -1,4 +1,4 @@
-"""Splitwise's clusters of equal cost and of equal power, in our simulator."""
+"""Simulates Splitwise's clusters of equal cost and of equal power."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from planning.simulator.simulation import simulate
 from worker.costs.step_costs import StepCosts, fit
 
 _MIXED = 1.1
-"""Time of a step with prompts and decoding sequences, relative to prompts of the same number of
-tokens, as in the authors' simulator (performance_model.py)."""
+"""Ratio of the time of a step with prompts and decoding sequences to that of a step with prompts of
+as many tokens, as in the authors' simulator (performance_model.py)."""
 _CONTEXT = 512
-"""Tokens of each sequence in the decode measurements."""
+"""Number of context tokens of each sequence in the decode measurements."""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineTimes:
-    """Measured medians, in milliseconds."""
+    """Measured median times of one machine, in milliseconds."""
 
     prompt: Mapping[int, float]
-    """Times by the tokens of one prompt."""
+    """Time of a step with one prompt, by the prompt's tokens."""
     decode: Mapping[int, float]
-    """Times by the number of decoding sequences of 512 tokens."""
+    """Time of a decode step, by the number of its sequences, with 512 tokens each."""
 
 
 TIMES: Mapping[str, MachineTimes] = {
@@ -51,11 +51,12 @@ class SplitwiseCosts:
     """Implements ``planning.simulator.costs.step_model.StepCostModel`` by linear interpolation."""
 
     def __init__(self, gpu: str, *, flat: bool = False) -> None:
-        """``gpu`` is a100 or h100. ``flat``: decode steps are looked up as in the authors'
+        """``gpu`` is a100 or h100. With ``flat``, decode steps are looked up as in the authors'
         simulator.
 
-        It takes the number of computed tokens, while the measurement had that number in its
-        context. So hundreds of sequences take as long as one.
+        That simulator looks a step up by its number of computed tokens. In the measurement, that
+        number is the context's tokens. So a step with hundreds of sequences takes as long as one
+        with a single sequence.
         """
         times = TIMES[gpu]
         self._prompt = _columns(times.prompt)
@@ -67,7 +68,7 @@ class SplitwiseCosts:
         """Implement ``StepCostModel``."""
 
     def work(self, shape: StepLoad) -> None:
-        """Return None: only times are known."""
+        """Return None: only the times of steps are known."""
 
     def seconds(self, shape: StepLoad) -> float:
         """Implement ``StepCostModel``."""
@@ -77,7 +78,7 @@ class SplitwiseCosts:
         return prompts_s * _MIXED if shape.decodes else prompts_s
 
     def decode_line(self, batch: int) -> DecodeLine:
-        """Implement ``StepCostModel``: the context's part is included in the batch's."""
+        """Implement ``StepCostModel``. The cost of the context is included in that of the batch."""
         line = self._lines.get(batch)
         if line is None:
             line = self._lines[batch] = DecodeLine(_between(self._decode, batch) / 1e3, 0.0)
@@ -111,7 +112,7 @@ _SECONDS = 30.0
 _BATCH_TOKENS = 2048
 _BATCH_SEQUENCES = 512
 _MAX_PER_A100 = 4.0
-"""Assumed maximum rate of a machine, in requests/s."""
+"""Assumed maximum rate per machine, in requests/s. It bounds the search for the highest rate."""
 _OBJECTIVES = {
     "TTFT": {50: 2.0, 90: 3.0, 99: 6.0},
     "TPOT": {50: 1.25, 90: 1.5, 99: 5.0},
@@ -123,7 +124,9 @@ requests, the maximum slowdown relative to a single request on an A100 machine."
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """A cluster of machines with eight GPUs; with ``prefill`` 0 each does both."""
+    """A cluster of machines with eight GPUs each. If ``prefill`` is 0, each machine computes both
+    prompts and answers.
+    """
 
     name: str
     prefill: int
@@ -139,14 +142,16 @@ EQUAL_COST = (
     Machines("Splitwise-HH", 12, 8, "h100", "h100"),
     Machines("Splitwise-HA", 15, 10, "h100", "a100"),
 )
-"""Half of the authors' machines (40; 86; 51+35; 25+15; 30+21), so that a search takes a minute."""
+"""Clusters of equal cost. They have half of the authors' machines (40; 86; 51+35; 25+15; 30+21), so
+that a search takes a minute."""
 EQUAL_POWER = (
     Machines("baseline A100", 0, 35, "a100", "a100"),
     Machines("Splitwise-AA", 23, 12, "a100", "a100"),
 )
-"""Half of the authors' machines (70; 45+25)."""
+"""Clusters of equal power. They have half of the authors' machines (70; 45+25)."""
 Kinds = Callable[[str], StepCostModel | None]
-"""Returns the costs of a machine by its GPU; None: those of the data sheet."""
+"""Function that returns the cost model of a machine by its GPU. None: costs are computed from the
+data sheet."""
 KINDS: dict[str, Kinds] = {
     "sheets": lambda gpu: None,
     "measured": SplitwiseCosts,
@@ -155,7 +160,7 @@ KINDS: dict[str, Kinds] = {
 
 
 def machine(gpu: str, kinds: Kinds) -> WorkerProfile:
-    """Return Llama-2-70B on eight GPUs, with the paper's limits."""
+    """Return the profile of a machine: Llama-2-70B on eight GPUs, with the paper's limits."""
     sheet = gpu_profile(gpu, MODELS["llama-2-70b"], tensor_parallel=8)
     return replace(
         sheet,
@@ -167,7 +172,9 @@ def machine(gpu: str, kinds: Kinds) -> WorkerProfile:
 
 
 def conversations(trace: Trace, rate: float) -> list[TracedRequest]:
-    """Return Poisson arrivals with independently drawn prompts and answers."""
+    """Return requests with Poisson arrivals. Prompt and answer lengths are drawn independently from
+    the trace.
+    """
     generator = np.random.default_rng(SEED)
     count = max(1, round(rate * _SECONDS))
     times = np.cumsum(generator.exponential(1.0 / rate, count))
@@ -181,8 +188,8 @@ def conversations(trace: Trace, rate: float) -> list[TracedRequest]:
 
 
 def slowdowns(result: SimulationResult, lone: StepCostModel) -> dict[str, Floats]:
-    """Return the slowdown of each request relative to a single one; infinite for a failed
-    request."""
+    """Return the slowdowns of each request relative to a single request, by metric. They are
+    infinite for a failed request."""
     found: dict[str, list[float]] = {name: [] for name in _OBJECTIVES}
     for request in result.requests:
         prompt, answer = request.input_tokens, request.output_tokens
@@ -200,7 +207,7 @@ def slowdowns(result: SimulationResult, lone: StepCostModel) -> dict[str, Floats
 
 
 def missed(result: SimulationResult, lone: StepCostModel) -> list[str]:
-    """Return the objectives that are not met, such as "TTFT p90"."""
+    """Return the names of the objectives that are not met, such as "TTFT p90"."""
     return [
         f"{name} p{percentile}"
         for name, ratios in slowdowns(result, lone).items()
@@ -210,8 +217,8 @@ def missed(result: SimulationResult, lone: StepCostModel) -> list[str]:
 
 
 def throughput(machines: Machines, trace: Trace, kinds: Kinds) -> tuple[float, list[str]]:
-    """Return the highest rate in requests/s that meets all objectives, and what a higher one
-    misses."""
+    """Return the highest rate in requests/s that meets all objectives, and the objectives that a
+    higher rate misses."""
     prefill, decode = (machine(gpu, kinds) for gpu in (machines.prefill_gpu, machines.decode_gpu))
     lone = machine("a100", kinds).costs
     shape = ClusterShape(machines.prefill, machines.decode, prefill, decode, paces_chunks=False)
@@ -238,19 +245,21 @@ def throughput(machines: Machines, trace: Trace, kinds: Kinds) -> tuple[float, l
 
 
 def equal_cost(trace: Trace, costs: str) -> list[Finding]:
-    """Compare clusters of equal cost, with one of ``KINDS``."""
+    """Compare clusters of equal cost. ``costs`` is a name in ``KINDS``."""
     return _findings(EQUAL_COST, trace, KINDS[costs], "1.4")
 
 
 def equal_power(trace: Trace, costs: str) -> list[Finding]:
-    """Compare clusters of equal power, with one of ``KINDS``."""
+    """Compare clusters of equal power. ``costs`` is a name in ``KINDS``."""
     return _findings(EQUAL_POWER, trace, KINDS[costs], "2.15")
 
 
 def _findings(
     clusters: Sequence[Machines], trace: Trace, kinds: Kinds, published: str
 ) -> list[Finding]:
-    """Compare the other clusters with the first; ``published`` is Splitwise-AA's figure."""
+    """Compare the throughput of the other clusters with that of the first one. ``published`` is the
+    paper's figure for Splitwise-AA.
+    """
     found: list[Finding] = []
     base = 0.0
     for machines in clusters:

@@ -3,9 +3,9 @@
     python -m loadtest.research.peers.long_prompts --model FOLDER --vllm-bin FILE --json FILE
 
 Chats (128 tokens in, 128 out) arrive at random, the same for each server, and a document of one
-length at even intervals. Each length is a separate run, after one without documents. A figure is
-the 99th percentile over all gaps between tokens of all chats (inter-token latency). Servers
-alternate, and each is restarted for each repetition.
+length at even intervals. Each document length is a separate run, after one run without documents. A
+figure is the 99th percentile over all gaps between tokens of all chats (inter-token latency).
+Servers alternate, and each is restarted for each repetition.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ _SEED = 7
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load of one run."""
+    """The requests of one run: chats and documents, and their rates."""
 
     chat_rate: float
-    """Mean chats per second."""
+    """Mean number of chats per second."""
     document_every_s: float
     document_tokens: int
-    """The length of each document's prompt; 0 sends no documents."""
+    """Number of tokens in each document's prompt; 0 sends no documents."""
     seconds: float
-    """Duration of sending, in seconds."""
+    """Duration of sending requests, in seconds."""
 
     def times(self) -> tuple[tuple[float, bool], ...]:
         """Return when each request is due, in seconds, and whether it is a document."""
@@ -71,7 +71,7 @@ class Load:
 
 
 class ChatsAndDocuments(Source):
-    """The requests of a load; each ``run`` has new texts, so that none is cached."""
+    """Makes the requests of a load. Each ``run`` number gives new texts, so that none is cached."""
 
     def __init__(self, load: Load, run: int) -> None:
         self._load = load
@@ -88,16 +88,16 @@ class ChatsAndDocuments(Source):
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of one server under one load; times in milliseconds."""
+    """Figures of one server under one load. Times are in milliseconds."""
 
     server: str
     document_tokens: int
     repetition: int
     chats: int
-    """Counted chats: due between warm-up and cool-down."""
+    """Number of counted chats, which are due between warm-up and cool-down."""
     documents: int
     failed: int
-    """Requests of both kinds without a complete answer."""
+    """Number of chats and documents without a complete answer."""
     itl_p50_ms: float
     itl_p99_ms: float
     itl_max_ms: float
@@ -114,7 +114,7 @@ def figures_of(
     records: Sequence[RequestRecord],
     warnings: tuple[str, ...],
 ) -> Figures:
-    """Return the figures of one run, from its counted ``records``."""
+    """Return the figures of one run. ``records`` are its counted requests."""
     documents = {number for number, (_, document) in enumerate(load.times()) if document}
     good = [record for record in records if record.outcome == "ok"]
     chats = [record for record in good if record.number not in documents]
@@ -142,7 +142,7 @@ def _percentile_ms(seconds: Sequence[float], percent: float) -> float:
 
 
 def drive(server: Server, load: Load, repetition: int, run: int) -> Figures:
-    """Run a load against a ready server. Raises BatonError."""
+    """Send the requests of a load to a ready server, and return the figures. Raises BatonError."""
     pace = PaceSettings(rate=load.chat_rate, seconds=load.seconds)
     settings = LoadSettings(
         ServerSettings(url=server.base_url, model=SERVED_NAME, timeout_s=_TIMEOUT_S),
@@ -165,7 +165,9 @@ def compare(
     repetitions: int,
     say: Say,
 ) -> list[Figures]:
-    """Run all loads on each server, ``repetitions`` times. Raises BatonError."""
+    """Run all loads on each server, ``repetitions`` times, and return the figures. Raises
+    BatonError.
+    """
     found: list[Figures] = []
     warm_up = Load(_WARM_UP_RATE, 1.0, 0, _WARM_UP_S)
     with tempfile.TemporaryDirectory() as folder:
@@ -182,7 +184,9 @@ def compare(
 
 
 def show(found: Sequence[Figures], console: Console) -> None:
-    """Print medians over the repetitions: a row for each length, a column for each server."""
+    """Print the medians over the repetitions: a row for each document length, a column for each
+    server.
+    """
     servers = list(dict.fromkeys(one.server for one in found))
     table = whole_table(
         "document tokens",

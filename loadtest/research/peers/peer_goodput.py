@@ -7,9 +7,9 @@ Each server is offered the same requests at rising rates, and every request's ti
 that the goodput under any SLO is known afterwards: the highest rate up to which at least 90 % of
 requests met it at every rate (DistServe, Zhong et al., OSDI 2024).
 
-Texts are random tokens, and each answer has the requested length. With ``--prompts FOLDER`` they
-are questions and passages from its files, sent as chats, and answers end by themselves: speculation
-on random tokens is not comparable with that on text.
+Prompts are random tokens, and each answer has the requested length. With ``--prompts FOLDER``,
+prompts are questions and passages from the folder's files, sent as chats, and answers end by
+themselves. This is for speculation, which is not comparable on random tokens and on text.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ from planning.common.report import print_whole, this_machine, whole_table
 from planning.common.slo import Slo
 
 _STEP = 1.25
-"""Ratio of consecutive rates, which is the precision of the goodput."""
+"""Ratio of consecutive rates. It determines the precision of the goodput."""
 _HOPELESS = 0.6
-"""Share of a rate's requests within the loosest SLO, below which no higher rate is tried."""
+"""Share of requests within the loosest SLO. If a rate has a lower share, no higher rate is
+tried."""
 _WARM_UP_RATE, _WARM_UP_S = 1.0, 8.0
 _TIMEOUT_S = 60.0
 _SEED = 5
@@ -71,16 +72,16 @@ SLOS = tuple(Slo(ttft_s=ttft, tpot_s=tpot) for ttft in TTFTS_S for tpot in TPOTS
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """The texts of ``--prompts``."""
+    """Questions and passages that were read from the folder of ``--prompts``."""
 
     questions: tuple[str, ...]
     passages: tuple[str, ...]
 
     @classmethod
     def read(cls, folder: Path) -> Texts:
-        """Read texts; passages are those of category ``rag``.
+        """Read questions and passages from a folder. Passages are those of category ``rag``.
 
-        Raises ConfigError if one kind is missing.
+        Raises ConfigError if there are no questions, or no passages.
         """
         found = read_questions(folder)
         passages = found.pop(_PASSAGES, [])
@@ -90,17 +91,23 @@ class Texts:
         return cls(tuple(questions), tuple(passages))
 
     def document(self, tokens: int, generator: np.random.Generator) -> str:
-        """Return passages in random order, about ``tokens`` long, and an instruction."""
+        """Return a document of about ``tokens`` tokens: passages in random order, and an
+        instruction.
+        """
         order = generator.permutation(len(self.passages))
         text = "\n\n".join(self.passages[number] for number in order)
         return f"{text[: tokens * CHARACTERS_PER_TOKEN]}\n\nSummarize the text above."
 
 
 class Mix(Source):
-    """Chats and documents in random order. Lengths depend on the seed, texts on the run."""
+    """Makes chats and documents in random order. Lengths depend on the seed, texts on the seed and
+    the run.
+    """
 
     def __init__(self, documents: float, seed: int, run: int, texts: Texts | None = None) -> None:
-        """``documents`` is their share of the requests. ``texts``: None for random tokens."""
+        """``documents`` is the share of documents among the requests. If ``texts`` is None, prompts
+        are random tokens.
+        """
         self._documents = documents
         self._seed = seed
         self._run = run
@@ -137,7 +144,7 @@ class RateFigures:
     rate: float
     requests: int
     attainment: tuple[float, ...]
-    """Attainment of each of ``SLOS``."""
+    """Attainment of each SLO, in the order of ``SLOS``."""
     ttft_p50_ms: float
     ttft_p95_ms: float
     tpot_p50_ms: float
@@ -146,14 +153,14 @@ class RateFigures:
 
 
 def goodput(figures: Sequence[RateFigures], slo: int) -> float:
-    """Return the highest rate that met ``SLOS[slo]``, below every rate that did not; 0 without
-    one."""
+    """Return the highest rate that met ``SLOS[slo]``, below every rate that missed it; 0 if there
+    is none."""
     met = itertools.takewhile(lambda one: one.attainment[slo] >= ATTAINMENT, figures)
     return max((one.rate for one in met), default=0.0)
 
 
 def figures_of(run: LoadRun, records: Sequence[RequestRecord]) -> RateFigures:
-    """Return the figures of a run, from its counted ``records``."""
+    """Return the figures of one run. ``records`` are its counted requests."""
     found = run.summary.all
     shares = tuple(
         sum(record.met(slo) for record in records) / max(1, len(records)) for slo in SLOS
@@ -171,12 +178,14 @@ def figures_of(run: LoadRun, records: Sequence[RequestRecord]) -> RateFigures:
 
 
 def rates(first: float) -> Iterator[float]:
-    """Yield rates, each a quarter above the one before."""
+    """Yield rising rates, each a quarter above the one before."""
     return (round(first * _STEP**step, 2) for step in itertools.count())
 
 
 def drive(server: Server, rate: float, seconds: float, mix: Mix, say: Say) -> RateFigures:
-    """Offer the mix at ``rate`` for ``seconds``. Raises BatonError."""
+    """Send the mix to a server at ``rate`` for ``seconds``, and return the figures. Raises
+    BatonError.
+    """
     pace = PaceSettings(rate=rate, seconds=seconds)
     settings = LoadSettings(
         ServerSettings(
@@ -204,7 +213,7 @@ def sweep(
     texts: Texts | None,
     say: Say,
 ) -> tuple[RateFigures, ...]:
-    """Run these rates, until hardly any request is good. Raises BatonError."""
+    """Measure a server at rising rates, until hardly any request is good. Raises BatonError."""
     drive(server, _WARM_UP_RATE, _WARM_UP_S, Mix(documents, _SEED, 0, texts), say)
     found: list[RateFigures] = []
     for number, rate in enumerate(rising, start=1):
@@ -216,7 +225,8 @@ def sweep(
 
 
 def show(found: Mapping[str, Sequence[RateFigures]], console: Console) -> None:
-    """Print requests/s by SLO, and the ratio of the first server to each other one."""
+    """Print the goodput in requests/s for each SLO, and the first server's ratio to each other
+    one."""
     names = list(found)
     ours, others = names[0], names[1:]
     ratios = [f"{ours} / {name}" for name in others]
@@ -233,9 +243,10 @@ def show(found: Mapping[str, Sequence[RateFigures]], console: Console) -> None:
 
 
 def _ratio(ours: float, other: float, least: float) -> str:
-    """Return the ratio as text; empty if ours met at no rate.
+    """Return the ratio of the first server's goodput to another one's as text; empty if the first
+    server met the SLO at no rate.
 
-    ``least`` is the lowest rate at which the other was tried.
+    ``least`` is the lowest rate at which the other server was tried.
     """
     if not ours:
         return ""
@@ -243,7 +254,7 @@ def _ratio(ours: float, other: float, least: float) -> str:
 
 
 def rates_in(text: str) -> tuple[float, ...]:
-    """Parse rates for an option. Raises argparse.ArgumentTypeError."""
+    """Parse the rates of a command-line option. Raises argparse.ArgumentTypeError."""
     try:
         found = tuple(float(part) for part in text.split(","))
     except ValueError:

@@ -1,4 +1,5 @@
-"""Goodput on six workers under traffic that shifts from long prompts to long answers and back.
+"""Measures goodput on six workers under traffic that shifts from long prompts to long answers and
+back.
 
 It compares every fixed ratio of roles with the autoscaler.
 
@@ -32,7 +33,7 @@ from planning.simulator.cluster.simulated_autoscaler import RoleChange
 
 
 def main() -> None:
-    """Run, and print the results."""
+    """Run the simulated or the live comparison, and print the results."""
     # The clusters that it has started end with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     given = _parser().parse_args()

@@ -1,5 +1,5 @@
-"""Runs the shifting traffic on live clusters of timed workers: each fixed ratio, and the
-autoscaler."""
+"""Runs the shifting traffic on live clusters of timed workers: with each fixed ratio of roles, and
+with the autoscaler."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _POLL_S = 0.2
 
 
 class LiveCluster:
-    """A ready cluster. Its methods raise Unavailable. Owned by one event loop."""
+    """A live cluster that is ready. Its methods raise Unavailable. Owned by one event loop."""
 
     def __init__(self, http: str, client: httpx.AsyncClient) -> None:
         self.url = f"http://{http}"
         self._client = client
 
     async def roles(self) -> dict[str, str]:
-        """Return the role of each slot that a router knows."""
+        """Return the role of each worker that a router knows, by slot."""
         try:
             answer = await self._client.get(f"{self.url}/v1/cache/stats")
             return {worker["slot"]: worker["role"] for worker in answer.json()["workers"]}
@@ -50,7 +50,9 @@ class LiveCluster:
             raise Unavailable(f"{self.url} does not return its workers' roles: {error}") from error
 
     async def take_ratio(self, prefill: int) -> None:
-        """Make ``prefill`` workers take the prefill role, and the others decode."""
+        """Change roles until ``prefill`` workers have the prefill role, and all others the decode
+        role.
+        """
         roles = await self.roles()
         own = sorted(slot for slot, role in roles.items() if role == "prefill")
         others = sorted(slot for slot, role in roles.items() if role == "decode")
@@ -61,7 +63,7 @@ class LiveCluster:
         await self.until({"prefill": prefill, "decode": len(roles) - prefill})
 
     async def until(self, counts: Mapping[str, int], patience_s: float = _ROLE_S) -> None:
-        """Wait until ``counts`` workers have each role."""
+        """Wait until each role has the number of workers that ``counts`` gives it."""
         deadline = time.monotonic() + patience_s
         while Counter((await self.roles()).values()) != Counter(counts):
             if time.monotonic() > deadline:
@@ -85,7 +87,9 @@ class LiveCluster:
 async def live_cluster(
     prefill: int, decode: int, fields: Mapping[str, Any], folder: Path
 ) -> AsyncIterator[LiveCluster]:
-    """Start a cluster with these fields of the configuration; its files are in ``folder``."""
+    """Start a cluster whose configuration has these fields, with its files in ``folder``. It ends
+    with the block.
+    """
     http, grpc = (f"{LOOPBACK}:{free_port()}" for _ in range(2))
     config, log = folder / "cluster.toml", folder / "cluster.log"
     config.write_text(toml_of(fields))
@@ -108,7 +112,9 @@ async def live_cluster(
 
 
 def toml_of(fields: Mapping[str, Any]) -> str:
-    """Return plain fields first, then a table for each mapping; only texts and numbers."""
+    """Return the fields as TOML: plain ones first, then a table for each mapping. Values may only
+    be texts and numbers.
+    """
     plain = [f"{name} = {json.dumps(value)}" for name, value in fields.items() if _plain(value)]
     tables = [f"[{name}]\n{toml_of(value)}" for name, value in fields.items() if not _plain(value)]
     return "\n".join([*plain, *tables]) + "\n"
@@ -136,7 +142,7 @@ _LOOK_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RolesSeen:
-    """Number of workers in each role at a moment of a run."""
+    """Number of workers in each role, at one moment of a run."""
 
     at_s: float
     prefill: int
@@ -144,7 +150,9 @@ class RolesSeen:
 
 
 async def drive(cluster: LiveCluster, traffic: ShiftingTraffic, name: str, run: int) -> Outcome:
-    """Do one run; each ``run`` has new prompts, so that none is cached."""
+    """Send the traffic to a cluster, and return the results. Each ``run`` number gives new prompts,
+    so that none is cached.
+    """
     target = OpenAiTarget(cluster.url, "completions", AskOptions(SERVED_NAME))
     driver = LoadDriver(target)
     try:
@@ -159,7 +167,9 @@ async def drive(cluster: LiveCluster, traffic: ShiftingTraffic, name: str, run: 
 async def fixed_ratios(
     traffic: ShiftingTraffic, ratios: Sequence[tuple[int, int]], local: str, folder: Path, say: Say
 ) -> list[Outcome]:
-    """Run one cluster, whose roles are changed by hand between the runs."""
+    """Measure each ratio of roles on one cluster, and return the results. Between runs, workers
+    change roles by command.
+    """
     found = []
     half = scenario.WORKERS // 2
     fields = scenario.fields(autoscaled=False, local_prefill=local)
@@ -176,7 +186,9 @@ async def fixed_ratios(
 async def autoscaled(
     traffic: ShiftingTraffic, local: str, folder: Path, say: Say
 ) -> tuple[Outcome, list[RolesSeen]]:
-    """Run a cluster that begins with equal roles, and return the role changes."""
+    """Measure a cluster with the autoscaler, which begins with equal roles. Return the results, and
+    the numbers of roles over time.
+    """
     half = scenario.WORKERS // 2
     fields = scenario.fields(autoscaled=True, local_prefill=local)
     async with live_cluster(half, scenario.WORKERS - half, fields, folder) as cluster:
@@ -193,7 +205,7 @@ async def autoscaled(
 
 
 async def _watch(cluster: LiveCluster, seen: list[RolesSeen]) -> None:
-    """Add an entry whenever the roles have changed."""
+    """Add an entry to ``seen`` whenever the workers' roles have changed."""
     began = time.monotonic()
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Results of the shifting traffic on one cluster. Pure."""
+"""Computes the results of the shifting traffic on one cluster. Pure."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ AUTOSCALED = "autoscaler"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Results of one run."""
+    """Results of one run on one cluster."""
 
     name: str
     """Name of the cluster: ``3P3D``, or ``AUTOSCALED``."""
     requests: int
     good: int
-    """Requests within both SLOs."""
+    """Number of requests that met both SLOs."""
     refused: int
     failed: int
     goodput_per_s: float
     by_phase: tuple[float, ...]
-    """Share of good requests in each phase."""
+    """Share of good requests in each phase of the traffic."""
     late_ms: float = 0.0
-    """p99 of the client's event-loop lag; 0 without one."""
+    """p99 of the client's event-loop lag in milliseconds; 0 if it was not measured."""
 
 
 def outcome(
@@ -41,7 +41,7 @@ def outcome(
     slo: Slo,
     late_s: float = 0.0,
 ) -> Outcome:
-    """Return the results over all requests, by the load generator's arithmetic."""
+    """Compute the results over all requests, with the load generator's arithmetic."""
     whole = summarize(records, traffic.window, slo, ())
     shares = []
     for phase in traffic.phases():
@@ -68,7 +68,7 @@ def gain(found: Sequence[Outcome]) -> float:
 
 
 def table_of(found: Sequence[Outcome], traffic: ShiftingTraffic, title: str) -> Table:
-    """Return a table with a row for each cluster."""
+    """Return a table with the results of each cluster in a row."""
     phases = [phase.kind for phase in traffic.phases()]
     table = whole_table(
         *("workers", "goodput/s", "good", "refused", "failed", *phases, "client late, ms"),

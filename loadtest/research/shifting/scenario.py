@@ -1,4 +1,6 @@
-"""Traffic that shifts from long prompts to long answers and back, and its six workers. Pure."""
+"""Defines traffic that shifts from long prompts to long answers and back, and its six workers.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from worker.costs.step_costs import StepCosts
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of requests."""
+    """A kind of requests, with its prompt and answer lengths."""
 
     name: str
     inputs: Lengths
@@ -32,16 +34,17 @@ LONG_PROMPTS = Kind(
 )
 LONG_ANSWERS = Kind("long answers", Lengths.parse("uniform:30-70"), Lengths.parse("uniform:70-150"))
 SHARES = ((LONG_PROMPTS, 0.5), (LONG_ANSWERS, 1.0), (LONG_PROMPTS, 0.5))
-"""The phases, in multiples of a length: half of the requests are of each kind."""
+"""Phases of the traffic: kind of requests, and duration as a multiple of ``phase_s``. So half of
+the requests are of each kind."""
 
 
 REST_S = 6.0
-"""Pause after a warm-up, in seconds."""
+"""Pause between the warm-up and the measured traffic, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A period with requests of one kind."""
+    """A period of the traffic in which all requests are of one kind."""
 
     kind: str
     begins_s: float
@@ -53,10 +56,10 @@ class ShiftingTraffic:
     """Poisson arrivals at one rate, in phases."""
 
     rate: float
-    """Requests per second."""
+    """Requests per second in all phases."""
     phase_s: float
-    """Duration of the long answers; the long prompts before and after them take half of that
-    each."""
+    """Duration of the phase with long answers, in seconds. The phases with long prompts before and
+    after it take half of that each."""
     seed: int = 0
 
     @property
@@ -66,16 +69,18 @@ class ShiftingTraffic:
 
     @property
     def rested_s(self) -> float:
-        """Return when later traffic may begin: all requests have ended, and the cluster is idle."""
+        """Return the time after which later traffic may begin, in seconds: all requests have ended,
+        and the cluster is idle.
+        """
         return self.seconds + REST_S
 
     @property
     def window(self) -> Window:
-        """Return a window in which all of it counts."""
+        """Return a window in which all requests of the traffic count."""
         return Window(0.0, self.seconds)
 
     def phases(self) -> list[Phase]:
-        """Return the phases in order."""
+        """Return the phases of the traffic in order."""
         found, begins_s = [], 0.0
         for number, (kind, share) in enumerate(SHARES):
             seconds = share * self.phase_s
@@ -86,7 +91,9 @@ class ShiftingTraffic:
         return found
 
     def planned(self, run: int = 0) -> Iterator[PlannedRequest]:
-        """Return the requests to send; another ``run`` has other prompts of the same lengths."""
+        """Return the requests to send to a live cluster. Another ``run`` number gives other prompts
+        of the same lengths.
+        """
         number = 0
         for place, phase in enumerate(self.phases()):
             for request in phase.load.planned(run * len(SHARES) + place):
@@ -95,7 +102,7 @@ class ShiftingTraffic:
                 number += 1
 
     def traced(self) -> list[TracedRequest]:
-        """Return the requests to simulate."""
+        """Return the requests to simulate, which are those of a live run."""
         return [
             TracedRequest(request.due_s, request.input_tokens, request.output_tokens)
             for request in self.planned()
@@ -103,30 +110,31 @@ class ShiftingTraffic:
 
 
 WARM_UP = ShiftingTraffic(2.0, 4.0)
-"""Traffic that comes first, and does not count. It includes one-time costs, and trains routers on
-both kinds."""
+"""Traffic of the warm-up, which does not count. It covers one-time costs, and trains routers on
+both kinds of requests."""
 
 
 WORKERS = 6
 RATIOS = tuple((prefill, WORKERS - prefill) for prefill in range(1, WORKERS))
-"""Numbers of prefill and decode workers."""
+"""All fixed ratios: numbers of prefill and decode workers."""
 COSTS = StepCosts(prefill=(15.0, 0.4, 0.00002), step=(30.0, 3.0, 0.002))
-"""Costs in milliseconds. A worker computes about 2,200 prompt tokens per second, or generates about
-190 tokens within the SLO. This is slow, so that two cores carry six workers, a router and the
-client."""
+"""Costs in milliseconds. With these, a worker computes about 2,200 prompt tokens per second, or
+generates about 190 tokens within the SLO. This is slow, so that two cores carry six workers, a
+router and the client."""
 SLO = Slo(2.0, 0.075)
 RATE, PHASE_S = 6.5, 50.0
-"""Requests per second, and seconds: as much as five workers of either role can do."""
+"""Rate in requests per second, and duration of a phase in seconds. The load is as much as five
+workers of either role can serve."""
 AUTOSCALER: dict[str, Any] = {"enabled": True, "interval_s": 1.5, "cooldown_s": 8.0}
-"""Settings for phases of a minute; the defaults are for hours."""
+"""Autoscaler settings for phases of a minute. The default settings are for hours."""
 
 
 def fields(*, autoscaled: bool, local_prefill: str = "never") -> dict[str, Any]:
-    """Return fields of the configuration, without pools."""
+    """Return the fields of the cluster's configuration, without its pools."""
     common = {"local_prefill": local_prefill, "slo_ttft_s": SLO.ttft_s, "slo_tpot_s": SLO.tpot_s}
     return common | ({"autoscaler": AUTOSCALER} if autoscaled else {})
 
 
 def shape(prefill: int, decode: int) -> ClusterShape:
-    """Return the cluster for the simulator."""
+    """Return the cluster in the form that the simulator needs."""
     return shape_of(TimedSettings(prefill, decode, COSTS))

@@ -1,4 +1,4 @@
-"""Simulates the shifting traffic: every fixed ratio, and the autoscaler. Pure."""
+"""Simulates the shifting traffic with every fixed ratio of roles, and with the autoscaler. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from planning.simulator.simulation import simulate
 def simulated(
     traffic: ShiftingTraffic, prefill: int, decode: int, config: Config, name: str = ""
 ) -> tuple[Outcome, tuple[RoleChange, ...]]:
-    """Return the results of the traffic on such a cluster, and the changes of roles."""
+    """Simulate the traffic on a cluster with these workers. Return the results, and the role
+    changes.
+    """
     shape, begin_s = scenario.shape(prefill, decode), WARM_UP.rested_s
     before = WARM_UP.traced()
     then = [replace(one, arrival_s=begin_s + one.arrival_s) for one in traffic.traced()]
@@ -30,7 +32,11 @@ def simulated(
 def compare(
     traffic: ShiftingTraffic, local_prefill: str = "never"
 ) -> tuple[list[Outcome], tuple[RoleChange, ...]]:
-    """Simulate every fixed ratio, and last the autoscaler, which begins with equal roles."""
+    """Simulate the traffic with every fixed ratio, and last with the autoscaler, which begins with
+    equal roles.
+
+    Return all results, and the autoscaler's role changes.
+    """
     fixed = Config(**scenario.fields(autoscaled=False, local_prefill=local_prefill))
     scaled = Config(**scenario.fields(autoscaled=True, local_prefill=local_prefill))
     found = [simulated(traffic, *ratio, fixed)[0] for ratio in scenario.RATIOS]

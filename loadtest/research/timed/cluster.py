@@ -1,4 +1,5 @@
-"""A cluster of timed workers: their processes, a router's, and a Valkey, on the loopback interface.
+"""Runs a cluster of timed workers: processes of the workers and of a router, and a Valkey, on the
+loopback interface.
 
 States: starting → ready → ending → gone. The processes end with the process that started them, for
 any reason: workers read from its pipe, and the router watches its parent.
@@ -43,7 +44,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class TimedSettings:
-    """Settings of a cluster."""
+    """Settings of a cluster of timed workers."""
 
     prefill: int
     decode: int
@@ -55,12 +56,12 @@ class TimedSettings:
     chunk_tokens: int = 512
     """Maximum prompt tokens in a worker's step."""
     kv_pool_mib: int = 8
-    """Memory for a worker's blocks, in MiB: 1 MiB holds 2048 blocks of 16 tokens."""
+    """Memory for a worker's KV blocks, in MiB. 1 MiB holds 2048 blocks of 16 tokens."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of the configuration, such as ``local_prefill`` and ``slo_ttft_s``."""
 
     def configuration(self, folder: Path) -> Config:
-        """Return the configuration. Files are in ``folder``. Raises
+        """Return the cluster's configuration. Its files are in ``folder``. Raises
         ``pydantic.ValidationError``."""
         pools = tuple(
             PoolConfig(
@@ -79,36 +80,38 @@ class TimedSettings:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The steps of one worker; float64 seconds, each [steps]."""
+    """Timings of the steps of one worker; float64 seconds, each [steps]."""
 
     asked_s: npt.NDArray[np.float64]
-    """Step times by the cost model."""
+    """Duration of each step by the cost model."""
     took_s: npt.NDArray[np.float64]
-    """Actual step times."""
+    """Actual duration of each step."""
     gap_s: npt.NDArray[np.float64]
-    """Times from the end of the step before until each step was requested."""
+    """Time from the end of the previous step until each step was requested."""
 
 
 class TimedCluster:
-    """A ready cluster; see ``timed_cluster``. Its methods raise BatonError if a part fails."""
+    """A cluster that is ready; see ``timed_cluster``. Its methods raise BatonError if a process
+    fails.
+    """
 
     def __init__(self, settings: TimedSettings, folder: Path, redis_url: str) -> None:
-        """Only ``timed_cluster`` calls this, and starts the cluster."""
+        """Only ``timed_cluster`` calls this constructor, and then starts the cluster."""
         self.settings = settings
         self.config = settings.configuration(folder)
         self.redis_url = redis_url
         self.cluster_id = secrets.token_hex(6)
         self.model = write_model_folder(folder / "model", settings.costs)
         self.workers: dict[str, Helper] = {}
-        """Workers by slot; a drained one has ended and stays in the dict."""
+        """Worker processes by slot. A drained worker has ended but stays in the dict."""
         self._folder = folder
         self._stacks: list[contextlib.AsyncExitStack] = []
-        """Exit stacks that end each process."""
+        """Exit stacks of the processes: closing one ends its process."""
         self._router: RouterChild | None = None
 
     @property
     def router(self) -> RouterChild:
-        """Return the router for requests."""
+        """Return the router process to which requests are sent."""
         assert self._router is not None, "started"
         return self._router
 
@@ -126,7 +129,7 @@ class TimedCluster:
         await self.until_serving({slot: pool for pool, slot in slots})
 
     async def stop(self) -> None:
-        """End every process."""
+        """End every process of the cluster."""
         ends = await asyncio.gather(
             *(stack.aclose() for stack in self._stacks), return_exceptions=True
         )
@@ -134,7 +137,7 @@ class TimedCluster:
             raise failed
 
     async def start_worker(self, pool: str, slot: str) -> None:
-        """Start a worker of the pool, whose name is the role, in an empty slot."""
+        """Start a worker in an empty slot of a pool. The pool's name is the worker's role."""
         start: Fields = {
             "config": self.config.model_dump(mode="json"),
             "pool": pool,
@@ -151,22 +154,27 @@ class TimedCluster:
         self.workers[slot] = await self._enter(worker)
 
     async def change_role(self, slot: str, role: str) -> float:
-        """Change a role as ``baton role`` does; returns the seconds without service."""
+        """Change a worker's role as ``baton role`` does. Return the seconds without service."""
         answer = await self._operate(slot, "role", {"role": role, "force": True})
         await self.until_serving({slot: role})
         return float(answer["took_s"])
 
     async def drain(self, slot: str) -> bool:
-        """Drain as ``baton drain`` does; returns whether it was empty before the deadline."""
+        """Drain a worker as ``baton drain`` does. Return whether it was empty before the
+        deadline."""
         return bool((await self._operate(slot, "drain", {"force": True}))["empty"])
 
     async def steps(self, slot: str) -> Steps:
-        """Return a worker's steps since the last call. Preferably called when no step runs."""
+        """Return the timings of a worker's steps since the last call. Preferably call it when no
+        step runs.
+        """
         answer = await self.workers[slot].ask({}, _ANSWER_S)
         return Steps(*(np.array(answer[name]) for name in ("asked_s", "took_s", "gap_s")))
 
     async def until_serving(self, roles: Mapping[str, str]) -> None:
-        """Wait until the router knows these slots in these roles. Raises Unavailable."""
+        """Wait until the router knows the workers of these slots in these roles. Raises
+        Unavailable.
+        """
         deadline = time.monotonic() + _SETTLED_S
         while time.monotonic() < deadline:
             if roles.items() <= (await self.roles()).items():
@@ -175,7 +183,7 @@ class TimedCluster:
         raise Unavailable(f"the router has {await self.roles()} instead of {dict(roles)}")
 
     async def roles(self) -> dict[str, str]:
-        """Return the role of each slot, as known by the router."""
+        """Return the role of each worker that the router knows, by slot."""
         async with httpx.AsyncClient(trust_env=False, timeout=_ANSWER_S) as http:
             answer = await http.get(f"http://{self.router.http}/v1/cache/stats")
         return {worker["slot"]: worker["role"] for worker in answer.json()["workers"]}

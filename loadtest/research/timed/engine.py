@@ -1,4 +1,4 @@
-"""An engine with a real scheduler, pool, cache and runner, and a model that only sleeps."""
+"""Builds an engine with a real scheduler, pool, cache and runner, and a model that only sleeps."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from planning.simulator.costs.step_model import StepCostModel, shape_of_rows
 from worker.settings import WorkerSettings
 
 PLANNED_AHEAD_S = 0.01
-"""Maximum time after the last step's end at which a step counts as planned before it, in seconds.
-Its time then begins at that end. Steps of a GPU are planned in this way, so that planning time does
-not add up."""
+"""Maximum gap in seconds between the end of a step and the request of the next one. Up to this gap,
+the next step counts as planned ahead, and its duration is counted from the scheduled end of the
+step before. GPU steps are planned in this way, so that planning time does not add up."""
 FIRST_TOKEN_ID, TOKEN_IDS = 64, 26
-"""Ids of answers: plain tokens in any vocabulary, and the letters a to z in that of
-``loadtest.research.timed.model_folder``."""
+"""First token id of answers, and number of ids in use: plain tokens in any vocabulary, and the
+letters a to z in that of ``loadtest.research.timed.model_folder``."""
 _CERTAIN = 1e4
-"""A logit that is always sampled."""
+"""Logit so high that its token is always sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """Requested and actual times of a step, in seconds."""
+    """Requested and actual times of one step, in seconds."""
 
     asked_s: float
-    """Time by the cost model."""
+    """Duration of the step by the cost model."""
     took_s: float
-    """Time from the beginning of the step's time to its end."""
+    """Actual duration of the step, from the time at which it counts as begun to its end."""
     gap_s: float
-    """Time from the end of the step before until this one was requested."""
+    """Time from the end of the previous step until this one was requested."""
 
 
 class TimedStepModel:
-    """An implementation of ``engine.sampling.step.StepModel``."""
+    """A model whose steps only sleep. Implements ``engine.sampling.step.StepModel``."""
 
     def __init__(
         self,
@@ -55,25 +55,27 @@ class TimedStepModel:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """``clock`` returns seconds; ``sleep`` takes some, and may take longer."""
+        """``clock`` returns seconds. ``sleep`` takes a number of seconds to sleep, and may sleep
+        longer.
+        """
         self.layers_done = 0
         self._timings: list[StepTiming] = []
         self._costs = costs
         self._vocab_size = vocab_size
         self._clock, self._sleep = clock, sleep
         self._due = 0.0
-        """Scheduled end of the last step."""
+        """Time at which the last step should end, by the cost model."""
         self._ended = 0.0
-        """Actual end of the last step."""
+        """Time at which the last step actually ended."""
 
     def clear_progress(self) -> None:
-        """Implement ``StepModel``: there is no progress of layers."""
+        """Implement ``StepModel``. A timed model has no progress of layers."""
 
     def use_threads(self, threads: int) -> None:
-        """Implement ``StepModel``: there are no threads."""
+        """Implement ``StepModel``. A timed model has no threads."""
 
     def take_timings(self) -> list[StepTiming]:
-        """Return the steps since the last call.
+        """Return the timings of the steps since the last call.
 
         Thread-safe; preferably called when no step runs.
         """
@@ -81,9 +83,10 @@ class TimedStepModel:
         return taken
 
     def run(self, step: StepInput) -> StepOutput:
-        """Sleep, and make up tokens: each is a pure function of the one before it and its position.
+        """Sleep for the step's duration, and generate tokens. Each token is a pure function of the
+        one before it and of its position.
 
-        So a sequence that is computed again, or elsewhere, gets the same tokens.
+        So a sequence that is computed again, or on another worker, gets the same tokens.
         """
         self._wait(self._costs.seconds(shape_of_rows(step.rows)))
         best = [FIRST_TOKEN_ID + place % TOKEN_IDS for place in _places(step)]
@@ -108,8 +111,8 @@ class TimedStepModel:
 
 
 def _places(step: StepInput) -> list[int]:
-    """Return a number for each output that depends on its token and its position in the
-    sequence."""
+    """Return a number for each output of the step, which depends only on its token and its position
+    in the sequence."""
     positions: list[int] = []
     for row in step.rows:
         positions += range(row.start, row.start + row.count)
@@ -117,9 +120,9 @@ def _places(step: StepInput) -> list[int]:
 
 
 CHUNK_TOKENS = 512
-"""Maximum tokens of a step if a pool has 0."""
+"""Maximum tokens of a step if the pool's setting is 0."""
 FINGERPRINT = "timed"
-"""Fingerprint of all timed engines: they share KV, which is never read, only with each other."""
+"""Fingerprint of all timed engines. So they share KV, which is never read, only with each other."""
 
 
 def build_timed_engine(
@@ -129,7 +132,7 @@ def build_timed_engine(
     ConfigError.
 
     The folder's ``config.json`` determines the size of blocks, ``kv_pool_mib`` their number. Chunks
-    do not get shorter late in a prompt, since the cost model determines the time.
+    do not get shorter late in a prompt, since the cost model alone determines a step's time.
     """
     pool, config, folder = settings.pool, settings.config, Path(settings.model_path)
     shape = load_model_config(folder, config.max_model_len)

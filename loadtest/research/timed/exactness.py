@@ -1,4 +1,4 @@
-"""Measures how exact the steps of timed workers are, and the cost of such a worker.
+"""Measures how exact the steps of timed workers are, and the resources of such a worker.
 
     python -m loadtest.research.timed.exactness --prefill 4 --decode 4
 
@@ -29,26 +29,26 @@ from planning.common.report import print_whole, this_machine, whole_table
 from worker.costs.step_costs import StepCosts
 
 _COSTS = StepCosts(prefill=(10.0, 0.2, 0.0), step=(50.0, 0.0, 0.0))
-"""Costs that give each sequence 20 tokens per second, at any number of sequences."""
+"""Step costs that give each sequence 20 tokens per second, at any number of sequences."""
 _PROMPT_TOKENS = 64
 _IDLE_S = 5.0
 _FIRST_STEPS = 20
-"""Uncounted first steps of a worker, while sequences still arrive."""
+"""Number of first steps of a worker that do not count, because sequences still arrive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Resources of one worker's process."""
+    """Resources that one worker's process uses."""
 
     idle_core: float
-    """Share of a core while idle."""
+    """Share of a core that the process uses while idle."""
     busy_core: float
     private_mib: float
-    """Memory that no other process shares (USS)."""
+    """Memory that the process shares with no other one (USS), in MiB."""
 
 
 def main() -> None:
-    """Measure and print the results."""
+    """Measure timed workers, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prefill", type=int, default=4, help="prefill workers")
     parser.add_argument("--decode", type=int, default=4, help="decode workers")
@@ -63,8 +63,8 @@ def main() -> None:
 async def measure(
     settings: TimedSettings, sequences: int, seconds: float
 ) -> tuple[dict[str, Steps], dict[str, Footprint]]:
-    """Return steps and footprints by slot, for ``sequences`` per decode worker over about
-    ``seconds``."""
+    """Run ``sequences`` sequences on each decode worker for about ``seconds``. Return steps and
+    footprints by slot."""
     async with timed_cluster(settings) as cluster:
         idle = _Use(cluster)
         await asyncio.sleep(_IDLE_S)
@@ -92,7 +92,7 @@ async def measure(
 
 
 class _Use:
-    """Share of a core that each worker uses, since the object was made."""
+    """Measures the share of a core that each worker uses, since this object was made."""
 
     def __init__(self, cluster: TimedCluster) -> None:
         self._pids = _pids(cluster)
@@ -103,7 +103,7 @@ class _Use:
         return {slot: float(one.user + one.system) for slot, one in times.items()}
 
     def shares(self) -> dict[str, float]:
-        """Return the shares; 1 is a whole core."""
+        """Return the share of a core that each worker has used; 1 is a whole core."""
         passed = time.monotonic() - self._began
         return {slot: (s - self._before[slot]) / passed for slot, s in self._seconds().items()}
 
@@ -117,7 +117,8 @@ def _private_mib(pid: int) -> float:
 
 
 def ratios(steps: Sequence[Steps]) -> tuple[float, float, float, float]:
-    """Return median and p99 of measured over requested times, and of the gaps in milliseconds.
+    """Return median and p99 of the ratios of measured to requested step times, and of the gaps
+    between steps in milliseconds.
 
     Gaps count only if the next step followed immediately: after longer ones the worker was idle.
     """

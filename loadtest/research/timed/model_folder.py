@@ -1,4 +1,6 @@
-"""A model's folder without weights, with what a router and the timed engine read of one."""
+"""Writes a model's folder without weights. It has what a router and the timed engine read from such
+a folder.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from worker.costs.step_costs import StepCosts
 VOCABULARY = 2048
 CONTEXT_TOKENS = 131_072
 KV_TOKEN_BYTES = 32
-"""KV bytes per token of one layer with one head of eight, in bfloat16."""
+"""KV bytes per token of the model: one layer with one head of eight, in bfloat16."""
 _COSTS, _KEY = "step-costs.safetensors", "step_costs"
 
 
@@ -53,7 +55,9 @@ def write_model_folder(
 
 
 def read_step_costs(folder: Path) -> StepCosts:
-    """Read the costs of such a folder. Raises ConfigError for any other."""
+    """Read the step costs from a folder of ``write_model_folder``. Raises ConfigError for any other
+    folder.
+    """
     try:
         with safe_open(folder / _COSTS, "numpy") as file:
             prefill, step = json.loads(file.metadata()[_KEY])

@@ -1,6 +1,6 @@
 """Ray actors of timed workers, which differ from real ones only by steps that sleep.
 
-No user setting leads here: only ``python -m loadtest.research.validation.timed_up`` does.
+No user setting selects them; only ``python -m loadtest.research.validation.timed_up`` does.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 def build_timed_process(settings: ActorSettings, share: NodeShare) -> WorkerProcess:
-    """Build a worker whose engine is timed; see ``loadtest.research.timed``."""
+    """Build a worker process with a timed engine; see ``loadtest.research.timed``."""
     from loadtest.research.timed.worker import TimedProcess  # noqa: PLC0415
 
     return TimedProcess(worker_settings(settings, share)).process
 
 
 class TimedWorkerActor(WorkerActor):
-    """Runs a worker whose steps only sleep."""
+    """The Ray actor of a worker whose steps only sleep."""
 
     build = staticmethod(build_timed_process)
 
 
 class TimedSupervisorActor(SupervisorActor):
-    """The supervisor of timed workers."""
+    """The supervisor actor, which starts timed workers."""
 
     worker_class = TimedWorkerActor

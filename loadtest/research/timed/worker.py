@@ -1,7 +1,7 @@
 """A worker process with the timed engine: a real one without the model's computation.
 
-Run as a module; see ``json_worker``. Neither the command line nor a configuration leads to it. The
-process's event loop owns everything except the steps.
+Run as a module; see ``json_worker``. Neither the command line nor a configuration can select it.
+The process's event loop owns everything except the steps.
 
 It reads ``config``, ``pool``, ``slot``, ``model_path``, ``model_name``, ``redis_url``,
 ``cluster_id``, ``number`` and ``workers_here``. Its hello has its process id and incarnation, and
@@ -41,9 +41,9 @@ class TimedProcess:
     """A real ``WorkerProcess`` with a timed model."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        """Make the process for a folder of ``write_model_folder``.
+        """Make a worker process for a model folder of ``write_model_folder``.
 
-        Raises ConfigError for another one.
+        Raises ConfigError for another folder.
         """
         folder = Path(settings.model_path)
         self._costs = read_step_costs(folder)
@@ -61,21 +61,24 @@ class TimedProcess:
     def _measure(
         self, settings: WorkerSettings, engine: Engine, board: CoreBoard | None
     ) -> StepCosts:
-        """Return the cost model's costs without a step, since other workers may start on the same
-        cores."""
+        """Return the costs of the cost model. No step is measured, since other workers may start on
+        the same cores."""
         return self._costs
 
 
 class TimedWorker:
-    """The process, and the answers to questions about it."""
+    """A timed worker process that answers questions about its steps."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        """Raises ConfigError for a model's folder that is not of ``write_model_folder``."""
+        """Make a worker. Raises ConfigError if the model's folder is not of
+        ``write_model_folder``."""
         timed = TimedProcess(settings)
         self._model, self._process = timed.model, timed.process
 
     async def answer(self, question: Fields) -> Fields:
-        """Return the steps since the last question, or since the start: a list of each column."""
+        """Return the timings of steps since the last question, or since the start, as one list for
+        each column.
+        """
         taken = self._model.take_timings()
         return {
             "asked_s": [timing.asked_s for timing in taken],
@@ -84,7 +87,9 @@ class TimedWorker:
         }
 
     async def serve(self, asker: Asker) -> None:
-        """Serve until there are no more questions, or a drain is over. Raises what has ended it."""
+        """Answer questions until there are no more, or a drain has ended. If the worker has failed,
+        raise its error.
+        """
         record = await self._process.start()
         asker.say({"pid": os.getpid(), "incarnation": record.incarnation})
         questions = asyncio.create_task(asker.serve(self.answer), name="questions")

@@ -1,4 +1,4 @@
-"""Measures the effect of a batch on other requests of the same running cluster:
+"""Measures how a batch affects other requests of the same running cluster:
 
     python -m loadtest.research.timings.batch_bench --chats 16
 
@@ -27,15 +27,15 @@ PAUSE_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Feeling:
-    """Latencies of one chat, in seconds."""
+    """Latencies of one chat, as its client sees them, in seconds."""
 
     first_token_s: float
     token_s: float
-    """Time per further token."""
+    """Mean time per token after the first."""
 
 
 def ask(client: httpx.Client, model: str, number: int, tokens: int) -> Feeling:
-    """Send one streamed chat with a unique prompt."""
+    """Send one streamed chat with a unique prompt, and measure its latencies."""
     question = f"{number}: tell a story about a river, a boat and the number {number}."
     body = {
         "model": model,
@@ -57,7 +57,7 @@ def ask(client: httpx.Client, model: str, number: int, tokens: int) -> Feeling:
 
 
 def lines(model: str, count: int, tokens: int) -> bytes:
-    """Return a batch's input."""
+    """Return the input file of a batch of ``count`` requests, as JSON lines."""
     rows = []
     for number in range(count):
         prompt = f"Chapter {number}. It was a dark and stormy night, and "
@@ -68,7 +68,7 @@ def lines(model: str, count: int, tokens: int) -> bytes:
 
 
 def draw(alone: Sequence[Feeling], beside: Sequence[Feeling]) -> Table:
-    """Return a table with one row for each."""
+    """Return a table with one row for chats alone, and one for chats during a batch."""
     table = Table("chats", "TTFT p50 ms", "TTFT max ms", "TPOT p50 ms", "TPOT max ms")
     for name, felt in (("alone", alone), ("with a batch", beside)):
         firsts = [one.first_token_s * 1e3 for one in felt]
@@ -118,7 +118,7 @@ def main(
 
 
 def _begun(client: httpx.Client, content: bytes) -> str:
-    """Start a batch and return its path."""
+    """Start a batch, and return the URL path by which it is queried."""
     form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": content}}
     file = client.post("/v1/files", **form).json()
     body = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}

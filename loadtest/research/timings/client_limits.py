@@ -2,8 +2,8 @@
 
     python -m loadtest.research.timings.client_limits --rates 500,1000,2000 --seconds 10
 
-The server answers each request's first token at once and the others one per step, so that any delay
-is the client's (or the echo's, which shares the machine).
+The server answers each request's first token at once and the others one per step, so any delay
+comes from the client, or from the echo server, which shares the machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _READY_S = 20.0
 async def measure(
     rate: float, seconds: float, prompt: int, answer: int, step_s: float, console: Console
 ) -> LoadRun:
-    """Measure one rate: prompts of ``prompt`` words, answers of ``answer`` tokens, one per step."""
+    """Measure the client at one rate: prompts of ``prompt`` words, answers of ``answer`` tokens,
+    one token per step of ``step_s``.
+    """
     with tempfile.TemporaryDirectory(prefix="baton-") as folder:
         log = Path(folder) / "echo.log"
         async with helper("loadtest.router.echo_http", {}, log, ready_s=_READY_S) as echo:
@@ -56,7 +58,7 @@ def main(
     answer: Annotated[int, typer.Option(help="Tokens.")] = 16,
     step_ms: Annotated[float, typer.Option(help="Between them.")] = 20.0,
 ) -> None:
-    """Measure and print a table."""
+    """Measure the client at each rate, and print a table."""
     console = Console()
     table = whole_table(
         *("offered/s", "ok/s", "bad", "send lag p99, ms", "max", "loop lag p99, ms"),

@@ -3,7 +3,7 @@
     python -m loadtest.research.timings.decision_time --workers 1000
 
 Half of the workers prefill, half decode, all in use. 16 workers hold a part of each prompt; with
---shared-block all others hold its first block too. The answers of the index are simulated.
+--shared-block all others hold its first block too. The answers of the prefix index are simulated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ _BLOCK = 16
 def measure(
     workers: int, decisions: int, policy: PolicyName, route: ClassRoute, *, shared_block: bool
 ) -> list[float]:
-    """Return the time of each decision in microseconds, including its share of expected blocks."""
+    """Make routing decisions, and return the time of each in microseconds. A decision's share of
+    the expected blocks' cost is included.
+    """
     routing = RoutingState(make_policy(policy, RouteSettings(_BLOCK, default=route), 1), _BLOCK)
     for number in range(workers):
         _join(routing, number)
@@ -84,7 +86,7 @@ def main(
     decisions: Annotated[int, typer.Option(min=1, help="Decisions measured for each line.")] = 3000,
     policy: Annotated[str, typer.Option(help="Policy, as for `baton serve`.")] = "predictive",
 ) -> None:
-    """Measure and print percentiles."""
+    """Measure decision times, and print percentiles."""
     table = whole_table("local prefill, holders", "p50 us", "p90 us", "p99 us", title="")
     modes: tuple[LocalPrefill, ...] = ("never", "auto")
     for local in modes:

@@ -21,11 +21,13 @@ from baton.client import DEFAULT_ADDRESS, Client
 from baton.v1.sampling_pb2 import SamplingParameters
 
 _LOWEST_ID, _HIGHEST_ID = 100, 40_000
-"""Range of plain tokens in every vocabulary of this size; control tokens come first."""
+"""Lowest and highest token id in prompts. Control tokens come before this range in every vocabulary
+of this size."""
 
 
 def measure(client: Client, prompt: list[int]) -> tuple[float, int]:
-    """Return the seconds to the first token, and the cached prompt tokens."""
+    """Send a prompt. Return the seconds to the first token, and the number of cached prompt
+    tokens."""
     sampling = SamplingParameters(temperature=0.0, max_tokens=2, ignore_eos=True)
     began = time.perf_counter()
     first = None
@@ -45,7 +47,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="prompt length in tokens")] = 1024,
     repetitions: Annotated[int, typer.Option(help="prompts, each sent twice")] = 7,
 ) -> None:
-    """Measure and print medians and their ratio."""
+    """Measure cold and warm prompts, and print the medians and their ratio."""
     dice = random.SystemRandom()
     cold, warm, found = [], [], []
     with Client(grpc) as client:

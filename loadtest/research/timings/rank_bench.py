@@ -1,4 +1,4 @@
-"""Handoffs between workers of several ranks, compared with workers of one rank.
+"""Measures handoffs between workers of several ranks, compared with workers of one rank.
 
     python -m loadtest.research.timings.rank_bench
 
@@ -38,7 +38,7 @@ from worker.exchange.exchange import Exchange
 
 SENDER = "sender"
 CASES = ((1, 2), (2, 1), (2, 2), (2, 4), (4, 2))
-"""Ranks of the sender and of the receiver."""
+"""Measured cases: number of ranks of the sender, and of the receiver."""
 DEMO = Geometry(16, 30, 3, 64, "bfloat16")
 TICKETS = 32
 _READY_S, _DEADLINE_S = 60.0, 120.0
@@ -47,17 +47,17 @@ _LINE = "{:<10} {:<7} {:>9} {:>9} {:>7} {:>14}"
 
 @dataclass(frozen=True, slots=True)
 class RankCase:
-    """Sender, receiver and blocks of a case."""
+    """One case: geometries of the sender and the receiver, transport, and number of blocks."""
 
     source: Geometry
     target: Geometry
     transport: TransportName
     blocks: int
-    """Blocks of a ticket."""
+    """Number of blocks of each ticket."""
 
     @property
     def floor(self) -> int:
-        """Return the minimum bytes: the heads of every rank of the receiver, once."""
+        """Return the minimum bytes of a run: each rank of the receiver gets its heads once."""
         layouts = KvLayout.of(self.source), KvLayout.of(self.target)
         slices = plan(*layouts, 0, self.blocks * self.source.block_size)
         return TICKETS * sum(each.length for each in slices)
@@ -65,15 +65,15 @@ class RankCase:
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """Results of a case."""
+    """Results of one case."""
 
     case: RankCase
     bytes: int
-    """Bytes that were moved in a run."""
+    """Number of bytes that a run transferred."""
     seconds: float
     """Median time of the runs."""
     beside: float
-    """Bytes per second relative to one rank each in the same minutes."""
+    """Throughput relative to workers of one rank each, measured in the same minutes."""
 
 
 def main(
@@ -84,7 +84,7 @@ def main(
     blocks: Annotated[int, typer.Option(help="blocks per ticket", min=1)] = 8,
     repetitions: Annotated[int, typer.Option(min=1)] = 7,
 ) -> None:
-    """Print bytes and throughput of each case, as they are measured."""
+    """Print the bytes and the throughput of each case as soon as it is measured."""
     for name in transport:
         if name not in get_args(TransportName):
             raise ConfigError(f"transport {name} is unknown")
@@ -114,7 +114,7 @@ def _case(ranks: tuple[int, int], transport: str, blocks: int) -> RankCase:
 
 
 async def measure(alone: RankCase, case: RankCase, repetitions: int) -> tuple[RankRow, RankRow]:
-    """Return a row for each of the two. Raises BatonError if one fails."""
+    """Measure both cases alternately, and return a row for each. Raises BatonError if one fails."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-")))
         benches = [
@@ -171,17 +171,17 @@ async def _bench(case: RankCase, log: Path) -> AsyncIterator[_Bench]:
 
 
 class _Bench:
-    """Two workers that are ready."""
+    """A sending and a receiving worker that are ready for a run."""
 
     def __init__(self, case: RankCase, receiver: Helper, exchange: Exchange) -> None:
         self._case = case
         self._receiver = receiver
         self._exchange = exchange
         self.idle_s = 0.0
-        """Time of the last run before its first block was sent, in seconds."""
+        """Time in the last run before its first block was sent, in seconds."""
 
     async def run(self) -> int:
-        """Hand over all tickets at once. Returns the number of sent bytes."""
+        """Hand over all tickets at once. Return the number of bytes sent."""
         began = time.perf_counter()
         pair = await self._exchange.outbound(Peer(RECEIVER, self._receiver.hello["address"]))
         question = {"promise": [self._case.blocks] * TICKETS, "writer": SENDER}

@@ -1,4 +1,4 @@
-"""Any rank except the first of a worker of ``rank_bench``; see ``json_worker``."""
+"""Runs any rank except the first of a worker of ``rank_bench``; see ``json_worker``."""
 
 from __future__ import annotations
 

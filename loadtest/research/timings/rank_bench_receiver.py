@@ -1,4 +1,4 @@
-"""Rank 0 of the receiving worker of ``rank_bench``; see ``json_worker``."""
+"""Runs rank 0 of the receiving worker of ``rank_bench``; see ``json_worker``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from worker.exchange.block_receiver import BlockReceiver
 from worker.services import TransferServicer
 
 RECEIVER = "receiver"
-"""Incarnation of this end."""
+"""Incarnation by which the sender addresses the receiving worker."""
 _DEADLINE_S = 60.0
 
 
@@ -30,7 +30,7 @@ async def _work(asker: Asker, start: Fields) -> None:
     layout = KvLayout.of(geometry).of_rank(0)
     with contextlib.ExitStack() as held:
         pool = held.enter_context(bench_pool(start["blocks"], layout.block_bytes))
-        # There is no secret, as at the other end.
+        # No secret is set: the sending end has none either.
         server = WorkerPlane.of(None, "").server()
         address = f"{LOOPBACK}:{server.add_insecure_port(f'{LOOPBACK}:0')}"
         end = transfer_end(
@@ -50,7 +50,7 @@ async def _work(asker: Asker, start: Fields) -> None:
 
 
 class _Tickets:
-    """Answers the sender's questions."""
+    """Answers the sender's questions: reserves blocks and commits tickets."""
 
     def __init__(self, receiver: BlockReceiver, writer: Geometry) -> None:
         self._receiver = receiver
@@ -58,7 +58,9 @@ class _Tickets:
         self._count = 0
 
     async def answer(self, question: Fields) -> Fields:
-        """Answer ``{"promise": [blocks, …], "writer": …}``, then ``{"commit": [ticket, …], …}``."""
+        """Answer a question: first ``{"promise": [blocks, …], "writer": …}``, which reserves
+        blocks, then ``{"commit": [ticket, …], …}``.
+        """
         if "promise" in question:
             tickets = [self._promise(each, question["writer"]) for each in question["promise"]]
             for ticket in tickets:
@@ -87,7 +89,9 @@ class _Tickets:
         )
 
     async def _complete(self, ticket_ids: Sequence[str]) -> None:
-        """Wait until the tickets are complete. Raises BatonError if one has ended."""
+        """Wait until all blocks of the tickets have arrived. Raises BatonError if a ticket has
+        ended.
+        """
         for each in ticket_ids:
             whole = self._receiver.whole(each)
             if whole is not None:

@@ -36,7 +36,7 @@ _CLEAR_PEAK = Path("/proc/self/clear_refs"), "5"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Shape of a Llama; sizes in elements."""
+    """Shape of a Llama model. Sizes are in elements."""
 
     hidden: int = 8192
     inner: int = 28672
@@ -46,7 +46,7 @@ class Shape:
     vocabulary: int = 128256
 
     def config(self) -> dict[str, object]:
-        """Return its config.json."""
+        """Return the contents of the model's config.json."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "hidden_size": self.hidden,
@@ -63,7 +63,7 @@ class Shape:
         }
 
     def ends(self) -> dict[str, tuple[int, ...]]:
-        """Return the tensors before and after the layers."""
+        """Return the shapes of the tensors before and after the layers, by name."""
         table = (self.vocabulary, self.hidden)
         return {
             "model.embed_tokens.weight": table,
@@ -72,7 +72,7 @@ class Shape:
         }
 
     def layer(self, number: int) -> dict[str, tuple[int, ...]]:
-        """Return the tensors of a layer."""
+        """Return the shapes of the tensors of one layer, by name."""
         narrow = self.hidden // self.heads * self.kv_heads
         sizes: dict[str, tuple[int, ...]] = {
             "input_layernorm": (self.hidden,),
@@ -89,7 +89,9 @@ class Shape:
 
 
 def write_checkpoint(folder: Path, shape: Shape) -> None:
-    """Write a checkpoint of holes, with a file for each layer and one for the rest."""
+    """Write a checkpoint whose tensors are holes: one file for each layer, and one for the other
+    tensors.
+    """
     (folder / "config.json").write_text(json.dumps(shape.config()))
     parts = [shape.ends(), *(shape.layer(number) for number in range(shape.layers))]
     weight_map: dict[str, str] = {}
@@ -114,18 +116,18 @@ def _write_holes(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Memory of a loaded shard, in bytes."""
+    """Memory of a process that has loaded a shard, in bytes."""
 
     shard: int
     """Size of the weights that the rank holds."""
     added: int
-    """Growth of the process."""
+    """Growth of the process's memory after loading."""
     peak: int
-    """Peak growth of the process."""
+    """Peak growth of the process's memory during loading."""
 
 
 def load_shard(folder: Path, rank: int, ranks: int) -> Loaded:
-    """Load a rank's shard into this process, and drop it again."""
+    """Load a rank's shard into this process, measure the memory, and drop the shard again."""
     config: ModelConfig = load_model_config(folder)
     slices = WeightSlices(config, shard_of(config, rank, ranks))
     path, what = _CLEAR_PEAK
@@ -144,7 +146,7 @@ def _peak() -> int:
 
 
 def main() -> None:
-    """Print the memory of a rank."""
+    """Load the shard of a rank, and print the memory that it needs."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--ranks", type=int, default=32, help="ranks of the worker")
     options.add_argument("--rank", type=int, default=0, help="the rank to load, from 0")

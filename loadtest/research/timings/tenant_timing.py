@@ -6,7 +6,7 @@ For each new prompt, a random bit decides whether the first tenant sends it. The
 sends it, and last the first tenant again, each time alone. The area under the ROC curve shows how
 well times separate the two kinds of prompts: 1 always, 0.5 never (J. A. Hanley and B. J. McNeil,
 "The meaning and use of the area under a receiver operating characteristic curve", Radiology 143,
-1982). Its probability by chance comes from shuffled labels.
+1982). Shuffled labels give the probability that chance separates them as well.
 """
 
 from __future__ import annotations
@@ -25,13 +25,17 @@ _DEADLINE_S = 60.0
 
 
 def area(quick: Sequence[float], slow: Sequence[float]) -> float:
-    """Return the share of pairs in which the first is smaller; a tie counts half."""
+    """Return the area under the ROC curve: the share of pairs in which the time from ``quick`` is
+    smaller. A tie counts half.
+    """
     wins = sum((a < b) + 0.5 * (a == b) for a in quick for b in slow)
     return wins / (len(quick) * len(slow))
 
 
 def chance(quick: Sequence[float], slow: Sequence[float], dice: random.Random) -> float:
-    """Return how often shuffled labels separate at least as well, in either direction."""
+    """Return the share of shuffled labelings that separate the times at least as well, in either
+    direction.
+    """
     seen = abs(area(quick, slow) - 0.5)
     both, count = [*quick, *slow], 0
     for _ in range(_SHUFFLES):
@@ -41,7 +45,7 @@ def chance(quick: Sequence[float], slow: Sequence[float], dice: random.Random) -
 
 
 class Asker:
-    """One connection to a router."""
+    """One connection to a router, over which prompts are sent."""
 
     def __init__(self, http: str, model: str) -> None:
         self._url = f"http://{http}/v1/completions"
@@ -49,7 +53,9 @@ class Asker:
         self._client = httpx.Client(trust_env=False, timeout=_DEADLINE_S)
 
     def first_token_s(self, key: str, prompt: str) -> float:
-        """Return the seconds until the first event of an answer."""
+        """Send a prompt with a tenant's key. Return the seconds until the first event of the
+        answer.
+        """
         body = {
             "model": self._model,
             "prompt": prompt,
@@ -70,7 +76,7 @@ class Asker:
 
 
 def main() -> None:
-    """Print one line of JSON."""
+    """Run the test, and print the result as one line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.research.timings.tenant_timing")
     parser.add_argument("--http", default="127.0.0.1:8000", help="host:port of a router.")
     parser.add_argument("--model", default="smollm2-135m-instruct")

@@ -50,7 +50,7 @@ def talk(
     minutes: Annotated[float, typer.Option(help="How long.")] = 10.0,
     threads: _Threads = 2,
 ) -> None:
-    """Make the model talk to itself, and add a file to the folder."""
+    """Generate conversations of the model with itself, and add a file of them to the folder."""
     material.mkdir(parents=True, exist_ok=True)
     engine = build_engine(EngineSettings(model, threads=threads, quantization=quantization))
     talking = SelfTalk(engine, Tokenizer.load(model), _layers(engine.config), seed)
@@ -77,7 +77,7 @@ def eagle(
     ] = 4096,
     threads: _Threads = 2,
 ) -> None:
-    """Train a head, or continue, and write it."""
+    """Train a head, or continue its training, and write it to the folder."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     config, cpu = load_model_config(model), torch.device("cpu")
@@ -99,7 +99,9 @@ def eagle(
 
 
 def _layers(config: ModelConfig) -> tuple[int, int, int]:
-    """Return a low layer, a middle one, and the last one's output."""
+    """Return the numbers of the recorded outputs: those of a low layer, a middle layer, and the
+    last one.
+    """
     return max(1, config.layers // 4), max(1, config.layers // 2), config.layers
 
 

@@ -1,10 +1,10 @@
-"""An EAGLE-3 head as it learns, in plain torch with gradients (Li et al., EAGLE-3, 2025).
+"""An EAGLE-3 head during training, in plain torch with gradients (Li et al., EAGLE-3, 2025).
 
-An input row is a token and the target's feature of the token before it; the output predicts the
+An input row is a token and the target's feature of the token before it. The output predicts the
 next token. After drafted tokens there is no such feature, and the head's own output takes its
-place. It learns both by ``training-time test``: each pass takes the output of the pass before it,
-shifted by one row, as its features. Earlier rows have the values of the passes in which they are
-computed during drafting.
+place. The head learns both cases by ``training-time test``: each pass uses the output of the pass
+before it, shifted by one row, as its features. Attention to earlier rows uses the values of those
+passes in which drafting would compute them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ class Norm(nn.Module):
 
 
 class EagleTrainee(nn.Module):
-    """The trainable head. Its tensors have the names of published checkpoints."""
+    """The trainable EAGLE-3 head. Its tensors have the names of published checkpoints."""
 
     def __init__(self, config: ModelConfig, draft_vocab: int) -> None:
-        """``config`` is the target's: the head's layer has the same shape."""
+        """``config`` is the target's configuration. The head's layer has the same shape as the
+        target's.
+        """
         super().__init__()
         self.config = config
         hidden = config.hidden_size
@@ -49,10 +51,11 @@ class EagleTrainee(nn.Module):
     def forward(
         self, embedded: torch.Tensor, features: torch.Tensor, passes: int
     ) -> list[torch.Tensor]:
-        """Return logits of each pass, [rows, length, draft_vocab] each.
+        """Return the logits of each pass, [rows, length, draft_vocab] each.
 
-        ``embedded`` is [rows, length, hidden_size], ``features`` [rows, length, 3 * hidden_size]:
-        those of the token before, and zeros if there is none.
+        ``embedded`` is [rows, length, hidden_size]. ``features`` is [rows, length, 3 *
+        hidden_size]: the target's features of the token before each row's, or zeros if there is
+        none.
         """
         feature = self.fc(features)
         before: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -115,9 +118,9 @@ class _Attention(nn.Module):
         rope: torch.Tensor,
         before: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> torch.Tensor:
-        """Run the layer.
+        """Run the head's layer for one pass.
 
-        ``before`` has keys and values of earlier passes; this one's are appended.
+        ``before`` has the keys and values of earlier passes. Those of this pass are appended to it.
         """
         rows, length, _ = x.shape
         query = _rotate(self.q_proj(x).view(rows, length, -1, self.dim), rope)
@@ -134,8 +137,8 @@ class _Attention(nn.Module):
     def _scores(
         self, query: torch.Tensor, before: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> list[torch.Tensor]:
-        """Return scores of the first pass's rows up to ``passes - 1`` before, then of one row per
-        later pass."""
+        """Return attention scores: first those to the rows of the first pass, up to ``passes - 1``
+        before, then those to one row of each later pass."""
         length, late = query.shape[3], len(before) - 1
         query = query * self.dim**-0.5
         keys = before[0][0].permute(0, 2, 3, 1).unsqueeze(2)
@@ -169,7 +172,7 @@ def _shifted(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """Rotate [rows, length, heads, dim] by the positions from 0 on."""
+    """Rotate x [rows, length, heads, dim] by its positions, which begin at 0."""
     cosine, sine = rope[: x.shape[1]].unbind(dim=1)
     cosine, sine = cosine[None, :, None], sine[None, :, None]
     first, second = x.float().chunk(2, dim=-1)

@@ -1,9 +1,9 @@
-"""Trains an EAGLE-3 head for a target on the target's own answers.
+"""Trains an EAGLE-3 head for a target model on the target's own answers.
 
-It learns the target's distribution of each next token, over the tokens that the head can propose.
-At the start it also learns the output of the target's last layer for the token. The head's output
-matrix is the target's and does not change, so that the distribution follows from that output. Thus
-weights without training do most of a head's work, which makes training possible on a CPU.
+The head learns the target's distribution of each next token, over the tokens that the head can
+propose. At the start it also learns the output of the target's last layer for the token. The head's
+output matrix is the target's and does not change, so the distribution follows from that output.
+Thus existing weights do most of a head's work, which makes training possible on a CPU.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from loadtest.research.training.eagle_trainee import FEATURE_LAYERS, EagleTraine
 from loadtest.research.training.self_talk import Conversation
 
 _HELD_BACK = 15
-"""One of this many conversations is held out for measuring agreement."""
+"""One of this number of conversations is not trained on, but used to measure agreement."""
 _PASS_SHARE = 0.8
 """Weight of each pass of the training-time test relative to the one before it."""
 _QUESTION_SHARE = 0.1
-"""Weight of a question's token relative to an answer's."""
+"""Weight of a question's token in the loss, relative to an answer's token."""
 _LOST_FEATURES = 0.01
-"""Share of rows whose feature is replaced by zeros, as after a handoff."""
+"""Share of rows whose feature is replaced by zeros in training, as after a handoff."""
 _WARM_UP_STEPS = 30
 _MIN_RATE = 0.05
-"""Final learning rate of the cosine, relative to the initial one."""
+"""Final learning rate of the cosine schedule, relative to the initial one."""
 _MAX_LENGTH = 512
 _NORM_BOUND = 1.0
 
@@ -48,24 +48,25 @@ class EagleTrainingSettings:
     draft_vocab: int = 4096
     """Number of tokens that the head can propose: the most frequent ones of the answers."""
     passes: int = 3
-    """Passes of the training-time test, which is the number of draft tokens that are learned."""
+    """Number of passes of the training-time test, which is the number of draft tokens that are
+    learned."""
     batch_tokens: int = 1536
     learning_rate: float = 1.5e-3
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Conversations of about one length, padded: [rows, length, …]."""
+    """A batch of conversations of similar length, padded: [rows, length, …]."""
 
     token_ids: torch.Tensor
     features: torch.Tensor
-    """Features of the token before, fp32 [rows, length, 3 * hidden_size]."""
+    """Target's features of the token before each row's, fp32 [rows, length, 3 * hidden_size]."""
     last: torch.Tensor
     """Normed output of the target's last layer, fp32 [rows, length, hidden_size]."""
     weight: torch.Tensor
-    """Weight of each row's loss; 0: padding."""
+    """Weight of each row in the loss; 0 for padding."""
     answered: torch.Tensor
-    """Whether the token after this one belongs to the answer."""
+    """Whether the token after each row's belongs to the answer."""
 
 
 class EagleTraining:
@@ -78,9 +79,10 @@ class EagleTraining:
         conversations: Sequence[Conversation],
         settings: EagleTrainingSettings,
     ) -> None:
-        """``layers`` are the recorded ones, numbered as inputs in ``StepInput.hidden_layers``.
+        """``layers`` are the layers whose outputs were recorded, numbered as inputs in
+        ``StepInput.hidden_layers``.
 
-        The last one is the output of the target's last layer.
+        The last entry is the output of the target's last layer.
         """
         self._target, self._settings = target, settings
         self._layers = tuple(layers)
@@ -136,7 +138,9 @@ class EagleTraining:
         return self._seconds
 
     def run(self, seconds: float, of: float) -> float:
-        """Train for ``seconds`` of ``of`` seconds in total; returns the last steps' mean loss."""
+        """Train for ``seconds``, as a part of a training that takes ``of`` seconds in total. Return
+        the mean loss of the last steps.
+        """
         began = time.perf_counter()
         before = self._seconds
         losses: list[float] = []
@@ -147,7 +151,9 @@ class EagleTraining:
         return sum(last) / max(1, len(last))
 
     def learn(self, share: float) -> float:
-        """Do one step at this share of the whole training; returns the loss of the first pass."""
+        """Do one training step. ``share`` is the part of the whole training that is over. Return
+        the loss of the first pass.
+        """
         self._set_rate(share)
         loss = self._step(self._batch(self._next()))
         self._steps += 1
@@ -161,7 +167,7 @@ class EagleTraining:
             group["lr"] = self._settings.learning_rate * warm * rate
 
     def _next(self) -> list[Conversation]:
-        """Return conversations of about one length, up to a batch's tokens."""
+        """Return conversations of similar length, up to the number of tokens of a batch."""
         if not self._pool:
             order = self._learned[:]
             self._random.shuffle(order)
@@ -232,10 +238,11 @@ class EagleTraining:
 
     @torch.no_grad()
     def agreement(self, most: int = 64) -> list[float]:
-        """Return how often the head's most likely token is the target's, after the target's own
-        tokens.
+        """Return how often the head's most likely token is the target's, if the tokens before it
+        are the target's own.
 
-        The entries are for the first token of a draft, the second, and so on, in held-out answers.
+        Entries are for the first token of a draft, the second, and so on. Only held-out answers
+        count.
         """
         self._trainee.eval()
         passes = self._settings.passes
@@ -252,7 +259,7 @@ class EagleTraining:
         return (right / max(1, counted)).tolist()
 
     def save(self, path: Path) -> None:
-        """Save the state for ``resume``."""
+        """Save the state of the training, from which ``resume`` continues."""
         state = {
             "trainee": self._trainee.state_dict(),
             "optimizer": self._optimizer.state_dict(),
@@ -263,7 +270,7 @@ class EagleTraining:
         torch.save(state, path)
 
     def resume(self, path: Path) -> None:
-        """Continue from the state of ``save``."""
+        """Load the state that ``save`` has written, and continue from it."""
         state = torch.load(path, weights_only=True)
         self._token_ids = state["token_ids"]
         self._trainee.load_state_dict(state["trainee"])
@@ -271,8 +278,8 @@ class EagleTraining:
         self._seconds, self._steps = state["seconds"], state["steps"]
 
     def export(self, folder: Path) -> None:
-        """Write the published form of EAGLE-3 heads: ``config.json`` and ``model.safetensors`` in
-        bf16."""
+        """Write the head in the published form of EAGLE-3 heads: ``config.json`` and
+        ``model.safetensors`` in bf16."""
         folder.mkdir(parents=True, exist_ok=True)
         config, count = self._target.config, len(self._token_ids)
         known = torch.zeros(config.vocab_size, dtype=torch.bool)
@@ -311,13 +318,15 @@ class EagleTraining:
 
 
 def _dense(weight: torch.Tensor | QuantizedWeight) -> torch.Tensor:
-    """Return the weight in fp32."""
+    """Return a weight in fp32, dequantized if necessary."""
     plain = weight if isinstance(weight, torch.Tensor) else dequantize(weight)
     return plain.float()
 
 
 def _frequent(conversations: Sequence[Conversation], vocab: int, count: int) -> torch.Tensor:
-    """Return the most frequent tokens of the answers, in the order of their ids, int64 [count]."""
+    """Return the ``count`` most frequent tokens of the answers, in the order of their ids, int64
+    [count].
+    """
     seen = torch.zeros(vocab, dtype=torch.int64)
     for each in conversations:
         seen += torch.bincount(each.token_ids[each.answer :].long(), minlength=vocab)

@@ -1,4 +1,6 @@
-"""Conversations of the target with itself, and their files: the training data of a draft head."""
+"""Makes conversations of the target model with itself, and reads and writes their files: the
+training data of a draft head.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +24,28 @@ from loadtest.engine.speculation_prompts import copying_tasks
 from router.text.tokenizer import Tokenizer
 
 _OWN_TASKS = 0.15
-"""The share of conversations about Baton's own text."""
+"""Share of the conversations that are about Baton's own text."""
 _TEMPERATURES = (0.0, 0.3, 0.7, 1.0)
-"""Temperatures of answers, since drafts must be right for greedy and for sampled ones."""
+"""Temperatures at which answers are generated, since drafts must be right for greedy and for
+sampled ones."""
 _QUESTION_TOKENS, _ANSWER_TOKENS = 96, 320
 _MAX_TOKENS = 768
 _MARK = "\x1a"
-"""Placeholder for the user's text while the template is split."""
+"""Placeholder for the user's text in the rendered chat template, at which the template is split."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A conversation, and the target's hidden states."""
+    """A conversation of the target with itself, and its hidden states."""
 
     token_ids: torch.Tensor
-    """Token ids, int32 [tokens]."""
+    """Token ids of the conversation, int32 [tokens]."""
     hidden: torch.Tensor
-    """Outputs of the recorded layers for every token, bf16 [tokens, layers, hidden_size]."""
+    """Outputs of the recorded layers for every token of the conversation, bf16 [tokens, layers,
+    hidden_size]."""
     answer: int
-    """Index of the answer's first token. The target has not chosen those before it as an answer."""
+    """Index of the answer's first token. The target has not generated the tokens before it as an
+    answer."""
 
 
 @dataclass(slots=True)
@@ -56,7 +61,7 @@ class _Talk:
 
 
 class SelfTalk:
-    """Runs many conversations at a time on one engine."""
+    """Runs many conversations at the same time on one engine."""
 
     def __init__(
         self,
@@ -66,7 +71,9 @@ class SelfTalk:
         seed: int,
         at_a_time: int = 48,
     ) -> None:
-        """Record ``layers``. Raises BatonError for a model without a chat template."""
+        """``layers`` are the layers whose outputs are recorded. Raises BatonError if the model has
+        no chat template.
+        """
         self._engine = engine
         sampler = cpu_sampler()
         self._sample = sample if sampler is None else sampler.sample
@@ -85,7 +92,9 @@ class SelfTalk:
         self._talks = [self._begin(tuple(range(n * each, (n + 1) * each))) for n in range(count)]
 
     def step(self) -> Iterator[Conversation]:
-        """Run one step of all conversations; yields those that ended, and starts others."""
+        """Run one step of all conversations. Yield those that have ended, and start others in their
+        place.
+        """
         talks = self._talks
         rows = tuple(
             PlanRow(n, talk.computed, len(talk.token_ids) - talk.computed, talk.blocks, True)
@@ -133,7 +142,7 @@ class SelfTalk:
         return _Talk(list(self._before), blocks, sampling, limit=limit)
 
     def _turn(self, talk: _Talk) -> None:
-        """Start the answer after the question is complete."""
+        """Start the answer of a conversation whose question is complete."""
         talk.token_ids += self._after
         talk.answer = len(talk.token_ids)
         talk.limit = min(_MAX_TOKENS, talk.answer + _ANSWER_TOKENS)
@@ -146,7 +155,7 @@ class SelfTalk:
             talk.token_ids.append(token)
             if token not in self._ends and len(talk.token_ids) < talk.limit:
                 return True
-            # Its last token was not computed.
+            # The last token was sampled but not computed, so it has no hidden states.
             talk.token_ids.pop()
             return False
         if token not in self._ends and len(talk.token_ids) < talk.limit:
@@ -159,7 +168,7 @@ class SelfTalk:
 
 
 def save_conversations(conversations: Sequence[Conversation], path: Path) -> None:
-    """Write all conversations to one file."""
+    """Write conversations to one file."""
     save_file(
         {
             "token_ids": torch.cat([each.token_ids for each in conversations]),
@@ -172,7 +181,7 @@ def save_conversations(conversations: Sequence[Conversation], path: Path) -> Non
 
 
 def load_conversations(folder: Path) -> list[Conversation]:
-    """Read the conversations of all files of a folder. Raises ConfigError if there are none."""
+    """Read the conversations from all files of a folder. Raises ConfigError if there are none."""
     found = [each for path in sorted(folder.glob("*.safetensors")) for each in _of(path)]
     if not found:
         raise ConfigError(f"{folder} has no conversations")

@@ -34,7 +34,7 @@ from planning.simulator.costs.worker_profile import read_profile
 
 
 def main() -> None:
-    """Measure, simulate, and print."""
+    """Measure and simulate the loads, and print the comparison."""
     given = _parser().parse_args()
     console = Console()
     loads = [
@@ -92,8 +92,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def table_of(found: Sequence[Comparison]) -> Table:
-    """Return a table with a row for each load: predicted / measured, and the error; ``!`` if too
-    large."""
+    """Return a table with a row for each load: predicted / measured figures, and the error. ``!``
+    marks an error above its limit."""
     names = [figure.name for figure in found[0].figures]
     table = whole_table(
         *("shape", "requests/s", "counted", *names, "met the SLOs", "refused", "client late, ms"),

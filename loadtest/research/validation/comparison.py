@@ -1,4 +1,4 @@
-"""Predicted and measured figures of one load, and their errors. Pure."""
+"""Compares predicted and measured figures of one load, and computes their errors. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from loadtest.research.validation.offered_load import OfferedLoad
 from planning.common.slo import Slo
 
 LATENCY_AIM, GOODPUT_AIM = 0.15, 0.10
-"""Maximum relative error of a prediction."""
+"""Maximum relative errors of a predicted latency, and of a predicted goodput."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure of one load, predicted and measured."""
+    """One figure of a load, predicted and measured."""
 
     name: str
     predicted: float
@@ -25,32 +25,34 @@ class Figure:
 
     @property
     def error(self) -> float:
-        """Return the error relative to the measurement; positive if the prediction is too high."""
+        """Return the error of the prediction, relative to the measurement. It is positive if the
+        prediction is too high.
+        """
         if not self.measured:
             return 0.0 if not self.predicted else float("inf")
         return self.predicted / self.measured - 1
 
     @property
     def is_met(self) -> bool:
-        """Whether the error is within its limit."""
+        """Whether the error of the prediction is within its limit."""
         return abs(self.error) <= self.aim
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Results of one load on one cluster."""
+    """Comparison of prediction and measurement for one load on one cluster."""
 
     shape: str
     """Shape of the cluster, such as ``2P2D``."""
     rate: float
-    """Requests per second."""
+    """Requests per second of the load."""
     requests: int
     """Number of counted requests."""
     figures: tuple[Figure, ...]
     attainment: tuple[float, float]
-    """Share of the requests that met every SLO, predicted and measured."""
+    """Share of requests that met every SLO: the predicted and the measured one."""
     refused: tuple[int, int]
-    """Requests that the router rejected, predicted and measured."""
+    """Number of requests that the router rejected: the predicted and the measured one."""
     late_ms: float
     """p99 of the client's event-loop lag."""
 
@@ -63,7 +65,9 @@ def compare(
     measured: Sequence[RequestRecord],
     late_s: float,
 ) -> Comparison:
-    """Compute both by the load generator's own arithmetic, over the same requests."""
+    """Compute predicted and measured figures with the load generator's arithmetic, over the same
+    requests.
+    """
     said, seen = (summarize(records, load.window, slo, ()) for records in (predicted, measured))
     figures = [Figure(name, _of(said, name), _of(seen, name), LATENCY_AIM) for name in _LATENCIES]
     goodput = Figure("goodput/s", said.goodput_per_s, seen.goodput_per_s, GOODPUT_AIM)
@@ -79,7 +83,7 @@ def compare(
 
 
 _LATENCIES = ("TTFT p50", "TTFT p95", "TPOT p50", "TPOT p95")
-"""Latencies, all in milliseconds."""
+"""Names of the compared latencies, which are all in milliseconds."""
 
 
 def _of(summary: Summary, name: str) -> float:

@@ -1,4 +1,6 @@
-"""The requests of a validation: the same for the live cluster and for the simulator. Pure."""
+"""Makes the requests of a validation, which are the same for the live cluster and for the
+simulator. Pure.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,14 @@ from loadtest.generator.workload.traffic import DrawnLengths, planned
 from planning.common.traces import TracedRequest
 
 _ARRIVALS = 7
-"""Stream of random numbers for arrivals, separate from that of lengths."""
+"""Number of the random stream for arrivals, which is separate from that of lengths."""
 _WARM_UP = 0.1
-"""Share of a load's time whose requests do not count: the cluster is still filling."""
+"""Share of a load's duration whose requests do not count, because the cluster is still filling."""
 
 
 @dataclass(frozen=True, slots=True)
 class OfferedLoad:
-    """A constant request rate for a while."""
+    """A load with a constant request rate for a number of seconds."""
 
     rate: float
     seconds: float
@@ -32,18 +34,20 @@ class OfferedLoad:
 
     @property
     def window(self) -> Window:
-        """Return the window of counted requests, by their due times."""
+        """Return the window in which requests count, by the times at which they are due."""
         return Window(_WARM_UP * self.seconds, self.seconds)
 
     def planned(self, run: int = 0) -> list[PlannedRequest]:
-        """Return the requests to send; another ``run`` has other prompts of the same lengths."""
+        """Return the requests to send to a live cluster. Another ``run`` number gives other prompts
+        of the same lengths.
+        """
         generator = np.random.default_rng((self.seed, _ARRIVALS))
         times = ArrivalProcess(self.kind, self.rate).times(self.seconds, generator)
         source = DrawnLengths(self.inputs, self.outputs, "tokens", seed=self.seed, run=run)
         return list(planned(source, tuple(times.tolist())))
 
     def traced(self) -> list[TracedRequest]:
-        """Return the requests to simulate: no two of them begin equally."""
+        """Return the requests to simulate. No two prompts begin equally."""
         return [
             TracedRequest(request.due_s, request.input_tokens, request.output_tokens)
             for request in self.planned()

@@ -1,4 +1,4 @@
-"""The simulator's prediction of a load, as the load generator's records. Pure."""
+"""Simulates a load, and returns the prediction as the load generator's records. Pure."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ _TRIAL_CALL_S = 1e-3
 def predicted(
     loads: Sequence[tuple[float, OfferedLoad]], shape: ClusterShape, config: Config
 ) -> list[list[RequestRecord]]:
-    """Return records of each load's requests in order, in seconds from that load's beginning.
+    """Simulate the loads on one cluster. Return the records of each load's requests in order, in
+    seconds from that load's beginning.
 
-    ``loads`` has the second at which each begins, in order: one cluster serves one after another,
-    as a live one does, because its router and workers learn from earlier requests.
+    ``loads`` has the time in seconds at which each load begins, in order. The cluster serves one
+    load after another, as a live one does, because its router and workers learn from earlier
+    requests.
     """
     requests = [
         replace(request, arrival_s=begin_s + request.arrival_s)
@@ -42,10 +44,11 @@ def predicted(
 def with_call_time(
     shape: ClusterShape, config: Config, probe: OfferedLoad, measured: Sequence[RequestRecord]
 ) -> ClusterShape:
-    """Return the shape with the message time at which the median TTFT of ``probe`` is as measured.
+    """Return the cluster with fitted message times: those at which the simulated median TTFT of
+    ``probe`` equals the measured one.
 
-    The probe must be so light that requests do not overlap: then everything except messages is
-    computing.
+    The probe must be so light that requests do not overlap. Then all time except that of messages
+    is computation.
     """
     none, trial = (
         _median_ttft(predicted([(0.0, probe)], _with_call(shape, call_s), config)[0])
@@ -68,7 +71,9 @@ def _median_ttft(records: Sequence[RequestRecord]) -> float:
 
 
 def record_of(result: RequestResult, begin_s: float) -> RequestRecord:
-    """Return a simulated request as the load generator would record it, from ``begin_s`` on."""
+    """Return a simulated request as the load generator would record it, in a load that began at
+    ``begin_s``.
+    """
     return RequestRecord(
         number=result.number,
         due_s=result.arrival_s - begin_s,

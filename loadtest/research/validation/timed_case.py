@@ -1,4 +1,4 @@
-"""The validation with timed workers: their costs, and the simulator's settings for them."""
+"""Defines the validation with timed workers: their costs, and the simulator's settings for them."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from planning.simulator.costs.worker_profile import WorkerProfile
 from worker.costs.step_costs import StepCosts
 
 COSTS = StepCosts(prefill=(15.0, 0.4, 0.00002), step=(30.0, 1.5, 0.002))
-"""Costs with a GPU's pattern, slowed so that two cores carry eight workers: a prompt token costs
-much less than a step, and another sequence adds little to a step."""
+"""Step costs with a GPU's pattern, slowed so that two cores carry eight workers. A prompt token
+costs much less than a step, and another sequence adds little to a step."""
 SLOS = {"slo_ttft_s": 1.0, "slo_tpot_s": 0.075}
 INPUTS, OUTPUTS = Lengths.parse("lognormal:450,0.7,3000"), Lengths.parse("lognormal:60,0.6,300")
 PROBE = OfferedLoad(1.0, 8.0, Lengths.parse("400"), Lengths.parse("12"), "constant")
 _WIRE_BYTES_PER_S = 1e9
-"""Bandwidth of shared memory; the timed engine's KV is too small for it to matter."""
+"""Bandwidth of shared memory in bytes per second. The timed engine's KV is too small for it to
+matter."""
 
 
 def settings_of(prefill: int, decode: int) -> TimedSettings:
-    """Return the settings of a cluster with these workers."""
+    """Return the settings of a cluster with these numbers of timed workers."""
     return TimedSettings(prefill, decode, COSTS, config=SLOS)
 
 
 def live_cluster(cluster: TimedCluster) -> LiveCluster:
-    """Return the live cluster of a ready timed cluster."""
+    """Return a timed cluster in the form that the validation drives."""
     url = f"http://{cluster.router.http}"
     return LiveCluster(url, SERVED_NAME, shape_of(cluster.settings), cluster.config)
 
 
 def shape_of(settings: TimedSettings) -> ClusterShape:
-    """Return the cluster for the simulator."""
+    """Return the cluster in the form that the simulator needs."""
     profile = WorkerProfile(
         name="timed",
         costs=FittedCosts(settings.costs),

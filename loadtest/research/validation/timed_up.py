@@ -1,11 +1,12 @@
-"""`baton serve` with timed workers: Ray, supervisor, routers and all, and steps that only sleep.
+"""Runs `baton serve` with timed workers: real Ray, supervisor and routers, and steps that only
+sleep.
 
     python -m loadtest.research.validation.timed_up --prefill 3 --decode 3 --config FILE
 
-For what needs more workers than there are cores, such as live runs of the autoscaler: roles change,
-pools are scaled and workers heal as in any cluster. What else is to be set goes into FILE, as for
-`baton serve`. The model is made here, and `m` is its name in the API; prompts may be token ids, or
-text. Each byte of a text is a token.
+Use it for tests that need more workers than there are cores, such as live runs of the autoscaler:
+roles change, pools are scaled and workers are replaced as in any cluster. FILE has further
+settings, as for `baton serve`. The model is made here, and its name in the API is `m`. Prompts may
+be token ids, or text, in which each byte is a token.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _CHUNK_TOKENS = 512
 
 
 def main() -> None:
-    """Serve until SIGINT or SIGTERM."""
+    """Serve with timed workers until SIGINT or SIGTERM."""
     given = parser().parse_args()
     with tempfile.TemporaryDirectory(prefix="baton-timed-") as folder:
         model = write_model_folder(Path(folder), StepCosts(given.prefill_costs, given.step_costs))
@@ -42,7 +43,9 @@ def main() -> None:
 
 
 def configuration(given: argparse.Namespace, model: Path) -> Config:
-    """Return the cluster's configuration. Raises as ``baton.config.cluster.load_config`` does."""
+    """Return the configuration of the cluster. Raises the errors of
+    ``baton.config.cluster.load_config``.
+    """
     pools = tuple(
         PoolConfig(
             name=role,

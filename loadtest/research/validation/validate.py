@@ -21,8 +21,8 @@ from planning.simulator.cluster_shape import ClusterShape
 async def measured(
     load: OfferedLoad, url: str, model: str, *, run: int = 0
 ) -> tuple[list[RequestRecord], float]:
-    """Return a record of each request in order, and the p99 of the client's event-loop lag in
-    seconds.
+    """Send a load to a live cluster. Return a record of each request in order, and the p99 of the
+    client's event-loop lag in seconds.
 
     Each ``run`` has new prompts, so that none is cached.
     """
@@ -42,30 +42,31 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class LiveCluster:
-    """A running cluster, and the simulator's settings for it."""
+    """A running cluster, and the settings with which the simulator predicts it."""
 
     url: str
     model: str
-    """Name of the model in the API."""
+    """Name of the model in the cluster's API."""
     shape: ClusterShape
     config: Config
     """Configuration of the cluster; the goodput uses its SLOs."""
     knows_calls: bool = False
-    """Whether its profiles have the time of a message, like those of `baton calibrate`."""
+    """Whether the workers' profiles have the time of a message, like those of `baton calibrate`."""
 
     @property
     def name(self) -> str:
-        """Return a name such as ``2P2D``."""
+        """Return the cluster's name, such as ``2P2D``."""
         return f"{self.shape.prefill}P{self.shape.decode}D"
 
 
 async def validate(
     live: LiveCluster, probe: OfferedLoad, loads: Sequence[OfferedLoad], say: Say
 ) -> list[Comparison]:
-    """Run the probe, then one load after another; returns a comparison of each load.
+    """Run the probe, then one load after another. Return a comparison for each load.
 
-    ``probe`` has requests that do not overlap. If the time of a message is unknown, they are sent
-    twice and give it. The prediction uses no other measurement. Prompts are new each time.
+    ``probe`` is a load whose requests do not overlap. If the time of a message is unknown, the
+    probe is sent twice to measure it. The prediction uses no other measurement. Prompts are new
+    each time.
     """
     began = time.monotonic()
     # The first requests include one-time costs.

@@ -1,4 +1,4 @@
-"""A plan as the configuration of `baton serve`, and as values of the Helm chart."""
+"""Writes a plan as the configuration of `baton serve`, and as values of the Helm chart."""
 
 from __future__ import annotations
 
@@ -25,21 +25,24 @@ _SIMULATED = (
     "max_waiting_requests",
     "request_deadline_s",
 )
-"""Fields that were inputs of the plan. Other fields of the operator are not repeated, since they
-may be secret."""
+"""Configuration fields that were inputs of the plan, and are copied to its output. Other fields of
+the operator are not copied, since they may be secret."""
 
 
 _YAML = (".yaml", ".yml")
 
 
 def plan_file(path: Path, plan: Plan, config: Config, about: str) -> str:
-    """Return the content for a file of that name: values if it ends in .yaml or .yml, else TOML."""
+    """Return the text to write at ``path``: Helm values if the name ends in .yaml or .yml, else
+    TOML.
+    """
     write = plan_values if path.suffix in _YAML else plan_toml
     return write(plan, config, about)
 
 
 def plan_values(plan: Plan, config: Config, about: str) -> str:
-    """Return YAML for `helm install --values` of deploy/helm/baton: a whole cluster in a pod.
+    """Return a plan as values for `helm install --values` of deploy/helm/baton: a whole cluster in
+    a pod.
 
     ``config`` and ``about`` are those of ``plan_toml``.
     """
@@ -61,7 +64,9 @@ def plan_values(plan: Plan, config: Config, about: str) -> str:
 
 
 def plan_toml(plan: Plan, config: Config, about: str) -> str:
-    """Return TOML. ``config`` is the simulated one; ``about`` describes the request in a line."""
+    """Return a plan as TOML. ``config`` is the simulated configuration; ``about`` describes the
+    request in one line.
+    """
     chosen = plan.chosen
     over_all = chosen.whole or chosen.peak
     lines = [
@@ -108,7 +113,7 @@ def _pool(role: str, kind: WorkerKind, count: int) -> Iterator[str]:
 
 
 def _value(value: Any) -> str:
-    """Format a value for TOML, where strings and lists have JSON's form."""
+    """Format a value for TOML, in which strings and lists are written as in JSON."""
     if isinstance(value, Mapping):
         parts = ", ".join(f"{name} = {_value(one)}" for name, one in value.items())
         return f"{{ {parts} }}"

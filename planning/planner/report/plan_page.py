@@ -1,4 +1,4 @@
-"""A plan as one self-contained HTML page: the table, and plots as SVG."""
+"""Shows a plan as one self-contained HTML page: the table, and plots as SVG."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _TEMPLATE = "plan_page.html"
 
 
 def write_page(path: Path, report: PlanReport) -> None:
-    """Write the page. Raises ConfigError if that fails."""
+    """Write a plan's HTML page. Raises ConfigError if that fails."""
     write_json(path, page(report))
 
 
 def page(report: PlanReport) -> str:
-    """Return the whole page."""
+    """Return the whole HTML page of a plan."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("planning.planner.report", "."),
         autoescape=True,
@@ -60,7 +60,7 @@ def _frontier(report: PlanReport) -> str:
 
 
 def _searched(report: PlanReport) -> str:
-    """Plot the simulated counts of the plan's kind of workers, at the peak."""
+    """Plot the simulated worker counts at the peak, for the plan's kind of workers."""
     chosen = report.plan.chosen.kind
     tried = [
         one

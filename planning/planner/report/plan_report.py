@@ -1,4 +1,4 @@
-"""A plan as text, as a table and as JSON."""
+"""Shows a plan as text, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """All results of one command."""
+    """All results of one run of `baton plan`."""
 
     plan: Plan
     asked: str
     """Description of the request: traces, SLOs, budget."""
     prices: Mapping[str, float]
-    """Dollars per GPU and hour, of the requested GPUs."""
+    """Prices of the requested GPUs, in dollars per GPU and hour."""
     trials: Sequence[Trial]
     simulations: int
     requests: int
-    """Simulated requests in total."""
+    """Number of simulated requests in total."""
     wall_s: float
     machine: Machine
     median_input: float
-    """Tokens of the median prompt."""
+    """Length of the median prompt, in tokens."""
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines below the table."""
+        """Yield the lines of text that follow the table."""
         plan, chosen = self.plan, self.plan.chosen
         counted = f"{chosen.counts.prefill} prefill + {chosen.counts.decode} decode workers"
         bought = (
@@ -70,7 +70,7 @@ class PlanReport:
         )
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
+        """Return the report's fields for JSON."""
         return {
             "settings": dict(self.settings),
             "asked": self.asked,
@@ -94,7 +94,7 @@ class PlanReport:
 
 
 def cluster_fields(cluster: PlannedCluster) -> dict[str, Any]:
-    """Return the fields of one row of the table."""
+    """Return the JSON fields of one cluster in the plan's table."""
     kind = cluster.kind
     return {
         "name": cluster.name,
@@ -121,7 +121,7 @@ def cluster_fields(cluster: PlannedCluster) -> dict[str, Any]:
 
 
 def size_fields(sizes: SizeSearch) -> dict[str, Any]:
-    """Return the fields of the search for the batch size."""
+    """Return the JSON fields of the search for the batch size."""
     return {
         "pairs": sizes.tried,
         **{
@@ -137,7 +137,7 @@ def size_fields(sizes: SizeSearch) -> dict[str, Any]:
 
 
 def trial_fields(trial: Trial) -> dict[str, Any]:
-    """Return the fields of one simulation."""
+    """Return the JSON fields of one simulation of the search."""
     return {
         "kind": trial.kind.name,
         "prefill": trial.counts.prefill,
@@ -181,7 +181,7 @@ def _rushed(twice: Figures, peak: Figures) -> str:
 
 
 def cells(cluster: PlannedCluster) -> list[str]:
-    """Return the cells of one row, in the order of ``COLUMNS``."""
+    """Return the table cells of one cluster, in the order of ``COLUMNS``."""
     kind, peak = cluster.kind, cluster.peak
     degrees = [str(kind.decode.gpus)]
     if cluster.counts.prefill and kind.prefill.gpus != kind.decode.gpus:

@@ -24,16 +24,20 @@ from planning.simulator.calibration.probe_requests import MARGIN_TOKENS, ProbeRe
 from worker.cores.core_sharing import PATIENCE_S
 
 _SHARING_BATCHES = ((1, 64), (4, 64))
-"""Concurrent answers, and the tokens of each one's prompt."""
+"""Batches of decoding requests during which prompts are timed: number of answers, and tokens of
+each one's prompt."""
 _PROMPT_S = 0.5
-"""Maximum time of a prompt during answers, in seconds; longer than ``PATIENCE_S`` if possible."""
+"""Maximum time of a prompt that is sent while answers decode, in seconds; longer than
+``PATIENCE_S`` if possible."""
 _SHARING_RUNS = 6
 _BEGIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The computation of a prompt during answers. Times are in seconds of the monotonic clock."""
+    """A period in which a prompt was computed while answers decoded. Times are in seconds of the
+    monotonic clock.
+    """
 
     begun: float
     first_token: float
@@ -42,7 +46,9 @@ class Window:
 async def timed_sharing(
     requests: ProbeRequests, first_s: Mapping[int, float]
 ) -> tuple[TimedSharing, ...]:
-    """Time some batches. ``first_s``: times of prompts alone, by their tokens."""
+    """Time prompts that are computed while batches of answers decode. ``first_s`` maps a prompt's
+    length in tokens to its time alone.
+    """
     least = min(first_s.values())
     prompt = max(n for n, took_s in first_s.items() if took_s <= max(least, _PROMPT_S))
     return tuple(
@@ -57,7 +63,8 @@ async def timed_sharing(
 async def _timed(
     requests: ProbeRequests, batch: int, tokens: int, prompt: int, alone_s: float
 ) -> TimedSharing:
-    """Send prompts of ``prompt`` tokens, each followed by a pause of the same length.
+    """Time one batch of answers while prompts of ``prompt`` tokens are computed. A pause of the
+    same length follows each prompt.
 
     So answers attend to equally many tokens with and without prompts.
     """
@@ -95,7 +102,9 @@ def _raise_what_failed(answers: Sequence[asyncio.Task[None]]) -> None:
 def timed_between(
     every: Sequence[Sequence[float]], windows: Sequence[Window], alone_s: float
 ) -> TimedSharing:
-    """Compute the sharing from the times of tokens and of prompts."""
+    """Compute how prompts and answers slow each other, from the arrival times of tokens and the
+    windows of prompts.
+    """
     alone: list[float] = []
     short: list[float] = []
     long: list[float] = []
@@ -127,16 +136,19 @@ def _gaps(every: Sequence[Sequence[float]]) -> Iterator[tuple[float, float]]:
 
 _PROMPTS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _LONGEST_PROMPT_S = 1.5
-"""No longer prompt is sent after one that took this long, in seconds."""
+"""Seconds after which the probe stops growing: if a prompt took this long, no longer prompt is
+sent."""
 _BATCHES = ((1, 32), (1, 1024), (2, 64), (4, 64), (4, 512), (8, 64), (8, 256), (16, 64))
-"""Concurrent answers, and the tokens of each one's prompt."""
+"""Batches of answers to time: number of concurrent answers, and tokens of each one's prompt."""
 _ANSWER_TOKENS = 40
 _RUNS = 3
-"""Runs of each prompt; the median counts."""
+"""How often each prompt is timed; the median counts."""
 
 
 class LiveProbe:
-    """Measures one cluster. Owned by one event loop. Raises BatonError if a request fails."""
+    """Times one cluster with test requests. Owned by one event loop. Raises BatonError if a request
+    fails.
+    """
 
     def __init__(self, requests: ProbeRequests) -> None:
         self._requests = requests
@@ -147,7 +159,7 @@ class LiveProbe:
             await self._requests.times(32, 4)
 
     async def run(self) -> LiveTimings:
-        """Measure all timings, which takes about a minute on a small machine."""
+        """Take all measurements, which needs about a minute on a small machine."""
         prompts, handoffs = await self._prompts()
         first_s = {prompt.tokens: prompt.first_token_s for prompt in prompts}
         batches: list[TimedBatch] = []
@@ -162,7 +174,7 @@ class LiveProbe:
         return LiveTimings(tuple(prompts), tuple(batches), tuple(handoffs), sharing)
 
     async def _prompts(self) -> tuple[list[TimedPrompt], list[TimedHandoff]]:
-        """Time prompts alone, and the handoffs after them."""
+        """Time prompts that are sent alone, and the handoffs after them."""
         limits, prompts, handoffs = self._requests.limits, [], []
         for tokens in _PROMPTS:
             if not limits.fit(1, tokens):
@@ -178,7 +190,9 @@ class LiveProbe:
         return prompts, handoffs
 
     async def _batch(self, batch: int, tokens: int, answer: int) -> TimedBatch:
-        """Time a batch while all decode: after the last first token, before the first end."""
+        """Time a batch of answers while all of them decode: after the last first token, before the
+        first end.
+        """
         began = time.monotonic()
         times = self._requests.times
         every = await asyncio.gather(*(times(tokens, answer, began) for _ in range(batch)))
@@ -186,7 +200,7 @@ class LiveProbe:
         inner = [[at for at in times if first <= at <= last] for times in every]
         gaps = [gap for times in inner for gap in np.diff(times).tolist()]
         if not gaps:
-            # The answers hardly overlapped: they ran in turns.
+            # The answers hardly overlapped, so the gaps of each one count.
             gaps = [gap for times in every for gap in np.diff(times[1:]).tolist()]
         half_way = (first + last) / 2
         held = sum(tokens + sum(at <= half_way for at in times) for times in every)

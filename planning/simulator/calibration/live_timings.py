@@ -15,35 +15,37 @@ from worker.costs.step_costs import StepCosts, fit
 _MIN_MS = 1e-3
 _MIN_CALL_S = 0.0005
 _SHORT_PROMPTS = 4
-"""Number of short prompts that give the time of a message, which is small compared with long
-prompts."""
+"""Number of short prompts from which the time of a message is computed. A message's time is small
+compared with long prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedPrompt:
-    """A prompt alone, without cached tokens."""
+    """Time of a prompt that ran alone, without cached tokens."""
 
     tokens: int
     first_token_s: float
-    """Time from sending to the first token, of an answer of one token."""
+    """Time from sending a request for one output token to that token."""
     reserved_first_s: float
-    """The same for a longer answer. It includes a round trip that reserves blocks."""
+    """Time to the first token of a request for more tokens. It includes a round trip that reserves
+    blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedBatch:
-    """Concurrent answers, while all of them were decoding."""
+    """Timing of concurrent answers, while all of them were decoding."""
 
     batch: int
     context_tokens: float
-    """Tokens that all of them attended to, on average over the steps."""
+    """Tokens that all the answers attended to, on average over the steps."""
     gap_s: float
-    """Mean gap between tokens."""
+    """Mean gap between tokens of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedHandoff:
-    """The gap between a lone answer's first token and its second: a handoff and a step."""
+    """The gap between a lone answer's first and second token, which includes a handoff and a
+    step."""
 
     bytes: float
     context_tokens: int
@@ -52,23 +54,25 @@ class TimedHandoff:
 
 @dataclass(frozen=True, slots=True)
 class TimedSharing:
-    """Prompts and answers computed at the same time; means."""
+    """Timing of prompts and answers that were computed at the same time; all figures are means."""
 
     alone_gap_s: float
-    """Gap between tokens while no prompt was computed."""
+    """Gap between an answer's tokens while no prompt was computed."""
     beside_gap_s: float
-    """Gap during a prompt, for the first ``worker.cores.core_sharing.PATIENCE_S``."""
+    """Gap between an answer's tokens during the first ``worker.cores.core_sharing.PATIENCE_S`` of a
+    prompt."""
     beside_long_gap_s: float
-    """Gap during a prompt, after that."""
+    """Gap between an answer's tokens in the rest of a prompt, after
+    ``worker.cores.core_sharing.PATIENCE_S``."""
     alone_first_s: float
-    """Time from sending a prompt to its first token without decoding sequences."""
+    """Time from sending a prompt to its first token, while no sequence decoded."""
     beside_first_s: float
-    """The same with decoding sequences."""
+    """Time from sending a prompt to its first token, while sequences decoded."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveTimings:
-    """All timings."""
+    """All timings of a live cluster."""
 
     prompts: tuple[TimedPrompt, ...]
     batches: tuple[TimedBatch, ...]
@@ -78,11 +82,11 @@ class LiveTimings:
 
 @dataclass(frozen=True, slots=True)
 class LiveCosts:
-    """The costs with the best fit."""
+    """The costs of a live cluster's workers that fit its timings best."""
 
     costs: StepCosts
     handoff_s: float
-    """Time of a handoff without bytes."""
+    """Time of a handoff without the time of its bytes."""
     wire_bytes_per_s: float
     call_s: float
     """Time of a message, one way."""
@@ -90,10 +94,10 @@ class LiveCosts:
 
 
 def live_costs(timings: LiveTimings, limits: SchedulerLimits) -> LiveCosts:
-    """Return the costs that explain the timings, for workers whose chunks have these limits.
+    """Return the costs that explain the timings best, for workers with these scheduler limits.
 
-    The fit minimizes squared relative errors, as workers do for their own steps. A handoff is a
-    line in its bytes, fitted by least squares.
+    The fit minimizes squared relative errors, as workers do for their own steps. The time of a
+    handoff is modeled as linear in its bytes, and fitted by least squares.
     """
     call_s = _call_s(timings.prompts)
     points, prompt_ms = [], []
@@ -117,15 +121,15 @@ def live_costs(timings: LiveTimings, limits: SchedulerLimits) -> LiveCosts:
 
 
 def _call_s(prompts: Sequence[TimedPrompt]) -> float:
-    """Return the time of a message, from the first token's delay by a round trip in short
-    prompts."""
+    """Return the time of a message. It is computed from short prompts, whose first token is delayed
+    by a round trip."""
     shortest = sorted(prompts, key=lambda prompt: prompt.tokens)[:_SHORT_PROMPTS]
     added = [prompt.reserved_first_s - prompt.first_token_s for prompt in shortest]
     return max(_MIN_CALL_S, statistics.median(added) / 2)
 
 
 def _chunks(tokens: int, limits: SchedulerLimits) -> int:
-    """Return the steps of a prompt alone."""
+    """Return the number of steps of a prompt that runs alone."""
     start = count = 0
     while start < tokens:
         start += limits.max_tokens(start)
@@ -134,7 +138,9 @@ def _chunks(tokens: int, limits: SchedulerLimits) -> int:
 
 
 def _sharing(timed: Sequence[TimedSharing], call_s: float) -> Sharing:
-    """Return the mean of the timings. Workers of one role were not timed; the same is assumed."""
+    """Return the slowdown of workers that share a host: the mean of the timings. Workers of the
+    same role were not timed; their slowdown is assumed to be equal.
+    """
     if not timed:
         return ALONE
     decode, long, prefill = (
@@ -152,9 +158,9 @@ def _sharing(timed: Sequence[TimedSharing], call_s: float) -> Sharing:
 
 
 def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Return intercept and slope.
+    """Fit a straight line to the points. Return its intercept and its slope.
 
-    The intercept is not negative, the slope positive: at most 100 GB/s.
+    The intercept is at least 0, and the slope is positive: at most 100 GB/s.
     """
     least = 1e-11
     if len(set(x)) > 1:

@@ -1,4 +1,4 @@
-"""Requests that time a cluster. Prompts are random, so that none is cached."""
+"""Sends the requests that time a cluster. Prompts are random, so that none is cached."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from baton.errors import DeadlineExceeded, Unavailable
 
 _REQUEST_S = 120.0
 _GRACE_S = 5.0
-"""Time after a request's deadline for the router's own error, in seconds."""
+"""Seconds to wait after a request's deadline for the router's own error."""
 MARGIN_TOKENS = 64
-"""Part of the context that is left for an answer, in tokens."""
+"""Number of tokens of the context that a prompt leaves for its answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a cluster."""
+    """Limits of the cluster that the requests must respect."""
 
     vocabulary: int
     """Upper bound of token ids."""
     context_tokens: int
-    """Context of a sequence, in tokens."""
+    """Maximum context of a sequence, in tokens."""
     sequences: int
-    """Sequences in a decode worker's step."""
+    """Maximum sequences in a decode worker's step."""
     kv_tokens: int
-    """Tokens in a decode worker's pool."""
+    """Tokens whose KV a decode worker's pool holds."""
     kv_token_bytes: float
 
     def fit(self, batch: int, tokens: int) -> bool:
-        """Whether ``batch`` sequences of ``tokens`` tokens can decode at the same time."""
+        """Return whether ``batch`` sequences of ``tokens`` tokens can decode at the same time."""
         each = tokens + MARGIN_TOKENS
         return (
             batch <= self.sequences
@@ -57,8 +57,8 @@ class ProbeRequests:
         self._generator = np.random.default_rng(seed)
 
     async def times(self, tokens: int, answer: int, began: float | None = None) -> Sequence[float]:
-        """Return the arrival times of an answer's tokens, in seconds since ``began`` or the
-        sending."""
+        """Send a request. Return the arrival times of its output tokens, in seconds since
+        ``began``, or since it was sent."""
         began = time.monotonic() if began is None else began
         times: list[float] = []
         await self.listen(tokens, answer, times)
@@ -67,7 +67,9 @@ class ProbeRequests:
         return [at - began for at in times]
 
     async def listen(self, tokens: int, answer: int, times: list[float]) -> None:
-        """Append the arrival time of each token, by the monotonic clock."""
+        """Send a request. Append the arrival time of each output token to ``times``, by the
+        monotonic clock.
+        """
         prompt = self._generator.integers(3, self.limits.vocabulary, tokens).tolist()
         body = {
             "model": self._model,

@@ -1,4 +1,4 @@
-"""One placement of a request: its workers, and the resources that it holds.
+"""One placement of a simulated request: its workers, and the resources that it holds.
 
 sent → (queued for its target) → reserving → (queued for a place) → computing computing ─first
 token→ sending → committed sent ─local→ reserving → computing ─first token→ decoding at the same
@@ -43,7 +43,7 @@ class SimulatedAttempt:
     ) -> None:
         """``source`` computes the prompt, ``target`` decodes; with local prefill they are the same.
 
-        ``deadline`` is the request's, in virtual time.
+        ``deadline`` is the request's deadline, in virtual time.
         """
         self.request = request
         self.spec = spec
@@ -53,15 +53,16 @@ class SimulatedAttempt:
         self.deadline = deadline
         self.hashes = list(request.hashes)
         self.sequence: SimulatedSequence | None = None
-        """The sequence at the source."""
+        """The attempt's sequence at the source; None before it is queued there."""
         self.pinned: list[int] = []
-        """Blocks that the target already had."""
+        """Blocks of the prompt that the target's cache already had."""
         self.missing: list[int] = []
-        """Blocks that the target has reserved."""
+        """Blocks that the target has reserved for this attempt."""
         self.sent_blocks = 0
-        """Blocks of the prompt that were sent, pinned ones included."""
+        """Number of the prompt's blocks at the target: those that were sent, and the pinned
+        ones."""
         self.arrived_s = 0.0
-        """Time at which the last sent byte arrives."""
+        """Virtual time at which the last sent byte arrives at the target."""
         self.ended = False
 
     @property
@@ -71,10 +72,12 @@ class SimulatedAttempt:
 
     @property
     def needs_handoff(self) -> bool:
-        """Whether more than one token is still to be generated."""
+        """Whether the decode worker still has tokens to generate: more than one at the start of the
+        attempt.
+        """
         return self.spec.sampling.max_tokens - self.first_output > 1
 
     @property
     def first_output(self) -> int:
-        """Return the number of answer tokens that it started with."""
+        """Return the number of output tokens that the request had when this attempt started."""
         return len(self.spec.token_ids) - self.spec.prompt_length

@@ -6,26 +6,28 @@ import heapq
 from collections.abc import Callable
 
 STEP_END = 0
-"""Ends of steps precede all other events of the same moment."""
+"""Rank of events that end a step. They precede all other events of the same moment."""
 OTHER = 1
 
 
 class EventQueue:
-    """Actions ordered by time. Those of the same time are ordered by rank, then by insertion."""
+    """Actions ordered by virtual time. Actions of the same time are ordered by rank, then by
+    insertion.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
-        """Time of the running action, in seconds."""
+        """Virtual time of the running action, in seconds."""
         self._events: list[tuple[float, int, int, Callable[[], None]]] = []
         self._count = 0
 
     def at(self, time_s: float, action: Callable[[], None], rank: int = OTHER) -> None:
-        """Schedule ``action`` at ``time_s``, or now if that has passed."""
+        """Schedule ``action`` at ``time_s`` of virtual time, or now if that has passed."""
         self._count += 1
         heapq.heappush(self._events, (max(time_s, self.now), rank, self._count, action))
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Schedule ``action`` in ``seconds`` seconds."""
+        """Schedule ``action`` after ``seconds`` of virtual time."""
         self.at(self.now + seconds, action)
 
     def run(self) -> None:

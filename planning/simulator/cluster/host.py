@@ -19,30 +19,31 @@ from worker.cores.core_sharing import BREAK_S, PATIENCE_S
 
 
 class Tenant(Protocol):
-    """A worker of a host."""
+    """A worker that runs on a simulated host."""
 
     @property
     def sharing(self) -> Sharing:
-        """Return the slowdown by other workers of the host."""
+        """Return the factors by which other workers of the host slow this one."""
 
     def change_speed(self, speed: float) -> None:
-        """Change the engine time that passes in a second."""
+        """Set the engine time that passes in a second of virtual time."""
 
 
 @dataclass(slots=True)
 class _Seen:
-    """The state of a tenant."""
+    """State of one worker, as its host has seen it."""
 
     doing: Doing = Doing.NOTHING
     speed: float = 1.0
     prompts_since: float = -math.inf
-    """Start of its uninterrupted computation of prompts."""
+    """Virtual time at which the worker began its current period of prompt computation without a
+    break."""
     prompts_until: float = -math.inf
-    """Last end of a computation of prompts."""
+    """Virtual time at which the worker last stopped computing prompts."""
 
 
 class Host:
-    """Tracks what each worker of a host does, and sets the speed of each.
+    """Tracks what each worker of a host does, and sets each worker's speed.
 
     A worker does nothing, runs a decode step or runs a step with prompts; after steps with prompts
     for ``PATIENCE_S`` without a break of ``BREAK_S``, it runs long prompts.
@@ -53,11 +54,13 @@ class Host:
         self._seen: dict[Tenant, _Seen] = {}
 
     def join(self, tenant: Tenant) -> None:
-        """Add a worker, which does nothing yet."""
+        """Add a worker to the host. The worker does nothing yet."""
         self._seen[tenant] = _Seen()
 
     def tell(self, tenant: Tenant, doing: Doing) -> None:
-        """Set what a worker does from now on: nothing, decoding or prompts."""
+        """Record what a worker does from now on (nothing, decoding or prompts), and update the
+        speeds.
+        """
         seen, now = self._seen[tenant], self._events.now
         before = Doing.PROMPTS if seen.doing is Doing.LONG_PROMPTS else seen.doing
         if doing is before:
@@ -97,14 +100,15 @@ class WorkClock:
 
     def __init__(self) -> None:
         self.speed = 1.0
-        """Engine time that passes in a second; positive."""
+        """Engine time that passes in a second of virtual time; positive."""
         self._moments = [0.0]
         """Virtual times at which the speed changed, rising."""
         self._engine_times = [0.0]
-        """Engine times at these moments."""
+        """Engine times that correspond to ``_moments``."""
 
     def change(self, now: float, speed: float) -> None:
-        """Change the speed from ``now`` on; not earlier than the last change."""
+        """Change the speed from the virtual time ``now`` on. ``now`` is not before the last
+        change."""
         if now > self._moments[-1]:
             engine_time = self.engine_time(now)
             self._moments.append(now)
@@ -112,15 +116,21 @@ class WorkClock:
         self.speed = speed
 
     def engine_time(self, moment: float) -> float:
-        """Return the engine time at a moment after the last change, if no other one follows."""
+        """Return the engine time that corresponds to ``moment``. ``moment`` is a virtual time after
+        the last change of speed.
+        """
         return self._engine_times[-1] + (moment - self._moments[-1]) * self.speed
 
     def moment(self, engine_time: float) -> float:
-        """Return the moment of an engine time."""
+        """Return the virtual time that corresponds to an engine time after the last change of
+        speed.
+        """
         return self._moments[-1] + (engine_time - self._engine_times[-1]) / self.speed
 
     def moments(self, engine_times: Floats) -> Floats:
-        """Return the moments of rising engine times, at any of the speeds. fp64 [times]."""
+        """Return the virtual times that correspond to rising engine times, which may span changes
+        of speed. fp64 [times].
+        """
         if len(self._moments) == 1 and self.speed == 1.0:
             return engine_times
         first = max(0, bisect_right(self._engine_times, engine_times[0]) - 1)
@@ -138,17 +148,18 @@ class Wire:
     time."""
 
     bytes_per_s: float
-    """Bandwidth in each direction."""
+    """Bandwidth of the interface in each direction, in bytes per second."""
     latency_s: float = 0.0
     """Time from sending the last byte to its arrival, in seconds."""
     sends_until: float = 0.0
     receives_until: float = 0.0
     sent_bytes: float = 0.0
     busy_s: float = 0.0
-    """Time in which it was sending, in seconds."""
+    """Time in which the interface was sending, in seconds."""
 
     def send(self, to: Wire, size: float, ready_s: float) -> float:
-        """Send ``size`` bytes that exist at ``ready_s``; returns when the last one arrives.
+        """Send ``size`` bytes, which exist at ``ready_s``, to the interface ``to``. Return when the
+        last byte arrives.
 
         Transfers are first come, first served at both ends, at the speed of the slower one. Fair
         sharing would give the last of several transfers the same end, and the others a later one.

@@ -1,4 +1,4 @@
-"""The workers' step planner and scheduler with leaps: many identical steps in one call.
+"""Extends the workers' step planner and scheduler with leaps: many identical steps in one call.
 
 A step is identical to the one before it if it brings each running sequence its next token and
 does nothing else. Plain Python; owned by a simulated worker.
@@ -35,10 +35,10 @@ class LeapingPlanner(StepPlanner):
     def observe_run(
         self, batch: int, context_tokens: int, steps: int, ms: float, growth_ms: float
     ) -> None:
-        """``observe`` for ``steps`` steps of ``batch`` sequences.
+        """Observe ``steps`` steps of ``batch`` sequences, as ``steps`` calls of ``observe`` would.
 
-        The first step attended to ``context_tokens`` in all and took ``ms``; each took
-        ``growth_ms`` more than the one before it.
+        The first step attended to ``context_tokens`` in total and took ``ms`` milliseconds. Each
+        further step took ``growth_ms`` more than the one before it.
         """
         for step in range(max(0, steps - KEPT_STEPS), steps):
             context = context_tokens + step * batch
@@ -48,7 +48,7 @@ class LeapingPlanner(StepPlanner):
 
 
 class LeapingBudget(PrefillBudget):
-    """A ``PrefillBudget`` that observes runs."""
+    """A ``PrefillBudget`` that also observes a run of identical steps in one call."""
 
     def __init__(self, costs: StepCosts, slo_s: float) -> None:
         """Take the arguments of ``PrefillBudget``."""
@@ -59,7 +59,8 @@ class LeapingBudget(PrefillBudget):
     def observe_run(
         self, batch: int, context_tokens: int, steps: int, ms: float, growth_ms: float
     ) -> None:
-        """Call ``observe`` for a run, as ``LeapingPlanner.observe_run`` does.
+        """Observe a run of identical steps; the arguments are those of
+        ``LeapingPlanner.observe_run``.
 
         No step of a run counts as delayed.
         """
@@ -69,15 +70,15 @@ class LeapingBudget(PrefillBudget):
 
 
 class LeapingUnitCost(UnitCost):
-    """A ``UnitCost`` that observes runs."""
+    """A ``UnitCost`` that also observes a run of identical steps in one call."""
 
     def observe_run(
         self, count: int, units: tuple[float, float], seconds: tuple[float, float]
     ) -> None:
-        """``observe``, ``count`` times in a row.
+        """Observe ``count`` steps in a row, as ``count`` calls of ``observe`` would.
 
-        ``units`` and ``seconds`` are each the first observation and what every further one adds to
-        the one before it. The first is positive, the growth at least 0.
+        ``units`` and ``seconds`` are pairs: the value of the first step, and what each further step
+        adds to the one before it. The first value is positive, the added one at least 0.
         """
         kept = KEPT**count
         self._units = kept * self._units + _faded(count, *units)
@@ -85,9 +86,10 @@ class LeapingUnitCost(UnitCost):
 
 
 def _faded(count: int, first: float, growth: float) -> float:
-    """The sum of ``first + i*growth``, each counting ``KEPT`` as much as the next one.
+    """Return the weighted sum of ``first + i*growth`` for ``count`` values of i, from 0.
 
-    A geometric and an arithmetico-geometric series.
+    Each value has ``KEPT`` times the weight of the next one. The sum consists of a geometric and an
+    arithmetico-geometric series.
     """
     rest = 1.0 - KEPT
     weights = (1.0 - KEPT**count) / rest
@@ -101,8 +103,9 @@ class LeapingScheduler(Scheduler):
     def identical_steps(self) -> int:
         """Return the number of identical steps ahead; 0 if there is none.
 
-        The scheduler can process this number of results and make this number of plans, each with
-        the rows that are in flight now, while no sequence is added or removed from outside.
+        This is the number of results that the scheduler can process, and of plans that it can make.
+        Each plan has the rows that are in flight now. No sequence may be added or removed from
+        outside meanwhile.
         """
         plans, running = self._plans.values(), self.running
         depth, count = len(plans), len(running)
@@ -117,11 +120,12 @@ class LeapingScheduler(Scheduler):
         return bisect_right(range(most + 1), available, key=self._growth) - 1
 
     def leap(self, steps: int, token_of: Callable[[Sequence], int]) -> None:
-        """Process ``steps`` results and make ``steps`` plans; at most ``identical_steps``.
+        """Process the results of ``steps`` steps and make ``steps`` plans; at most
+        ``identical_steps``.
 
-        Each of a sequence's tokens is ``token_of`` it. The plans in flight stay what they are, but
-        their rows begin ``steps`` tokens later. Blocks become full and are allocated in the order
-        of the steps, so that the cache has the same content as with single steps.
+        ``token_of`` gives the token that a sequence gets in each step. The plans in flight keep
+        their rows, but these begin ``steps`` tokens later. Blocks become full and are allocated in
+        the order of the steps, so the cache has the same content as with single steps.
         """
         running = self.running
         events: list[tuple[int, bool, int]] = []
@@ -144,8 +148,8 @@ class LeapingScheduler(Scheduler):
     def _events(
         self, sequence: Sequence, place: int, steps: int
     ) -> Iterator[tuple[int, bool, int]]:
-        """Yield the steps in which a block becomes full (False), and those in which one is
-        allocated (True)."""
+        """Yield the steps in which a block of ``sequence`` becomes full (False), and those in which
+        a block is allocated for it (True)."""
         size = self.limits.block_size
         known = len(sequence.token_ids) - 1
         for step in range(size - known % size, steps + 1, size):

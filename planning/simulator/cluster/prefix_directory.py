@@ -1,4 +1,4 @@
-"""The prefix index without Redis: the workers of each block, in the memory of the simulation.
+"""Simulates the prefix index without Redis: keeps the workers of each block in memory.
 
 It gives the same answers as ``baton.store.prefix_index``; a test compares both.
 """
@@ -15,7 +15,7 @@ class PrefixDirectory:
         self._holders: dict[bytes, set[str]] = {}
 
     def apply(self, worker: str, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """Record hashes that a worker has stored and removed."""
+        """Record the block hashes that a worker has stored, and those that it has removed."""
         for digest in stored:
             self._holders.setdefault(digest, set()).add(worker)
         for digest in removed:
@@ -25,7 +25,8 @@ class PrefixDirectory:
                 self._holders.pop(digest, None)
 
     def lookup(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """Return how many leading blocks of ``hashes`` each worker holds; absent means none.
+        """Return the number of leading blocks of ``hashes`` that each worker holds. Workers that
+        hold none are absent.
 
         The walk ends at the first block that no worker holds with all blocks before it.
         """

@@ -1,4 +1,5 @@
-"""The real autoscaler with simulated workers: their roles follow the traffic in virtual time."""
+"""Runs the real autoscaler with simulated workers: their roles follow the traffic in virtual
+time."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class RoleChange:
 
     begun_s: float
     took_s: float
-    """Time until the worker served again, in seconds."""
+    """Time until the worker served again in its new role, in seconds."""
     worker: str
     role: str
     """The worker's new role."""
@@ -31,15 +32,15 @@ class RoleChange:
 
 
 HEARD_S = 0.25
-"""Time until a router has read in the registry that a worker leaves or is back, in seconds, as in
+"""Seconds until a router has read in the registry that a worker leaves or has returned, as in
 ``router.dispatch.dispatcher``."""
 _POLL_S = 0.02
-"""Interval in which a leaving worker checks whether it is empty, in seconds, as in
+"""Interval at which a leaving worker checks whether it still has sequences, in seconds, as in
 ``worker.process``."""
 
 
 class SimulatedAutoscaler:
-    """Runs the autoscaler. Owned by the simulation."""
+    """Runs the autoscaler on the simulated workers. Owned by the simulation."""
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class SimulatedAutoscaler:
         events: EventQueue,
         is_over: Callable[[], bool],
     ) -> None:
-        """The autoscaler observes the cluster until ``is_over``."""
+        """Create an autoscaler that observes the cluster until ``is_over`` returns true."""
         self.changes: list[RoleChange] = []
         self._interval_s = config.autoscaler.interval_s
         self._workers = {worker.name: worker for worker in workers}
@@ -70,7 +71,7 @@ class SimulatedAutoscaler:
         self._turning = 0
 
     def start(self) -> None:
-        """Schedule the first look."""
+        """Schedule the autoscaler's first observation of the cluster."""
         self._look()
 
     def _look(self) -> None:

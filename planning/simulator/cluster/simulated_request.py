@@ -10,17 +10,18 @@ from engine.scheduling.sequence import Sequence
 from planning.common.traces import TracedRequest
 
 TOKEN_IDS = 1 << 32
-"""Upper bound of token ids."""
+"""Upper bound of token ids in the simulation."""
 _PLACE_BYTES = 2
-"""Bytes of a hash for a block's place in the trace's block, which may hold several."""
+"""Bytes that encode a KV block's position within a block of the trace, which may hold several KV
+blocks."""
 
 
 class SimulatedRequest:
-    """One request. Times are in virtual seconds; None: not reached.
+    """One request of the simulation. Times are in virtual seconds; None means not reached.
 
-    All its tokens are one number, which no other request has: they stand for text that no other
-    request generates. ``runs`` lists where they were made: (worker, first step, last step), one
-    token per step.
+    All tokens of a request have the same id, which no other request has: they stand for text that
+    no other request generates. ``runs`` lists where tokens were generated: (worker, first step,
+    last step), one token per step.
     """
 
     __slots__ = (
@@ -47,16 +48,16 @@ class SimulatedRequest:
     def __init__(
         self, number: int, traced: TracedRequest, trace_block: int, block_tokens: int
     ) -> None:
-        """``trace_block`` is the number of tokens per hash of the trace.
+        """``trace_block`` is the number of tokens per block hash of the trace.
 
-        It is a multiple of ``block_tokens``, the tokens of a KV block.
+        It is a multiple of ``block_tokens``, the number of tokens of a KV block.
         """
         self.number = number
         self.name = f"r{number}"
         self.traced = traced
         self.token_ids: tuple[int, ...] = (number % TOKEN_IDS,) * traced.input_tokens
         self.hashes = _hashes(number, traced, trace_block, block_tokens)
-        """Hashes of the full blocks of its tokens."""
+        """Hashes of the full blocks of the request's tokens."""
         self.generated = 0
         self.attempt = 0
         self.preemptions = 0
@@ -64,27 +65,27 @@ class SimulatedRequest:
         self.first_token_s: float | None = None
         self.ended_s: float | None = None
         self.code = ""
-        """Code of the error that ended it; empty without one."""
+        """Code of the error that ended the request; empty without an error."""
         self.prefill = -1
         self.decode = -1
         self.is_local = False
         self.cached_tokens = 0
         self.told = 0
-        """Tokens that were reported to admission."""
+        """Number of generated tokens that were reported to admission."""
         self.runs: list[tuple[int, int, int]] = []
 
     @property
     def token_id(self) -> int:
-        """Return the id of all its tokens."""
+        """Return the id that all tokens of this request have."""
         return self.number % TOKEN_IDS
 
     @property
     def output_tokens(self) -> int:
-        """Return the number of tokens that it generates."""
+        """Return the number of tokens that the request generates in total."""
         return self.traced.output_tokens
 
     def spec(self, deadline_s: float, context_class: str) -> SequenceSpec:
-        """Return the specification of its next attempt for the workers."""
+        """Return the specification that workers get for the request's next attempt."""
         attempt, self.attempt = self.attempt, self.attempt + 1
         return SequenceSpec(
             request_id=self.name,
@@ -100,11 +101,12 @@ class SimulatedRequest:
         )
 
     def forget_tokens(self) -> None:
-        """Free the tokens of a completed request."""
+        """Free the memory of a completed request's tokens."""
         self.token_ids, self.hashes = (), []
 
     def took_token(self, worker: int, step: int) -> None:
-        """Record that a step of a worker gave it its next token."""
+        """Record that the worker with this number generated the request's next token in this
+        step."""
         self.generated += 1
         if self.runs:
             where, first, last = self.runs[-1]
@@ -114,7 +116,7 @@ class SimulatedRequest:
         self.runs.append((worker, step, step))
 
     def took_run(self, worker: int, first: int, count: int) -> None:
-        """Record ``count`` steps of a worker, from number ``first`` on, that gave it a token
+        """Record that ``count`` steps of a worker, from number ``first`` on, generated one token
         each."""
         self.took_token(worker, first)
         self.generated += count - 1
@@ -123,7 +125,7 @@ class SimulatedRequest:
 
 
 class SimulatedSequence(Sequence):
-    """A sequence that knows its request."""
+    """A sequence with a reference to its simulated request."""
 
     __slots__ = ("owner",)
 
@@ -136,7 +138,9 @@ class SimulatedSequence(Sequence):
         queued_at: float = 0.0,
         deadline: float = math.inf,
     ) -> None:
-        """Take the arguments of ``Sequence``."""
+        """Create a sequence of the request ``owner``. The other arguments are those of
+        ``Sequence``.
+        """
         super().__init__(
             owner.number,
             spec,
@@ -151,7 +155,9 @@ class SimulatedSequence(Sequence):
 
 
 def _hashes(number: int, traced: TracedRequest, trace_block: int, block_tokens: int) -> list[bytes]:
-    """Return chained hashes if the trace has prefixes, and unique ones otherwise."""
+    """Return the block hashes of a request: chained hashes if the trace has prefixes, unique ones
+    otherwise.
+    """
     full = traced.input_tokens // block_tokens
     each = trace_block // block_tokens
     known = [

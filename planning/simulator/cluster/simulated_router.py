@@ -1,4 +1,4 @@
-"""One router without connections: the real admission, routing and policy in virtual time.
+"""Simulates one router without connections: the real admission, routing and policy in virtual time.
 
 arrived ─queue full, or too late→ refused arrived → waiting ─its turn→ placed ─first token→ begun
 ─last token→ done placed, begun ─handed back→ placed again;  ─deadline, or never room→ failed
@@ -28,13 +28,14 @@ from router.routing.routing_state import RoutingState
 
 TICK_S = 0.05
 CAPACITY_AGE_S = 0.02
-"""Interval in which the idle queue is examined, and maximum age of its view of the workers, in
-seconds, as in ``router.admission.admission_queue``."""
+"""Interval at which an idle queue is examined, and maximum age of the queue's view of the workers,
+in seconds, as in ``router.admission.admission_queue``."""
 REFRESH_S = 0.05
-"""Maximum age of the table of workers, in seconds, as in ``router.routing.route_finder``."""
+"""Maximum age of the router's table of workers, in seconds, as in
+``router.routing.route_finder``."""
 GENERATED_EVERY_S = 0.25
-"""Interval in which admission gets the number of generated tokens while requests wait, in seconds.
-A live router reports each token."""
+"""Interval at which admission receives the number of generated tokens while requests wait, in
+seconds. A live router reports each token."""
 
 
 class SimulatedRouter:
@@ -58,7 +59,7 @@ class SimulatedRouter:
         self._workers = {worker.name: worker for worker in workers}
         self._block_tokens = block_tokens
         self.traffic = TrafficMeter()
-        """Traffic for the autoscaler."""
+        """Meter of the traffic, which the autoscaler reads."""
         self._routing = RoutingState(policy, block_tokens, self.traffic.counts)
         self._admission = AdmissionController(
             config.tenant_weights,
@@ -75,7 +76,7 @@ class SimulatedRouter:
         self._generated_at = -math.inf
         self._refreshed_at = -math.inf
         self._seen: dict[str, int] = {}
-        """The last change of each worker that the table has seen."""
+        """Last change of each worker that the router's table includes, by the worker's name."""
         self._ticks = False
         self._prefill = [worker for worker in workers if worker.role == "prefill"]
         self._decode = [worker for worker in workers if worker.role == "decode"]
@@ -89,7 +90,7 @@ class SimulatedRouter:
         table.set_up(worker.name, True)
 
     def record(self, worker: SimulatedWorker) -> WorkerRecord:
-        """Return the worker's registry record at this moment."""
+        """Return a worker's registry record at this moment."""
         costs = worker.step_costs
         return WorkerRecord(
             incarnation=worker.name,
@@ -118,7 +119,7 @@ class SimulatedRouter:
         self._capacity = None
 
     def take_back(self, worker: SimulatedWorker) -> None:
-        """Use a worker again, in its present role."""
+        """Send requests to a worker again, in its present role."""
         (self._prefill if worker.role == "prefill" else self._decode).append(worker)
         self._join(worker)
         self._capacity = None
@@ -231,7 +232,7 @@ class SimulatedRouter:
         self._events.after(source.profile.call_s, lambda: self._side.begin(attempt))
 
     def _refresh(self, now: float) -> None:
-        """Read the workers' loads, if the table is old."""
+        """Read the workers' loads if the router's table is older than ``REFRESH_S``."""
         if now - self._refreshed_at < REFRESH_S:
             return
         self._refreshed_at = now

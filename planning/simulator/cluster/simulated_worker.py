@@ -3,7 +3,7 @@
     idle ─a plan→ stepping ─its end, nothing to plan→ idle
     stepping ─every plan in flight is alike→ leaping ─the last alike, or a new event→ stepping
 
-While it leaps, it does nothing until an event other than the next token: then the scheduler
+While a worker leaps, it does nothing until an event other than the next token: then the scheduler
 processes all steps that have ended since at once. The result is that of single steps. If workers
 share a host, steps take the same engine time as alone, but that passes more slowly
 (``work_clock``).
@@ -36,7 +36,7 @@ from planning.simulator.costs.step_model import StepLoad, shape_of
 from planning.simulator.costs.worker_profile import WorkerProfile
 
 PUBLISH_S = 0.05
-"""Time from the start or end of a prompt to its events, in seconds: see
+"""Seconds from the start or end of a prompt until its blocks are in the prefix index: see
 ``worker.registry.index_publisher``."""
 
 
@@ -44,45 +44,49 @@ class WorkerListener(Protocol):
     """Handles events of the sequences on a worker."""
 
     def on_emit(self, worker: SimulatedWorker, updates: list[SequenceUpdate]) -> None:
-        """Handle the end of a step that was not leapt over."""
+        """Handle the updates of a step that the worker processed singly, not as part of a leap."""
 
     def on_expire(self, worker: SimulatedWorker, sequences: list[EngineSequence]) -> None:
         """Handle sequences that have ended because their deadlines have passed."""
 
 
 Publish = Callable[[str, Sequence[bytes], Sequence[bytes]], None]
-"""Receives a worker's name, and the hashes that it has stored and removed."""
+"""Function that receives a worker's name, the block hashes that it has stored, and those that it
+has removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedWorkerSettings:
-    """How a worker forms its blocks and steps."""
+    """Settings by which a simulated worker forms its blocks and steps."""
 
     block_tokens: int
     slo_tpot_s: float | None
-    """Maximum time of a step with prompts and decoding sequences, in seconds; None: no limit."""
+    """Maximum time of a step that has both prompts and decoding sequences, in seconds; None: no
+    limit."""
     leaps: bool = True
     max_model_len: int = 0
-    """Maximum tokens of a sequence; 0: the profile's."""
+    """Maximum tokens of a sequence; 0: the limit of the worker's profile."""
 
 
 @dataclass(slots=True)
 class Work:
-    """Completed work of a worker, in seconds of its engine and in tokens."""
+    """Completed work of one worker, in seconds of engine time and in tokens."""
 
     steps: int = 0
     busy_s: float = 0.0
     decode_s: float = 0.0
-    """Part of ``busy_s`` in which all sequences decoded."""
+    """Part of ``busy_s`` in which all sequences of the step decoded."""
     decoded_tokens: int = 0
     prompt_tokens: int = 0
-    """Tokens computed in chunks."""
+    """Number of prompt tokens computed, in chunks."""
     ended_s: float = 0.0
-    """End of the last step."""
+    """End of the worker's last step."""
     flops: float = 0.0
-    """Minimum operations of the steps, if the costs include them; see ``StepWork``."""
+    """Minimum floating-point operations of the steps, if the costs include them; see
+    ``StepWork``."""
     memory_bytes: float = 0.0
-    """Minimum bytes, like ``flops``."""
+    """Minimum bytes that the steps read or write in memory, if the costs include them; see
+    ``StepWork``."""
 
 
 class SimulatedWorker:
@@ -99,7 +103,7 @@ class SimulatedWorker:
         publish: Publish,
         host: Host | None = None,
     ) -> None:
-        """``host`` is the machine that it shares with others, if any."""
+        """``host`` is the machine that the worker shares with others; None if it has its own."""
         self.number = number
         self.name = f"{role}-{number}"
         self.role = role
@@ -124,7 +128,7 @@ class SimulatedWorker:
         )
         self.wire = Wire(profile.wire_bytes_per_s)
         self._log = StepLog()
-        """The steps, in engine time."""
+        """End times of the worker's steps, in engine time."""
         self._clock = WorkClock()
         self._host = host
         if host is not None:
@@ -136,40 +140,43 @@ class SimulatedWorker:
         self._publishes = False
         self._leaps = settings.leaps
         self._plans: deque[tuple[StepPlan, int]] = deque()
-        """Plans in flight, the running one first, each with the number of steps leapt over when it
-        was made."""
+        """Plans in flight, the running one first. Each has the number of steps of ``_run`` that had
+        been leapt over when it was made."""
         self._run: StepRun | None = None
-        """The running step, and the leapt steps after it."""
+        """The running step, and the identical steps after it that are leapt over."""
         self._shape = StepLoad(0, 0)
-        """Load of the first step of ``_run``."""
+        """Load of the first step of ``_run``, on which the cost of the others is based."""
         self._leapt = 0
-        """Ended steps of ``_run``."""
+        """Number of steps of ``_run`` that have ended."""
         self._max_leaps = 0
-        """Maximum steps of ``_run`` without a single-step event."""
+        """Maximum number of steps of ``_run`` that can be leapt over, since nothing but the next
+        token happens in them."""
         self._begun_s = 0.0
-        """Start of the running step."""
+        """Virtual time at which the running step began."""
         self._is_bent = False
-        """Whether the speed has changed since that start."""
+        """Whether the worker's speed has changed since the running step began."""
         self._leapt_ever = 0
         self.changes = 0
-        """Number of changes to the sequences here, or to their blocks."""
+        """Number of changes to the worker's sequences or to their blocks."""
         self.last_step_s = 0.0
         """Duration of the last step that ended."""
         self._alarm = 0
         self._deadline = math.inf
-        """Earliest deadline of all sequences here."""
+        """Earliest deadline of all sequences on this worker."""
 
     # Sequences
 
     def add(self, sequence: SimulatedSequence) -> None:
-        """Queue a sequence whose KV is to be computed. Raises InvalidRequest, see ``Scheduler``."""
+        """Queue a sequence whose KV is still to be computed. Raises InvalidRequest as ``Scheduler``
+        does.
+        """
         self.catch_up()
         self._note_deadline(sequence)
         self.scheduler.add(sequence)
         self.settle()
 
     def add_computed(self, sequence: SimulatedSequence, blocks: list[int], computed: int) -> None:
-        """Queue a sequence whose first ``computed`` tokens are in ``blocks``."""
+        """Queue a sequence whose first ``computed`` tokens have their KV in ``blocks``."""
         self.catch_up()
         self._note_deadline(sequence)
         self.scheduler.add_computed(sequence, blocks, computed)
@@ -187,14 +194,14 @@ class SimulatedWorker:
             self.settle()
 
     def remove(self, sequence: EngineSequence) -> None:
-        """End a sequence; idempotent."""
+        """End a sequence. A second call has no effect."""
         self.catch_up()
         self.scheduler.remove(sequence)
         self.changed()
         self.settle()
 
     def changed(self) -> None:
-        """Schedule events for the prefix index about stored and removed blocks."""
+        """Schedule the events that report newly stored and removed blocks to the prefix index."""
         if not self._publishes:
             self._publishes = True
             self._events.after(PUBLISH_S, self._tell_index)
@@ -208,7 +215,7 @@ class SimulatedWorker:
     # Steps
 
     def settle(self) -> None:
-        """Make plans after a change. Call ``catch_up`` first."""
+        """Make step plans after a change of the sequences. Call ``catch_up`` before the change."""
         now = self._events.now
         self.changes += 1
         if now >= self._deadline:
@@ -225,7 +232,7 @@ class SimulatedWorker:
         self._set_alarm()
 
     def _begin(self, now: float) -> None:
-        """Run the first plan in flight."""
+        """Start the first plan in flight at the virtual time ``now``."""
         plan, leapt = self._plans[0]
         shape = shape_of(plan)
         missed = self._leapt_ever - leapt
@@ -261,7 +268,8 @@ class SimulatedWorker:
         self._set_alarm()
 
     def _set_alarm(self) -> None:
-        """Schedule the next step end that does more than bring each sequence its next token."""
+        """Schedule the next end of a step that does more than generate each sequence's next
+        token."""
         run = self._run
         if run is None:
             return
@@ -279,21 +287,21 @@ class SimulatedWorker:
 
     def _on_alarm(self, alarm: int) -> None:
         if alarm == self._alarm:
-            # Not by the clock, since rounding must not lose the last of them.
+            # Counted, not computed from the clock: rounding could lose the last step.
             self._take_in(self._max_leaps - self._leapt)
             self._end_step()
 
     def catch_up(self) -> None:
-        """Process the steps that were leapt over until now."""
+        """Process the steps that were leapt over and have ended by now."""
         run = self._run
         if run is not None and self._max_leaps > self._leapt:
             ended = run.ended_at(self._clock.engine_time(self._events.now))
             self._take_in(min(ended, self._max_leaps) - self._leapt)
 
     def _take_in(self, steps: int) -> None:
-        """Process ``steps`` steps of the run.
+        """Process ``steps`` steps of the current run.
 
-        The last of them ended after the last change of speed.
+        The last of these steps ended after the last change of speed.
         """
         if steps > 0 and self._is_bent:
             # The step ran at several speeds; those after it ran at one.
@@ -324,8 +332,8 @@ class SimulatedWorker:
         self._is_bent = False
 
     def _took_s(self, leapt: int) -> float:
-        """Return the duration of the step after ``leapt`` steps of the run, which began at
-        ``_begun_s``."""
+        """Return the duration of a step of the current run: the one after ``leapt`` steps. It began
+        at ``_begun_s``."""
         run = self._run
         assert run is not None, "no step runs"
         if self._is_bent:
@@ -360,7 +368,8 @@ class SimulatedWorker:
         self.settle()
 
     def _observe(self, plan: StepPlan, result: StepResult, shape: StepLoad) -> None:
-        """Observe the worker's own steps, as a live worker does."""
+        """Give the measured time of a step to the worker's cost predictions, as a live worker
+        does."""
         if shape.chunks:
             self._planner.observe(plan, result, result.seconds * 1e3)
         else:
@@ -368,7 +377,8 @@ class SimulatedWorker:
             self._planner.observe_run(shape.decodes, shape.context_tokens, 1, ms, 0.0)
 
     def _count(self, steps: int, seconds: float, shape: StepLoad) -> None:
-        """Count ``steps`` equal steps that began with ``shape``."""
+        """Add ``steps`` equal steps to the completed work. ``shape`` is the load of the first
+        one."""
         work = self.work
         self._count_work(steps, shape)
         work.steps += steps
@@ -396,7 +406,9 @@ class SimulatedWorker:
     # State for others
 
     def step_ends_s(self, first: int, last: int) -> Floats:
-        """Return when the steps ``first`` to ``last``, inclusive, ended. fp64 [steps]."""
+        """Return the times at which the steps ``first`` to ``last``, inclusive, ended. fp64
+        [steps].
+        """
         return self._clock.moments(self._log.ends_s(first, last))
 
     @property
@@ -405,7 +417,7 @@ class SimulatedWorker:
         return self._run is None
 
     def load(self) -> LoadSnapshot:
-        """Return the load that its messages report, at this moment."""
+        """Return the worker's load at this moment, as its messages would report it."""
         self.catch_up()
         counts = self.pool.counts()
         step = self._planner.mean_step()
@@ -436,5 +448,7 @@ def _token_of(sequence: EngineSequence) -> int:
 
 
 def _sampled(plan: StepPlan) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of each row: a sequence has its request's number."""
+    """Return the tokens that a step generates, one tuple for each row of the plan. Each token is
+    its request's own id.
+    """
     return tuple((row.sequence_id % TOKEN_IDS,) if row.sample else () for row in plan.rows)

@@ -1,4 +1,4 @@
-"""End times of a worker's steps: an entry for each run of equal steps."""
+"""Records the end times of a worker's steps: one entry for each run of equal steps."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class StepRun:
-    """Steps without a pause, each longer than the one before it by a constant."""
+    """A run: consecutive steps without a pause, each longer than the one before it by a
+    constant."""
 
     first: int
-    """Number of the first step, counted from 0 over the worker's lifetime."""
+    """Number of the run's first step, counted from 0 over the worker's lifetime."""
     begun_s: float
     step_s: float
-    """Duration of the first step."""
+    """Duration of the run's first step."""
     growth_s: float = 0.0
 
     def end_s(self, steps: int) -> float:
-        """Return when ``steps`` of them have ended."""
+        """Return the time at which the first ``steps`` steps of the run have ended."""
         return self.begun_s + steps * self.step_s + self.growth_s * (steps * (steps - 1) / 2)
 
     def ended_at(self, now: float) -> int:
-        """Return how many of them have ended at ``now``, if the run had no end."""
+        """Return the number of the run's steps that have ended at ``now``, if the run had no
+        end."""
         if now < self.end_s(1):
             return 0
         left = now - self.begun_s
@@ -47,14 +49,16 @@ class StepRun:
 
 
 class StepLog:
-    """All steps of a worker, in order."""
+    """End times of all steps of a worker, in order."""
 
     def __init__(self) -> None:
         self._runs: list[StepRun] = []
         self._firsts: list[int] = []
 
     def add(self, run: StepRun) -> None:
-        """Add the steps from ``run.first`` on, until the next run."""
+        """Record that the steps from ``run.first`` on belong to ``run``, until the next run is
+        added.
+        """
         if self._firsts and self._firsts[-1] == run.first:
             self._runs[-1] = run
             return
@@ -62,7 +66,9 @@ class StepLog:
         self._firsts.append(run.first)
 
     def ends_s(self, first: int, last: int) -> Floats:
-        """Return when the steps ``first`` to ``last``, inclusive, ended. fp64 [steps]."""
+        """Return the times at which the steps ``first`` to ``last``, inclusive, ended. fp64
+        [steps].
+        """
         parts: list[Floats] = []
         place = bisect_right(self._firsts, first) - 1
         while first <= last:

@@ -1,4 +1,4 @@
-"""A request at simulated workers: reservation, prompt, handoff, decoding.
+"""Simulates a request at the workers: reservation, prompt, handoff, decoding.
 
 The rules are the workers' own (``decode_worker.room``, ``engine.scheduling.scheduler``). Messages
 between workers and to the router take virtual time.
@@ -19,12 +19,13 @@ from planning.simulator.cluster.simulated_request import SimulatedSequence
 from planning.simulator.cluster.simulated_worker import SimulatedWorker
 
 MIN_WIRE_S = 0.02
-"""Time on the network above which the layers of a chunk are sent while it is computed, in seconds,
-as in ``prefill_worker.handoff``."""
+"""Seconds of network time per chunk above which layers are sent while the chunk is computed, as in
+``prefill_worker.handoff``."""
 
 
 class RouterSide(Protocol):
-    """The router's side. Called when the router receives a message."""
+    """The router, as the workers see it. Each method is called when the router receives a
+    message."""
 
     def computed(self, attempt: SimulatedAttempt, computed_tokens: int, compute_s: float) -> None:
         """Handle an attempt's first token."""
@@ -43,14 +44,15 @@ class RouterSide(Protocol):
 
 
 class _Places:
-    """A number of places, and the attempts that wait for one."""
+    """A limited number of places, such as those in a batch, and the attempts that wait for one."""
 
     def __init__(self, places: int) -> None:
         self.places = places
         self.waiting: deque[SimulatedAttempt] = deque()
 
     def enter(self, attempt: SimulatedAttempt) -> bool:
-        """Take a place if there is one; otherwise the attempt waits. Returns whether it has one."""
+        """Take a place if one is free; otherwise the attempt waits. Return whether it has a
+        place."""
         if self.places:
             self.places -= 1
             return True
@@ -58,7 +60,7 @@ class _Places:
         return False
 
     def leave(self) -> SimulatedAttempt | None:
-        """Free a place. Returns the attempt that gets it; None if no attempt waits."""
+        """Free a place. Return the waiting attempt that gets it; None if no attempt waits."""
         if self.waiting:
             return self.waiting.popleft()
         self.places += 1
@@ -66,22 +68,23 @@ class _Places:
 
 
 class _Seat:
-    """State of a worker outside its engine: tickets and places."""
+    """State of a worker outside its engine: its tickets, and its places for attempts."""
 
     def __init__(self, worker: SimulatedWorker) -> None:
         self.room = Room(worker.scheduler)
         self.tickets = 0
         self.batch = _Places(worker.profile.max_sequences)
-        """Places in the prefill batch, which are taken after the ticket."""
+        """Places in the prefill batch. An attempt takes one after the target has reserved
+        blocks."""
         self.handoffs: dict[str, _Places] = {}
-        """Handoffs in flight by receiver, with the limit of ``prefill_worker.role``."""
+        """Limit on the handoffs in flight to each receiver, as in ``prefill_worker.role``."""
 
 
 class WorkersSide:
     """Implements ``planning.simulator.cluster.simulated_worker.WorkerListener``."""
 
     router: RouterSide
-    """The router; set before the first request."""
+    """The router that receives the workers' messages; set before the first request."""
 
     def __init__(self, events: EventQueue) -> None:
         self._events = events
@@ -96,7 +99,7 @@ class WorkersSide:
     # Start of a prompt
 
     def begin(self, attempt: SimulatedAttempt) -> None:
-        """Handle the arrival of a request at the worker that computes its prompt."""
+        """Handle the arrival of an attempt at the worker that computes its prompt."""
         if len(attempt.spec.token_ids) + 1 >= attempt.target.context_length:
             longest = attempt.target.context_length
             text = (
@@ -125,7 +128,7 @@ class WorkersSide:
             self._fail(attempt, _expired())
 
     def _reserve(self, attempt: SimulatedAttempt) -> None:
-        """Reserve blocks at the target."""
+        """Send the target a message to reserve blocks."""
         self._events.after(attempt.source.profile.call_s, lambda: self._promise(attempt))
 
     def _leave_handoff(self, attempt: SimulatedAttempt) -> None:
@@ -134,7 +137,7 @@ class WorkersSide:
             self._reserve(following)
 
     def _take_place(self, attempt: SimulatedAttempt) -> None:
-        """Take a place in the source's batch, after the target has reserved the blocks."""
+        """Take a place in the source's prefill batch, after the target has reserved the blocks."""
         if self._seat(attempt.source).batch.enter(attempt):
             self._compute(attempt)
         else:
@@ -149,14 +152,14 @@ class WorkersSide:
             self._fail(attempt, _expired())
 
     def _leave_place(self, attempt: SimulatedAttempt) -> None:
-        """Pass the place at a prefill worker to the next attempt."""
+        """Free the attempt's place at its prefill worker, and start the attempt that gets it."""
         following = self._seat(attempt.source).batch.leave()
         if following is not None:
             self._compute(following)
         self._leave_handoff(attempt)
 
     def _promise(self, attempt: SimulatedAttempt) -> None:
-        """Reserve blocks at the target, or try again later."""
+        """Reserve the attempt's blocks at the target, or try again later."""
         target, call_s = attempt.target, attempt.source.profile.call_s
         target.catch_up()
         pool, seat = target.pool, self._seat(target)
@@ -192,7 +195,7 @@ class WorkersSide:
         self._events.after(max(0.0, left), lambda: self._fail(attempt, _expired()))
 
     def _compute(self, attempt: SimulatedAttempt) -> None:
-        """Queue the prompt at the source."""
+        """Queue the attempt's prompt at the source."""
         sequence = self._sequence(attempt, prefill_only=True)
         attempt.source.add(sequence)
 
@@ -212,7 +215,9 @@ class WorkersSide:
         return sequence
 
     def _place(self, attempt: SimulatedAttempt) -> None:
-        """Reserve all blocks at a worker that computes the prompt itself, or try again later."""
+        """Reserve all of the attempt's blocks at a worker that also computes the prompt, or try
+        again later.
+        """
         target = attempt.target
         target.catch_up()
         pool, seat = target.pool, self._seat(target)
@@ -270,7 +275,8 @@ class WorkersSide:
         self._events.at(arrived_s, lambda: self._commit(attempt, now))
 
     def _send(self, attempt: SimulatedAttempt, sequence: Sequence, *, is_last: bool) -> None:
-        """Send blocks that have become full; with ``is_last``, the partial one too."""
+        """Send the sequence's blocks that have become full; with ``is_last``, the partial one
+        too."""
         source, target = attempt.source, attempt.target
         size = source.scheduler.limits.block_size
         done = _blocks(attempt, source) if is_last else sequence.computed // size
@@ -295,11 +301,11 @@ class WorkersSide:
         self._tell(attempt, lambda: self.router.computed(attempt, tokens, seconds))
 
     def _tell(self, attempt: SimulatedAttempt, say: Callable[[], None]) -> None:
-        """Call ``say`` at the router after the time of a message."""
+        """Call ``say``, a method of the router, after the time of a message."""
         self._events.after(attempt.target.profile.call_s, say)
 
     def _commit(self, attempt: SimulatedAttempt, computed_at: float) -> None:
-        """Run the sequence at the target after its last byte has arrived."""
+        """Start decoding at the target after its last byte has arrived."""
         source, target = attempt.source, attempt.target
         self._seat(target).tickets -= 1
         prompt = attempt.sequence
@@ -345,10 +351,10 @@ class WorkersSide:
     # Change of a role
 
     def is_emptied(self, worker: SimulatedWorker) -> bool:
-        """Migrate a worker's sequences, as routers do for a drained worker.
+        """Migrate a worker's sequences, as routers do for a drained worker. Return whether the
+        worker is empty.
 
-        Returns whether the worker is empty: prompts end where they are, and tickets with their
-        handoff.
+        Prompts still run to their end on the worker, and tickets last until their handoff ends.
         """
         worker.catch_up()
         scheduler = worker.scheduler
@@ -392,7 +398,7 @@ class WorkersSide:
 
 
 def _blocks(attempt: SimulatedAttempt, worker: SimulatedWorker) -> int:
-    """Return the number of blocks of all tokens of the attempt."""
+    """Return the number of blocks that all tokens of the attempt need on ``worker``."""
     return -(-len(attempt.spec.token_ids) // worker.scheduler.limits.block_size)
 
 

@@ -1,4 +1,4 @@
-"""Costs from a data sheet and a model's sizes: a roofline, part by part.
+"""Computes a step's cost from a data sheet and a model's sizes: a roofline, part by part.
 
 See Williams et al., Roofline: An Insightful Visual Performance Model for Multicore Architectures,
 2009. A step has matrix products, attention and the cost of its launch. Each part takes the time of
@@ -20,24 +20,26 @@ from worker.costs.step_costs import StepCosts, fit
 
 _CHUNKS = ((64, 0), (256, 0), (512, 512), (1024, 0), (2048, 0), (2048, 6144), (8192, 0))
 _BATCHES = ((1, 128), (1, 2048), (8, 512), (16, 2048), (32, 256), (64, 1024), (128, 512))
-"""Steps that a worker's calibration would time: tokens and those before them, of one sequence; a
-batch, and tokens of each."""
+"""Steps that a worker's calibration would time. An entry of ``_CHUNKS`` has the tokens of a chunk,
+and those before it. An entry of ``_BATCHES`` has the sequences, and the context tokens of each."""
 _REDUCE_LATENCY_S = 10e-6
 """Latency of one all-reduce within a machine, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Reached shares of the data sheet's peaks; docs/explanation/simulator.md has the sources."""
+    """Shares of the data sheet's peaks that a step reaches; docs/explanation/simulator.md has the
+    sources.
+    """
 
     products: float = 0.6
-    """Share of FLOP/s in matrix products (MFU)."""
+    """Share of the peak FLOP/s that matrix products reach (MFU)."""
     attention: float = 0.4
-    """Share of FLOP/s in the attention of chunks."""
+    """Share of the peak FLOP/s that the attention of prompt chunks reaches."""
     memory: float = 0.7
-    """Share of the memory bandwidth (MBU)."""
+    """Share of the peak memory bandwidth that a step reaches (MBU)."""
     wire: float = 0.8
-    """Share of the bandwidth of network and links."""
+    """Share of the bandwidth that transfers over network and links reach."""
     launch_s: float = 1e-3
     """Seconds of a step for other work: launches, sampling, planning."""
 
@@ -57,7 +59,7 @@ class AnalyticalCosts:
         weight_bytes: float = 2.0,
         tensor_parallel: int = 1,
     ) -> None:
-        """``weight_bytes`` is the size of a weight; with 1, products have inputs of 8 bits.
+        """``weight_bytes`` is the bytes per weight; with 1 byte, products have inputs of 8 bits.
 
         KV has two bytes per value. ``tensor_parallel`` GPUs of one machine divide a worker's work
         evenly.
@@ -68,7 +70,7 @@ class AnalyticalCosts:
         self.weight_bytes = weight_bytes
         self.tensor_parallel = tensor_parallel
         self.kv_token_bytes = model.kv_token_bytes(2.0)
-        """KV bytes of one token, over all GPUs."""
+        """Bytes of one token's KV, over all GPUs of the worker."""
         flops = gpu.eight_bit_flops if weight_bytes <= 1 else gpu.flops
         self.peak = Peak(flops * tensor_parallel, gpu.memory_bytes_per_s * tensor_parallel)
         """Peak of all GPUs. Attention has a lower peak if weights have 8 bits: KV has 16."""
@@ -119,20 +121,22 @@ class AnalyticalCosts:
         return StepCosts(fit(chunks, chunk_ms), fit(steps, step_ms))
 
     def _products_s(self, tokens: int, rows: int) -> float:
-        """Return the time without attention, for ``tokens`` computed tokens and ``rows`` rows of
-        logits."""
+        """Return the seconds of a step without attention, for ``tokens`` computed tokens and
+        ``rows`` rows of logits."""
         flops, size = self._products(tokens, rows)
         longest = max(flops / self._flops_per_s, size / self._bytes_per_s)
         return longest + self._reduce_s(tokens) + self.efficiency.launch_s
 
     def _products(self, tokens: int, rows: int) -> tuple[float, float]:
-        """Return FLOPs and weight bytes for the same."""
+        """Return the FLOPs and the weight bytes of a step's matrix products, for ``tokens``
+        computed tokens and ``rows`` rows of logits.
+        """
         model = self.model
         flops = 2.0 * (model.used_weights * tokens + model.head_weights * rows)
         return flops, (model.read_weights(tokens) + model.head_weights) * self.weight_bytes
 
     def _reduce_s(self, tokens: int) -> float:
-        """Return the time of two all-reduces per layer, in a ring."""
+        """Return the seconds of a step's all-reduces: two per layer, in a ring."""
         parts = self.tensor_parallel
         if parts == 1:
             return 0.0
@@ -142,6 +146,6 @@ class AnalyticalCosts:
 
 
 def _pairs(count: int, start: int) -> float:
-    """Return the pairs of query and key in a chunk: each token attends to those before it, and
-    itself."""
+    """Return the number of pairs of a query and a key in a chunk. Each token attends to itself and
+    to those before it."""
     return count * (start + (count + 1) / 2)

@@ -12,21 +12,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One GPU, with units of FLOP/s, bytes and bytes per second."""
+    """Data-sheet rates of one GPU, in FLOP/s, bytes and bytes per second."""
 
     name: str
     flops: float
-    """Peak of dense matrix products with bfloat16 inputs."""
+    """Peak FLOP/s of dense matrix products with bfloat16 inputs."""
     eight_bit_flops: float
-    """The same with fp8 inputs, or with int8 if it has no fp8."""
+    """Peak FLOP/s of dense matrix products with fp8 inputs, or with int8 if the GPU has no fp8."""
     memory_bytes: float
     memory_bytes_per_s: float
     link_bytes_per_s: float
     """Bandwidth to the other GPUs of its machine, one way: NVLink, or PCIe without it."""
     network_bytes_per_s: float
-    """Bandwidth to other machines, one way: its share of the network of a typical machine."""
+    """Bandwidth to other machines, one way: the GPU's share of the network of a typical machine."""
     source: str
-    """Source of these figures."""
+    """Source of this accelerator's figures."""
 
 
 _GB, _TB, _TFLOPS = 1e9, 1e12, 1e12

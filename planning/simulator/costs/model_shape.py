@@ -1,4 +1,4 @@
-"""Sizes of a model that determine its costs, from its config.json."""
+"""Reads the sizes of a model that determine its costs, from its config.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a decoder, in elements."""
+    """Sizes of a decoder-only model, in elements."""
 
     name: str
     layers: int
@@ -22,36 +22,41 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     intermediate: int
-    """Size of an MLP, or of one expert."""
+    """Inner size of an MLP, or of one expert."""
     vocabulary: int
     context_length: int
     """Maximum context, in tokens."""
     mlp_matrices: int = 3
-    """Matrices of an MLP: 3 if it is gated, 2 otherwise."""
+    """Number of matrices of an MLP: 3 if it is gated, 2 otherwise."""
     experts: int = 0
-    """Experts of a layer. Each token uses ``experts_met`` of them; 0: one MLP for all tokens."""
+    """Number of experts of a layer; each token uses ``experts_met`` of them. 0: one MLP for all
+    tokens."""
     experts_met: int = 0
 
     @property
     def attention_weights(self) -> int:
-        """Return the attention weights of all layers: queries, keys, values and the output."""
+        """Return the number of attention weights in all layers: queries, keys, values and the
+        output.
+        """
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return self.layers * self.hidden * (2 * wide + 2 * narrow)
 
     @property
     def mlp_weights(self) -> int:
-        """Return the MLP weights of all layers, with one expert each."""
+        """Return the number of MLP weights in all layers, counting one expert per layer."""
         return self.layers * self.mlp_matrices * self.hidden * self.intermediate
 
     @property
     def head_weights(self) -> int:
-        """Return the weights of the head, which are as many as those of the embeddings."""
+        """Return the number of weights of the output head, which is equal to that of the
+        embeddings.
+        """
         return self.vocabulary * self.hidden
 
     def read_weights(self, tokens: int) -> float:
-        """Return the weights that a step with ``tokens`` tokens reads.
+        """Return the number of weights that a step with ``tokens`` tokens reads.
 
-        For experts, this is the expected number if each token chooses uniformly.
+        With experts, this is the expected number if each token chooses its experts uniformly.
         """
         if not self.experts:
             return self.attention_weights + self.mlp_weights
@@ -61,7 +66,7 @@ class ModelShape:
 
     @property
     def used_weights(self) -> float:
-        """Return the weights of the layers by which each token is multiplied."""
+        """Return the number of layer weights by which each token is multiplied."""
         if not self.experts:
             return self.attention_weights + self.mlp_weights
         gates = self.layers * self.hidden * self.experts
@@ -69,11 +74,12 @@ class ModelShape:
 
     @property
     def all_weights(self) -> float:
-        """Return all weights in memory, including embeddings and a separate head."""
+        """Return the number of weights in memory, including embeddings and a separate output
+        head."""
         return self.read_weights(1 << 20) + 2 * self.head_weights
 
     def kv_token_bytes(self, value_bytes: float) -> float:
-        """Return the KV bytes of one token in all layers."""
+        """Return the bytes of one token's KV in all layers, at ``value_bytes`` per value."""
         return 2 * self.layers * self.kv_heads * self.head_dim * value_bytes
 
 
@@ -93,7 +99,9 @@ DEFAULT_MODEL = "llama-3.1-8b"
 
 
 def model_shape(name: str) -> ModelShape:
-    """Return a model by its name here, or by the path of its config.json. Raises ConfigError."""
+    """Return the sizes of a model. ``name`` is a name that this module knows, or the path of a
+    config.json. Raises ConfigError.
+    """
     if name in MODELS:
         return MODELS[name]
     path = Path(name)

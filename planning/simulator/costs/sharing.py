@@ -12,19 +12,21 @@ class Doing(Enum):
 
     NOTHING = "nothing"
     DECODING = "decoding"
-    """A step in which every sequence decodes."""
+    """The engine runs a step in which every sequence decodes."""
     PROMPTS = "prompts"
-    """A step with chunks of prompts."""
+    """The engine runs a step with chunks of prompts."""
     LONG_PROMPTS = "long prompts"
-    """A step with chunks of prompts, after prompts without a break for ``PATIENCE_S``."""
+    """The engine runs a step with chunks of prompts, and has computed prompts without a break for
+    ``PATIENCE_S``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Factors by which a worker's step slows next to one other of its host; at least 1.
+    """Factors by which a worker's steps slow when one other worker of its host is active; at least
+    1.
 
-    Each further one adds the same. Long prompts have a separate factor because decode pauses for
-    them if workers share the host's cores step by step (``worker.cores.core_board``).
+    Each further active worker adds the same. Long prompts have a separate factor, because decode
+    pauses for them if workers share the host's cores step by step (``worker.cores.core_board``).
     """
 
     decode_beside_prefill: float = 1.0
@@ -34,7 +36,9 @@ class Sharing:
     prefill_beside_prefill: float = 1.0
 
     def stretch(self, mine: Doing, others: Sequence[Doing]) -> float:
-        """Return the factor of a step during the others' activities; 1 without activity."""
+        """Return the factor by which a step of the activity ``mine`` slows while other workers are
+        active; 1 if none is.
+        """
         if mine is Doing.NOTHING:
             return 1.0
         beside = self._beside(mine)
@@ -57,4 +61,4 @@ class Sharing:
 
 
 ALONE = Sharing()
-"""No slowdown by others."""
+"""Factors of a worker that no other worker slows."""

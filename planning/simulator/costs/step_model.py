@@ -1,4 +1,4 @@
-"""Costs of a step: the interface of all cost models. No clock, no I/O."""
+"""Defines the interface of all cost models for a step. No clock, no I/O."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class StepLoad:
     """Properties of a step that determine its time."""
 
     decodes: int
-    """Number of rows of one token."""
+    """Number of rows that compute one token."""
     context_tokens: int
-    """Tokens that these rows attend to in total, including their own."""
+    """Number of tokens that the one-token rows attend to in total, including their own."""
     chunks: tuple[tuple[int, int], ...] = ()
-    """Computed tokens, and those before them, of each other row."""
+    """For each other row: the number of tokens to compute, and of those before them."""
 
     @property
     def tokens(self) -> int:
-        """Return the number of computed tokens."""
+        """Return the number of tokens that the step computes."""
         return self.decodes + sum(count for count, _ in self.chunks)
 
 
 def shape_of(plan: StepPlan) -> StepLoad:
-    """Return the load of a plan."""
+    """Return the load of a step plan."""
     return shape_of_rows(plan.rows)
 
 
@@ -47,34 +47,35 @@ def shape_of_rows(rows: Iterable[PlanRow]) -> StepLoad:
 
 @dataclass(frozen=True, slots=True)
 class DecodeLine:
-    """Seconds of a step in which all sequences of a batch decode: a line in the tokens attended
-    to."""
+    """Seconds of a step in which all sequences of a batch decode, as a linear function of the
+    tokens attended to."""
 
     base_s: float
     per_token_s: float
 
     def seconds(self, context_tokens: float) -> float:
-        """Return the time of one step."""
+        """Return the seconds of one step that attends to ``context_tokens``."""
         return self.base_s + self.per_token_s * context_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Peak rates of a worker's hardware, by its data sheet, all its GPUs together."""
+    """Peak rates of a worker's hardware by its data sheet, summed over all its GPUs."""
 
     flops_per_s: float
     bytes_per_s: float
-    """Memory bandwidth."""
+    """Memory bandwidth, in bytes per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """Minimum work of a step in any implementation."""
+    """Work that a step needs at least, in any implementation."""
 
     flops: float
-    """Operations of matrix products and attention; a multiplication and an addition are two."""
+    """Floating-point operations of matrix products and attention; a multiplication and an addition
+    count as two."""
     memory_bytes: float
-    """Bytes of the weights, read once, and of KV that is read or written."""
+    """Bytes of the weights, each read once, and of KV that is read or written."""
 
 
 class StepCostModel(Protocol):
@@ -82,19 +83,25 @@ class StepCostModel(Protocol):
 
     @property
     def peak(self) -> Peak | None:
-        """Return the peak; None if it is unknown: a measured profile only has times."""
+        """Return the peak rates of the worker's hardware. None if unknown: a measured profile only
+        has times.
+        """
 
     def work(self, shape: StepLoad) -> StepWork | None:
-        """Return the work of a step, a line in ``context_tokens``. None if ``peak`` is."""
+        """Return the work of a step, which is linear in ``context_tokens``. None if ``peak`` is
+        None.
+        """
 
     def seconds(self, shape: StepLoad) -> float:
-        """Return a step's time, positive; without chunks it equals ``decode_line``."""
+        """Return the seconds of a step, a positive number. Without chunks the result equals
+        ``decode_line``.
+        """
 
     def decode_line(self, batch: int) -> DecodeLine:
-        """Return the line of steps in which only ``batch`` sequences decode."""
+        """Return the linear function for steps in which only ``batch`` sequences decode."""
 
     def step_costs(self) -> StepCosts:
-        """Return the result of a worker's calibration, by which policy and workers predict."""
+        """Return the result of a worker's calibration, with which policy and workers predict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +120,7 @@ class FittedCosts:
         """Implement ``StepCostModel``."""
 
     def work(self, shape: StepLoad) -> None:
-        """Return None: times do not give the work."""
+        """Return None: measured times do not give the work."""
 
     def seconds(self, shape: StepLoad) -> float:
         """Implement ``StepCostModel``."""

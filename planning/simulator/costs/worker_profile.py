@@ -1,4 +1,6 @@
-"""A worker's properties, from its accelerator or from a profile that `baton calibrate` wrote."""
+"""Describes a worker's properties, from its accelerator or from a profile that `baton calibrate`
+wrote.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,12 @@ class WorkerProfile:
     name: str
     costs: StepCostModel
     kv_tokens: int
-    """Tokens whose KV its pool holds."""
+    """Number of tokens whose KV the worker's pool holds."""
     kv_token_bytes: float
     """Size of the KV of one token, in bytes."""
     layers: int
     context_length: int
-    """Maximum tokens of a sequence, by the model."""
+    """Maximum tokens of a sequence that the model allows."""
     wire_bytes_per_s: float
     """Bandwidth of KV transfers in each direction."""
     max_sequences: int = 256
@@ -42,21 +44,22 @@ class WorkerProfile:
     chunk_keys: int = 0
     """Maximum keys of a chunk, see ``engine.scheduling.scheduler.SchedulerLimits``."""
     is_cpu: bool = False
-    """Whether it plans ahead as workers on CPUs do."""
+    """Whether the worker makes step plans ahead as workers on CPUs do."""
     handoff_s: float = 0.002
-    """Time of a handoff in addition to its bytes: the commit and its answer."""
+    """Seconds of a handoff without the time of its bytes: the commit and its answer."""
     call_s: float = 0.0005
-    """Time of one message between router and worker, or between workers, one way."""
+    """Seconds of one message, one way, between router and worker or between workers."""
     gpus: int = 1
-    """Number of GPUs."""
+    """Number of GPUs of the worker."""
     sharing: Sharing = ALONE
-    """Slowdown by other workers on a shared host."""
+    """Factors by which other workers on a shared host slow this one."""
 
 
 PROFILE_VERSION = 1
-"""Version of the file format. Newer fields may be missing: then no host is shared."""
+"""Version of the profile's file format. Newer fields may be missing: without ``sharing``, no host
+is shared."""
 _MEMORY_SHARE = 0.9
-"""Fraction of memory in use, the default of ``gpu_memory_fraction``."""
+"""Fraction of GPU memory in use, the default of ``gpu_memory_fraction``."""
 _ACTIVATION_BYTES = 2e9
 """GPU memory for data other than weights and KV, in bytes."""
 
@@ -71,7 +74,9 @@ def gpu_profile(
     max_sequences: int = 256,
     chunk_tokens: int = 8192,
 ) -> WorkerProfile:
-    """Return a worker of ``tensor_parallel`` GPUs. Raises ConfigError if the model does not fit."""
+    """Return the profile of a worker with ``tensor_parallel`` GPUs. Raises ConfigError if the model
+    does not fit.
+    """
     if name not in ACCELERATORS:
         raise ConfigError(f"there is no accelerator {name!r}; known: {', '.join(ACCELERATORS)}")
     gpu = ACCELERATORS[name]
@@ -101,9 +106,10 @@ def gpu_profile(
 
 
 def read_profile(name: str, model: str = "", *, tensor_parallel: int = 1) -> WorkerProfile:
-    """Return a worker by its accelerator's name, or from a profile's file. Raises ConfigError.
+    """Return a worker's profile by its accelerator's name, or from a profile's file. Raises
+    ConfigError.
 
-    ``model`` is a name or a path as for ``model_shape``; a file already has its model.
+    ``model`` is a name or a path as for ``model_shape``. A profile's file already has its model.
     """
     if name in ACCELERATORS:
         shape = model_shape(model or DEFAULT_MODEL)
@@ -124,7 +130,8 @@ def read_profile(name: str, model: str = "", *, tensor_parallel: int = 1) -> Wor
 
 
 def profile_of(fields: Any, name: str) -> WorkerProfile:
-    """Return the profile from the fields of ``profile_fields``. Raises ConfigError."""
+    """Return the profile from the JSON fields that ``profile_fields`` writes. Raises
+    ConfigError."""
     if not isinstance(fields, dict) or fields.get("version") != PROFILE_VERSION:
         raise ConfigError(f"{name} is not a profile of version {PROFILE_VERSION}")
     try:
@@ -153,7 +160,7 @@ def profile_of(fields: Any, name: str) -> WorkerProfile:
 
 
 def profile_fields(profile: WorkerProfile) -> dict[str, Any]:
-    """Return the fields to write for a worker with fitted costs."""
+    """Return the JSON fields of a worker's profile, whose costs must be fitted ones."""
     costs = profile.costs.step_costs()
     return {
         "version": PROFILE_VERSION,
