@@ -41,8 +41,8 @@ _SERVES: frozenset[PeerRole] = frozenset({"router", "worker", "supervisor", "red
 _CALLS: frozenset[PeerRole] = frozenset({"router", "worker", "supervisor", "client", "monitor"})
 _ROLE_DOMAIN = role_name("worker").partition(".")[2]
 _EARLY = timedelta(minutes=5)
-"""A certificate's validity begins this much before the time of its creation, since clocks of other
-machines may be behind."""
+"""New certificates are valid from this long before their creation, since clocks of other machines
+may be slow."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 
@@ -71,8 +71,8 @@ def init(
     authority_days: int = AUTHORITY_DAYS,
     now: datetime | None = None,
 ) -> None:
-    """Make a CA and a certificate of each role. ``hosts``: more names and addresses of the
-    machines.
+    """Make a CA and a certificate of each role. ``hosts`` has further host names and addresses of
+    the cluster's machines, for which the certificates are valid.
 
     The names of the loopback interface and of this machine are always included. Raises ConfigError,
     without changes, if the folder already has a CA or a certificate.
@@ -110,8 +110,8 @@ def issue(
     days: int = CERTIFICATE_DAYS,
     now: datetime | None = None,
 ) -> Path:
-    """Sign a certificate with a new key. Writes ``name``.pem and ``name``.key, and returns the path
-    of the former.
+    """Sign a certificate with a new key. Write it to ``name``.pem and the key to ``name``.key.
+    Return the path of the certificate.
 
     An old certificate of that name is replaced. Raises ConfigError if the CA's key is not there.
     """
@@ -157,8 +157,8 @@ def renew(
     days: int = CERTIFICATE_DAYS,
     now: datetime | None = None,
 ) -> list[str]:
-    """Replace certificates, all of them by default, by new ones for the same hosts and for
-    ``hosts``.
+    """Replace the certificates in ``names``, or all of them if it is empty. The new ones are valid
+    for the same hosts and for ``hosts``.
 
     Returns the names of the certificates. Servers that run load them without a restart. Raises
     ConfigError.
@@ -248,7 +248,7 @@ def _write_pair(
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:
-    """Replace a file. Readers see the old file or the new one."""
+    """Replace the contents of the file ``path``. Readers see either the old or the new contents."""
     fresh = path.with_name(f".{path.name}.new")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     with os.fdopen(descriptor, "wb") as file:
@@ -363,7 +363,7 @@ def _general_name(host: str) -> x509.GeneralName:
 
 
 def _checked_hosts(hosts: Iterable[str]) -> list[str]:
-    """Return the hosts without repetitions. Raises ConfigError."""
+    """Return the hosts without repetitions. Raises ConfigError if a host is invalid."""
     found: dict[str, None] = {}
     for host in hosts:
         try:

@@ -14,7 +14,8 @@ from typing import Any
 
 _OPTIONAL_PROCESSES = ("start_monitor", "start_api_server", "start_log_monitor")
 _NO_JOB = b"\xff" * 4
-"""The job id of processes without a job. Ray may give such a process to an actor of any job."""
+"""The job id of a worker process that Ray has assigned to no job. Ray may give it to an actor of
+any job."""
 
 
 def gcs_program() -> str:
@@ -58,7 +59,7 @@ def job_without_folders() -> Any:
 
 class _NoFolders(list[str]):
     def extend(self, folders: Iterable[str], /) -> None:
-        """Ignore ``folders``, which Ray adds when it connects."""
+        """Ignore ``folders``, which Ray would add to the import path of its workers."""
 
 
 def read_gcs_key(key: bytes, timeout_s: float) -> None:
@@ -143,9 +144,9 @@ class NodeProcesses:
     ) -> None:
         """Join the cluster of the control store at ``gcs_address`` (host:port) as ``host``.
 
-        ``sockets`` is a folder of this node's own: nodes that start on one machine at the same
-        time would choose the same names in Ray's folder. ``port`` is the raylet's; 0 takes any.
-        Raises what Ray raises, SystemExit included.
+        ``sockets`` is a folder of this node's own: nodes that start on one machine at the same time
+        would choose the same names in Ray's folder. ``port`` is the port of the raylet; 0 takes
+        any. Raises what Ray raises, SystemExit included.
         """
         from ray._private.node import Node
         from ray._private.parameter import RayParams
@@ -181,7 +182,7 @@ class NodeProcesses:
 
 
 def _worker() -> Any:
-    """Return Ray's state of this process, which is connected to a cluster."""
+    """Return Ray's object for this process, which must be connected to a Ray cluster."""
     from ray._private.worker import global_worker
 
     return global_worker

@@ -24,8 +24,9 @@ def announcement(
 ) -> str:
     """Return a text with the cluster's addresses (host:port) and a command for the user to try.
 
-    If routers run elsewhere, ``http`` is empty, and the text has neither. ``commit`` is the commit
-    of a Hugging Face model. ``tls`` has the CA and the client certificate that the command uses.
+    If routers run elsewhere, ``http`` is empty, and the text omits the addresses and the command.
+    ``commit`` is the commit of a Hugging Face model. ``tls`` has the CA and the client certificate
+    that the command uses.
     """
     shown = f"{model} (commit {commit})" if commit else model
     if not http:

@@ -56,10 +56,11 @@ class ClusterWorkers:
         supervisor_class: type[SupervisorActor],
         report: Callable[[str], None],
     ) -> None:
-        """``slots`` has the settings of the worker of each slot, ``redis_url`` the store's address.
+        """``slots`` has the settings of the worker of each slot. ``redis_url`` is the store's
+        address.
 
-        ``supervisor_class`` is the class of the supervisor, which also chooses that of the workers.
-        ``report`` shows a line.
+        ``supervisor_class`` is the class of the supervisor. It also determines the class of the
+        workers. ``report`` prints one line of text.
         """
         self._config = config
         self._slots = tuple(slots)
@@ -78,20 +79,20 @@ class ClusterWorkers:
 
     @property
     def names(self) -> list[str]:
-        """Return the slots of the first workers."""
+        """Return the slots of the workers that the launcher starts first."""
         return [settings.slot for settings in self._slots]
 
     @property
     def is_claimed(self) -> bool:
-        """Whether the launcher must claim the cluster, since its workers may run on several
-        machines."""
+        """Whether the launcher must claim the cluster in Redis. It must if workers may run on
+        several machines."""
         return self._claim is not None
 
     async def claim(self) -> None:
         """Become the only launcher of workers on several machines.
 
         Workers that an earlier launcher started with another configuration are ended. Raises
-        BatonError if another launcher has the cluster, and ``redis.RedisError``.
+        BatonError if another launcher holds the claim, and ``redis.RedisError``.
         """
         assert self._claim is not None
         if await self._claim.take():
@@ -104,14 +105,15 @@ class ClusterWorkers:
             await asyncio.gather(*map(self._end_worker, workers))
 
     async def keep_claim(self) -> None:
-        """Renew the claim until cancelled. Raises BatonError when another launcher has it."""
+        """Renew this launcher's claim on the cluster until cancelled. Raises BatonError when
+        another launcher holds the claim."""
         assert self._claim is not None
         await self._claim.keep()
 
     async def start(self) -> dict[str, int]:
         """Place the first workers and wait until they serve. Returns their process ids by slot.
 
-        On several machines, running workers are taken over. Raises BatonError.
+        If workers may run on several machines, those that already run are kept. Raises BatonError.
         """
         actor = self._supervisor_class.worker_class
 
@@ -152,12 +154,13 @@ class ClusterWorkers:
                 await self._calls.call(self._supervisor.kill)
 
     async def stop_supervisor(self) -> None:
-        """Stop replacing workers. Raises TimeoutError, or what Ray raises."""
+        """Make the supervisor stop replacing workers. Raises TimeoutError, or what Ray raises."""
         if self._supervisor is not None:
             await self._supervisor.stop(_STOP_S)
 
     async def end(self) -> None:
-        """Make all workers exit in order. On several machines, then kill those that are left."""
+        """Make all workers exit in order. If they may run on several machines, then kill workers
+        that have not exited."""
         workers = await self._running()
         await asyncio.gather(*(worker.stop(_STOP_S) for worker in workers), return_exceptions=True)
         if self.is_claimed:
@@ -167,7 +170,7 @@ class ClusterWorkers:
                     await self._calls.call(lambda: self._kill(workers))
 
     async def give_up_claim(self) -> None:
-        """Release the claim, so that another launcher can have the cluster.
+        """Release this launcher's claim, so that another launcher can take over the cluster.
 
         Never raises Redis errors.
         """
@@ -177,8 +180,8 @@ class ClusterWorkers:
             await self._claim.close()
 
     async def _running(self) -> Sequence[RayWorker]:
-        """Return all running workers, including those that the supervisor placed. Without an answer
-        of Ray, return only the workers that this launcher placed."""
+        """Return all running workers, including those that the supervisor placed. If Ray does not
+        answer, return only the workers that this launcher placed."""
         if not self._serve:
             return self._first
         try:
@@ -206,8 +209,8 @@ class ClusterWorkers:
 async def forget_cluster(url: str, cluster_id: str) -> None:
     """Delete what an ending cluster has left in an operator's own Redis. Never raises.
 
-    Routers collect the index entries of workers that die while a cluster runs. Entries have no TTL,
-    so this function deletes those of the last workers.
+    While a cluster runs, its routers delete the prefix index entries of dead workers. Nothing else
+    would delete the entries of the workers that end with the cluster, since entries have no TTL.
     """
     try:
         async with asyncio.timeout(_FORGET_S), redis_client(url) as client:

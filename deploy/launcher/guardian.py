@@ -39,9 +39,9 @@ def sweep(
 ) -> list[psutil.Process]:
     """End every process that carries ``mark``, except those with a pid in ``spare``.
 
-    It sends SIGTERM, then SIGKILL after ``grace_s`` seconds, until several looks in a row find no
-    process: a live raylet starts new workers. Returns the processes that could not be ended within
-    30 seconds, usually none.
+    It sends SIGTERM, then SIGKILL after ``grace_s`` seconds. It continues until several checks in a
+    row find no process, since a live raylet starts new workers. Returns the processes that could
+    not be ended within 30 seconds, usually none.
     """
     asked: set[psutil.Process] = set()
     start = time.monotonic()
@@ -63,8 +63,8 @@ def sweep(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Watch standard input, which is the launcher's pipe, and sweep when it closes without a
-    release. Returns the exit code."""
+    """Watch standard input, which is the launcher's pipe. When the pipe closes and the launcher has
+    not sent ``RELEASE``, end the cluster's processes. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="deploy.launcher.guardian")
     parser.add_argument("cluster_id")
     parser.add_argument("run_directory", type=Path)
@@ -111,7 +111,8 @@ class Guardian:
         return self._child.pid
 
     async def start(self) -> None:
-        """Start the guardian process; also to replace a dead one. Raises OSError."""
+        """Start the guardian process. If the last one died, this starts another one. Raises
+        OSError."""
         arguments = [sys.executable, "-P", "-m", "deploy.launcher.guardian"]
         arguments += [self._mark.cluster_id, str(self._mark.run_directory)]
         self._child = await Child.spawn(

@@ -34,19 +34,21 @@ def kernels_of(config: Config) -> tuple[Path, ...]:
 
 
 def missing_kernels(folders: Sequence[Path] = (ENGINE, COPIES)) -> list[CppLibrary]:
-    """Return the libraries that the cache lacks. Raises ConfigError without a compiler."""
+    """Return the C++ libraries in ``folders`` that are not compiled yet. Raises ConfigError if
+    there is no compiler."""
     libraries = [CppLibrary(folder, NATIVE) for folder in folders]
     return [library for library in libraries if not library.is_built]
 
 
 def compile_kernels(libraries: Sequence[CppLibrary], tell: Tell) -> None:
-    """Build the libraries, one after another. Raises ConfigError with the compiler's output."""
+    """Compile the C++ libraries, one after another. Raises ConfigError with the compiler's
+    output."""
     for library in libraries:
         library.build(tell)
 
 
 def main() -> int:
-    """Build all libraries; returns the exit code."""
+    """Compile all C++ libraries that are not compiled yet. Returns the exit code."""
     try:
         compile_kernels(missing_kernels(), _say)
     except ConfigError as error:

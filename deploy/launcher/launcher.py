@@ -57,7 +57,8 @@ def run_cluster(
 ) -> int:
     """Run a cluster until SIGINT, SIGTERM or SIGHUP, or a failure. Returns the exit code: 0, or 1.
 
-    ``supervisor_class`` is the class of the supervisor, which also chooses that of the workers.
+    ``supervisor_class`` is the class of the supervisor. It also determines the class of the
+    workers.
     """
     code, hangs = asyncio.run(_run(config, progress, supervisor_class))
     if hangs:
@@ -110,10 +111,11 @@ class Launcher:
         progress: Progress,
         supervisor_class: type[SupervisorActor] = SupervisorActor,
     ) -> None:
-        """``supervisor_class`` is as for ``run_cluster``."""
+        """``supervisor_class`` is the class of the supervisor. It also determines the class of the
+        workers."""
         self._config = checked.config
         self._redis_urls = dict(checked.redis_urls)
-        """Addresses of the store, by store user: each user has its own permissions."""
+        """Addresses of the store by store user. Each user has its own permissions."""
         self._shared_secret = SharedSecret.of(self._config, self._redis_urls.get("supervisor", ""))
         self._run = run
         self._mark = ClusterMark(self._config.cluster_id or secrets.token_hex(6), run.path)
@@ -149,7 +151,8 @@ class Launcher:
         return 0
 
     async def _serve_until_stopped(self) -> BaseException | None:
-        """Start the cluster and watch it. Returns None after a signal, or the error."""
+        """Start the cluster and watch it until it must stop. Returns None after a signal, or the
+        error that ended the cluster."""
         serving = asyncio.create_task(self._serve())
         stopped = asyncio.create_task(self._signals.stop.wait())
         await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -175,7 +178,7 @@ class Launcher:
     async def _start(self, lasting: asyncio.TaskGroup) -> tuple[ClusterWorkers, dict[str, int]]:
         """Start all parts of the cluster. Returns the workers, and their process ids by slot.
 
-        ``lasting`` is for tasks that continue after the start.
+        Tasks that must continue after the start are added to ``lasting``.
         """
         async with asyncio.TaskGroup() as group:
             store = group.create_task(self._start_store())
@@ -282,8 +285,8 @@ class Launcher:
         )
 
     def _config_for(self, user: StoreUser) -> Config:
-        """Return the configuration for a part, which has only the store's address of its own
-        user."""
+        """Return the configuration for a part of the cluster. The only store address in it is the
+        one for the store user ``user``."""
         addresses = {"redis_url": "", "redis_router_url": "", "redis_worker_url": ""}
         if self._config.redis_url:
             addresses["redis_url"] = self._redis_urls[user]
@@ -311,7 +314,8 @@ class Launcher:
     ) -> None:
         """Place the supervisor, and show what it reports.
 
-        The cluster is ready and serves without it. ``pids`` are those of the workers.
+        The cluster is ready and serves without the supervisor. ``pids`` has the process ids of the
+        workers by slot.
         """
         self._note_pid(SUPERVISOR, await workers.start_supervisor())
         async with redis_client(self._redis_urls["supervisor"]) as client:
@@ -387,10 +391,8 @@ class Launcher:
                 log.error("last lines of %s:\n%s", slot, tail)
 
     async def _end(self) -> None:
-        """End all parts in order if there is time, then kill the rest.
-
-        A second signal shortens the time.
-        """
+        """End all parts of the cluster in order, then kill those that remain. A second signal skips
+        the orderly end."""
         in_order = asyncio.create_task(self._end_in_order())
         hurry = asyncio.create_task(self._signals.hurry.wait())
         await asyncio.wait({in_order, hurry}, return_when=asyncio.FIRST_COMPLETED)

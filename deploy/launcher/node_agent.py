@@ -59,10 +59,11 @@ def workers_by_cluster(nodes: Collection[NodeWorkers]) -> dict[str, list[str]]:
 async def leave(
     nodes: Collection[NodeWorkers], tell: Callable[[str], None], deadline_s: float | None = None
 ) -> bool:
-    """Make all workers leave, and wait. Returns whether all left by themselves.
+    """Make all workers on the nodes leave, and wait for them. Returns whether all left without
+    being killed.
 
-    Remaining workers are killed after ``deadline_s`` seconds; None takes the deadlines of their
-    clusters.
+    Workers that remain after ``deadline_s`` seconds are killed. None means the deadline in each
+    cluster's configuration.
     """
     began = time.monotonic()
     asked: set[NodeWorker] = set()
@@ -134,8 +135,8 @@ class NodeAgent:
         port: int,
         progress: Progress,
     ) -> None:
-        """``resources`` are Ray resources in addition to ``places``; ``port`` is as for
-        ``RayNode``."""
+        """``resources`` are Ray resources that the node offers in addition to ``places``. ``port``
+        is the port of the node manager; 0 takes any."""
         self._address = address
         self._places = places
         self._cpus, self._gpus = cpus, gpus

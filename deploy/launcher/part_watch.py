@@ -46,15 +46,17 @@ class PartWatch:
     raises."""
 
     def __init__(self, report: Callable[[str], None], note_pid: Callable[[str, int], None]) -> None:
-        """``report`` shows a line; ``note_pid`` gets a part's name and its new process id.
+        """``report`` prints one line of text. ``note_pid`` is called with a part's name and its new
+        process id.
 
-        The process id is 0 when the part does not come back.
+        The process id is 0 when the part does not run again.
         """
         self._report = report
         self._note_pid = note_pid
 
     async def keep(self, name: str, part: Part) -> NoReturn:
-        """Restart ``part`` whenever it dies. Raises BatonError when it dies too often."""
+        """Restart ``part`` whenever it dies. Raises BatonError when it dies too often within a
+        minute."""
         restarts = Restarts()
         how = await part.wait()
         while True:
@@ -66,8 +68,8 @@ class PartWatch:
             how = await self._run_again(name, part)
 
     async def keep_forever(self, name: str, part: Part) -> NoReturn:
-        """Restart part whenever it dies, however often: something that it needs may be unavailable
-        for long."""
+        """Restart ``part`` whenever it dies, however often that is: something that the part needs
+        may be unavailable for a long time."""
         deaths, began = 0, time.monotonic()
         how = await part.wait()
         while True:
@@ -94,9 +96,9 @@ class PartWatch:
         raise BatonError(f"{await cluster.lost()} has died: the cluster cannot continue")
 
     async def supervision(self, store: StatusStore, pids: Mapping[str, int]) -> NoReturn:
-        """Show what the supervisor reports, and pass on new process ids.
+        """Show what the supervisor reports, and report new process ids to the launcher.
 
-        ``pids`` are the process ids of the workers and the supervisor that are known so far.
+        ``pids`` has the process ids of the workers and the supervisor that are known so far.
         """
         slots = SlotWatch(self._report, self._note_pid, pids)
         while True:
@@ -114,14 +116,16 @@ class SlotWatch:
         note_pid: Callable[[str, int], None],
         pids: Mapping[str, int],
     ) -> None:
-        """The arguments are as for ``PartWatch``; ``pids`` are the process ids known so far."""
+        """``report`` prints one line of text. ``note_pid`` is called with a worker's slot and its
+        new process id. ``pids`` has the process ids known so far."""
         self._report = report
         self._note_pid = note_pid
         self._pids = dict(pids)
         self._known: dict[str, SlotStatus] = {}
 
     def take(self, status: SupervisionStatus | None) -> None:
-        """Show what is new in a report of the supervisor; None changes nothing."""
+        """Show what has changed since the supervisor's last report. A ``status`` of None changes
+        nothing."""
         if status is None:
             return
         if self._is_new(SUPERVISOR, status.pid):
@@ -156,13 +160,15 @@ class SlotWatch:
 
 
 class Restarts:
-    """Counts deaths of a part within the last minute. ``now`` is monotonic, in seconds."""
+    """Counts the deaths of a part within the last minute, and decides on restarts. Times are
+    monotonic, in seconds."""
 
     def __init__(self) -> None:
         self._deaths: deque[float] = deque()
 
     def pause(self, now: float) -> float | None:
-        """Return the seconds to wait before the next start, or None after too many deaths."""
+        """Record a death of the part at ``now``. Return the seconds to wait before its next start,
+        or None after too many deaths."""
         while self._deaths and now - self._deaths[0] > _WINDOW_S:
             self._deaths.popleft()
         self._deaths.append(now)

@@ -27,13 +27,14 @@ class Checked:
     config: Config
     """The configuration with free ports in place of port 0."""
     redis_urls: dict[StoreUser, str]
-    """Addresses of the operator's own store, by user; empty where an embedded one is started."""
+    """Addresses of the operator's own store, by store user. Empty if the launcher starts an
+    embedded store."""
     advice: tuple[str, ...]
     """Advice to the operator about the configured servers."""
 
 
 async def preflight(config: Config) -> Checked:
-    """Check everything that can be checked before the start.
+    """Check the configuration, as far as that is possible before the cluster starts.
 
     Raises ConfigError for the first error.
     """
@@ -116,7 +117,7 @@ def _remedies(missing: list[str]) -> str:
 
 
 def _check_certificates(config: Config) -> None:
-    """Raise ConfigError if a file is missing, or holds no certificate or key."""
+    """Raise ConfigError if a configured certificate or key file is missing or invalid."""
     tls = config.tls
     for files in (tls.fronts, tls.of("router"), tls.of("worker"), tls.of("supervisor")):
         if files is not None:

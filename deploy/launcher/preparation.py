@@ -20,14 +20,15 @@ from engine.checkpoint.model_config import load_model_config
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """The model on this machine, and the values with which other nodes get the same one."""
+    """The model on this machine, and the configuration with which other nodes get the same
+    model."""
 
     model: ResolvedModel
     """The model, with the name that clients use."""
     draft_path: str
     """The folder of the draft model; empty without one."""
     config: Config
-    """The configuration, with commits in place of branches."""
+    """The configuration, in which the commit of each model replaces its branch or tag."""
 
 
 async def prepare_model(config: Config, progress: Progress) -> PreparedModel:
@@ -68,8 +69,8 @@ async def prepare_model(config: Config, progress: Progress) -> PreparedModel:
 async def prepare_kernels(
     config: Config, progress: Progress, report: Callable[[str], None]
 ) -> None:
-    """Compile the C++ libraries that this machine's workers need, so that no worker has to wait for
-    that.
+    """Compile the C++ libraries that this machine's workers need, so that no worker waits for the
+    compiler.
 
     A failure is reported; the workers then compute their steps in torch.
     """
@@ -85,7 +86,8 @@ async def prepare_kernels(
 
 
 def _shown(progress: Progress, step: str) -> Callable[[str], None]:
-    """Return a function that shows, from any thread, the progress of a step."""
+    """Return a function that shows a text as the progress of ``step``. It may be called from any
+    thread."""
     loop = asyncio.get_running_loop()
 
     def show(text: str) -> None:

@@ -38,8 +38,8 @@ _HEALTHY_S = 60.0
 _PROBE_S = 2.0
 _POLL_S = 0.1
 _OTHER_S = 0.01
-"""Pause before the next query of /health, after another router process on the same port answered
-it, in seconds."""
+"""Pause in seconds before /health is queried again, because another router process on the same port
+answered the last query."""
 _STOP_S = 8.0
 WHAT_IF = (sys.executable, "-P", "-m", "planning.what_if")
 """The simulator that answers the console's what-if questions: a program and its arguments."""
@@ -48,9 +48,9 @@ log = logging.getLogger(__name__)
 
 
 class RouterProcess:
-    """A router as a child process, which reads its settings from standard input.
+    """A router as a child process. It reads its settings from standard input.
 
-    On a command line, other users could read the store's password.
+    They are not on its command line, where other users could read the store's password.
     """
 
     def __init__(
@@ -90,7 +90,8 @@ class RouterProcess:
         return self._child.pid
 
     async def start(self) -> None:
-        """Start the router process; also to replace a dead one. Raises OSError."""
+        """Start the router process. If the last one died, this starts another one. Raises
+        OSError."""
         arguments = [sys.executable, "-P", "-m", "router.main"]
         variables = {}
         if self._shares_port:
@@ -112,13 +113,15 @@ class RouterProcess:
         return how
 
     async def fail_on_death(self) -> NoReturn:
-        """Raise BatonError with the end of the log when the process ends."""
+        """Wait for the end of the router process. Then raise BatonError with the last lines of its
+        log."""
         assert self._child is not None
         how = await self._child.wait()
         raise BatonError(f"{self.name} ended ({how}):\n{self._child.last_lines()}")
 
     async def healthy(self) -> None:
-        """Wait until /health answers 200. Raises BatonError with the last answer after 60 s."""
+        """Wait until the router's /health answers 200. After 60 s, raises BatonError with the last
+        answer."""
         last = ["no answer"]
         try:
             async with asyncio.timeout(_HEALTHY_S):
@@ -129,8 +132,8 @@ class RouterProcess:
             ) from None
 
     async def stop(self, drain_s: float | None = None) -> None:
-        """Stop the process. Its requests may take ``drain_s`` seconds to end; SIGKILL follows 8 s
-        later."""
+        """Stop the router process. Its requests have ``drain_s`` seconds to end. SIGKILL follows 8
+        s after that."""
         if self._child is None:
             return
         if drain_s is None:
@@ -164,7 +167,8 @@ class RouterProcess:
 
 
 def serve_router(config: Config) -> None:
-    """Serve until SIGINT or SIGTERM. Raises BatonError if the router cannot start."""
+    """Run a router in this process until SIGINT or SIGTERM. Raises BatonError if the router cannot
+    start."""
     if not config.redis_url:
         raise ConfigError("a router needs --redis-url, the same as its cluster's workers")
     if not config.cluster_id:
@@ -199,8 +203,8 @@ def serve_router(config: Config) -> None:
 
 
 async def _revision(config: Config, redis_url: str) -> str:
-    """Return the commit of the model that the workers serve; the configured revision if the commit
-    is unknown."""
+    """Return the commit of the model that the workers serve, or the configured revision if that
+    commit is unknown."""
     async with redis_client(redis_url) as client:
         try:
             records = await Registry(client, config.cluster_id).all()

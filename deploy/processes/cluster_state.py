@@ -28,15 +28,17 @@ class ClusterState:
     redis_url: str
     launcher: ProcessIdentity
     processes: dict[str, int]
-    """Process ids by name: the router, the store, the workers by slot."""
+    """Process ids by process name: the router's, the store's, and those of the workers by slot."""
     admin_http: str = ""
     """Address of metrics and the operators' endpoints, if it differs from ``http``."""
     tls: bool = False
     """Whether the listeners serve TLS."""
     authority: str = ""
-    """CA file that this machine's commands trust for the listeners; empty: the system's CAs."""
+    """CA file with which commands on this machine verify the listeners' certificates. Empty means
+    the system's CAs."""
     certificate: str = ""
-    """Client certificate file of this machine's commands, if the listeners require one."""
+    """Client certificate file for commands on this machine, if the listeners require client
+    certificates."""
     certificate_key: str = ""
 
     @property
@@ -48,7 +50,8 @@ class ClusterState:
         return TlsFiles(*map(_path, (self.certificate, self.certificate_key, self.authority)))
 
     def save(self) -> None:
-        """Write the state file, readable by its owner alone; readers see the old or the new one."""
+        """Write the state file, which only its owner can read. Readers see either the old or the
+        new contents."""
         path = Path(self.run_directory) / FILE_NAME
         fresh = path.with_suffix(".new")
         descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -23,9 +23,9 @@ class DaemonThread:
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def call(self, function: Callable[[], Result]) -> asyncio.Future[Result]:
-        """Return the result or exception of ``function()``.
+        """Call ``function`` on the thread. Return a future with its result or exception.
 
-        A cancelled call continues in the thread.
+        If the future is cancelled, the call continues in the thread.
         """
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Result] = loop.create_future()

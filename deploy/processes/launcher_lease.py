@@ -74,7 +74,7 @@ class LauncherLease:
     async def take(self) -> None:
         """Take the lease after its last holder is gone.
 
-        Raises BatonError if that holder keeps running.
+        Raises BatonError if that holder keeps renewing it.
         """
         # The lease of a killed launcher lasts until its TTL is over.
         ends_at = time.monotonic() + TTL_S + RENEW_S
@@ -137,7 +137,8 @@ class LauncherClaim:
         self._key = workers_hash_key(cluster_id)
 
     async def take(self) -> bool:
-        """Take the lease. Returns whether workers of another configuration may still run.
+        """Take the lease. Returns whether workers of an earlier launcher with another configuration
+        may still run.
 
         Raises BatonError if another launcher has the lease, and ``redis.RedisError``.
         """
@@ -146,7 +147,7 @@ class LauncherClaim:
         return before is not None and before != self._hash.encode()
 
     async def keep(self) -> NoReturn:
-        """Renew the lease; see ``LauncherLease.keep``."""
+        """Renew the lease until cancelled. Raises BatonError when another launcher has it."""
         await self._lease.keep()
 
     async def give_up(self) -> None:
@@ -159,7 +160,7 @@ class LauncherClaim:
 
 
 def workers_hash(config: Config) -> str:
-    """Return a hash of all parts of a configuration on which its workers depend."""
+    """Return a hash of the parts of a cluster's configuration that affect its workers."""
     left_out: dict[str, Any] = {
         **dict.fromkeys(OF_ROUTERS | OF_LAUNCHERS, True),
         "advanced": set(_ADVANCED),
@@ -170,5 +171,6 @@ def workers_hash(config: Config) -> str:
 
 
 def workers_hash_key(cluster_id: str) -> str:
-    """Return the key in Redis under which the hash of a cluster's workers is stored."""
+    """Return the Redis key under which the hash of the workers' configuration is stored, for one
+    cluster."""
     return f"baton:{{{cluster_id}}}:told"

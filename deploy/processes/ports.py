@@ -22,9 +22,10 @@ def free_port(host: str = LOOPBACK) -> int:
 
 
 def choose_ports(config: Config) -> Config:
-    """Return the configuration with port 0 replaced by free ports.
+    """Return the configuration in which free ports replace each port 0.
 
-    Raises ConfigError when a port is in use or not allowed, or when two listeners share one.
+    Raises ConfigError when a port is in use or not allowed, or when two listeners have the same
+    port.
     """
     given = {"--http": config.http, "--grpc": config.grpc, "--admin-http": config.admin_http}
     chosen: dict[str, str] = {}
@@ -39,7 +40,8 @@ def choose_ports(config: Config) -> Config:
 
 
 def reachable(address: str) -> str:
-    """Return the host:port by which this machine reaches a server bound to ``address``."""
+    """Return the address (host:port) at which clients on this machine reach a server that is bound
+    to ``address``."""
     host, port = split_host_port(address)
     return join_host_port(_ANY.get(host, host), port)
 

@@ -31,7 +31,7 @@ class ProcessIdentity:
     """Clock ticks from the boot to the start of the process. They distinguish it from a later
     process with the same pid."""
     space: str
-    """The boot and pid namespace in which the pid is valid; see ``pid_space``."""
+    """The boot and the pid namespace in which ``pid`` is unique, as ``pid_space`` returns them."""
 
     @classmethod
     def own(cls) -> ProcessIdentity:
@@ -46,23 +46,25 @@ class ProcessIdentity:
 
     @property
     def age_s(self) -> float:
-        """Return the seconds since the start of the process, which must be visible from here."""
+        """Return the seconds since the start of the process, which must be in the pid namespace of
+        the caller."""
         started_s = self.start_ticks / os.sysconf("SC_CLK_TCK")
         return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
 
     @property
     def is_near(self) -> bool:
-        """Whether the process is in this process's pid namespace, and so visible from here."""
+        """Whether the process is in the pid namespace of the caller, so that its state can be
+        read."""
         return self.space == pid_space()
 
     @property
     def is_running(self) -> bool:
-        """Whether the process is known to run; False if it is not visible from here."""
+        """Whether the process is known to run; False if it is in another pid namespace."""
         return self._is_seen_to(run=True)
 
     @property
     def is_gone(self) -> bool:
-        """Whether the process is known to have ended; False if it is not visible from here."""
+        """Whether the process is known to have ended; False if it is in another pid namespace."""
         return self._is_seen_to(run=False)
 
     def _is_seen_to(self, *, run: bool) -> bool:
@@ -77,7 +79,8 @@ class ProcessIdentity:
         return run is (ticks == self.start_ticks and state not in _ENDED)
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the process, if it runs here. Raises OSError."""
+        """Send the signal ``number`` to the process, if it runs in this pid namespace. Raises
+        OSError."""
         if self.is_running:
             os.kill(self.pid, number)
 
@@ -93,7 +96,8 @@ def pid_space() -> str:
 
 
 def _look(pid: int) -> tuple[str, int]:
-    """Return state and start ticks. Raises OSError for a process that does not exist."""
+    """Return the state of a process, and the clock ticks from the boot to its start. Raises OSError
+    if the process does not exist."""
     # The name is in parentheses, and may contain any character.
     fields = (_PROC / str(pid) / "stat").read_bytes().rpartition(b") ")[2].decode().split()
     return fields[_STATE], int(fields[_START_TICKS])
@@ -101,13 +105,14 @@ def _look(pid: int) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """A process and its node, which is enough to end it from anywhere. Serialized as JSON."""
+    """The identity of a process and of its node, with which any machine can end the process.
+    Serialized as JSON."""
 
     process: ProcessIdentity
     node: str
-    """Ray's id of the process's node."""
+    """Ray's id of the node on which the process runs."""
 
     @classmethod
     def own(cls, node: str) -> Whereabouts:
-        """Return the location of this process, which runs on ``node``."""
+        """Return the identity of this process, together with its node: Ray's id ``node``."""
         return cls(ProcessIdentity.own(), node)

@@ -14,9 +14,10 @@ from rich.status import Status
 from rich.text import Text
 
 STILL_S = 10.0
-"""Interval in seconds at which a long step reports that it continues, where there is no spinner."""
+"""Interval in seconds between reports that a long step still runs. They appear where there is no
+spinner."""
 _SHOWN_S = 0.5
-"""Steps shorter than this are left out of the list of the longest steps, in seconds."""
+"""Minimum duration of a step in the list of the longest steps, in seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -54,13 +55,14 @@ class Progress:
 
     @property
     def detail_every_s(self) -> float:
-        """Return the minimum seconds between two progress messages of a step: more without a
-        spinner, since each message is then a separate line."""
+        """Return the minimum seconds between two progress messages of a step. Without a spinner it
+        is longer, since each message is a separate line."""
         return 10.0 if self._status is None else 0.5
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Show a step of the start, and how long it took if it succeeds."""
+        """Show that the step ``name`` runs while the context is open. If it succeeds, show how long
+        it took."""
         began = self._clock()
         self._running[name] = _Step(name, began)
         over = threading.Event()
@@ -80,7 +82,7 @@ class Progress:
         self.line(f"{name}: done in {self._ended[name]:.1f} s")
 
     def detail(self, name: str, text: str) -> None:
-        """Show the progress within the running step ``name``."""
+        """Show ``text`` as the progress of the running step ``name``."""
         step = self._running.get(name)
         if step is not None:
             step.text = text

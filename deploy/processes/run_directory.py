@@ -22,9 +22,10 @@ RUN_VARIABLE = "BATON_RUN_DIRECTORY"
 
 
 def parent_directory() -> Path:
-    """Return the folder of run directories: the system's temporary directory.
+    """Return the folder that contains all run directories: the system's temporary directory.
 
-    The path of a UNIX socket has at most 107 bytes, and Ray's own part of it takes about 70.
+    It must have a short path: the path of a UNIX socket has at most 107 bytes, and Ray's own part
+    of it takes about 70.
     """
     parent = Path(tempfile.gettempdir())
     return parent if len(os.fsencode(parent)) <= _LONGEST_PARENT else Path("/tmp")  # noqa: S108
@@ -63,7 +64,8 @@ class RunDirectory:
 
     @property
     def costs(self) -> Path:
-        """Return the path of the step costs that this node's workers have measured."""
+        """Return the path of the file with the step costs that workers on this node have
+        measured."""
         return self.path / "costs"
 
     @property
@@ -78,8 +80,8 @@ class RunDirectory:
 
     @property
     def router_metrics(self) -> Path:
-        """Return the path of the folder through which several router processes share their
-        metrics."""
+        """Return the path of a folder for metrics. Router processes of one cluster share their
+        metrics through its files."""
         return self.path / "router-metrics"
 
     def log(self, name: str) -> Path:
@@ -87,7 +89,8 @@ class RunDirectory:
         return self.logs / f"{name}.log"
 
     def write_secret(self, name: str, content: str) -> Path:
-        """Write a secret to a new file that only its owner can read."""
+        """Write ``content`` to a new file in the run directory, which only its owner can read.
+        Return the path."""
         path = self.path / name
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
@@ -123,7 +126,8 @@ class ClusterMark:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Return the environment variables of a child."""
+        """Return the environment variables that are the mark: a child process with them carries
+        it."""
         return {CLUSTER_VARIABLE: self.cluster_id, RUN_VARIABLE: str(self.run_directory)}
 
     def environment(self) -> dict[str, str]:

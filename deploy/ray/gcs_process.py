@@ -30,8 +30,8 @@ from deploy.processes.run_directory import ClusterMark, RunDirectory
 _POLL_S = 0.2
 _STOP_S = 3.0
 SILENT_S = 15.0
-"""Time without an answer after which the control store is killed, in seconds. A start that reads
-its state from its store takes less."""
+"""Time without an answer after which the control store is killed, in seconds. A control store that
+starts and reads its state takes less time."""
 _ASK_S = 2.0
 _EACH_S = 1.0
 _KEY = b"baton"
@@ -49,7 +49,8 @@ class GcsProcess:
         mark: ClusterMark,
         run: RunDirectory,
     ) -> None:
-        """``first`` is the process that Ray has started; ``command`` starts another on its port."""
+        """``first`` is the process of the control store that Ray has started. ``command`` starts
+        another one on the same port."""
         self._first = first
         self._command = tuple(command)
         self._mark = mark
@@ -61,7 +62,7 @@ class GcsProcess:
         return self._first.pid if self._child is None else self._child.pid
 
     async def start(self) -> None:
-        """Start the next process of the control store. Raises OSError."""
+        """Start a new process of the control store after the last one has ended. Raises OSError."""
         self._child = await Child.spawn("gcs", self._command, self._mark, self._run.log("gcs"))
 
     async def wait(self) -> str:
@@ -82,8 +83,8 @@ class GcsProcess:
             self._first.kill()
 
     async def stop(self) -> None:
-        """End the control store if the launcher started it. A process that Ray started is left to
-        Ray."""
+        """End the control store's process if the launcher has started it. If Ray has started it, do
+        nothing: Ray ends it."""
         if self._child is not None:
             await self._child.end(_STOP_S)
 
@@ -130,7 +131,7 @@ class GcsWatch:
         """``ask(timeout_s)`` returns when the control store has read from its store. Otherwise it
         raises an error after about ``timeout_s`` seconds.
 
-        ``report`` shows a line.
+        ``report`` prints one line of text.
         """
         self._gcs = gcs
         self._ask = ask

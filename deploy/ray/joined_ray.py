@@ -43,14 +43,14 @@ _START_S = 60.0
 _STOP_S = 10.0
 _POLL_S = 0.2
 _GCS_AWAY_S = 600
-"""Time without its control store after which a node exits, in seconds."""
+"""Time after which a node that cannot reach the control store exits, in seconds."""
 AUTO = "auto"
 _CONNECT_S = 60.0
 
 
 def check_token() -> None:
-    """Raise ConfigError if this Ray does not support tokens, or if the cluster's token is needed
-    and missing."""
+    """Raise ConfigError if the installed Ray does not support authentication tokens, or if the
+    cluster requires a token and this machine has none."""
     check_ray()
     mode = os.environ.get("RAY_AUTH_MODE", "token")
     if mode == "disabled":
@@ -70,8 +70,8 @@ def check_token() -> None:
 
 
 def joined_environment() -> dict[str, str]:
-    """Return the environment variables for Ray when a cluster is joined. Set them before Ray is
-    imported."""
+    """Return the environment variables for Ray in a process that joins a Ray cluster. Set them
+    before Ray is imported."""
     return {
         "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token"),
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(_GCS_AWAY_S),
@@ -80,7 +80,8 @@ def joined_environment() -> dict[str, str]:
 
 
 def own_address(other: str) -> str:
-    """Return the address of this machine from which ``other``, host:port, is reached.
+    """Return the address of this machine at which the machine of ``other`` (host:port) can reach
+    it.
 
     Raises BatonError.
     """
@@ -95,13 +96,13 @@ def own_address(other: str) -> str:
 
 
 class RayNode:
-    """This machine's node. Its daemons are children of this process."""
+    """This machine's node in a Ray cluster. Its daemons are children of this process."""
 
     def __init__(self, address: str, mark: ClusterMark) -> None:
         """``address`` is the host:port of the cluster's control store."""
         self.address = address
         self.id = ""
-        """Ray's id of the node, after the start."""
+        """Ray's id of the node; empty before the node has started."""
         self._mark = mark
         # The daemons end with the thread that started them, so this thread stays.
         self._thread = DaemonThread("ray node")
@@ -114,7 +115,7 @@ class RayNode:
         """Start this machine's node, which joins the cluster with these Ray resources. Raises
         BatonError.
 
-        ``port`` is the port of its node manager; 0 takes any.
+        ``port`` is the port of the node manager; 0 takes any.
         """
         check_token()
         host = own_address(self.address)
@@ -177,7 +178,7 @@ class RayNode:
 
 
 def refuse_work(address: str, node: str, for_s: float) -> None:
-    """Make Ray place no more workers on a node, which ends within ``for_s`` seconds.
+    """Make Ray place no more workers on a node, because the node ends within ``for_s`` seconds.
 
     Blocks for a few seconds at most. Raises BatonError if Ray refuses.
     """
@@ -192,10 +193,12 @@ def refuse_work(address: str, node: str, for_s: float) -> None:
 
 
 class JoinedRay:
-    """The launcher's connection; has the methods of ``deploy.ray.ray_cluster.RayCluster``."""
+    """The launcher's connection to a Ray cluster that Baton did not start. It has the methods of
+    ``deploy.ray.ray_cluster.RayCluster``."""
 
     gcs = None
-    """None, since the launcher cannot restart a control store that it did not start."""
+    """Handle of the control store; None, since the launcher cannot restart one that it did not
+    start."""
 
     def __init__(self, config: Config, mark: ClusterMark) -> None:
         self._mark = mark
@@ -207,8 +210,8 @@ class JoinedRay:
         self._started = False
 
     async def start(self, gcs_store: GcsStore | None = None) -> None:
-        """Connect to the Ray cluster. Raises BatonError. ``gcs_store`` is ignored: that cluster has
-        its store already."""
+        """Connect to the Ray cluster. Raises BatonError. ``gcs_store`` is ignored, since this Ray
+        cluster was started with or without a store."""
         check_token()
         if self._node is not None:
             await self._node.start({}, cpus=0, gpus=0)
@@ -244,12 +247,13 @@ class JoinedRay:
         return await self._node.lost()
 
     async def ask_gcs(self, timeout_s: float) -> None:
-        """Query the control store; see ``deploy.ray.gcs_process.GcsProbe.ask``."""
+        """Query the control store for at most about ``timeout_s`` seconds. Raises an error if it
+        does not answer."""
         await self._questions.ask(timeout_s)
 
     async def stop(self) -> bool:
         """Disconnect from Ray, and stop the launcher's own node. Returns False if that took too
-        long: it may hang."""
+        long; the call to Ray may then hang."""
         if not self._started:
             return True
         try:

@@ -30,13 +30,13 @@ OBJECT_STORE_BYTES = 80 << 20
 """Size of Ray's object store in bytes, about Ray's minimum: Baton stores no objects in it."""
 _DAEMONS = ("gcs_server", "raylet")
 _PLACES = 1024
-"""Maximum number of workers that this machine offers Ray to run: pools may grow while the cluster
-runs."""
+"""Maximum number of workers that Ray may run on this machine. It is high, since pools may grow
+while the cluster runs."""
 _POLL_S = 0.5
 _START_S = 60.0
 _SHUTDOWN_S = 10.0
 _TOKENS_SINCE = (2, 52)
-"""The first Ray version that requires a token of its callers."""
+"""The first Ray version (major, minor) that requires a token from its clients."""
 
 
 def check_ray() -> None:
@@ -54,7 +54,8 @@ def check_ray() -> None:
 
 
 def ray_environment(token_file: Path) -> dict[str, str]:
-    """Return the environment variables of a Ray on loopback. Set them before Ray is imported."""
+    """Return the environment variables for a Ray cluster on the loopback interface. Set them before
+    Ray is imported."""
     return {
         # Otherwise Ray listens on every interface.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -79,7 +80,7 @@ def common_environment() -> dict[str, str]:
 
 
 class RayCluster:
-    """Ray's daemons as children of this process."""
+    """The daemons of a local Ray cluster, as children of this process."""
 
     def __init__(self, config: Config, mark: ClusterMark, run: RunDirectory) -> None:
         self._config = config
@@ -94,7 +95,8 @@ class RayCluster:
         """Ray's control store if it can be restarted; None before the start."""
 
     async def start(self, gcs_store: GcsStore | None = None) -> None:
-        """Start the daemons and connect to them. Raises BatonError, ConfigError for an old Ray.
+        """Start the daemons and connect to them. Raises BatonError, or ConfigError if Ray is too
+        old.
 
         With a store, the cluster survives the death of Ray's control store (GCS).
         """
@@ -132,12 +134,13 @@ class RayCluster:
             await asyncio.sleep(_POLL_S)
 
     async def ask_gcs(self, timeout_s: float) -> None:
-        """Query the control store; see ``GcsProbe.ask``."""
+        """Query the control store for at most about ``timeout_s`` seconds. Raises an error if it
+        does not answer."""
         await self._questions.ask(timeout_s)
 
     async def stop(self) -> bool:
-        """Disconnect from Ray and stop its daemons. Returns False if that took too long: it may
-        hang."""
+        """Disconnect from Ray and stop its daemons. Returns False if that took too long; the call
+        to Ray may then hang."""
         if not self._started:
             return True
         try:
@@ -188,8 +191,8 @@ _DAEMON_NAMES = {"gcs_server": "Ray's control store", "raylet": "Ray's node mana
 
 
 def _totals(config: Config) -> dict[str, int]:
-    """Return the sums of the Ray resources that the pools' configuration gives all workers. This
-    machine must offer all of them."""
+    """Return the total of each Ray resource that the workers of all pools request. This machine
+    must offer at least these totals."""
     totals: dict[str, float] = {}
     for pool in config.pools:
         for name, amount in pool.resources.items():
@@ -199,13 +202,14 @@ def _totals(config: Config) -> dict[str, int]:
 
 
 def _gpus(asked: int) -> int | None:
-    """Return the number of GPUs to pass to Ray. None makes Ray search for GPUs, which takes
-    time."""
+    """Return the number of GPUs to pass to Ray, if pools request ``asked``. None makes Ray search
+    for GPUs, which takes time."""
     return None if asked else 0
 
 
 def disconnect() -> None:
-    """Disconnect from Ray; stops daemons that this process has started by ``ray.init``."""
+    """Disconnect from Ray. This also stops the daemons, if this process started them by
+    ``ray.init``."""
     import ray  # noqa: PLC0415
 
     ray.shutdown()
