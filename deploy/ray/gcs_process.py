@@ -104,9 +104,9 @@ class GcsProbe:
         self._thread = DaemonThread("gcs questions")
 
     async def ask(self, timeout_s: float) -> None:
-        """Make the control store read from its store. Raises what Ray raises on failure.
+        """Make the control store read a key from its own store. Raises what Ray raises on failure.
 
-        Raises TimeoutError if Ray exceeds its own deadline.
+        Raises TimeoutError if Ray has not returned after twice ``timeout_s``.
         """
         try:
             async with asyncio.timeout(2 * timeout_s):

@@ -202,8 +202,8 @@ def _totals(config: Config) -> dict[str, int]:
 
 
 def _gpus(asked: int) -> int | None:
-    """Return the number of GPUs to pass to Ray, if pools request ``asked``. None makes Ray search
-    for GPUs, which takes time."""
+    """Return the ``num_gpus`` argument for Ray: 0 if pools request no GPUs. Otherwise None, with
+    which Ray searches for GPUs."""
     return None if asked else 0
 
 

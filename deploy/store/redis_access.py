@@ -29,8 +29,8 @@ _PING_S = 3.0
 
 
 def user_rules(passwords: Mapping[StoreUser, str]) -> list[str]:
-    """Return lines for a server's configuration, or its ACL file; they hold hashes of the
-    passwords."""
+    """Return the lines that define the store users, for a server's configuration or its ACL file.
+    They contain hashes of the passwords."""
     text = USERS_FILE.read_text()
     for user, password in passwords.items():
         text = text.replace(f"@{user.upper()}@", hashlib.sha256(password.encode()).hexdigest())
@@ -38,24 +38,26 @@ def user_rules(passwords: Mapping[StoreUser, str]) -> list[str]:
 
 
 def url_with_user(url: str, user: StoreUser, password: str) -> str:
-    """Return the address of the same server with another user."""
+    """Return ``url`` with another user and that user's password."""
     parts = urlsplit(url)
     where = parts.netloc.rpartition("@")[2]
     return parts._replace(netloc=f"{user}:{quote(password, safe='')}@{where}").geturl()
 
 
 def store_url(config: Config, user: StoreUser) -> str:
-    """Return the address of an operator's own server for a role; empty if there is none.
+    """Return the address of an operator's own server for the store user ``user``. Empty if no
+    server is configured.
 
-    A ``rediss`` address may name certificates in its query; otherwise the cluster's are used.
+    A ``rediss`` address may name certificates in its query. Without them, the cluster's
+    certificates are added.
     """
     own = {"router": config.redis_router_url, "worker": config.redis_worker_url}.get(user)
     return url_with_certificates(own or config.redis_url, config.tls, user)
 
 
 def url_with_certificates(url: str, tls: TlsConfig, user: StoreUser) -> str:
-    """Return the address with the cluster's certificates in its query, if its scheme is
-    ``rediss``."""
+    """Return ``url`` with the cluster's certificates in its query, if its scheme is ``rediss``.
+    Otherwise return it unchanged."""
     parts = urlsplit(url)
     files = tls.of(user)
     if parts.scheme != "rediss":
@@ -73,7 +75,7 @@ def url_with_certificates(url: str, tls: TlsConfig, user: StoreUser) -> str:
 async def check_redis(url: str, flag: str = "--redis-url") -> str:
     """Check that the operator's server answers. Raises ConfigError with the reason.
 
-    Returns advice for the operator, empty if the server evicts no keys.
+    Returns advice on the server's eviction policy. It is empty if the server evicts no keys.
     """
     where = _without_password(url)
     try:
@@ -88,7 +90,8 @@ async def check_redis(url: str, flag: str = "--redis-url") -> str:
 
 
 async def eviction_policy(client: redis.asyncio.Redis) -> str | None:
-    """Return a server's eviction policy; ``noeviction`` without a memory limit, None if unknown.
+    """Return the eviction policy of a Redis server. Without a memory limit it is ``noeviction``;
+    None means unknown.
 
     Raises ``redis.RedisError``.
     """
@@ -104,7 +107,8 @@ async def eviction_policy(client: redis.asyncio.Redis) -> str | None:
 
 
 def eviction_advice(policy: str | None) -> str:
-    """Return what an operator should change about an ``eviction_policy``; empty if nothing."""
+    """Return advice on a Redis server's eviction policy. Empty if the operator need not change
+    it."""
     if policy == "noeviction":
         return ""
     if policy is None:

@@ -26,20 +26,21 @@ class SharedSecret:
     """The secret of one cluster in Redis."""
 
     def __init__(self, redis_url: str, cluster_id: str) -> None:
-        """``redis_url`` has the user of launchers or of routers."""
+        """``redis_url`` must have the store user of launchers or the one of routers."""
         self._url = redis_url
         self._key = f"baton:{{{cluster_id}}}:secret"
 
     @classmethod
     def of(cls, config: Config, redis_url: str) -> SharedSecret | None:
-        """Return the shared secret of the cluster; None if the configuration has one, or no other
-        process reads it."""
+        """Return the handle of the cluster's shared secret. None if the configuration has a secret,
+        or if no other process must find it."""
         if config.cluster_secret or not config.redis_url or not config.cluster_id:
             return None
         return cls(redis_url, config.cluster_id)
 
     async def read(self) -> str:
-        """Return the secret, which is generated if there is none yet. Raises Unavailable."""
+        """Return the cluster's secret. If there is none yet, generate and store one. Raises
+        Unavailable."""
         try:
             async with asyncio.timeout(_READ_S), redis_client(self._url) as client:
                 await client.set(self._key, new_secret(), nx=True)

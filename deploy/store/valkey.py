@@ -23,8 +23,8 @@ from deploy.processes.run_directory import ClusterMark, RunDirectory
 from deploy.store.redis_access import STORE_USERS, StoreUser, url_with_user, user_rules
 
 REST_BYTES = 128 * MIB
-"""Maximum memory of the store for everything except the prefix index, in bytes. Beyond both, the
-server refuses writes and evicts nothing: a lost entry of the registry would look like a dead
+"""Maximum memory of the store for everything except the prefix index, in bytes. At its memory
+limit, the server refuses writes and evicts nothing: a lost registry entry would look like a dead
 worker."""
 _START_S = 10.0
 _STOP_S = 3.0
@@ -43,9 +43,11 @@ class EmbeddedValkey:
         name: str = "valkey",
         keeps: bool = False,
     ) -> None:
-        """``index_mib`` is the maximum memory of the prefix index; ``name`` is the name of the log.
+        """``index_mib`` is the memory for the prefix index, in MiB. ``name`` is the name of the
+        log.
 
-        With ``keeps``, the server writes its data to a file, and reads the file after a restart.
+        If ``keeps`` is true, the server writes its data to a file, and reads the file after a
+        restart.
         """
         self.name = name
         self._keeps = keeps
@@ -65,12 +67,14 @@ class EmbeddedValkey:
 
     @property
     def url(self) -> str:
-        """Return the server's address with the password: keep it out of logs and command lines."""
+        """Return the server's address, which contains the password: keep it out of logs and command
+        lines."""
         assert self._port is not None
         return self._url(self._port)
 
     def url_of(self, user: StoreUser) -> str:
-        """Return the server's address for the user of a role, with that role's permissions."""
+        """Return the server's address for a store user, which has only the permissions of its
+        role."""
         return url_with_user(self.url, user, self._passwords[user])
 
     @property
@@ -79,7 +83,7 @@ class EmbeddedValkey:
         return self._child.pid
 
     async def start(self) -> None:
-        """Start the server, or restart it after a death; returns when it answers. Raises
+        """Start the server, or or restart it after its death, and wait until it answers. Raises
         Unavailable.
 
         The first start chooses another port if the free one was taken in the meantime. Later starts

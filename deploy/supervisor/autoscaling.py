@@ -37,13 +37,14 @@ from baton.v1 import control_pb2, control_pb2_grpc
 from deploy.supervisor.reconciler import Phase, split
 
 NOTICE_S = 10.0
-"""Time within which the supervisor acts on a stored size, in seconds."""
+"""Maximum time until the supervisor acts on a pool size that was stored in Redis, in seconds."""
 _POLL_S = 0.1
 ChangeOneRole = Callable[[WorkerRecord, Role, float], Awaitable[float]]
 Phases = Callable[[], Mapping[str, Phase]]
 """Returns the phase of each slot, as observed by the supervisor."""
 ANSWER_S = 10.0
-"""Time after the deadline of a role change within which the worker answers, in seconds."""
+"""Time for which to wait for a worker's answer after the deadline of its role change, in
+seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class ClusterObserver:
         return ClusterFigures(workers, self._demand.read(traffic, list(self.records.values())))
 
     async def forget_gone(self, now: float) -> None:
-        """Delete the counts of routers that are gone. Never raises Redis errors."""
+        """Delete the request counts of routers that no longer run. Never raises Redis errors."""
         try:
             await self._store.remove(self._tracker.gone(now))
         except (redis.RedisError, OSError):
@@ -97,9 +98,9 @@ def workers_of(
     ready: Mapping[str, WorkerRecord],
     pools: Mapping[str, Role],
 ) -> tuple[WorkerFigures, ...]:
-    """Return the figures of each slot in which a worker is wanted.
+    """Return the autoscaler's figures for each slot in which a worker is wanted.
 
-    ``ready`` has the records, by slot, of workers that accept requests.
+    ``ready`` has the registry records of the workers that accept requests, by slot.
     """
     found = []
     for slot, phase in sorted(phases.items()):
@@ -124,8 +125,8 @@ async def change_role(
 ) -> float:
     """Change a worker's role. Returns the seconds until it serves again.
 
-    Its requests that run after ``deadline_s`` seconds are placed elsewhere. ``plane`` has the
-    caller's credentials for calls to workers. Raises BatonError.
+    Requests that still run on the worker after ``deadline_s`` seconds are placed elsewhere.
+    ``plane`` has the caller's credentials for calls to workers. Raises BatonError.
     """
     channel = plane.channel(record.address)
     request = control_pb2.ChangeRoleRequest(role=role, deadline_ms=int(deadline_s * 1e3))
@@ -153,7 +154,7 @@ class Autoscaling:
         metrics: SupervisorMetrics,
         change: ChangeOneRole,
     ) -> None:
-        """``change`` gives a worker another role within a deadline, and raises BatonError."""
+        """``change`` changes a worker's role within a deadline. It raises BatonError."""
         self._settings = config.autoscaler
         self._drain_s = config.drain_deadline_s
         self._observer = observer
@@ -168,7 +169,7 @@ class Autoscaling:
         self._last = ""
 
     async def run(self) -> None:
-        """Run until cancelled."""
+        """Run the autoscaler until cancelled."""
         log.info("the autoscaler decides every %g s (%s)", self._settings.interval_s, self._mode)
         while True:
             began = time.monotonic()
@@ -220,8 +221,8 @@ class Autoscaling:
             self._metrics.autoscaler_failures.labels(action.name).inc()
 
     async def _resize(self, action: Resize) -> None:
-        """Store the pool's new size, unless an operator has just changed it. Wait until the
-        supervisor acts on it."""
+        """Store the pool's new size in Redis, and wait until the supervisor acts on it. If an
+        operator has just changed the size, do nothing."""
         count = self._count(action.pool)
         if (await self._sizes.read()).get(action.pool, count) != count:
             raise Unavailable(f"{action.pool} has just got another size")

@@ -36,15 +36,15 @@ ANSWER_S = 3.0
 """Time after which a worker that does not answer a ping counts as silent, in seconds."""
 _DEAF_S = 6.0
 """Time, in addition to ``ANSWER_S``, within which Ray must report the death of a silent worker to
-this process, in seconds. Half of it applies once the control store is known to know of the
-death."""
+this process, in seconds. Half of it applies once the control store has reported the death."""
 _LONGEST_GAP_S = 5.0
-"""Limit on the time between two reads of the registry that counts as time without an entry, in
-seconds. The supervisor itself may have been stopped for longer."""
+"""Maximum time between two reads of the registry that counts toward a worker's time without an
+entry, in seconds. A longer gap may only mean that the supervisor itself was stopped."""
 
 _STALE_S = 5.0
-"""Time after which a registry entry that is not renewed counts as missing, in seconds, or its TTL
-if that is longer. Such an entry exists only because the clock of Redis was set back."""
+"""Time without a renewal after which a registry entry counts as missing, in seconds. The TTL of the
+entry applies instead if it is longer. Such an entry exists only because the clock of Redis was set
+back."""
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class SlotObservation:
 
     observed: Observed
     error: str = ""
-    """Why the slot has no worker."""
+    """Why the slot has no worker; empty if it has one."""
     pid: int = 0
     node: str = ""
     """Ray's id of the worker's node."""
@@ -106,11 +106,11 @@ class RaySlots:
         return self._incarnations.keys()
 
     async def death(self) -> None:
-        """Wait until a worker dies whose death was not yet observed."""
+        """Wait until a worker dies. A death that was already observed does not count."""
         await self._death.wait()
 
     async def refresh(self) -> None:
-        """Read the registry, before the caller observes every slot."""
+        """Read the workers' registry. Call this once before ``observe`` is called for the slots."""
         self._death.clear()
         entries = await self._list_registry()
         now = time.monotonic()
@@ -154,8 +154,9 @@ class RaySlots:
         return seen
 
     def _doubt(self, slot: str, incarnation: _Incarnation, now: float) -> None:
-        """Query Ray about a worker that does not answer: either the worker is silent, or Ray's
-        notifications are. Raises BatonError in the second case."""
+        """Query Ray's control store about a worker that does not answer pings. Either the worker is
+        silent, or it is dead and Ray's notification was lost. Raises BatonError in the second
+        case."""
         if incarnation.dead_since is not None and now - incarnation.dead_since > _DEAF_S / 2:
             raise BatonError(
                 f"Ray reports {slot} dead but sent no notification; the supervisor must restart"
@@ -174,7 +175,7 @@ class RaySlots:
         incarnation.doubted = not known
 
     async def start(self, slot: str) -> None:
-        """Have Ray place a worker. Raises what Ray raises."""
+        """Make Ray place a worker in the slot. Raises what Ray raises."""
         settings = self._settings(slot)
 
         def start() -> RayWorker:
@@ -197,7 +198,8 @@ class RaySlots:
                 await incarnation.worker.drain(deadline_s)
 
     async def end(self, slot: str) -> None:
-        """End a worker's process, frozen or not; idempotent. Raises what Ray raises."""
+        """End the process of the slot's worker, even if the process is frozen; idempotent. Raises
+        what Ray raises."""
         incarnation = self._incarnations.get(slot)
         if incarnation is not None:
             await self._kill(incarnation)
@@ -211,8 +213,8 @@ class RaySlots:
     async def _clear(
         self, incarnation: _Incarnation, first: Callable[[], None] = lambda: None
     ) -> None:
-        """Call ``first``, then end the other ranks of an ended worker, and remove its placement
-        group.
+        """Call ``first``. Then end the other ranks of a worker that has ended, and remove the
+        worker's placement group.
 
         A rank that was stopped (SIGSTOP) does not end by itself. Raises what Ray raises.
         """
@@ -248,7 +250,8 @@ class RaySlots:
         task.add_done_callback(self._tasks.discard)
 
     def _last_words(self, slot: str, incarnation: _Incarnation) -> str:
-        """Return the last line of a worker's log if it is on this node: an error or a traceback."""
+        """Return the last line of a worker's log, such as an error or a traceback. Empty if the
+        worker ran on another node."""
         settings = self._settings(slot)
         is_near = incarnation.whereabouts is not None and incarnation.whereabouts.process.is_near
         if not (is_near or settings.is_on_one_machine):
@@ -260,7 +263,7 @@ class RaySlots:
         return f" ({line.strip()})" if line else ""
 
     def close(self) -> None:
-        """Stop observing. The workers continue."""
+        """Stop observing the workers. They continue to run."""
         for incarnation in self._incarnations.values():
             incarnation.close()
 
@@ -277,7 +280,8 @@ class _Incarnation:
         """Processes and nodes of the worker's other ranks."""
         self.failed_to_start = False
         self.unlisted_s = 0.0
-        """Time for which the registry has listed other workers but not this one, in seconds."""
+        """Time in seconds for which this worker was missing in the registry while other workers
+        were listed."""
         self.doubted = False
         """Whether Ray's control store is being queried about this worker, or has reported it
         dead."""

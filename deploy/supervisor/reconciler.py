@@ -37,16 +37,16 @@ LONGEST_PAUSE_S = 60.0
 """Maximum pause between two incarnations of a worker, in seconds. Each death doubles the pause, up
 to this."""
 HEALTHY_S = 30.0
-"""Time of serving after which a worker's past deaths are forgotten, in seconds."""
+"""Time for which a worker must serve before its past deaths are forgotten, in seconds."""
 CRASH_LOOP_DEATHS = 5
 """Number of deaths without a healthy period between them that make a crash loop. The worker is
 still restarted, eventually every ``LONGEST_PAUSE_S``: the cause may be gone."""
 START_S = 600.0
-"""Time without serving after which a worker has failed to start, in seconds. The wait for a place
-counts: there may be no node that offers one."""
+"""Time without serving after which a worker has failed to start, in seconds. This includes the time
+until Ray finds a node with room for the worker."""
 SILENCE_S = 30.0
-"""Time without a sign of a worker to Ray or to the registry after which the worker counts as hung,
-in seconds. It is then ended and replaced. Routers have moved its requests long before that."""
+"""Time for which Ray or the registry may have no sign of a worker before the worker counts as hung,
+in seconds. It is then ended and replaced. Routers migrate its requests much earlier."""
 PATIENCE_S = 10.0
 LEAVE_S = 20.0
 """Time after its drain's deadline within which a worker of an unwanted slot may end by itself, in
@@ -57,14 +57,14 @@ class Observed(StrEnum):
     """The observed state of a slot."""
 
     ABSENT = "absent"
-    """There is no worker, or the last one is dead."""
+    """The slot has no worker, or its last worker is dead."""
     STARTING = "starting"
-    """A worker is there, and does not serve yet."""
+    """The slot has a worker that does not serve yet."""
     SERVING = "serving"
     SILENT = "silent"
-    """A worker should serve, and does not answer."""
+    """The slot's worker should serve, but does not answer."""
     LEAVING = "leaving"
-    """A worker accepts no new requests, and ends by itself."""
+    """The slot's worker accepts no new requests, and ends by itself."""
 
 
 class Phase(StrEnum):
@@ -86,7 +86,7 @@ class SlotState:
 
     phase: Phase
     deaths: int = 0
-    """Number of incarnations that ended since the last healthy one."""
+    """Number of incarnations that have ended in the slot since its worker was last healthy."""
     last_error: str = ""
     """Why the slot's last incarnation ended."""
     wait_s: float = 0.0
@@ -106,9 +106,10 @@ class SlotAction(StrEnum):
 class _Slot:
     observed: Observed = Observed.ABSENT
     since: float = 0.0
-    """Time at which ``observed`` was first reported."""
+    """Time at which the slot was first observed in the state ``observed``, without a change
+    since."""
     occupied: bool = False
-    """A worker was observed or started and has not been seen to exit."""
+    """Whether a worker was observed or started in the slot, and has not been seen to exit."""
     deaths: int = 0
     last_error: str = ""
     start_at: float = 0.0
@@ -116,11 +117,11 @@ class _Slot:
     action: SlotAction | None = None
     acted_at: float = 0.0
     unwanted_since: float | None = None
-    """Time since which no worker is wanted in the slot; None: one is wanted."""
+    """Time from which on no worker is wanted in the slot; None if one is wanted."""
 
 
 class Reconciler:
-    """Decides for all slots. No I/O, no clock; owned by one event loop."""
+    """Decides on actions for all slots. It has no I/O and no clock; owned by one event loop."""
 
     def __init__(self, drain_s: float) -> None:
         """``drain_s`` is how long an unwanted worker may take to finish its requests."""
@@ -130,27 +131,28 @@ class Reconciler:
         self._wanted: frozenset[str] = frozenset()
 
     def want(self, slots: Collection[str]) -> None:
-        """Set the slots that should have a worker. Workers of all others leave."""
+        """Set the slots that should have a worker. Workers in all other slots leave."""
         self._wanted = frozenset(slots)
         for name in self._wanted - self._slots.keys():
             self._slots[name] = _Slot()
 
     def remember(self, name: str, deaths: int, last_error: str) -> None:
-        """Take over an earlier reconciler's status of a slot."""
+        """Take over the status that an earlier reconciler had for a slot."""
         slot = self._slots.setdefault(name, _Slot())
         slot.deaths, slot.last_error = deaths, last_error
 
     def started(self, name: str) -> None:
-        """Record that a start was carried out: a worker is there, even if it dies soon."""
+        """Record that a worker was started in the slot. It counts as present, even if it dies
+        before it is observed."""
         if name in self._slots:
             self._slots[name].occupied = True
 
     def observe(self, name: str, observed: Observed, now: float, error: str = "") -> bool:
         """Record the observed state of a slot. Returns whether its worker has just died.
 
-        ``error`` is the reason of an absence. ``Observed.ABSENT`` is the death of the worker that
-        was there, unless that worker was leaving or not wanted. Observing the same absence again is
-        no death.
+        ``error`` is the reason if the worker is absent. ``Observed.ABSENT`` counts as the death of
+        the worker that was present, unless that worker was leaving or not wanted. The same absence
+        counts only once.
         """
         slot = self._slots.setdefault(name, _Slot())
         left = slot.observed is Observed.LEAVING or name not in self._wanted
@@ -178,13 +180,14 @@ class Reconciler:
         slot.start_at = now + pause_after(slot.deaths)
 
     def failed(self, name: str, error: str) -> None:
-        """Record that an action on a slot failed. This does not count as a death: the action is
-        repeated later."""
+        """Record that an action on a slot failed. This does not count as a death of the worker. The
+        action is repeated later."""
         if name in self._slots:
             self._slots[name].last_error = error
 
     def decide(self, now: float) -> dict[str, SlotAction]:
-        """Return the actions to start now, by slot. An action without an effect is repeated."""
+        """Return the actions to start now, by slot. An action that has had no effect for a while is
+        returned again."""
         silent = {name for name, slot in self._slots.items() if slot.observed is Observed.SILENT}
         self._silence.tick(dict.fromkeys(silent), now)
         actions: dict[str, SlotAction] = {}
@@ -247,10 +250,8 @@ class Reconciler:
 
 
 def pause_after(deaths: int) -> float:
-    """Return the pause before the next incarnation after ``deaths`` deaths, at least one.
-
-    Seconds.
-    """
+    """Return the pause before the next incarnation of a worker, in seconds. ``deaths`` is the
+    number of its deaths, at least one."""
     # The exponent is bounded: a float cannot hold the result for thousands of deaths.
     return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(deaths - 1, 30)))
 
@@ -259,7 +260,8 @@ class WantedSlots:
     """The slots in which workers are wanted. Owned by the supervisor's event loop."""
 
     def __init__(self, configured: Mapping[str, int], living: Collection[str] = ()) -> None:
-        """``configured`` has the number of workers by pool, ``living`` the slots with a worker.
+        """``configured`` has the number of workers of each pool. ``living`` has the slots in which
+        a worker runs.
 
         A running worker is wanted until an operator changes that: a pool that has grown keeps its
         size even if its size is lost in Redis, or cannot be read.
@@ -272,9 +274,9 @@ class WantedSlots:
                 self._sizes[pool] = self._chosen[pool] = number + 1
 
     def choose(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Apply the sizes in Redis, which operators have chosen; other pools keep theirs.
+        """Apply the pool sizes that operators have stored in Redis. Other pools keep their sizes.
 
-        Returns the chosen sizes that are missing in Redis.
+        Returns the sizes that operators have chosen and that Redis has lost.
         """
         known = {pool: count for pool, count in sizes.items() if pool in self._sizes}
         self._sizes.update(known)

@@ -15,7 +15,7 @@ from baton.store.supervision import supervision_key
 from deploy.supervisor.reconciler import Phase, SlotState
 
 TTL_S = 15
-"""Time after which the status of an absent supervisor expires, in seconds."""
+"""TTL of the published status in Redis, in seconds: without a supervisor, the status expires."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class StatusStore:
         self._key = supervision_key(cluster_id)
 
     async def write(self, supervision: SupervisionStatus) -> None:
-        """Replace the status, for ``TTL_S`` seconds."""
+        """Replace the published status. It expires after ``TTL_S`` seconds."""
         await self._client.set(self._key, json.dumps(asdict(supervision)), ex=TTL_S)
 
     async def read(self) -> SupervisionStatus | None:

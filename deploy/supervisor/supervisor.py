@@ -34,7 +34,7 @@ from deploy.supervisor.reconciler import (
 from deploy.supervisor.status_store import SlotStatus, StatusStore, SupervisionStatus
 
 LOOK_S = 0.5
-"""Interval between two looks at the workers, in seconds."""
+"""Interval between two checks of the workers, in seconds."""
 _PUBLISH_S = 2.0
 """Maximum interval between two publications of the status, in seconds. The status has a TTL, and is
 also published when it changes."""
@@ -63,7 +63,7 @@ class Supervisor:
         """``pools`` has the configured number of workers of each pool.
 
         ``drain_s`` is how long an unwanted worker may take to finish its requests. ``note`` returns
-        what the autoscaler reports; empty without one.
+        the autoscaler's text for the status, which is empty without an autoscaler.
         """
         self._pools = pools
         self._reconciler = reconciler
@@ -82,7 +82,7 @@ class Supervisor:
         self._published_at = float("-inf")
 
     async def run(self) -> None:
-        """Run until cancelled."""
+        """Run the supervisor until cancelled."""
         try:
             await self._find_running()
             while True:
@@ -96,8 +96,8 @@ class Supervisor:
             self._slots.close()
 
     async def _rest(self, began: float) -> None:
-        """Wait until the workers are due to be looked at again: sooner after a death, or if a start
-        is due earlier."""
+        """Wait until the next check of the workers, which are checked every ``LOOK_S``. The wait
+        ends early after a death, or when a start is due."""
         now = time.monotonic()
         waits = (
             state.wait_s for state in self._reconciler.states(now).values() if state.wait_s > 0

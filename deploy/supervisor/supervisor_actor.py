@@ -238,7 +238,8 @@ class SlotSettings:
         """Number of workers in each pool."""
 
     def of(self, slot: str) -> ActorSettings:
-        """Return the settings of a slot. Raises KeyError for a slot of an unknown pool."""
+        """Return the settings of the worker in a slot. Raises KeyError if the slot's pool is
+        unknown."""
         known = self._first.get(slot)
         return self._further(slot) if known is None else known
 

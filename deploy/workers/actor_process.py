@@ -29,8 +29,9 @@ log = logging.getLogger(__name__)
 async def end_with(launcher: ProcessIdentity, redis_url: str, cluster_id: str) -> NoReturn:
     """Wait until the launcher is gone, then end this process.
 
-    On the launcher's machine the guardian ends orphans. This function is for the case that the
-    guardian was killed as well, and for other machines, where it watches the launcher's lease.
+    On the launcher's machine the guardian ends orphans. This function covers two other cases. If
+    the guardian was killed too, it detects the end of the launcher's process. On other machines it
+    watches the launcher's lease.
     """
     if launcher.is_near:
         # The launcher is not a child of this process, so it is polled.
@@ -70,7 +71,7 @@ def take_sigterm(handler: Callable[[int, object], None]) -> None:
 
 
 def log_to(file: str, level: str, kind: str) -> TextIO:
-    """Write this process's log, and crashes inside native code, to ``file``. Returns the stream.
+    """Write this process's log, and crashes inside native code, to ``file``. Returns the open file.
 
     ``kind`` is ``text`` or ``json``.
     """
@@ -86,7 +87,7 @@ class RayPlace:
     """The Ray node of a process."""
 
     host: str
-    """The node's address: loopback, if all of the cluster is on one machine."""
+    """The node's address. It is the loopback address if all of the cluster is on one machine."""
     node: str
     """Ray's id of the node."""
     gcs: str
@@ -107,7 +108,7 @@ class RayPlace:
 
 
 def reason(error: Exception) -> str:
-    """Return the error of an actor as a message, without Ray's wrapping and tracebacks."""
+    """Return a message for the error of an actor, without the text and traceback that Ray adds."""
     cause = getattr(error, "cause", None) or error
     if isinstance(cause, BatonError):
         return cause.message

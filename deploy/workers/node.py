@@ -24,10 +24,11 @@ from deploy.processes.run_directory import RUN_VARIABLE, RunDirectory
 from deploy.workers.actor_settings import ActorSettings
 
 CORE_LINES = 8
-"""Maximum number of additional workers, beyond those of the configuration, that can share a node's
-cores dynamically. Workers beyond that take a fixed share."""
+"""Maximum number of workers, in addition to those of the configuration, that can share a node's
+cores dynamically. Further workers get a fixed number of cores."""
 PLACES_VARIABLE = "BATON_NODE_PLACES"
-"""Variable with the maximum number of workers of a node that has joined a cluster."""
+"""Name of the environment variable that has the maximum number of workers of a node that has joined
+a Ray cluster."""
 _MOST = 1 << 16
 
 
@@ -46,8 +47,8 @@ class NodeShare:
     workers_here: int
     """Maximum number of workers on the node; each rank counts as one."""
     threads: int
-    """Number of the engine's compute threads on the CPU, if the engine cannot change it from step
-    to step."""
+    """Number of compute threads of an engine on the CPU, if the engine cannot change that number
+    from step to step."""
     core_board: str
     """Path of the file through which the node's workers share its cores; empty if this worker's
     number of threads is fixed."""
@@ -60,8 +61,8 @@ class NodeShare:
     ) -> NodeShare:
         """Register this process on its node until it ends, and return its share. Raises OSError.
 
-        Each rank of a worker registers itself. ``host`` is the node's address, ``node`` Ray's id of
-        the node, ``gcs`` host:port of Ray's control store.
+        Each rank of a worker registers itself. ``host`` is the node's address. ``node`` is Ray's id
+        of the node. ``gcs`` is the address of Ray's control store.
         """
         config = Config(**settings.config)
         run = run_directory_here(settings.cluster_id)
@@ -95,8 +96,8 @@ def run_directory_here(cluster_id: str) -> RunDirectory:
 
 
 def workers_of_node(of_cluster: int) -> int:
-    """Return for how many of a cluster's ``of_cluster`` workers this node has room; each rank
-    counts."""
+    """Return how many of a cluster's ``of_cluster`` workers may run on this node. Each rank counts
+    as a worker."""
     places = os.environ.get(PLACES_VARIABLE, "")
     return max(1, min(of_cluster, int(places))) if places.isdecimal() else of_cluster
 
@@ -158,8 +159,8 @@ class NodeWorkers:
     def register(
         self, slot: str, drain_s: float, node: str = "", gcs: str = "", cluster: str = ""
     ) -> int:
-        """Add this process to the node's list until it ends, and return its number: the lowest free
-        one. Raises OSError."""
+        """Add this process to the node's list until it ends, and return the process's number on the
+        node: the lowest free one. Raises OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
         me = NodeWorker(slot, ProcessIdentity.own(), drain_s, node, gcs, cluster)
         for number in range(_MOST):

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 WORKER_RESOURCE = "baton_worker"
 _REMOVED = "REMOVED"
 OnEnded = Callable[[str], None]
-"""Called on a separate thread with the reason when a rank has ended."""
+"""Type of a function that is called on a separate thread when a rank has ended. Its argument is the
+reason."""
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class RankActor:
 
 
 def start_ranks(settings: ActorSettings, address: GroupAddress, on_ended: OnEnded) -> None:
-    """Make Ray start ranks 1 and up in the worker's placement group; does not wait for them."""
+    """Make Ray start ranks 1 and up in the worker's placement group, without waiting for them."""
     import ray  # noqa: PLC0415
 
     group = ray.util.get_placement_group(settings.places)

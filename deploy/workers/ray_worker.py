@@ -39,11 +39,10 @@ class RayWorker:
         self._handle = handle
 
     async def ready(self) -> dict[str, Any]:
-        """Wait until the worker serves, and return what ``WorkerThread.record`` returns: its
-        registry record and its location.
+        """Wait until the worker serves. Return its registry record and its location, as
+        ``WorkerThread.record`` does.
 
-        Raises WorkerFailed with the reason, and what Ray raises if that is not a failure of the
-        worker.
+        Raises WorkerFailed with the reason if the worker failed, or what Ray raises.
         """
         import ray  # noqa: PLC0415
 
@@ -55,8 +54,8 @@ class RayWorker:
             raise WorkerFailed(f"worker {self.slot}: {reason(error)}") from error
 
     async def ping(self, unlisted_s: float = 0.0) -> PingReply:
-        """Ping the worker's process and return its answer; see ``WorkerActor.ping``. Raises what
-        Ray raises."""
+        """Ping the worker's process and return its answer. ``unlisted_s`` is how long the registry
+        has listed other workers but not this one. Raises what Ray raises."""
         return PingReply(await result(self._handle.ping.remote(unlisted_s)))
 
     async def drain(self, deadline_s: float) -> None:
@@ -64,8 +63,8 @@ class RayWorker:
         await result(self._handle.drain.remote(deadline_s))
 
     async def stop(self, deadline_s: float) -> None:
-        """Make the worker exit in order. Raises TimeoutError, or what Ray raises when the worker is
-        gone."""
+        """Make the worker exit in order, within ``deadline_s`` seconds. Raises TimeoutError, or
+        what Ray raises when the worker has ended."""
         async with asyncio.timeout(deadline_s):
             await result(self._handle.stop.remote())
 
@@ -79,8 +78,8 @@ class RayWorker:
 def place(settings: ActorSettings, actor_class: type = WorkerActor) -> RayWorker:
     """Make Ray start a worker. Blocks while Ray's control store is unreachable.
 
-    For a worker of several ranks, it requests a placement group for all of them, and rank 0 starts
-    the others. Raises ValueError if a worker runs in the slot.
+    A worker of several ranks gets a placement group for all of them. Rank 0 then starts the other
+    ranks. Raises ValueError if a worker runs in the slot.
     """
     import ray  # noqa: PLC0415
 
@@ -106,12 +105,14 @@ def place(settings: ActorSettings, actor_class: type = WorkerActor) -> RayWorker
 
 
 def namespace(cluster_id: str) -> str:
-    """Return the Ray namespace of a cluster's actors: other programs may use the same Ray."""
+    """Return the Ray namespace of a cluster's actors. It keeps their names apart from those of
+    other programs in the same Ray cluster."""
     return f"baton-{cluster_id}"
 
 
 async def end_at(whereabouts: Whereabouts, submit: DaemonThread) -> None:
-    """Run a Ray task on a process's node that ends the process, even one that is stopped (SIGSTOP).
+    """Run a Ray task on the node of a process to end that process. This also ends a process that is
+    stopped (SIGSTOP).
 
     ``submit`` makes the call, which blocks while Ray's control store is unreachable. Raises
     TimeoutError, or what Ray raises.

@@ -30,18 +30,19 @@ from pathlib import Path
 from deploy.ray_internals import prestart_worker, session_folder
 
 FRESH_S = 2.0
-"""Processes younger than this may already be assigned an actor; only older idle ones become
-standbys. Seconds."""
+"""Minimum age of an idle process that becomes a standby, in seconds. Ray may already have assigned
+an actor to a younger process."""
 _LOOK_S = 0.5
 _NICENESS = 10
-"""The niceness of the importing thread, so that serving has precedence."""
+"""The niceness of the thread that imports modules, so that serving processes have precedence."""
 LOOK_S = 5.0
 """Interval between two checks whether the node has a standby, in seconds. It is long, so that a
-dead worker is replaced first: an import at the same time would delay that."""
+dead worker is replaced before a new standby starts to import: imports would delay the
+replacement."""
 PATIENCE_S = 20.0
 """Time after which a request for a standby is repeated, in seconds. The process that was started
-for it may have become a worker. If that process is only slow to start, each repetition adds one
-idle process."""
+for the request may have become a worker instead. If it is only slow to start, each repetition adds
+one idle process."""
 MAX_ASKS = 6
 PRELOAD_VARIABLE = "RAY_preload_python_modules"
 PRELOAD_MODULE = "deploy.workers.ray_preload"
@@ -83,7 +84,7 @@ class FileLock:
             self._descriptor = None
 
     def is_held(self) -> bool:
-        """Whether another process or object holds the lock now. Raises OSError."""
+        """Whether the lock is held now, by another process or by another object. Raises OSError."""
         if not self.take():
             return True
         self.give_back()
@@ -147,13 +148,14 @@ class Standby:
         self._thread.start()
 
     def leave(self) -> None:
-        """Stop, because an actor that needs no such import was placed in this process."""
+        """Stop becoming a standby, because Ray has placed in this process an actor that does not
+        need the imports."""
         self._taken.set()
 
     def take(self) -> None:
-        """Wait for a running import, because a worker was placed in this process.
+        """Wait until a running import has ended, because Ray has placed a worker in this process.
 
-        Two threads that import the same modules may see incomplete ones.
+        Two threads that import the same modules at once may see incomplete ones.
         """
         self._taken.set()
         self._thread.join()
@@ -193,13 +195,15 @@ def begin_here(prepare: Callable[[], None]) -> None:
 
 
 def take_here() -> None:
-    """Call ``Standby.take``, if this process has a ``Standby``."""
+    """If this process is becoming a standby, wait until its imports have ended. Called when a
+    worker is placed in it."""
     if _Own.standby is not None:
         _Own.standby.take()
 
 
 def leave_here() -> None:
-    """Call ``Standby.leave``, if this process has a ``Standby``."""
+    """If this process is becoming a standby, stop that. Called when an actor other than a worker is
+    placed in it."""
     if _Own.standby is not None:
         _Own.standby.leave()
 
@@ -215,7 +219,7 @@ class StandbyWatch:
     def look(self, now: float, *, stands_by: bool) -> bool:
         """Return whether to request a standby now.
 
-        ``stands_by``: whether the node has a standby. ``now`` is monotonic, in seconds.
+        ``stands_by`` is true if the node has a standby. ``now`` is monotonic, in seconds.
         """
         if stands_by:
             self._missing, self._asks = 0, 0
@@ -230,7 +234,8 @@ class StandbyWatch:
 
     @property
     def gave_up(self) -> bool:
-        """Whether the last ``MAX_ASKS`` requests all led to no standby."""
+        """Whether this watch has stopped requesting standbys, because the last ``MAX_ASKS``
+        requests produced none."""
         return self._asks >= MAX_ASKS
 
 

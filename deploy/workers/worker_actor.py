@@ -53,23 +53,23 @@ if TYPE_CHECKING:
     from worker.process import WorkerProcess
 
 UNLISTED_S = 60.0
-"""Time for which the registry must have omitted a worker before that worker ends, in seconds, if it
-has no connections. Only time in which the registry lists other workers counts."""
+"""Time for which the registry must have omitted a worker without connections before that worker
+ends, in seconds. Only time in which the registry lists other workers counts."""
 _STOP_S = 10.0
 _TELL_S = 2.0
 """Maximum time that a drained worker waits for a ping of the supervisor before it ends, in
 seconds."""
 _RESOLVER_THREADS = 2
 _ANSWER_S = 0.1
-"""Pause before the process ends, so that the answer to a ping can leave it, in seconds."""
+"""Pause before a process ends, in seconds. In this time its answer to a ping is sent."""
 LOOK_S = 1.0
 STUCK_S = 60.0
 """Time without a heartbeat after which the event loop counts as stuck, in seconds. A heartbeat
 without Redis takes some seconds."""
 END_S = 30.0
-"""Time after its drain's deadline within which a worker has to end, in seconds."""
+"""Maximum time that a worker may take to end after the deadline of its drain, in seconds."""
 START_S = 600.0
-"""Time after which loading the model has failed, in seconds."""
+"""Maximum time for loading the model, in seconds. After that the worker has failed to start."""
 
 log = logging.getLogger(__name__)
 
@@ -86,9 +86,9 @@ class WorkerLoop(asyncio.SelectorEventLoop):
         self._resolver = ThreadPoolExecutor(_RESOLVER_THREADS, "resolver")
 
     async def getaddrinfo(self, *args: Any, **options: Any) -> list[Any]:
-        """Resolve like ``socket.getaddrinfo``.
+        """Resolve a host name like ``socket.getaddrinfo``.
 
-        A call waits for a free thread; it may be cancelled.
+        The call waits for a free thread. It may be cancelled.
         """
         look_up = partial(socket.getaddrinfo, *args, **options)
         return await self.run_in_executor(self._resolver, look_up)
@@ -125,8 +125,8 @@ class WorkerThread:
         self._leaving_known = threading.Event()
         self._terms = 0
         self._leave_by: float | None = None
-        """Deadline of the running requests once this process has to exit, monotonic; None before
-        that."""
+        """Deadline for the worker's running requests, monotonic. It is set once this process has to
+        exit; before that it is None."""
         self._life = threading.Thread(target=self._live, name="worker", daemon=True)
 
     def begin(self) -> None:
@@ -144,7 +144,7 @@ class WorkerThread:
         return self._started.result(timeout=timeout_s)
 
     def ask(self, unlisted_s: float) -> bool:
-        """Return whether the worker is leaving. A worker that no process can reach is ended: see
+        """Return whether the worker is leaving. If no process can reach the worker, end it: see
         ``UNLISTED_S``."""
         process = self._process
         if process is not None and process.leave_by is not None:
@@ -158,7 +158,8 @@ class WorkerThread:
         return False
 
     def drain(self, deadline_s: float) -> None:
-        """Make the worker reject new requests, and end after its last one; does not wait."""
+        """Make the worker reject new requests, and end after its last request or at the deadline.
+        Returns immediately."""
         loop, process = self._loop, self._process
         if loop is None or process is None or not self._serves():
             end_process(0)
@@ -171,7 +172,8 @@ class WorkerThread:
         task.add_done_callback(self._drains.discard)
 
     def on_sigterm(self, number: int, frame: object) -> None:
-        """Drain at the first SIGTERM, end soon at the second. Runs on the main thread."""
+        """Drain the worker at the first SIGTERM. At the second one, end it soon. Runs on the main
+        thread."""
         self._terms += 1
         loop, process = self._loop, self._process
         gone = self._settings.launcher.is_gone
@@ -221,7 +223,7 @@ class WorkerThread:
                 fail(f"worker {self._settings.slot} ends: {reason}")
 
     def stop(self) -> None:
-        """Let the worker leave in order; returns when it has, within 10 seconds."""
+        """Make the worker leave in order, and wait at most 10 seconds until it has left."""
         self._stopping = True
         if self._loop is not None and self._process is not None:
             leaving = asyncio.run_coroutine_threadsafe(self._leave(self._process), self._loop)
@@ -306,8 +308,8 @@ class Watchdog:
         """Return why the process must end, or None.
 
         ``beats`` is the number of heartbeats so far, None while the worker does not serve.
-        ``ended``: the worker's thread ended unexpectedly. ``leave_by`` is the deadline of a drained
-        worker, on the clock of ``now``: monotonic, in seconds.
+        ``ended`` is true if the worker's thread ended unexpectedly. ``leave_by`` is the deadline of
+        a drained worker, on the clock of ``now``: monotonic, in seconds.
         """
         if ended:
             return "its thread has ended"
@@ -334,7 +336,8 @@ class WorkerActor:
     """
 
     build = staticmethod(build_process)
-    """Makes the worker from the actor's settings and the process's share of its node."""
+    """Function that makes the worker from the actor's settings and from the process's share of its
+    node."""
 
     def __init__(self, settings_json: str) -> None:
         take_here()
@@ -366,9 +369,10 @@ class WorkerActor:
         return (PingReply.LEAVING if self._life.ask(unlisted_s) else PingReply.SERVING).value
 
     def drain(self, deadline_s: float) -> None:
-        """Make the worker reject new requests, and end after its last one; does not wait."""
+        """Make the worker reject new requests, and end after its last request or at the deadline.
+        Returns immediately."""
         self._life.drain(deadline_s)
 
     def stop(self) -> None:
-        """Let the worker leave in order; returns when it has, within 10 seconds."""
+        """Make the worker leave in order, and wait at most 10 seconds until it has left."""
         self._life.stop()

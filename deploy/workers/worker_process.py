@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from worker.settings import WorkerSettings
 
 BuildProcess: TypeAlias = "Callable[[ActorSettings, NodeShare], WorkerProcess]"
-"""Makes a worker that has not started."""
+"""Type of a function that makes a worker. The worker is not started yet."""
 
 
 def import_worker() -> None:
-    """Import all that ``build_process`` needs, which takes seconds."""
+    """Import all modules that ``build_process`` needs. This takes seconds."""
     for module in ("decode_worker.role", "prefill_worker.role", "worker.process"):
         import_module(module)
 
@@ -71,8 +71,8 @@ def build_following(
     address: Mapping[str, str | int],
     process: str,
 ) -> FollowerWorker:
-    """Make the process of a rank above 0; ``address`` has the fields of the ``GroupAddress`` of
-    rank 0."""
+    """Make the process of rank ``rank``, above 0. ``address`` has the fields of rank 0's
+    ``GroupAddress``."""
     from engine.parallel.step_channel import GroupAddress  # noqa: PLC0415
     from worker.follower import FollowerWorker  # noqa: PLC0415
 
