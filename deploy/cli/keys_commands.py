@@ -200,9 +200,10 @@ def _later(text: str) -> datetime.datetime:
 
 
 def _document(key: KeyConfig) -> dict[str, Any]:
-    """Return a JSON document on a key; docs/reference/command-line.md lists the fields.
+    """Return a JSON document that describes an API key; docs/reference/command-line.md lists the
+    fields.
 
-    The document has only the beginning of the key's hash.
+    Of the key's hash, the document has only the beginning.
     """
     return {
         "name": key.name,

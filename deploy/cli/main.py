@@ -30,7 +30,7 @@ from deploy.cli.options.command_classes import BatonCommand, BatonGroup
 from deploy.cli.serve_command import ServeCommand
 
 Commands = dict[str, Callable[..., Any] | typer.Typer]
-"""Functions, or groups of commands, by name."""
+"""Functions of commands, or groups of commands, by command name."""
 
 
 def _group(

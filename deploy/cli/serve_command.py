@@ -41,7 +41,8 @@ class ServeCommand(BatonCommand):
         return super().make_context(info_name, args, parent, **extra)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments. A wrong value is a usage error in Baton's words."""
+        """Parse the arguments. For an invalid value, report a usage error with Baton's own
+        message."""
         from pydantic import ValidationError  # noqa: PLC0415
 
         from baton.config.errors import plain_requirement  # noqa: PLC0415
@@ -92,7 +93,7 @@ def serve(ctx: typer.Context) -> None:
 def configuration(given: dict[str, Any]) -> Config:
     """Return the configuration from the command line, the environment and the file.
 
-    Ends the command if values are invalid. Removes ``VLLM_API_KEY`` from the environment.
+    Ends the command if a value is invalid. Removes ``VLLM_API_KEY`` from the environment.
     """
     from deploy.cli.options.api_key_file import keys_in, requiring, taken_from_environment  # noqa: PLC0415
     from deploy.cli.options.config_loading import load  # noqa: PLC0415
@@ -107,7 +108,7 @@ def configuration(given: dict[str, Any]) -> Config:
 
 
 def _flags(given: dict[str, Any]) -> Iterator[Flag]:
-    """Yield the flags of the command line for the configuration."""
+    """Yield the flags that the user gave, in the form that sets fields of the configuration."""
     from baton.config.sources import Flag  # noqa: PLC0415
     from deploy.cli.options.config_options import config_options  # noqa: PLC0415
 

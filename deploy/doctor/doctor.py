@@ -33,9 +33,9 @@ class Finding:
     what: str
     usable: bool
     detail: str
-    """What the check found, or why that cannot be used."""
+    """What the check found, or why the checked part cannot be used."""
     needed: bool = False
-    """Whether Baton cannot run without what was checked."""
+    """Whether Baton cannot run without the part that was checked."""
 
     @property
     def state(self) -> str:
@@ -59,12 +59,12 @@ class Check:
 
 
 def examine(checks: Iterable[Check]) -> list[Finding]:
-    """Run the checks, and return what each has found, in the same order."""
+    """Run the checks. Return the result of each, in the same order."""
     return [_look(check) for check in checks]
 
 
 def draw(findings: Iterable[Finding]) -> Table:
-    """Return the findings as a table, one per line."""
+    """Return the results of the checks as a table, with one row for each."""
     table = Table("what", "state", "detail", box=None, pad_edge=False)
     table.columns[-1].overflow = "fold"
     for finding in findings:
@@ -93,7 +93,7 @@ def is_fit(findings: Iterable[Finding]) -> bool:
 
 
 def draw_steps(steps: Iterable[PairStep]) -> Table:
-    """Return the steps of a self-test as a table, with their rates."""
+    """Return a table with the exchanges of a self-test between two GPUs, and the rate of each."""
     table = Table("step", "MiB", "ms", "GB/s", box=None, pad_edge=False)
     for step in steps:
         size, rate = f"{step.bytes / (1 << 20):.0f}", f"{step.gb_per_s:.2f}"

@@ -31,10 +31,11 @@ from deploy.store.redis_access import eviction_advice, eviction_policy, store_ur
 
 GIB = 1 << 30
 MIN_SHARED_MEMORY = GIB // 4
-"""Minimum bytes of /dev/shm, where Ray keeps its objects and process groups their buffers."""
+"""Minimum size of /dev/shm in bytes. Ray keeps its objects there, and process groups keep their
+buffers there."""
 MIN_FILES = 4096
-"""Minimum limit on the open files of a process: a router has one for each connection, and one for
-each worker."""
+"""Minimum value of a process's limit on open files. A router has an open file for each connection
+and for each worker."""
 MIN_PROCESSES = 2048
 MAX_SKEW_S = 0.5
 MIN_GB_PER_S = 0.25
@@ -52,7 +53,8 @@ _SHARED = Path("/dev/shm")  # noqa: S108 - the memory that the kernel shares und
 
 
 def host_checks(config: Config) -> tuple[Check, ...]:
-    """Return the checks for ``baton serve`` with this configuration, in the order of a start."""
+    """Return the checks for ``baton serve`` with this configuration, in the order in which a start
+    would need their results."""
     store = store_url(config, "supervisor")
     return (
         Check("ports", partial(_ports, config)),
@@ -191,7 +193,8 @@ def _gpus() -> str:
 
 
 def _nvidia_smi() -> list[str]:
-    """Return a line of ``nvidia-smi`` for each GPU; empty without the tool."""
+    """Return one line of the output of ``nvidia-smi`` for each GPU. Empty if the program is not
+    installed."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -246,8 +249,8 @@ def _hard(limit: int) -> str:
 
 
 def _clock(url: str) -> str:
-    """Compare this machine's clock with that of Redis, if there is a URL, and check whether NTP
-    synchronizes it."""
+    """Check whether NTP synchronizes this machine's clock. If there is a ``url``, also compare the
+    clock with that of Redis."""
     kept = "synchronized by NTP" if _is_synchronized() else "not synchronized"
     if url:
         try:
@@ -265,8 +268,8 @@ def _clock(url: str) -> str:
 
 
 async def _skew(url: str) -> tuple[float, float]:
-    """Return by how many seconds this machine's clock is ahead of Redis', and the maximum error of
-    that figure."""
+    """Return how far this machine's clock is ahead of the clock of Redis, and the maximum error of
+    that value. Both are in seconds."""
     async with asyncio.timeout(_REDIS_S), redis_client(url) as client:
         await client.ping()
         before = time.time()
@@ -286,8 +289,7 @@ def _is_synchronized() -> bool:
 
 
 def _interconnect() -> str:
-    """Measure the rate of copies between two processes of this machine, which stand for two
-    workers."""
+    """Measure the rate of copies between two processes on this machine, as between two workers."""
     imported("torch")
     from deploy.doctor.pair_check import check_pair  # noqa: PLC0415
     from kvtransfer.transports.process_group.transport import Backend  # noqa: PLC0415

@@ -47,7 +47,8 @@ class PairStep:
 
 
 def check_pair(backend: Backend, devices: tuple[str, str]) -> list[PairStep]:
-    """Exchange each of ``MIBS`` between two new processes, one on each device.
+    """Start two processes, one on each device, and exchange data of each size in ``MIBS`` between
+    them.
 
     Raises Unavailable with the first failure, or after 90 seconds.
     """

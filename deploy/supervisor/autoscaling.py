@@ -221,8 +221,8 @@ class Autoscaling:
             self._metrics.autoscaler_failures.labels(action.name).inc()
 
     async def _resize(self, action: Resize) -> None:
-        """Store the pool's new size in Redis, and wait until the supervisor acts on it. If an
-        operator has just changed the size, do nothing."""
+        """Store the pool's new size in Redis, and wait until the supervisor acts on it. Raises
+        Unavailable if another size is stored already, or if the supervisor does not act in time."""
         count = self._count(action.pool)
         if (await self._sizes.read()).get(action.pool, count) != count:
             raise Unavailable(f"{action.pool} has just got another size")

@@ -24,7 +24,8 @@ from router.batches.protocol import BatchFault, BatchObject, FileObject
 
 POLL_S = 0.5
 AWAY_S = 120.0
-"""The command gives up after this many seconds without an answer. The batch keeps running."""
+"""Time without an answer from the router after which the command ends, in seconds. The batch keeps
+running."""
 _MAX_LINE_BYTES = 1 << 30
 _COPY_BYTES = 1 << 20
 T = TypeVar("T", bound=BaseModel)
@@ -38,7 +39,8 @@ class BatchFiles:
 
     @property
     def errors(self) -> Path:
-        """Path of the file for lines without an answer, next to the file of answers."""
+        """Path of the file that lists the batch request lines without an answer. It is next to the
+        file of answers."""
         return self.output.with_name(f"{self.output.stem}.errors{self.output.suffix}")
 
 
@@ -54,9 +56,8 @@ class BatchCommand:
         poll_s: float = POLL_S,
         away_s: float = AWAY_S,
     ) -> None:
-        """``client`` is one of ``baton.client.http_api.open_api``. ``say`` prints a line for the
-        user; the progress is drawn on ``console``.
-        """
+        """``client`` is an HTTP client that ``baton.client.http_api.open_api`` returns. ``say``
+        prints a line for the user. The progress is drawn on ``console``."""
         self._client = client
         self._say = say
         self._console = console
@@ -64,7 +65,7 @@ class BatchCommand:
         self._away_s = away_s
 
     def begin(self, file: Path, window: str) -> BatchObject:
-        """Upload a file, and make a batch of it."""
+        """Upload a file of requests, and create a batch with them."""
         endpoint = endpoint_of(file)
         with file.open("rb") as content:
             form: dict[str, Any] = {
@@ -174,7 +175,8 @@ def _shown(fault: BatchFault) -> str:
 
 
 def endpoint_of(file: Path) -> str:
-    """Return the endpoint of a file's first line. Raises InvalidRequest."""
+    """Return the API endpoint that the first request line of a batch file names. Raises
+    InvalidRequest."""
     with file.open("rb") as raws:
         try:
             line = next(read_lines(raws, _MAX_LINE_BYTES), None)
@@ -188,7 +190,8 @@ def endpoint_of(file: Path) -> str:
 def run_batch(
     command: BatchCommand, file: Path | None, batch_id: str, window: str, output: Path | None
 ) -> ExitCode:
-    """Start a batch with ``file``, or continue with ``batch_id``; returns the exit code."""
+    """Start a batch with the requests in ``file``, or wait for the existing batch ``batch_id``.
+    Return the exit code."""
     batch = command.begin(file, window) if file is not None else None
     name = batch.id if batch is not None else batch_id
     if output is None:

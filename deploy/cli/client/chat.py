@@ -12,7 +12,8 @@ from baton.v1.inference_pb2 import FINISH_REASON_LENGTH, ChatMessage
 from baton.v1.sampling_pb2 import SamplingParameters
 
 _BURST_S = 0.02
-"""If all tokens arrive within this time, in seconds, no rate is shown: they were read together."""
+"""Time in seconds. If all tokens arrive within it, no rate is shown: the tokens were read
+together."""
 
 Write = Callable[[str], None]
 """A function that shows a piece of an answer's text immediately."""
@@ -26,18 +27,18 @@ class ChatReply:
     tokens: int = 0
     """Number of tokens of the answer."""
     first_s: float | None = None
-    """Seconds until the first token; None without one."""
+    """Seconds until the first token; None if the answer has no tokens."""
     tokens_per_s: float | None = None
     """Tokens per second after the first message of the answer; None if the rate is unknown."""
     is_cut: bool = False
-    """Whether the answer ended at its maximum of tokens."""
+    """Whether the answer ended because it reached the maximum number of tokens."""
     interrupted: bool = False
     """Whether Ctrl-C ended the answer."""
     prefill_worker: str = ""
     decode_worker: str = ""
     """Name of the decode worker; empty if the cluster does not show it to this client."""
     reasoning_tokens: int = 0
-    """The part of ``tokens`` that is reasoning, which is not shown."""
+    """Number of reasoning tokens, which are included in ``tokens``. Their text is not shown."""
     forgotten: int = 0
     """Number of old questions that were removed from the conversation because the context was
     full."""
@@ -69,7 +70,7 @@ class _Turn:
 
 
 class Chat:
-    """Keeps the conversation's earlier messages, which each request contains."""
+    """Keeps the messages of a conversation. Each request contains all of them."""
 
     def __init__(
         self,
@@ -78,20 +79,20 @@ class Chat:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.system = ""
-        """The system prompt; if it is empty, none is sent."""
+        """The system prompt. If it is empty, requests have none."""
         self._client = client
         self._sampling = sampling
         self._clock = clock
         self._turns: list[_Turn] = []
         self._failed = ""
-        """The last question, if it has no answer."""
+        """The last question, if it failed to get an answer; otherwise empty."""
 
     def ask(self, question: str, write: Write) -> ChatReply:
         """Stream the answer to a question through ``write``. Raises BatonError.
 
-        The received part of an interrupted answer stays in the conversation. A failed question does
-        not, and ``take_back`` returns it. When the context is full, the oldest questions and their
-        answers are removed.
+        The received part of an interrupted answer stays in the conversation. A question that fails
+        is removed from it, and ``take_back`` returns that question. When the context is full, the
+        oldest questions and their answers are removed.
         """
         self._failed = question
         kept = self._turns

@@ -30,10 +30,11 @@ if TYPE_CHECKING:
     from deploy.cli.client.chat import Chat
 
 MAX_TOKENS = 512
-"""Default maximum tokens of an answer. If the context is smaller than twice this, half of it."""
+"""Default maximum number of tokens of an answer. If the context is smaller than twice this number,
+the default is half of the context."""
 _SIGNALED = 128
-"""Added to a signal's number, this is the exit code that a shell reports for a process that the
-signal ended."""
+"""Exit code of a process that a signal has ended, as shells report it, minus the signal's
+number."""
 
 
 @takes(TlsOptions)

@@ -21,9 +21,9 @@ from rich.segment import Segment
 from rich.spinner import Spinner
 
 _REFRESH_S = 0.1
-"""Seconds between two drawings of the open block."""
+"""Interval in seconds at which the last, incomplete block of the answer is drawn again."""
 _CODE_THEME = "ansi_dark"
-"""Colors of the terminal's own palette, on its own background."""
+"""Color theme of code blocks. It uses the terminal's own palette and background."""
 # HTML is shown as plain text.
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 _CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")})
@@ -31,13 +31,13 @@ _CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("
 
 
 class MarkdownAnswer:
-    """A context in which ``write`` shows the pieces of one answer.
+    """A context manager whose ``write`` shows the pieces of one answer.
 
-    All of it is shown at the end.
+    When the context ends, the whole answer has been shown.
     """
 
     def __init__(self, console: Console) -> None:
-        """``console`` must be a terminal's."""
+        """``console`` must be attached to a terminal."""
         self._console = console
         self._open = _OpenBlock()
         self._live = Live(
@@ -83,7 +83,7 @@ class MarkdownAnswer:
                 self._print(complete)
 
     def refresh(self) -> None:
-        """Draw the written text now instead of at the next refresh."""
+        """Draw the text that was written so far now, instead of at the next refresh."""
         with self._drawing:
             self._live.refresh()
 
@@ -101,7 +101,8 @@ class MarkdownAnswer:
 
 
 class RenderedText:
-    """Renders a Markdown text: its blocks have a blank line between them, and none around them.
+    """Renders a Markdown text, with a blank line between two blocks and none before the first or
+    after the last.
 
     Line breaks stay as they are, and the addresses of links are visible.
     """
@@ -119,8 +120,8 @@ class RenderedText:
 
 
 class _OpenBlock:
-    """Renders the open block of an answer, as much of it as the screen can hold; before the first
-    text, a spinner."""
+    """Renders the last, incomplete block of an answer, as much of it as the screen can hold. Before
+    the first text it renders a spinner."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -142,10 +143,10 @@ class _OpenBlock:
 
 
 def settled(text: str) -> tuple[str, str]:
-    """Split an unfinished text before its last block: no further text can change the blocks before
-    it.
+    """Split an unfinished Markdown text before its last block. Further text cannot change the
+    blocks before that.
 
-    An incomplete line starts no block, since its next character may change the kind of block.
+    An incomplete line starts no block, since its next character may change the type of the block.
     """
     complete = text[: text.rfind("\n") + 1]
     starts = [token.map[0] for token in _PARSER.parse(complete) if token.level == 0 and token.map]
@@ -156,7 +157,7 @@ def settled(text: str) -> tuple[str, str]:
 
 
 def _blocks(tokens: Sequence[Token]) -> Iterator[list[Token]]:
-    """Yield the tokens of each block."""
+    """Yield the Markdown tokens of each block."""
     block = []
     for token in tokens:
         block.append(token)

@@ -28,10 +28,10 @@ HELP = """\
 Enter sends. Alt+Enter or Ctrl-J starts a new line. Ctrl-C ends an answer.
 The arrow keys bring back earlier questions."""
 _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
-"""Matches a command. A path such as /etc/hosts does not match."""
+"""Pattern of a chat command such as /quit. A path such as /etc/hosts does not match."""
 MAX_ENTRIES = 500
 MAX_BYTES = 256 * 1024
-"""Maximum size of the history when a conversation starts, in bytes."""
+"""Maximum size of the history file when a conversation starts, in bytes."""
 
 
 class ChatTerminal:
@@ -161,8 +161,7 @@ def history_file() -> Path:
 def open_history(path: Path) -> History:
     """Open the history of questions in a file, and drop its oldest entries.
 
-    Only its owner can read the file. If the file cannot be written, the history lasts as long as
-    the conversation.
+    Only the file's owner can read it. If the file cannot be written, the history is kept in memory.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -199,9 +198,9 @@ def _shorten(path: Path) -> None:
 
 @contextlib.contextmanager
 def keys_held_back() -> Iterator[None]:
-    """Keep keys that are typed during an answer from being echoed into it.
+    """Turn off the terminal's echo, so that keys typed during an answer do not appear in it.
 
-    They wait for the next question. Ctrl-C still raises KeyboardInterrupt.
+    The keys are input of the next question. Ctrl-C still raises KeyboardInterrupt.
     """
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)

@@ -47,7 +47,7 @@ class EngineOptions:
     ] = "auto"
 
     def settings(self, quantization: str, kv_dtype: str) -> EngineSettings:
-        """Return the settings of an engine with these formats. Raises BatonError."""
+        """Return the engine's settings for weights and KV in these formats. Raises BatonError."""
         from engine.engine import EngineSettings  # noqa: PLC0415
 
         return EngineSettings(
@@ -60,8 +60,8 @@ class EngineOptions:
         )
 
     def folder(self, quantization: str) -> Path:
-        """Return the model's folder, with the files that weights in this format need. Raises
-        BatonError."""
+        """Return the model's folder, including the files for weights in the format
+        ``quantization``. Raises BatonError."""
         from deploy.models import model_store  # noqa: PLC0415
 
         return model_store.resolve(self.model, say, quantization).path

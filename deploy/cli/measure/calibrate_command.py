@@ -139,8 +139,8 @@ async def _measured(
 
 
 async def local_prompts(client: httpx.AsyncClient, url: str) -> float:
-    """Return how many prompts a router has left to decode workers; ``url`` is the address of the
-    router's metrics.
+    """Return the number of prompts that decode workers have computed, as a router has counted them.
+    ``url`` is the address of the router's metrics.
 
     Raises BatonError.
     """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LOAD = "Load"
 _REQUESTS = "Requests"
 _RESULTS = "Results"
-"""Name of a panel of help."""
+"""Name of the help panel with the options on results."""
 _LENGTHS = "128, uniform:64-256, normal:MEAN,DEVIATION[,MAX] or lognormal:MEDIAN,SIGMA[,MAX]."
 
 

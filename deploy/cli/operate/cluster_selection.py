@@ -39,7 +39,8 @@ DryRun = Annotated[
 
 
 def cluster_ids(incomplete: str) -> list[tuple[str, str]]:
-    """List ids, each with its model and address."""
+    """List the ids of the clusters on this machine for shell completion, each with its model and
+    address."""
     return [
         (one.cluster_id, f"{one.model} at {one.http}")
         for one in _clusters()
@@ -48,7 +49,7 @@ def cluster_ids(incomplete: str) -> list[tuple[str, str]]:
 
 
 def worker_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """List the workers of the selected cluster."""
+    """List the workers of the selected cluster, for shell completion."""
     return [
         name
         for name in _names(ctx)
@@ -57,13 +58,13 @@ def worker_names(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def worker_and_router_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """List the workers and the routers of the selected cluster."""
+    """List the workers and routers of the selected cluster, for shell completion."""
     names = [name for name in _names(ctx) if _pool_of(name) or name == _ROUTER]
     return [name for name in names if name.startswith(incomplete)]
 
 
 def pool_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """List the pools that have a worker on this machine."""
+    """List the pools that have a worker on this machine, for shell completion."""
     pools = {_pool_of(name) for name in _names(ctx)} - {"", _ROUTER}
     return sorted(name for name in pools if name.startswith(incomplete))
 
@@ -83,7 +84,7 @@ def _names(ctx: typer.Context) -> list[str]:
 
 
 def _pool_of(name: str) -> str:
-    """Return the pool of a slot such as decode-0; empty for a process without a number."""
+    """Return the pool of a slot such as decode-0. Empty for a process whose name has no number."""
     pool, _, number = name.rpartition("-")
     return pool if number.isdecimal() else ""
 
@@ -120,7 +121,7 @@ class NoChoice(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Stranger:
-    """A run directory that belongs to another user of this machine."""
+    """A cluster's run directory that belongs to another user of this machine."""
 
     user: str
     directory: Path
@@ -131,9 +132,9 @@ class Target:
     """The cluster that a command acts on."""
 
     http: str | None
-    """The address that the user gave, with or without a scheme; None means the cluster's own. If
-    the user gave the API's address of a cluster on this machine, this is the address of the
-    cluster's operators' endpoints instead."""
+    """The address that the user gave, with or without a scheme; None if the user gave none. If it
+    is the API's address of a cluster on this machine, this field has the address of that cluster's
+    operators' endpoints instead."""
     cluster: ClusterState | None
     """The contents of the cluster's state file; None if the cluster runs elsewhere, or as another
     user."""
@@ -188,7 +189,8 @@ def select(
 
 
 def target(http: str | None, cluster_id: str | None, *, only_reads: bool = False) -> Target:
-    """Choose among the clusters that run here now; ends the command if there is no choice."""
+    """Choose among the clusters that run on this machine now. Ends the command if none can be
+    chosen."""
     return _selected(http, cluster_id, only_reads=only_reads, default=DEFAULT_HTTP)
 
 
@@ -233,7 +235,7 @@ def strangers(own: int | None = None) -> list[Stranger]:
 
 
 def address_of(http: str) -> str:
-    """Return host:port of the user's input, which may be a URL."""
+    """Return host:port of an address that the user gave, which may be a URL."""
     return http.rpartition("//")[2].rstrip("/")
 
 
@@ -246,8 +248,8 @@ def is_same_address(given: str, known: str) -> bool:
 
 
 def _host_and_port(address: str) -> tuple[frozenset[str], int | None] | None:
-    """Return the names of an address's host, and its port; None if ``address`` has no host or a bad
-    port."""
+    """Return the host names that ``address`` means, and its port. None if the address has no host
+    or an invalid port."""
     try:
         parts = urlsplit(f"//{address_of(address)}")
         host, port = parts.hostname, parts.port
@@ -257,8 +259,8 @@ def _host_and_port(address: str) -> tuple[frozenset[str], int | None] | None:
 
 
 def _at(http: str, clusters: Sequence[ClusterState]) -> Target:
-    """Return the cluster in ``clusters`` whose address the user gave, or else a cluster
-    elsewhere."""
+    """Return the cluster in ``clusters`` that has the address ``http``. If none has it, return a
+    target for a cluster on another machine."""
     for one in clusters:
         if is_same_address(http, one.operators):
             return Target(http, one)
@@ -310,7 +312,8 @@ def _line(cluster: ClusterState) -> str:
 
 
 def _started_at(ticks: int) -> datetime:
-    """Convert clock ticks since the boot to a time; see ``deploy.processes.process_identity``."""
+    """Convert clock ticks since the boot to a date and time; see
+    ``deploy.processes.process_identity``."""
     uptime_s = float(Path("/proc/uptime").read_text().split()[0])
     running_s = uptime_s - ticks / os.sysconf("SC_CLK_TCK")
     return datetime.now().astimezone() - timedelta(seconds=running_s)
@@ -336,9 +339,10 @@ def _user_name(uid: int) -> str:
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Return if the user agrees; otherwise end the command with ``ExitCode.REFUSED``.
+    """Ask the user to confirm, and return if the user agrees. Otherwise end the command with
+    ``ExitCode.REFUSED``.
 
-    ``question`` has no question mark. Without a terminal, a script must give ``yes``.
+    ``question`` has no question mark. Without a terminal, the command needs ``yes``.
     """
     if yes:
         return

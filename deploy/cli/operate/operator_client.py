@@ -13,7 +13,7 @@ from deploy.cli.options.exit_codes import ExitCode
 from deploy.cli.options.tls_options import TlsOptions
 
 _ANSWER_S = 20.0
-"""Time after the deadline of a drain or a role change within which the router answers, in
+"""Time for which to wait for a router's answer after the deadline of a drain or a role change, in
 seconds."""
 _CONFLICT = 409
 
@@ -32,7 +32,7 @@ class WorkerFacts:
 
     @property
     def fate(self) -> str:
-        """Return a text on what happens to the worker's requests when it leaves its role."""
+        """Return a text that says what happens to the worker's requests when it leaves its role."""
         state = "" if self.state == "ready" else f"it is {self.state}; "
         requests = f"{self.running} running and {self.waiting} waiting requests"
         return f"{state}{requests} end there or move to other workers"
@@ -69,8 +69,8 @@ class OperatorClient:
     def __init__(
         self, tls: TlsOptions, target: Target, api_key: str, *, operators: bool = True
     ) -> None:
-        """``operators``: true to call the endpoints at ``admin_http``, if the cluster has that
-        address."""
+        """``operators`` is true to call the endpoints at the cluster's ``admin_http`` address, if
+        there is one."""
         self._tls = tls
         self._target = target
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -96,11 +96,11 @@ class OperatorClient:
         return facts
 
     def get(self, path: str, query: Mapping[str, str]) -> dict[str, Any]:
-        """Query an endpoint. ``path`` is below /v1."""
+        """Send a GET request to an operators' endpoint. ``path`` is relative to /v1."""
         return self._ask("GET", path, query=query)
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Call an operator's endpoint. ``path`` is below /v1."""
+        """Send a POST request to an operators' endpoint. ``path`` is relative to /v1."""
         return self._ask("POST", path, body)
 
     def _ask(
@@ -146,7 +146,8 @@ class OperatorClient:
 
 
 def _facts(answered: dict[str, Any], address: str) -> ClusterFacts:
-    """Parse a router's report on its cluster. Raises KeyError and TypeError for anything else."""
+    """Parse a router's report on its cluster. Raises KeyError or TypeError if ``answered`` is not
+    such a report."""
     fields = WorkerFacts.__dataclass_fields__
     return ClusterFacts(
         answered["id"],

@@ -26,12 +26,13 @@ from deploy.supervisor.status_store import StatusStore, SupervisionStatus
 _DEADLINE_S = 5.0
 _UNKNOWN = "-"
 _COUNTS = {"baton_sequences": "state", "baton_kv_blocks": "state", "baton_kv_tier_blocks": "tier"}
-"""Metrics that `baton status` reads, and the label by which each is divided into columns."""
+"""Metrics that `baton status` reads. For each, the label whose values are separate columns of the
+table."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRow:
-    """A worker's line in the table, with its numbers of sequences and of KV blocks."""
+    """A row of the table of workers: numbers of sequences and of KV blocks."""
 
     slot: str
     role: str
@@ -60,7 +61,7 @@ class PairRow:
 
 @dataclass(frozen=True, slots=True)
 class SlotRow:
-    """A slot's line in the table: the supervisor's view of the slot and its worker."""
+    """A row of the table of slots: the supervisor's view of a slot and its worker."""
 
     slot: str
     state: str
@@ -82,12 +83,12 @@ class Status:
     workers: tuple[WorkerRow, ...]
     pairs: tuple[PairRow, ...] = ()
     supervisor: str = ""
-    """A line on the supervisor; empty where its status cannot be read from here."""
+    """One line of text on the supervisor. Empty if its status cannot be read from this machine."""
     slots: tuple[SlotRow, ...] = ()
     autoscaler: str = ""
-    """What the autoscaler observes, and its last action; empty without one."""
+    """What the autoscaler observes, and its last action; empty without an autoscaler."""
     withheld: str = ""
-    """Why workers are not shown without a key; empty if they are."""
+    """Why workers are not shown to a client without an API key; empty if they are shown."""
 
 
 def read_status(
@@ -95,8 +96,8 @@ def read_status(
 ) -> Status:
     """Query the router at ``url``, and the supervisor's status in the store of ``cluster``.
 
-    ``tls`` has the CA to trust and the client's certificate. Health needs no key; workers may need
-    one.
+    ``tls`` has the CA to trust and the client's certificate. The router shows its health without an
+    API key, but may require one for the workers.
 
     Raises Unavailable when no router answers, and Forbidden when ``api_key`` may not read metrics.
     """
@@ -206,9 +207,9 @@ def pairs_from_metrics(page: str) -> tuple[PairRow, ...]:
 
 
 def document(status: Status, cluster: ClusterState | None) -> dict[str, Any]:
-    """Return the JSON document; docs/reference/command-line.md lists the fields.
+    """Return the status as a JSON document; docs/reference/command-line.md lists the fields.
 
-    ``cluster`` is what this machine knows of the cluster.
+    ``cluster`` is the cluster's state file on this machine, if there is one.
     """
     return {
         "cluster": None if cluster is None else cluster.cluster_id,
@@ -268,9 +269,10 @@ def slots_table(status: Status) -> Table:
 
 
 def table(status: Status) -> Table:
-    """Return the workers as a table; from ``free`` on, the columns count KV blocks.
+    """Return the workers as a table. The column ``free`` and those after it count KV blocks.
 
-    Tiers are shown if a worker has blocks in one, ranks if a worker has several.
+    Columns on tiers are shown if a worker has blocks in one, the column on ranks if a worker has
+    several.
     """
     drawn = Table(box=None, pad_edge=False)
     for name in ("slot", "role", "state", "address"):
@@ -292,7 +294,8 @@ def table(status: Status) -> Table:
 
 
 def _health_text(answer: httpx.Response) -> str:
-    """Return the text of a router's health; empty if the answer is not a router's."""
+    """Return the text of a router's answer on its health. Empty if the answer is not from a
+    router."""
     try:
         body = answer.json()
     except ValueError:
@@ -312,8 +315,8 @@ def _error_text(answer: httpx.Response) -> str:
 
 
 def _known(cluster: ClusterState) -> tuple[list[WorkerRecord], SupervisionStatus | None] | None:
-    """Read the workers and the supervisor's status from the cluster's Redis; None if Redis does not
-    answer. The metrics page of the router is used then."""
+    """Read the workers and the supervisor's status from the cluster's Redis. None if Redis does not
+    answer; the caller then reads the router's metrics page."""
     try:
         return asyncio.run(_read(cluster))
     except (redis.RedisError, OSError, TimeoutError):

@@ -30,7 +30,8 @@ from router.console.rates import Percentiles
 from router.console.snapshot import ClassView, Snapshot, WorkerView
 
 SILENCE_S = 5.0
-"""Maximum time without an event of the stream, in seconds. A stream has one event per second."""
+"""Maximum time between two events of the stream, in seconds. Normally there is one event per
+second."""
 AGAIN_S = 1.0
 _JITTER_S = 0.5
 """Maximum time by which an event of the stream may come early, in seconds."""
@@ -76,7 +77,8 @@ def watch_json(
     sleep: Callable[[float], None] = time.sleep,
     tls: TlsFiles | None = None,
 ) -> None:
-    """Print each snapshot as one line of JSON, until Ctrl-C. Raises as ``watch`` does."""
+    """Print each snapshot as one line of JSON, until Ctrl-C. Raises the same exceptions as
+    ``watch``."""
     for snapshot, complaint in _followed(http, api_key, interval_s, sleep, tls):
         if complaint:
             typer.echo(complaint, err=True)
@@ -91,8 +93,8 @@ def _followed(
     sleep: Callable[[float], None],
     tls: TlsFiles | None,
 ) -> Iterator[tuple[Snapshot, str]]:
-    """Yield snapshots without end. After each end of the stream, yield the last snapshot again,
-    with the error."""
+    """Yield the router's snapshots without end. Whenever the stream ends, yield the last snapshot
+    again, with the error."""
     snapshot: Snapshot | None = None
     shown_at = float("-inf")
     while True:
@@ -112,7 +114,8 @@ def _followed(
 
 
 def snapshots(http: str, api_key: str, tls: TlsFiles | None = None) -> Iterator[Snapshot]:
-    """Yield one snapshot per second, until the stream ends. Raises Unavailable, Forbidden."""
+    """Yield one snapshot of the cluster per second, until the router's stream ends. Raises
+    Unavailable, Forbidden."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     url = http if "://" in http else f"http://{http}"
     verify = True if tls is None else client_context(tls)
@@ -160,7 +163,8 @@ def _parsed(http: str, data: str) -> Snapshot:
 
 
 def _fault(data: str) -> dict[str, Any] | None:
-    """Return the error of a router's event; None for another event."""
+    """Return the error if ``data`` is an error event of the router's stream. None for any other
+    event."""
     try:
         fault = json.loads(data)["error"]
     except (ValueError, KeyError, TypeError):
@@ -179,7 +183,7 @@ class Screen:
 
     width: int
     height: int | None = None
-    """Number of lines; None: unlimited."""
+    """Number of text lines of the terminal; None: unlimited."""
     has_blocks: bool = True
     """Whether the terminal can show block elements; otherwise bars are made of ASCII."""
 
@@ -325,7 +329,8 @@ def _table(first: str, *others: str) -> Table:
 
 
 def _bar(parts: Sequence[tuple[float, str]], width: int, screen: Screen) -> Text:
-    """Draw shares of a whole, each in its style. A share above 0 has at least one character."""
+    """Draw a bar from parts of a whole: pairs of a share and its style. A share above 0 gets at
+    least one character."""
     marks = "█▓▒" if screen.has_blocks else "#+x"
     found = Text()
     for (share, style), mark in zip(parts, marks, strict=False):

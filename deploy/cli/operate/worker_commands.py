@@ -233,8 +233,8 @@ def _process_now(cluster_id: str, name: str) -> ProcessIdentity | None:
 
 
 def _process(cluster: ClusterState, name: str) -> ProcessIdentity | None:
-    """Return the process of a worker or router; None if the cluster has none of that name, or it
-    has ended."""
+    """Return the process of the worker or router ``name``. None if the cluster has no process of
+    that name, or if the process has ended."""
     from deploy.processes.process_identity import ProcessIdentity  # noqa: PLC0415
 
     try:
@@ -256,15 +256,15 @@ def _check_last(
 
 
 def _refuse(why: str, *, force: bool, dry_run: bool) -> None:
-    """End the command with the reason ``why``, except with ``force`` or for a dry run."""
+    """End the command with the reason ``why``. With ``force`` or for a dry run, continue."""
     if not force and not dry_run:
         fail(why, "nothing was changed: give --force to override this", code=ExitCode.REFUSED)
     typer.echo(f"warning: {why}{'' if force else ' (needs --force)'}", err=True)
 
 
 def _show(action: str, consequence: str, *, dry_run: bool) -> None:
-    """Show the user the change. For a dry run this is the result; otherwise it precedes the
-    confirmation."""
+    """Show the user what the command changes. For a dry run this is the only output; otherwise the
+    confirmation follows."""
     for line in (action, f"  {consequence}", *(["  dry run: nothing was changed"] * dry_run)):
         typer.echo(line, err=not dry_run)
 

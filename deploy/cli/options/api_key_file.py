@@ -25,8 +25,8 @@ _SCOPES: tuple[Scope, ...] = ("inference", "metrics")
 
 
 def taken_from_environment() -> tuple[KeyConfig, ...]:
-    """Return the key in ``VLLM_API_KEY`` and remove the variable, so that no child process inherits
-    it."""
+    """Return the API key in the environment variable ``VLLM_API_KEY``, and remove the variable so
+    that no child process inherits it."""
     key = os.environ.pop(API_KEY_VARIABLE, "").strip()
     return (_entry("vllm-api-key", key),) if key else ()
 

@@ -60,13 +60,13 @@ def say(text: str) -> None:
 
 
 def complain(*lines: str) -> None:
-    """Report an error and continue."""
+    """Print an error message of one or more lines, and continue."""
     for line in lines:
         typer.secho(f"error: {line}", fg=typer.colors.RED, err=True)
 
 
 def fail(*lines: str, code: ExitCode = ExitCode.FAILED) -> NoReturn:
-    """Report an error and end the command with ``code``."""
+    """Print an error message of one or more lines, and end the command with ``code``."""
     complain(*lines)
     raise typer.Exit(code)
 
@@ -78,7 +78,8 @@ def not_a_router(address: str) -> str:
 
 @contextmanager
 def clear_errors() -> Iterator[None]:
-    """End the command with exit code 1 and the message of a BatonError."""
+    """Run the code within; if it raises BatonError, end the command with exit code 1 and the
+    error's message."""
     from baton.errors import BatonError  # noqa: PLC0415
 
     try:

@@ -44,7 +44,7 @@ PANELS = (
     "Observability",
     "Advanced",
 )
-"""Panels, in the order of the help."""
+"""Names of the panels in the help of `baton serve`, in order."""
 _PANEL_FROM: Mapping[str, str] = MappingProxyType(
     {
         "model": "Model",
@@ -72,8 +72,8 @@ _PANEL_FROM: Mapping[str, str] = MappingProxyType(
         "advanced": "Advanced",
     }
 )
-"""The help panel of a field. It also holds for the fields after it, up to the next field named
-here."""
+"""Help panel by field. Fields that are not listed have the panel of the last listed field before
+them."""
 _COMMON = frozenset(
     (
         *("revision", "served_model_name", "max_model_len", "dtype", "quantization"),
@@ -97,7 +97,7 @@ _LISTS: Mapping[str, str] = MappingProxyType(
         "class_prices": "class_price",
     }
 )
-"""The name of the option that adds one entry to a list of tables, by the list's field."""
+"""Name of the option that adds one entry to a list of tables, by the field that has the list."""
 _MANY_CHOICES = 10
 _NO_OPTION = frozenset({"keys", "cluster_secret"})
 _SHORT: Mapping[Path, str] = MappingProxyType(
@@ -109,7 +109,8 @@ _SHORT: Mapping[Path, str] = MappingProxyType(
         ("autoscaler", "enabled"): "autoscaler",
     }
 )
-"""Names of options for fields of tables, where the option omits the table's name."""
+"""Names of options that set fields of tables and omit the table's name, by the path of the
+field."""
 _POOL_OPTIONS: tuple[tuple[str, str, PoolsOf], ...] = (
     ("prefill", "count", "prefill"),
     ("decode", "count", "decode"),
@@ -185,7 +186,7 @@ class ConfigOption:
         return found
 
     def given(self, value: Any) -> Flag:
-        """Return the option's flag with a value from the command line. Raises
+        """Return the option's flag together with the value from the command line. Raises
         typer.BadParameter."""
         if self.is_entry:
             value = [_entry_in(text, self.flags[0]) for text in value]
@@ -239,10 +240,10 @@ class ConfigOption:
         return f"{text} Repeatable." if repeatable else text
 
     def _flag_of(self, name: str) -> str:
-        """Return how a help text shows ``name``: the flag of a field of the same table or of the
-        cluster, or a command in backticks.
+        """Return the text for ``name`` in a help text. For a field of the same table or of the
+        cluster, it is the field's flag; for a command, the command in backticks.
 
-        Anything else stays as it is.
+        Other names stay as they are.
         """
         if " " in name:
             return f"`{name}`"
@@ -252,7 +253,7 @@ class ConfigOption:
         return flag_name(name) if pool_flags(name) == [flag_name(name)] else name
 
     def _chosen(self, value: str | None, choices: Sequence[str]) -> str | None:
-        """Return Baton's name of the choice ``value``, which may be vLLM's name."""
+        """Return Baton's name for a choice. ``value`` may be vLLM's name for the same choice."""
         if value is None or value in choices:
             return value
         word = WORDS.get(self.path[-1], {}).get(value)
@@ -264,7 +265,8 @@ class ConfigOption:
 
 
 def config_options() -> tuple[ConfigOption, ...]:
-    """Return all options: those that the help shows, in its order, then vLLM's names."""
+    """Return all options of `baton serve`. The ones that the help shows come first, in its order;
+    options with vLLM's names follow."""
     own = [*_field_options(), *_pool_options()]
     own.sort(key=lambda option: PANELS.index(option.panel or PANELS[0]))
     renamed = (

@@ -9,12 +9,12 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What a shell sees of a command."""
+    """Exit code of a command, as a shell receives it."""
 
     OK = 0
     """The command did what it was asked to do."""
     FAILED = 1
-    """The command could not do it: standard error says why."""
+    """The command failed; standard error says why."""
     USAGE = 2
     """The command line is wrong: an unknown option, a bad value, or no choice between clusters."""
     INCOMPLETE = 3

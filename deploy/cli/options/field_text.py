@@ -47,7 +47,8 @@ _PLACEHOLDERS: tuple[tuple[str, str], ...] = (
 )
 _UNIT_PLACEHOLDERS = {"seconds": "SECONDS", "MiB": "MIB", "bytes": "BYTES"}
 _MAX_SUMMARY = 110
-"""Maximum characters of a summary with more than one sentence of a field's description."""
+"""Maximum number of characters of a summary, if it has more than the first sentence of a field's
+description."""
 
 
 def unit_of(name: str) -> str:
@@ -101,7 +102,8 @@ def default_text(field: FieldInfo) -> str:
 
 
 def summary(field: FieldInfo, flag_of: Callable[[str], str]) -> str:
-    """Return the first sentences of a field's description; ``flag_of`` replaces names of fields."""
+    """Return the first sentences of a field's description. Names of fields are replaced by what
+    ``flag_of`` returns for them."""
     first, *others = re.split(r"(?<=\.) (?=[A-Z`])", " ".join((field.description or "").split()))
     shown = first
     for sentence in others:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typer.core import TyperCommand
 
 _MAX_WIDTH = 100
-"""Maximum characters of a line. Longer ones are hard to read."""
+"""Maximum number of characters in a line of help. Longer lines are hard to read."""
 _TYPES = {"int": "N", "float": "NUMBER", "str": "TEXT", "path": "FILE", "file": "FILE"}
 """Placeholders of values, by typer's name of their type. Choices are shown as they are."""
 
@@ -31,7 +31,7 @@ def show_help(
 ) -> None:
     """Print the help to standard output, in the panels that the options name.
 
-    ``leave_out``: names of options that are not shown. ``note`` comes last.
+    ``leave_out`` has the names of options that are not shown. ``note`` is printed at the end.
     """
     console = Console(highlight=False)
     width = min(console.width, _MAX_WIDTH)

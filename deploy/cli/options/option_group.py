@@ -14,7 +14,7 @@ GroupT = TypeVar("GroupT")
 def takes(group: type[GroupT]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command whose first argument is a ``group``: its fields become options.
 
-    They come after the command's own options. ``group`` is a dataclass whose fields are annotated
+    These options come after the command's own. ``group`` is a dataclass whose fields are annotated
     like parameters of commands, and have defaults.
     """
     hints = get_type_hints(group, include_extras=True)

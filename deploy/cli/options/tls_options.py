@@ -56,7 +56,7 @@ class TlsOptions:
 
     def files(self, cluster: ClusterState | None, address: str = "") -> TlsFiles | None:
         """Return the TLS files for connections to a cluster; None without TLS. ``address`` is the
-        user's, with or without https."""
+        one that the user gave, with or without https."""
         from baton.security.tls import TlsFiles  # noqa: PLC0415
 
         if bool(self.certificate) != bool(self.certificate_key):

@@ -49,7 +49,7 @@ WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
     }
 )
-"""Baton's name for each choice of vLLM or SGLang, by field."""
+"""Baton's name for each choice that vLLM or SGLang names otherwise, by configuration field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Refused:
     reason: str
     takes_value: bool = True
     harmless: str = ""
-    """A value with which the option is accepted, because it changes nothing."""
+    """A value of the option that Baton accepts, because it changes nothing."""
 
 
 RENAMED = (
