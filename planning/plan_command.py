@@ -37,10 +37,10 @@ class PlanSettings:
     """Inputs of a plan."""
 
     traces: tuple[Path, ...]
-    """Files of recorded traffic. The plan must serve each of them alone."""
+    """Files of recorded traffic. The plan must meet the target on each of them separately."""
     slo: str
-    """SLOs as text, in the format of ``planning.common.slo``. The configuration gives those that
-    are missing."""
+    """SLOs as text, in the format of ``planning.common.slo``. An SLO that is missing in the text
+    comes from the configuration."""
     gpus: tuple[str, ...]
     """Names of accelerators, or profile files that `baton calibrate` wrote."""
     budget: ResourceBudget
@@ -48,13 +48,13 @@ class PlanSettings:
     """Share of requests that must meet every SLO."""
     model_config: str = ""
     degrees: tuple[int, ...] = ()
-    """Degrees of tensor parallelism; empty: the smallest two that fit."""
+    """Degrees of tensor parallelism to try. If empty, the smallest two that fit are tried."""
     transports: tuple[str, ...] = DEFAULT_TRANSPORTS
     prices: tuple[str, ...] = ()
     """GPU prices as text, in the format of ``planning.planner.worker_kinds.parse_prices``."""
     minutes: float = 10.0
-    """Length in minutes of each trace's busiest part, on which the search runs; 0: the whole
-    trace."""
+    """Length in minutes of each trace's busiest part. The search runs on that part; 0 means the
+    whole trace."""
     scale_time: float = 1.0
     scale_length: float = 1.0
     block_tokens: int = 0
@@ -67,7 +67,7 @@ class PlanSettings:
 
 @dataclass(frozen=True, slots=True)
 class PlanOutputs:
-    """Files to which the plan is written; None: not written."""
+    """Files to which the plan is written. None means that a file is not written."""
 
     json: Path | None = None
     html: Path | None = None
@@ -78,8 +78,8 @@ class PlanOutputs:
 def simulated_config(config: Config, slo: Slo) -> Config:
     """Return ``config`` with the requested SLOs, for the simulation. Raises ConfigError.
 
-    Unless the configuration sets ``local_prefill``, it is off: prefill workers compute all prompts,
-    since the plan counts them.
+    Unless ``config`` sets ``local_prefill``, it is turned off. Prefill workers then compute all
+    prompts, so that the plan has enough of them.
     """
     bounds = slo.bounds()
     if "e2el_s" in bounds:
@@ -170,14 +170,14 @@ def plan_command(
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:
-    """Replace the values that JSON does not support."""
+    """Return ``fields`` with replacements for values that JSON does not support."""
     budget = {name: bound for name, bound in fields["budget"].items() if bound < float("inf")}
     traces = [str(path) for path in fields["traces"]]
     return fields | {"budget": budget, "traces": traces}
 
 
 class PlanProgress:
-    """Shows the progress of the search, with a spinner. Owned by the command."""
+    """Shows the progress of the search with a spinner. Owned by the command."""
 
     def __init__(self, console: Console, say: Callable[[str], None]) -> None:
         """Show a spinner if ``console`` is a terminal; otherwise call ``say`` with a line for each
@@ -202,7 +202,8 @@ class PlanProgress:
             self._status.stop()
 
     def hear(self, trial: Trial) -> None:
-        """Show that a simulation begins (``trial`` has no figures yet), or has ended."""
+        """Show that a simulation has begun or ended. If it has begun, ``trial`` has no figures
+        yet."""
         if self._status is not None:
             if trial.figures is not None:
                 self._best = trial.text()

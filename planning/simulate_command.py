@@ -26,8 +26,8 @@ _USES = (
     ("MBU", "busy", "mbu_busy"),
     ("MBU", "wall", "mbu_wall"),
 )
-"""Columns of hardware utilization: its name, the time over which it is measured, and its key in the
-summary."""
+"""Table columns of hardware utilization. Each has its name, the time over which it is measured, and
+its key in the summary."""
 _PARTS = ("ttft_s", "tpot_s", "itl_s", "e2el_s")
 
 
@@ -40,18 +40,19 @@ class SimulateSettings:
     """Number of prefill workers; 0: every worker computes the prompts that it decodes."""
     decode: int
     profile: str
-    """An accelerator's name or a profile's file, for roles without their own profile."""
+    """Name of an accelerator or of a profile's file. It applies to each role that has no profile of
+    its own."""
     prefill_profile: str = ""
     decode_profile: str = ""
     model_config: str = ""
-    """A model's name or its config.json, for accelerators."""
+    """Name of a model, or path of its config.json; needed if a profile is an accelerator's name."""
     tensor_parallel: int = 1
     """Number of GPUs per worker."""
     scale_time: float = 1.0
     scale_length: float = 1.0
     """Divisor of the trace's lengths. ``scale_time`` is the divisor of its times."""
     hosts: int = 0
-    """Number of machines that the workers share; 0: see ``ClusterShape``."""
+    """Number of machines that the workers share. 0 means one machine for each worker."""
     seed: int = 0
     block_tokens: int = 0
     """Number of tokens of a KV block; 0: see ``simulation.simulate``."""

@@ -33,7 +33,7 @@ class Ratio(NamedTuple):
 
 LONG_INPUTS = (Ratio(2, 1), Ratio(4, 1))
 SHORT_INPUTS = (Ratio(1, 1), Ratio(1, 2))
-"""Range of ratios that rules of thumb recommend for short inputs: its two ends."""
+"""Lowest and highest ratio that rules of thumb recommend for short inputs."""
 
 
 def median_input(traffic: Sequence[PlannedTraffic]) -> float:
@@ -47,9 +47,8 @@ def advised(traffic: Sequence[PlannedTraffic]) -> tuple[Ratio, ...]:
 
 
 def split(kind: ClusterKind, gpus: int, ratio: Ratio) -> Counts | None:
-    """Return the worker counts of at most ``gpus`` GPUs whose ratio is closest to ``ratio``. None
-    if there are too few GPUs.
-    """
+    """Return the worker counts whose ratio of GPUs is closest to ``ratio``, with at most ``gpus``
+    GPUs. None if there are too few GPUs."""
     prefill, decode = kind.prefill.gpus, kind.decode.gpus
     found = [
         Counts(count, (gpus - count * prefill) // decode)
@@ -84,9 +83,8 @@ def neighbours(kind: ClusterKind, counts: Counts) -> list[Candidate]:
 
 
 def same_money(kinds: Mapping[ClusterKind, Counts], dollars_per_hour: float) -> list[Candidate]:
-    """Return the clusters of other kinds that cost about as much, with pools in the ratio of each
-    kind's lower bounds.
-    """
+    """Return clusters of other kinds that cost about as much. The ratio of their pools is that of
+    each kind's lower bounds."""
     found = []
     for kind, floor in kinds.items():
         affordable = _affordable(kind, dollars_per_hour + _ROUNDING)
@@ -98,9 +96,8 @@ def same_money(kinds: Mapping[ClusterKind, Counts], dollars_per_hour: float) -> 
 
 
 def at_ratio(kind: ClusterKind, counts: Counts, ratio: Ratio) -> list[Candidate]:
-    """Return a cluster with the same number of GPUs, split in a rule of thumb's ratio. Empty if
-    there are too few GPUs.
-    """
+    """Return a cluster with the same number of GPUs, divided between the pools by a rule of thumb's
+    ratio. Empty if there are too few GPUs."""
     found = split(kind, kind.gpus(counts), ratio)
     return [] if found is None else [Candidate(f"wisdom, {ratio.name}", kind, found)]
 
@@ -115,8 +112,8 @@ def colocated(kind: ClusterKind, counts: Counts) -> Candidate:
 
 
 def _affordable(kind: ClusterKind, dollars: float) -> list[Counts]:
-    """Return the counts that a price buys: for each number of prefill workers, as many decode
-    workers as the rest of the money buys."""
+    """Return the worker counts that cost at most ``dollars`` per hour. There is one for each number
+    of prefill workers, with as many decode workers as the remaining money buys."""
     prefill, decode = kind.prefill.price_per_hour, kind.decode.price_per_hour
     return [
         Counts(count, int((dollars - count * prefill) / decode))

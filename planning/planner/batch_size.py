@@ -18,19 +18,20 @@ from planning.planner.lower_bound import timely_answers, timely_prompts
 from planning.planner.plan import BatchSize, Figures, SizeSearch, SizeTrial
 
 MAX_MISSES = 0.01
-"""Maximum share of timely requests that may miss an SLO, and of all that may be shed or fail."""
+"""Maximum share of requests that may miss an SLO, among those that an idle worker serves in time.
+Also the maximum share of all requests that may be shed or fail."""
 STEP = 1.15
-"""Ratio of neighboring multiples of the rate."""
+"""Ratio between neighboring multiples of the traffic's rate in the search."""
 _ROUNDING = 1e-9
 _LOWEST, _HIGHEST = -12, 20
-"""Lowest and highest step of the search, as powers of ``STEP``: a fifth of the rate to 16 times the
-rate."""
+"""Lowest and highest step of the search. Step n is the rate times ``STEP`` to the power of n: from
+a fifth of the rate to 16 times the rate."""
 _SEQUENCES = (16, 64, 256, 1024)
 _CHUNKS = (512, 2048, 8192)
 
 
 def with_size(kind: ClusterKind, size: BatchSize) -> ClusterKind:
-    """Return the same workers with the limits of this batch size."""
+    """Return the cluster kind with the step limits of the batch size ``size``."""
     chunk = size.chunk_tokens
     own = min(kind.prefill.profile.max_sequences, chunk)
     return replace(
@@ -83,9 +84,10 @@ def _bounded(worker: WorkerKind, max_sequences: int, chunk_tokens: int) -> Worke
 
 
 def _keeps(figures: Figures, prompts: float, answers: float) -> bool:
-    """Return whether 99 % of the timely requests meet the SLOs, by these figures.
+    """Return whether 99 % of the requests that an idle worker can serve in time meet the SLOs, by
+    these figures.
 
-    ``prompts`` is the share of requests whose TTFT an idle worker can meet, and ``answers`` the
+    ``prompts`` is the share of requests whose TTFT an idle worker can meet. ``answers`` is the
     share whose TPOT it can meet.
     """
     lost = (figures.shed + figures.failed) / figures.requests
@@ -95,8 +97,8 @@ def _keeps(figures: Figures, prompts: float, answers: float) -> bool:
 
 
 def _highest(keeps: Callable[[int], bool]) -> int | None:
-    """Return the highest step that meets ``keeps``; None if no step does. The search begins at step
-    0, the peak's own rate."""
+    """Return the highest step of the rate for which ``keeps`` is true; None if there is none. The
+    search begins at step 0, the rate of the traffic's peak."""
     step = 0
     if keeps(step):
         while step < _HIGHEST and keeps(step + 1):

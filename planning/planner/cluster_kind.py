@@ -12,10 +12,11 @@ from planning.simulator.costs.hardware import ACCELERATORS, Accelerator
 from planning.simulator.costs.worker_profile import WorkerProfile
 
 MACHINE_GPUS = 8
-"""GPUs of a machine with links between them, as in a DGX and in cloud machines."""
+"""Number of GPUs in a machine with links between them, as in a DGX and in cloud machines."""
 _GRPC_BYTES_PER_S = 1.6e9
 """Bandwidth of one worker with the transport ``grpc``, in bytes per second.
-docs/lab-notes/transfers.md has the measurement between two processes that shared two cores."""
+docs/lab-notes/transfers.md has the measurement, which is between two processes that shared two
+cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,10 @@ class Transport:
     needs: str
     """Requirement of the transport, in words, such as ``any network``."""
     gpu_bytes_per_s: Callable[[Accelerator], float] | None
-    """Function that returns the bandwidth of one GPU, one way. None for the transport of a measured
-    profile, which has its own bandwidth."""
+    """Function that returns the bandwidth of one GPU, one way. None for a measured profile, whose
+    bandwidth is part of the profile."""
     worker_most: float = float("inf")
-    """Maximum bandwidth of a worker in bytes per second, for any number of GPUs."""
+    """Maximum bandwidth of a worker in bytes per second, however many GPUs the worker has."""
     one_machine: bool = False
     """Whether all workers must be in one machine."""
 
@@ -62,8 +63,8 @@ TRANSPORTS: Mapping[str, Transport] = {
         Transport("cuda_ipc", "one machine with links", _link, one_machine=True),
     )
 }
-"""The transports between GPUs, by name. The other ones, shared memory (``shm``) and gloo, transfer
-blocks of CPUs."""
+"""Transports that can move KV between GPUs, by name. The other two, shared memory (``shm``) and
+gloo, move KV in CPU memory."""
 DEFAULT_TRANSPORTS = ("grpc", "nixl", "cuda_ipc")
 
 
@@ -106,7 +107,7 @@ class WorkerKind:
         return self.gpus * self.gpu_price
 
     def with_wire(self, transport: Transport) -> WorkerProfile:
-        """Return the worker's profile with the bandwidth of a transport."""
+        """Return the worker's profile, with the bandwidth of ``transport`` for KV transfers."""
         if transport.gpu_bytes_per_s is None:
             return self.profile
         wire = transport.bytes_per_s(ACCELERATORS[self.gpu], self.gpus)

@@ -13,7 +13,8 @@ from planning.planner.traffic import PlannedTraffic, busiest, whole
 from planning.simulator.simulation import simulate
 
 Extent = str
-"""Part of the traffic: ``peak``, ``whole``, ``twice the peak`` or another multiple of its rate."""
+"""Name of a part of the traffic: ``peak``, ``whole``, ``twice the peak``, or the peak at another
+multiple of its rate."""
 _TWICE = 2.0
 
 
@@ -52,10 +53,10 @@ class Evaluation:
         seed: int = 0,
         listen: Listen = lambda _: None,
     ) -> None:
-        """``peak_s`` is the length of each trace's peak, see ``traffic.busiest``.
+        """``peak_s`` is the length of each trace's peak in seconds: see ``traffic.busiest``.
 
-        ``block_tokens`` and ``seed`` are those of ``simulator.simulation.simulate``. ``listen`` is
-        called when a simulation begins and when it has ended.
+        ``block_tokens`` and ``seed`` are passed to ``simulator.simulation.simulate``. ``listen`` is
+        called when a simulation begins, and again when it has ended.
         """
         self.config = config
         peaks = tuple(busiest(trace, peak_s) for trace in traces)
@@ -65,10 +66,10 @@ class Evaluation:
             "twice the peak": tuple(one.faster(_TWICE) for one in peaks),
         }
         self.is_one = self.traffic["peak"] == self.traffic["whole"]
-        """Whether the busiest part is all of the traffic."""
+        """Whether the busiest part of the traffic is the whole traffic."""
         self.simulations = 0
         self.requests = 0
-        """Simulated requests in total."""
+        """Number of requests in all simulations so far."""
         self.trials: list[Trial] = []
         """Completed simulations, in order."""
         self._block_tokens = block_tokens
@@ -77,7 +78,7 @@ class Evaluation:
         self._known: dict[tuple[ClusterKind, Counts, Extent], Figures] = {}
 
     def figures(self, kind: ClusterKind, counts: Counts, extent: Extent) -> Figures:
-        """Return the figures of a cluster for a part of the traffic, over all traces together."""
+        """Return the figures of a cluster for a part of the traffic, combined over all traces."""
         if extent == "peak" and self.is_one:
             extent = "whole"
         key = (kind, counts, extent)

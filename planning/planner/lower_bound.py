@@ -21,8 +21,8 @@ from planning.simulator.costs.worker_profile import WorkerProfile
 def lower_bound(
     kind: ClusterKind, traffic: PlannedTraffic, config: Config, target: float
 ) -> Counts:
-    """Return a lower bound on the workers of each pool, at least one, for a ``target`` share of
-    good requests.
+    """Return a lower bound on the number of workers in each pool, at least one. With fewer workers,
+    the share of good requests is below ``target``.
 
     If decode workers may compute prompts, prefill workers are optional, and their bound is 1.
     """
@@ -33,11 +33,11 @@ def lower_bound(
 
 
 def prompts(traffic: PlannedTraffic) -> list[tuple[int, int]]:
-    """Return, for each counted request, the number of prompt tokens to compute, and the number of
-    cached ones before them.
+    """Return two numbers for each counted request: the prompt tokens to compute, and the cached
+    tokens before them.
 
-    Every earlier prefix counts as cached, wherever it was computed. So the computed tokens are a
-    minimum.
+    Every earlier prefix counts as cached, wherever it was computed. So the number of tokens to
+    compute is a minimum.
     """
     seen: set[int] = set()
     found = []
@@ -100,9 +100,8 @@ def _decode_floor(
 
 
 def _workers(each_s: Sequence[float], span_s: float, target: float) -> int:
-    """Return the number of workers that can finish the cheapest requests within ``span_s``.
-    ``target`` is the share of requests to finish.
-    """
+    """Return the number of workers that can finish a ``target`` share of the requests, the cheapest
+    ones, within ``span_s`` seconds. ``each_s`` has the time of each request."""
     count = math.ceil(target * len(each_s))
     work_s = sum(sorted(each_s)[:count])
     return max(1, math.ceil(work_s / max(span_s, 1e-9)))
@@ -129,13 +128,14 @@ def _context(request: TracedRequest) -> float:
 
 
 def _full_step_s(profile: WorkerProfile, count: int, held: int) -> float:
-    """Return one prompt's share of a step's time, for a step that is full of similar prompts."""
+    """Return the time that a prompt adds to a full step: its share of the step's time, if all
+    prompts in the step are similar."""
     alike = max(1, profile.chunk_tokens // count)
     return profile.costs.seconds(StepLoad(0, 0, ((count, held),) * alike)) / alike
 
 
 def _lone_s(profile: WorkerProfile, count: int, held: int) -> float:
-    """Return the time of a prompt on an otherwise idle worker, chunk by chunk."""
+    """Return the time of a prompt on an otherwise idle worker, which computes it chunk by chunk."""
     seconds = 0.0
     while count > 0:
         chunk = min(count, profile.chunk_tokens)

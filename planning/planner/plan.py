@@ -21,7 +21,7 @@ _MILLION = 1e6
 class Figures:
     """Figures of one simulated cluster, over the counted requests.
 
-    Times are in seconds, shares are between 0 and 1; None is unknown.
+    Times are in seconds, shares are between 0 and 1, and None means unknown.
     """
 
     requests: int
@@ -36,9 +36,10 @@ class Figures:
     seconds: float
     """Time in which the counted requests arrived, in seconds."""
     attainment: float
-    """Share of good requests; the lowest over several traces."""
+    """Share of requests that met every SLO. Over several traces, the lowest of the shares."""
     ttft_p95_s: float | None
-    """p95 of TTFT over completed requests, in seconds; the highest over several traces."""
+    """p95 of TTFT over completed requests, in seconds. Over several traces, the highest of the
+    values."""
     tpot_p95_s: float | None
     missed_ttft: float
     """Share of the requests that missed the TTFT SLO, and were neither shed nor failed."""
@@ -46,8 +47,9 @@ class Figures:
     prefill_busy: float | None
     decode_busy: float | None
     prefill_mfu: float | None
-    """MFU of the prefill pool over the time in which its steps ran. ``decode_mbu`` is measured
-    likewise; see docs/explanation/simulator.md."""
+    """MFU of the prefill pool, over the time in which its steps ran; see
+    docs/explanation/simulator.md. ``decode_mbu`` covers the steps of the decode pool in the same
+    way."""
     decode_mbu: float | None
 
     @property
@@ -61,8 +63,8 @@ class Figures:
         return self.good / max(self.seconds, 1e-9)
 
     def dollars_per_million(self, dollars_per_hour: float, tokens: int) -> float | None:
-        """Return the price of a million ``tokens``, if the machines cost ``dollars_per_hour``
-        during the whole time."""
+        """Return the price per one million of ``tokens`` tokens, in dollars, if the machines cost
+        ``dollars_per_hour`` during the whole time."""
         if not tokens:
             return None
         return dollars_per_hour * self.seconds / _HOUR_S / tokens * _MILLION
@@ -136,7 +138,7 @@ def _longest(each: Sequence[float | None]) -> float | None:
 
 
 def _mean(each: Sequence[Figures], of: Callable[[Figures], float | None]) -> float | None:
-    """Return the mean of a figure over several traces, weighted by their time."""
+    """Return the mean of one figure over several traces, weighted by the length of each in time."""
     known = [(value, one.seconds) for one in each if (value := of(one)) is not None]
     if not known:
         return None
@@ -154,7 +156,7 @@ class PlannedCluster:
     peak: Figures
     """Figures of the traffic's busiest part."""
     whole: Figures | None = None
-    """Figures of all the traffic; None: not simulated."""
+    """Figures over all of the traffic; None if it was not simulated."""
 
     @property
     def gpus(self) -> int:
@@ -168,7 +170,8 @@ class PlannedCluster:
 
     @property
     def goodput_per_gpu(self) -> float:
-        """Return the number of good requests per second and GPU."""
+        """Return the number of requests per second that meet every SLO, divided by the number of
+        GPUs."""
         return self.peak.goodput_per_s / self.gpus
 
     @property
@@ -195,14 +198,15 @@ class PlannedCluster:
         return self.price_of_all(self.peak)
 
     def price_of_all(self, figures: Figures) -> float | None:
-        """Return the price of all workers per million tokens of ``figures``, in dollars."""
+        """Return the price of all workers per million tokens, prompt and output together, in
+        dollars. The tokens are those counted in ``figures``."""
         tokens = figures.input_tokens + figures.output_tokens
         return figures.dollars_per_million(self.price_per_hour, tokens)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class BatchSize:
-    """A batch size: the limits of the workers' steps."""
+    """A batch size: the limits on sequences and tokens in the workers' steps."""
 
     max_sequences: int
     """Maximum sequences in a step of a decode worker."""
@@ -216,8 +220,8 @@ class SizeTrial:
 
     size: BatchSize
     rate: float
-    """Highest multiple of the peak's rate at which the p99 meets the SLOs; 0: none of the tried
-    ones."""
+    """Highest multiple of the peak's rate at which 99 % of the requests meet the SLOs. 0 if no
+    multiple that was tried does."""
     figures: Figures | None
     """Figures at the highest rate that meets the SLOs."""
 
@@ -228,7 +232,7 @@ class SizeSearch:
 
     best: SizeTrial
     own: SizeTrial
-    """Trial of the batch size that the workers' profile has."""
+    """Trial of the batch size that the workers' own profile defines."""
     tried: int
     """Number of batch sizes that were tried."""
 
@@ -241,12 +245,14 @@ class Plan:
     """Required share of good requests."""
     is_met: bool
     chosen: PlannedCluster
-    """The cheapest cluster that meets the target; without one, the best within the budget."""
+    """The cheapest cluster that meets the target. If none does, the best cluster within the
+    budget."""
     others: tuple[PlannedCluster, ...]
     twice: Figures
     """Figures of the chosen cluster at twice the peak's rate."""
     sizes: SizeSearch | None
-    """The batch size with the highest rate within the p99; None if the target is not met."""
+    """Result of the search for the batch size with the highest rate within the SLOs at p99. None if
+    the plan does not meet its target."""
     limits: str
     """Reason why the target is not met; empty if it is met."""
     remarks: tuple[str, ...]
@@ -258,8 +264,8 @@ class Plan:
         return (self.chosen, *self.others)
 
     def frontier(self) -> list[PlannedCluster]:
-        """Return the clusters, by price, that no other cluster beats in both price and
-        attainment."""
+        """Return the clusters that no other cluster beats in both price and attainment, sorted by
+        price."""
         found: list[PlannedCluster] = []
         ranked = sorted(self.clusters, key=lambda one: (one.price_per_hour, -one.peak.attainment))
         for one in ranked:

@@ -31,7 +31,8 @@ from planning.planner.search import best_split, cheapest, least
 from planning.planner.worker_kinds import Roles, cluster_kinds, transport_of
 
 _MIN_GAIN = 0.01
-"""Minimum rise in attainment. If twice the workers raise it by less, they count as no help."""
+"""Minimum rise in attainment, as a share of requests. If twice the workers raise attainment by
+less, that pool does not limit the plan."""
 
 
 class CapacityPlanner:
@@ -45,7 +46,8 @@ class CapacityPlanner:
         budget: ResourceBudget,
         target: float,
     ) -> None:
-        """``transports`` are in order of their requirements, from the lowest; at least one."""
+        """``transports`` has at least one transport. They are sorted by requirements, the lowest
+        first."""
         self._evaluation = evaluation
         self._transports = transports
         self._budget = budget
@@ -144,9 +146,8 @@ class CapacityPlanner:
         return counts
 
     def _simplest(self, kind: ClusterKind, counts: Counts) -> ClusterKind:
-        """Return the same workers with the first transport that meets the target, which is the one
-        with the lowest requirements.
-        """
+        """Return the cluster kind with the first transport that meets the target. It is the one
+        with the lowest requirements."""
         for other in self._over(kind):
             if self._budget.allows(other, counts) and self._meets(other, counts):
                 return other
@@ -160,7 +161,7 @@ class CapacityPlanner:
         return sized
 
     def _over(self, kind: ClusterKind) -> list[ClusterKind]:
-        """Return clusters of the same workers, one for each transport."""
+        """Return cluster kinds with the same workers as ``kind``, one for each transport."""
         found = [
             replace(kind, transport=transport_of(kind.prefill, kind.decode, one))
             for one in self._transports
@@ -232,8 +233,8 @@ class CapacityPlanner:
         ]
 
     def _colocated(self, kind: ClusterKind, counts: Counts) -> list[Candidate]:
-        """Return two kinds of colocated clusters: one with the plan's number of GPUs, and the
-        smallest that meets the target."""
+        """Return two colocated clusters: one with the plan's number of GPUs, and the smallest one
+        that meets the target."""
         alike = colocated(kind, counts)
 
         def meets(workers: int) -> bool:
@@ -247,9 +248,8 @@ class CapacityPlanner:
 
 
 def _fastest(transports: Sequence[Transport]) -> Transport:
-    """Return the fastest transport, of those between machines if there are any. With it, no cluster
-    needs more workers than with another one.
-    """
+    """Return the fastest transport. If any transports work between machines, choose among those.
+    With the result, no cluster needs more workers than with another transport."""
     wide = [one for one in transports if not one.one_machine]
     return (wide or transports)[-1]
 

@@ -20,13 +20,13 @@ Meets = Callable[[Counts], bool]
 Price = Callable[[Counts], float]
 Allows = Callable[[Counts], bool]
 _GROWTHS = (1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
-"""Multiples of the lower bound that are tried first, until one meets the condition."""
+"""Multiples of the lower bound on worker counts. They are tried in this order, until one meets the
+condition."""
 
 
 class Monotone:
-    """A condition on worker counts. It is evaluated only if its value does not follow from earlier
-    evaluations.
-    """
+    """A condition on worker counts. It is evaluated for some counts only if earlier evaluations do
+    not imply the result."""
 
     def __init__(self, meets: Meets) -> None:
         self._meets = meets
@@ -45,8 +45,8 @@ class Monotone:
 
 
 def cheapest(meets: Meets, price: Price, allows: Allows, floor: Counts) -> Counts | None:
-    """Return the cheapest allowed counts that meet ``meets`` and are at least ``floor``. None if
-    there are none.
+    """Return the cheapest worker counts that are allowed, at least ``floor``, and for which
+    ``meets`` is true. None if there are none.
 
     ``price`` grows with both counts. If ``allows`` holds for some counts, it holds for all smaller
     ones.
@@ -80,8 +80,8 @@ def cheapest(meets: Meets, price: Price, allows: Allows, floor: Counts) -> Count
 
 
 def best_split(value: Callable[[Counts], float], allows: Allows, start: Counts) -> Counts | None:
-    """Return the counts with the highest value, among those that leave no room for another decode
-    worker.
+    """Return the worker counts with the highest value, among those to which no further decode
+    worker may be added.
 
     The value is assumed to rise to a single maximum, since one pool's loss is the other one's gain.
     The search climbs from ``start``'s number of prefill workers by halving steps. None if not even
@@ -127,9 +127,8 @@ def _within(counts: Counts, other: Counts) -> bool:
 
 
 def _first_met(is_met: Monotone, allows: Allows, floor: Counts) -> Counts | None:
-    """Return counts that meet the condition, in the ratio of ``floor``. Their price bounds that of
-    all others.
-    """
+    """Return worker counts that meet the condition and have the ratio of ``floor``. The cheapest
+    counts cost at most as much."""
     for growth in _GROWTHS:
         counts = Counts(math.ceil(floor.prefill * growth), math.ceil(floor.decode * growth))
         if not allows(counts):
@@ -159,7 +158,8 @@ def _halved(low: int, high: int, meets: Callable[[int], bool]) -> int:
 
 
 def _most(low: int, allows: Callable[[int], bool]) -> int:
-    """Return the highest number that is allowed, if ``low`` is allowed."""
+    """Return the highest number, from ``low`` on, for which ``allows`` is true. It must be true for
+    ``low``."""
     step = 1
     while allows(low + step):
         step *= 2

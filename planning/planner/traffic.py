@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from planning.common.traces import Trace, TracedRequest
 
 _LEAD_SHARE = 0.5
-"""Length of the warm-up before the busiest part, as a fraction of that part. Its requests do not
-count; they fill caches and train routers."""
+"""Length of the warm-up before the busiest part, as a fraction of that part. Requests of the
+warm-up fill caches and train routers, and are not counted in figures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,8 @@ class PlannedTraffic:
 
     @property
     def counted(self) -> list[TracedRequest]:
-        """Return the requests that count; at least one."""
+        """Return the requests that are counted in figures: those after the warm-up, at least
+        one."""
         return [one for one in self.requests if one.arrival_s >= self.counted_from_s]
 
     @property
@@ -35,7 +36,7 @@ class PlannedTraffic:
         return self.requests[-1].arrival_s - self.counted_from_s
 
     def faster(self, times: float) -> PlannedTraffic:
-        """Return the traffic at ``times`` times the rate."""
+        """Return the same traffic at ``times`` times its rate."""
         hurried = tuple(replace(one, arrival_s=one.arrival_s / times) for one in self.requests)
         return replace(self, requests=hurried, counted_from_s=self.counted_from_s / times)
 
@@ -62,9 +63,8 @@ def busiest(trace: Trace, seconds: float) -> PlannedTraffic:
 
 
 def _busiest_begin(requests: Sequence[TracedRequest], seconds: float) -> float:
-    """Return the time at which the busiest part begins. Prompts and answers have equal weight over
-    the trace.
-    """
+    """Return the time at which the busiest part of the traffic begins. All prompts together have
+    the same weight as all answers together."""
     inputs = sum(one.input_tokens for one in requests)
     outputs = sum(one.output_tokens for one in requests)
     weights = [one.input_tokens / inputs + one.output_tokens / outputs for one in requests]

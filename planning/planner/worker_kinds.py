@@ -34,9 +34,11 @@ three."""
 
 
 def parse_prices(texts: Iterable[str]) -> dict[str, float]:
-    """Parse prices such as ``h200=3.2``, several with commas; they override the assumed ones.
+    """Parse GPU prices such as ``h200=3.2``; a text may have several, separated by commas. They
+    override the assumed prices.
 
-    A number alone, with the name ``""``, is the price of all others. Raises ConfigError.
+    A number without a GPU has the key ``""``, and is the price of all other GPUs. Raises
+    ConfigError.
     """
     prices = dict(ASSUMED_PRICES)
     for part in (part.strip() for text in texts for part in text.split(",")):
@@ -68,22 +70,21 @@ def _number(value: str, text: str) -> float:
 
 _DEGREES = (1, 2, 4, 8)
 _OF_EACH = 2
-"""Number of degrees of tensor parallelism to try for a GPU in a role, by default."""
+"""Default number of degrees of tensor parallelism that are tried for each GPU in each role."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Kinds of workers that can meet the SLOs in each role when otherwise idle, and reasons why
-    others cannot.
-    """
+    """For each role, the kinds of workers that meet the SLOs when they are otherwise idle. Also
+    reasons why other kinds cannot."""
 
     prefill: tuple[WorkerKind, ...]
     decode: tuple[WorkerKind, ...]
     dropped: tuple[str, ...]
     """Reasons why other kinds of workers are not tried."""
     reachable: bool
-    """Whether enough workers can meet the target. If false, no number of workers can in one of the
-    roles, and the closest kinds are used."""
+    """Whether a sufficient number of workers can meet the target in both roles. If false, the kinds
+    that come closest are used."""
 
 
 def worker_kinds(
@@ -93,7 +94,7 @@ def worker_kinds(
     ConfigError if none can.
 
     ``gpus`` are accelerators' names, or files of `baton calibrate`, which have a fixed degree.
-    ``degrees`` are those of tensor parallelism; empty: 1 to 8.
+    ``degrees`` are the degrees of tensor parallelism to try. If empty, they are 1 to 8.
     """
     found, dropped = [], []
     for gpu in gpus:
@@ -122,7 +123,8 @@ def roles(
     *,
     every: bool,
 ) -> Roles:
-    """Return the worker kinds that fit each role: all of them, or the smallest two of each GPU."""
+    """Return the worker kinds that are suitable for each role: all of them, or the smallest two of
+    each GPU."""
 
     def prompts(kind: WorkerKind) -> float:
         return min(timely_prompts(kind.profile, one, config) for one in traffic)
@@ -160,8 +162,7 @@ def cluster_kinds(found: Roles, transport: Transport) -> list[ClusterKind]:
 
 def transport_of(prefill: WorkerKind, decode: WorkerKind, transport: Transport) -> Transport:
     """Return ``transport`` if both workers' GPUs are in the table of accelerators. Otherwise return
-    the measured one.
-    """
+    the transport of their measured profiles."""
     is_known = prefill.gpu in ACCELERATORS and decode.gpu in ACCELERATORS
     return transport if is_known else AS_MEASURED
 

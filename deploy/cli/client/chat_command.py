@@ -33,8 +33,8 @@ MAX_TOKENS = 512
 """Default maximum number of tokens of an answer. If the context is smaller than twice this number,
 the default is half of the context."""
 _SIGNALED = 128
-"""Exit code of a process that a signal has ended, as shells report it, minus the signal's
-number."""
+"""Offset of exit codes for signals. If a signal ends a process, a shell reports this plus the
+signal's number."""
 
 
 @takes(TlsOptions)

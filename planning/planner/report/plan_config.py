@@ -33,9 +33,8 @@ _YAML = (".yaml", ".yml")
 
 
 def plan_file(path: Path, plan: Plan, config: Config, about: str) -> str:
-    """Return the text to write at ``path``: Helm values if the name ends in .yaml or .yml, else
-    TOML.
-    """
+    """Return the text to write to the file ``path``. It is Helm values if the name ends in .yaml or
+    .yml, and TOML otherwise."""
     write = plan_values if path.suffix in _YAML else plan_toml
     return write(plan, config, about)
 
@@ -44,7 +43,8 @@ def plan_values(plan: Plan, config: Config, about: str) -> str:
     """Return a plan as values for `helm install --values` of deploy/helm/baton: a whole cluster in
     a pod.
 
-    ``config`` and ``about`` are those of ``plan_toml``.
+    ``config`` is the simulated configuration. ``about`` is one line of text that describes the
+    inputs of the plan.
     """
     text = plan_toml(plan, config, about)
     values: dict[str, Any] = {"config": tomllib.loads(text)}
@@ -64,9 +64,8 @@ def plan_values(plan: Plan, config: Config, about: str) -> str:
 
 
 def plan_toml(plan: Plan, config: Config, about: str) -> str:
-    """Return a plan as TOML. ``config`` is the simulated configuration; ``about`` describes the
-    request in one line.
-    """
+    """Return a plan as TOML. ``config`` is the simulated configuration; ``about`` is one line of
+    text that describes the inputs of the plan."""
     chosen = plan.chosen
     over_all = chosen.whole or chosen.peak
     lines = [

@@ -38,7 +38,8 @@ def page(report: PlanReport) -> str:
 
 
 def _frontier(report: PlanReport) -> str:
-    """Plot price and attainment of each cluster; no other cluster beats those on the line."""
+    """Plot price and attainment of each cluster. No other cluster beats the clusters on the drawn
+    line in both."""
     plan = report.plan
     best = plan.frontier()
     lines = {
@@ -60,7 +61,8 @@ def _frontier(report: PlanReport) -> str:
 
 
 def _searched(report: PlanReport) -> str:
-    """Plot the simulated worker counts at the peak, for the plan's kind of workers."""
+    """Plot the worker counts that were simulated at the traffic's peak, for the plan's kind of
+    workers."""
     chosen = report.plan.chosen.kind
     tried = [
         one
