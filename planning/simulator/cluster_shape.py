@@ -12,7 +12,7 @@ from planning.simulator.costs.worker_profile import WorkerProfile
 class ClusterShape:
     """Kinds and numbers of a cluster's workers.
 
-    With ``prefill`` 0, every worker also computes prompts (colocated).
+    If ``prefill`` is 0, the cluster is colocated: every worker also computes prompts.
     """
 
     prefill: int
@@ -25,8 +25,8 @@ class ClusterShape:
     """Whether a step with prompts and decoding sequences is kept within the TPOT SLO, as in Baton's
     workers. Otherwise prompts use all of a step's ``chunk_tokens``."""
     hosts: int = 0
-    """Number of machines that the workers share. The workers of each role are distributed over them
-    in turn; 0: each worker has its own machine."""
+    """Number of machines that the workers share. The workers of each role are distributed over the
+    machines in turn. 0 means one machine for each worker."""
 
     def __post_init__(self) -> None:
         if self.prefill < 0 or self.decode < 1:

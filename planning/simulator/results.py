@@ -26,7 +26,7 @@ class RequestResult:
     sent_s: float | None
     """Time at which the request was admitted; None: never."""
     first_token_s: float | None
-    """Time at which the router had the request's first token; None: never."""
+    """Time at which the router received the request's first token; None if it never did."""
     ended_s: float
     code: str
     """Code of the error that ended the request. Empty: the request has all its tokens."""
@@ -51,13 +51,13 @@ class RequestResult:
 
     @property
     def ttft_s(self) -> float:
-        """Return the seconds from the intended send to the first token; NaN without a first
-        token."""
+        """Return the seconds from the time at which the client sends the request to its first
+        token. NaN without a first token."""
         return float("nan") if self.first_token_s is None else self.first_token_s - self.arrival_s
 
     @property
     def e2el_s(self) -> float:
-        """Return the seconds from the arrival to the end of the request."""
+        """Return the seconds from the request's arrival to its end."""
         return self.ended_s - self.arrival_s
 
     @property
@@ -101,7 +101,7 @@ class SimulationResult:
 
     @property
     def arrivals_s(self) -> float:
-        """Return the seconds from the first arrival to the last."""
+        """Return the seconds between the arrivals of the first and the last request."""
         return max((request.arrival_s for request in self.requests), default=0.0)
 
     @property

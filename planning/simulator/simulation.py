@@ -30,7 +30,7 @@ from router.routing.policies import make_policy
 from router.routing.policy import RouteSettings, route_settings
 
 FINE_BLOCK_TOKENS = 64
-"""Number of tokens of a KV block if the trace has no prefixes."""
+"""Number of tokens in a KV block, if the trace has no prefixes."""
 
 
 def simulate(
@@ -49,8 +49,8 @@ def simulate(
     autoscaler, which only changes roles; its pools are ignored. ``trace_block`` is the number of
     tokens per hash of the trace. ``block_tokens`` is the number of tokens of a KV block and of an
     index block, a divisor of ``trace_block``; 0 takes the trace's own if it has hashes, and 64
-    otherwise. ``seed`` is for policies that choose at random. Without ``leaps`` every step is
-    processed alone: much slower, with the same result. Raises ConfigError.
+    otherwise. ``seed`` is for policies that choose at random. If ``leaps`` is false, each step is
+    processed singly, which is much slower and gives the same result. Raises ConfigError.
     """
     block = block_tokens or _usual_block(requests, trace_block)
     hashed = any(request.block_hashes for request in requests)

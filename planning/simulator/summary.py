@@ -18,9 +18,8 @@ PERCENTILES = (50, 95, 99)
 
 
 def is_good(request: RequestResult, config: Config) -> bool:
-    """Return whether a request met every SLO. Shed and failed requests did not. A request of a
-    single token has no TPOT.
-    """
+    """Return whether a request met every SLO. Shed and failed requests do not. The TPOT SLO does
+    not apply to a request with a single output token."""
     if not request.ok:
         return False
     slo_ttft_s = config.slo_ttft_of(config.class_of(request.input_tokens))
@@ -29,9 +28,8 @@ def is_good(request: RequestResult, config: Config) -> bool:
 
 
 def summary(result: SimulationResult, shape: ClusterShape, config: Config) -> dict[str, Any]:
-    """Return the figures of a simulation: seconds, requests per second and shares. Percentiles are
-    null without values.
-    """
+    """Return the figures of a simulation: seconds, requests per second and shares. A percentile of
+    no values is null."""
     every = result.requests
     good = sum(is_good(request, config) for request in every)
     arrivals_s = max(result.arrivals_s, 1e-9)

@@ -24,11 +24,11 @@ from planning.simulator.calibration.probe_requests import MARGIN_TOKENS, ProbeRe
 from worker.cores.core_sharing import PATIENCE_S
 
 _SHARING_BATCHES = ((1, 64), (4, 64))
-"""Batches of decoding requests during which prompts are timed: number of answers, and tokens of
-each one's prompt."""
+"""Batches of requests that decode while prompts are timed. Each entry has the number of answers,
+and the number of prompt tokens of each."""
 _PROMPT_S = 0.5
-"""Maximum time of a prompt that is sent while answers decode, in seconds; longer than
-``PATIENCE_S`` if possible."""
+"""Maximum time of a prompt that is sent while other requests decode, in seconds. The prompt should
+take longer than ``PATIENCE_S`` if possible."""
 _SHARING_RUNS = 6
 _BEGIN_S = 60.0
 
@@ -47,8 +47,7 @@ async def timed_sharing(
     requests: ProbeRequests, first_s: Mapping[int, float]
 ) -> tuple[TimedSharing, ...]:
     """Time prompts that are computed while batches of answers decode. ``first_s`` maps a prompt's
-    length in tokens to its time alone.
-    """
+    length in tokens to the seconds until its first token when it runs alone."""
     least = min(first_s.values())
     prompt = max(n for n, took_s in first_s.items() if took_s <= max(least, _PROMPT_S))
     return tuple(
@@ -102,9 +101,8 @@ def _raise_what_failed(answers: Sequence[asyncio.Task[None]]) -> None:
 def timed_between(
     every: Sequence[Sequence[float]], windows: Sequence[Window], alone_s: float
 ) -> TimedSharing:
-    """Compute how prompts and answers slow each other, from the arrival times of tokens and the
-    windows of prompts.
-    """
+    """Compute how prompts and answers slow each other. ``every`` has the arrival times of each
+    answer's tokens, ``windows`` the periods in which prompts were computed."""
     alone: list[float] = []
     short: list[float] = []
     long: list[float] = []
@@ -136,13 +134,14 @@ def _gaps(every: Sequence[Sequence[float]]) -> Iterator[tuple[float, float]]:
 
 _PROMPTS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _LONGEST_PROMPT_S = 1.5
-"""Seconds after which the probe stops growing: if a prompt took this long, no longer prompt is
+"""Limit on the time of a prompt, in seconds. After a prompt that took this long, no longer one is
 sent."""
 _BATCHES = ((1, 32), (1, 1024), (2, 64), (4, 64), (4, 512), (8, 64), (8, 256), (16, 64))
-"""Batches of answers to time: number of concurrent answers, and tokens of each one's prompt."""
+"""Batches of answers to time. Each entry has the number of concurrent answers, and the number of
+prompt tokens of each."""
 _ANSWER_TOKENS = 40
 _RUNS = 3
-"""How often each prompt is timed; the median counts."""
+"""Number of times that each prompt is timed. The median is used."""
 
 
 class LiveProbe:
@@ -154,7 +153,7 @@ class LiveProbe:
         self._requests = requests
 
     async def warm_up(self) -> None:
-        """Send the first requests, which include one-time costs."""
+        """Send requests that are not timed, since the first requests include one-time costs."""
         for _ in range(_RUNS):
             await self._requests.times(32, 4)
 
@@ -190,9 +189,8 @@ class LiveProbe:
         return prompts, handoffs
 
     async def _batch(self, batch: int, tokens: int, answer: int) -> TimedBatch:
-        """Time a batch of answers while all of them decode: after the last first token, before the
-        first end.
-        """
+        """Time a batch of concurrent answers while all of them decode. This period begins when the
+        last answer has its first token, and ends with the first answer."""
         began = time.monotonic()
         times = self._requests.times
         every = await asyncio.gather(*(times(tokens, answer, began) for _ in range(batch)))

@@ -15,8 +15,8 @@ from worker.costs.step_costs import StepCosts, fit
 _MIN_MS = 1e-3
 _MIN_CALL_S = 0.0005
 _SHORT_PROMPTS = 4
-"""Number of short prompts from which the time of a message is computed. A message's time is small
-compared with long prompts."""
+"""Number of short prompts from which the time of a message is computed. For long prompts, that time
+is too small a part of the whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,11 @@ class TimedPrompt:
 
     tokens: int
     first_token_s: float
-    """Time from sending a request for one output token to that token."""
+    """Time from sending a request for only one output token until that token arrives, in
+    seconds."""
     reserved_first_s: float
-    """Time to the first token of a request for more tokens. It includes a round trip that reserves
-    blocks."""
+    """Time to the first token of a request for several tokens, in seconds. It includes a round trip
+    that reserves blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +38,15 @@ class TimedBatch:
 
     batch: int
     context_tokens: float
-    """Tokens that all the answers attended to, on average over the steps."""
+    """Number of tokens that all the answers together attended to, on average over the steps."""
     gap_s: float
     """Mean gap between tokens of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedHandoff:
-    """The gap between a lone answer's first and second token, which includes a handoff and a
-    step."""
+    """The time between the first and the second token of an answer that runs alone. It includes a
+    handoff and a step."""
 
     bytes: float
     context_tokens: int
@@ -86,7 +87,7 @@ class LiveCosts:
 
     costs: StepCosts
     handoff_s: float
-    """Time of a handoff without the time of its bytes."""
+    """Time of a handoff in seconds, without the time to transfer its bytes."""
     wire_bytes_per_s: float
     call_s: float
     """Time of a message, one way."""
@@ -129,7 +130,7 @@ def _call_s(prompts: Sequence[TimedPrompt]) -> float:
 
 
 def _chunks(tokens: int, limits: SchedulerLimits) -> int:
-    """Return the number of steps of a prompt that runs alone."""
+    """Return the number of steps for a prompt of ``tokens`` tokens that runs alone."""
     start = count = 0
     while start < tokens:
         start += limits.max_tokens(start)

@@ -16,9 +16,10 @@ from baton.errors import DeadlineExceeded, Unavailable
 
 _REQUEST_S = 120.0
 _GRACE_S = 5.0
-"""Seconds to wait after a request's deadline for the router's own error."""
+"""Time to wait after a request's deadline for the error that the router itself sends, in
+seconds."""
 MARGIN_TOKENS = 64
-"""Number of tokens of the context that a prompt leaves for its answer."""
+"""Number of tokens in the context that a prompt leaves free for its answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,8 @@ class ProbeRequests:
     """Sends test requests. Owned by one event loop. Raises BatonError if a request fails."""
 
     def __init__(self, client: httpx.AsyncClient, model: str, limits: Limits, seed: int) -> None:
-        """``client`` is one of ``baton.client.http_api.open_async_api``; ``model`` is the served
-        id."""
+        """``client`` is an HTTP client that ``baton.client.http_api.open_async_api`` returns.
+        ``model`` is the model's id in the API."""
         self.limits = limits
         self._client = client
         self._model = model
@@ -58,7 +59,7 @@ class ProbeRequests:
 
     async def times(self, tokens: int, answer: int, began: float | None = None) -> Sequence[float]:
         """Send a request. Return the arrival times of its output tokens, in seconds since
-        ``began``, or since it was sent."""
+        ``began``. If ``began`` is None, they are since the request was sent."""
         began = time.monotonic() if began is None else began
         times: list[float] = []
         await self.listen(tokens, answer, times)

@@ -55,14 +55,14 @@ class SimulatedAttempt:
         self.sequence: SimulatedSequence | None = None
         """The attempt's sequence at the source; None before it is queued there."""
         self.pinned: list[int] = []
-        """Blocks of the prompt that the target's cache already had."""
+        """Blocks at the target that its prefix cache already had for the prompt."""
         self.missing: list[int] = []
         """Blocks that the target has reserved for this attempt."""
         self.sent_blocks = 0
-        """Number of the prompt's blocks at the target: those that were sent, and the pinned
-        ones."""
+        """Number of the prompt's blocks that the target has or that were sent to it, including the
+        pinned ones."""
         self.arrived_s = 0.0
-        """Virtual time at which the last sent byte arrives at the target."""
+        """Virtual time at which the last byte that was sent so far arrives at the target."""
         self.ended = False
 
     @property

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable
 
 STEP_END = 0
-"""Rank of events that end a step. They precede all other events of the same moment."""
+"""Rank of events that end a step. They run before all other events of the same virtual time."""
 OTHER = 1
 
 
@@ -22,7 +22,7 @@ class EventQueue:
         self._count = 0
 
     def at(self, time_s: float, action: Callable[[], None], rank: int = OTHER) -> None:
-        """Schedule ``action`` at ``time_s`` of virtual time, or now if that has passed."""
+        """Schedule ``action`` at the virtual time ``time_s``, or now if that time has passed."""
         self._count += 1
         heapq.heappush(self._events, (max(time_s, self.now), rank, self._count, action))
 
@@ -31,7 +31,7 @@ class EventQueue:
         self.at(self.now + seconds, action)
 
     def run(self) -> None:
-        """Run until no action is left."""
+        """Run the scheduled actions in order, until none is left."""
         while self._events:
             self.now, _, _, action = heapq.heappop(self._events)
             action()

@@ -26,18 +26,18 @@ class Tenant(Protocol):
         """Return the factors by which other workers of the host slow this one."""
 
     def change_speed(self, speed: float) -> None:
-        """Set the engine time that passes in a second of virtual time."""
+        """Set the worker's speed: the seconds of engine time that pass in a second of virtual
+        time."""
 
 
 @dataclass(slots=True)
 class _Seen:
-    """State of one worker, as its host has seen it."""
+    """A host's record of what one of its workers does."""
 
     doing: Doing = Doing.NOTHING
     speed: float = 1.0
     prompts_since: float = -math.inf
-    """Virtual time at which the worker began its current period of prompt computation without a
-    break."""
+    """Virtual time at which the worker began to compute prompts, without a break since then."""
     prompts_until: float = -math.inf
     """Virtual time at which the worker last stopped computing prompts."""
 
@@ -58,9 +58,8 @@ class Host:
         self._seen[tenant] = _Seen()
 
     def tell(self, tenant: Tenant, doing: Doing) -> None:
-        """Record what a worker does from now on (nothing, decoding or prompts), and update the
-        speeds.
-        """
+        """Record the worker's activity from now on: nothing, decoding or prompts. Update the speeds
+        of the host's workers."""
         seen, now = self._seen[tenant], self._events.now
         before = Doing.PROMPTS if seen.doing is Doing.LONG_PROMPTS else seen.doing
         if doing is before:
@@ -100,7 +99,7 @@ class WorkClock:
 
     def __init__(self) -> None:
         self.speed = 1.0
-        """Engine time that passes in a second of virtual time; positive."""
+        """Seconds of engine time that pass in a second of virtual time; positive."""
         self._moments = [0.0]
         """Virtual times at which the speed changed, rising."""
         self._engine_times = [0.0]
@@ -128,9 +127,8 @@ class WorkClock:
         return self._moments[-1] + (engine_time - self._engine_times[-1]) / self.speed
 
     def moments(self, engine_times: Floats) -> Floats:
-        """Return the virtual times that correspond to rising engine times, which may span changes
-        of speed. fp64 [times].
-        """
+        """Return the virtual times that correspond to engine times in rising order. The speed may
+        have changed between them. fp64 [times]."""
         if len(self._moments) == 1 and self.speed == 1.0:
             return engine_times
         first = max(0, bisect_right(self._engine_times, engine_times[0]) - 1)
@@ -158,8 +156,8 @@ class Wire:
     """Time in which the interface was sending, in seconds."""
 
     def send(self, to: Wire, size: float, ready_s: float) -> float:
-        """Send ``size`` bytes, which exist at ``ready_s``, to the interface ``to``. Return when the
-        last byte arrives.
+        """Send ``size`` bytes, available from the virtual time ``ready_s`` on, to the interface
+        ``to``. Return the virtual time at which the last byte arrives.
 
         Transfers are first come, first served at both ends, at the speed of the slower one. Fair
         sharing would give the last of several transfers the same end, and the others a later one.

@@ -27,7 +27,7 @@ class LeapingPlanner(StepPlanner):
     ) -> None:
         """``slo_s`` is the maximum time of a step with prompts and decoding sequences, in seconds.
 
-        None sets no bound. ``is_cpu``: see ``StepPlanner``.
+        None sets no bound. ``is_cpu`` is passed to ``StepPlanner``.
         """
         self._leaping_budget = None if slo_s is None else LeapingBudget(costs, slo_s)
         super().__init__(scheduler, self._leaping_budget, is_cpu=is_cpu)
@@ -51,7 +51,7 @@ class LeapingBudget(PrefillBudget):
     """A ``PrefillBudget`` that also observes a run of identical steps in one call."""
 
     def __init__(self, costs: StepCosts, slo_s: float) -> None:
-        """Take the arguments of ``PrefillBudget``."""
+        """Create a budget with the arguments of ``PrefillBudget``."""
         super().__init__(costs, slo_s)
         self._leaping_step = LeapingUnitCost(1.0, PRIOR_MS)
         self._step = self._leaping_step
@@ -59,10 +59,10 @@ class LeapingBudget(PrefillBudget):
     def observe_run(
         self, batch: int, context_tokens: int, steps: int, ms: float, growth_ms: float
     ) -> None:
-        """Observe a run of identical steps; the arguments are those of
+        """Observe consecutive identical steps; the arguments are those of
         ``LeapingPlanner.observe_run``.
 
-        No step of a run counts as delayed.
+        None of these steps counts as delayed.
         """
         predicted = self._costs.step_ms(batch, context_tokens)
         growth = self._costs.step_ms(batch, context_tokens + batch) - predicted
@@ -88,8 +88,8 @@ class LeapingUnitCost(UnitCost):
 def _faded(count: int, first: float, growth: float) -> float:
     """Return the weighted sum of ``first + i*growth`` for ``count`` values of i, from 0.
 
-    Each value has ``KEPT`` times the weight of the next one. The sum consists of a geometric and an
-    arithmetico-geometric series.
+    The weight of each value is ``KEPT`` times that of the next value. The sum consists of a
+    geometric and an arithmetico-geometric series.
     """
     rest = 1.0 - KEPT
     weights = (1.0 - KEPT**count) / rest
@@ -101,11 +101,10 @@ class LeapingScheduler(Scheduler):
     """A ``Scheduler`` that also runs many identical steps in one call."""
 
     def identical_steps(self) -> int:
-        """Return the number of identical steps ahead; 0 if there is none.
+        """Return the number of identical steps that follow now; 0 if there is none.
 
-        This is the number of results that the scheduler can process, and of plans that it can make.
-        Each plan has the rows that are in flight now. No sequence may be added or removed from
-        outside meanwhile.
+        The scheduler can process this many results, and make this many plans, and each plan has the
+        rows that are in flight now. The caller must add and remove no sequence meanwhile.
         """
         plans, running = self._plans.values(), self.running
         depth, count = len(plans), len(running)
@@ -120,8 +119,8 @@ class LeapingScheduler(Scheduler):
         return bisect_right(range(most + 1), available, key=self._growth) - 1
 
     def leap(self, steps: int, token_of: Callable[[Sequence], int]) -> None:
-        """Process the results of ``steps`` steps and make ``steps`` plans; at most
-        ``identical_steps``.
+        """Process the results of ``steps`` steps and make ``steps`` plans. ``steps`` is at most the
+        result of ``identical_steps``.
 
         ``token_of`` gives the token that a sequence gets in each step. The plans in flight keep
         their rows, but these begin ``steps`` tokens later. Blocks become full and are allocated in
@@ -148,8 +147,8 @@ class LeapingScheduler(Scheduler):
     def _events(
         self, sequence: Sequence, place: int, steps: int
     ) -> Iterator[tuple[int, bool, int]]:
-        """Yield the steps in which a block of ``sequence`` becomes full (False), and those in which
-        a block is allocated for it (True)."""
+        """Yield the events of a sequence in the next ``steps`` steps: a block becomes full (False),
+        or a block is allocated (True)."""
         size = self.limits.block_size
         known = len(sequence.token_ids) - 1
         for step in range(size - known % size, steps + 1, size):

@@ -32,11 +32,11 @@ class RoleChange:
 
 
 HEARD_S = 0.25
-"""Seconds until a router has read in the registry that a worker leaves or has returned, as in
-``router.dispatch.dispatcher``."""
+"""Time until a router reads in the registry that a worker leaves or has returned, in seconds. It is
+the same as in ``router.dispatch.dispatcher``."""
 _POLL_S = 0.02
-"""Interval at which a leaving worker checks whether it still has sequences, in seconds, as in
-``worker.process``."""
+"""Interval in seconds at which a leaving worker checks whether it still has sequences. It is the
+same as in ``worker.process``."""
 
 
 class SimulatedAutoscaler:

@@ -10,7 +10,7 @@ from engine.scheduling.sequence import Sequence
 from planning.common.traces import TracedRequest
 
 TOKEN_IDS = 1 << 32
-"""Upper bound of token ids in the simulation."""
+"""Upper bound of token ids in the simulation. Each request has one of these ids."""
 _PLACE_BYTES = 2
 """Bytes that encode a KV block's position within a block of the trace, which may hold several KV
 blocks."""
@@ -50,7 +50,7 @@ class SimulatedRequest:
     ) -> None:
         """``trace_block`` is the number of tokens per block hash of the trace.
 
-        It is a multiple of ``block_tokens``, the number of tokens of a KV block.
+        It must be a multiple of ``block_tokens``, the number of tokens of a KV block.
         """
         self.number = number
         self.name = f"r{number}"
@@ -71,7 +71,7 @@ class SimulatedRequest:
         self.is_local = False
         self.cached_tokens = 0
         self.told = 0
-        """Number of generated tokens that were reported to admission."""
+        """Number of the request's generated tokens that were reported to admission."""
         self.runs: list[tuple[int, int, int]] = []
 
     @property
@@ -101,12 +101,12 @@ class SimulatedRequest:
         )
 
     def forget_tokens(self) -> None:
-        """Free the memory of a completed request's tokens."""
+        """Free the memory of the request's tokens after the request has completed."""
         self.token_ids, self.hashes = (), []
 
     def took_token(self, worker: int, step: int) -> None:
-        """Record that the worker with this number generated the request's next token in this
-        step."""
+        """Record that the worker with the number ``worker`` generated the request's next token in
+        the step with the number ``step``."""
         self.generated += 1
         if self.runs:
             where, first, last = self.runs[-1]
@@ -116,8 +116,8 @@ class SimulatedRequest:
         self.runs.append((worker, step, step))
 
     def took_run(self, worker: int, first: int, count: int) -> None:
-        """Record that ``count`` steps of a worker, from number ``first`` on, generated one token
-        each."""
+        """Record that ``count`` steps of the worker with this number each generated one token.
+        ``first`` is the number of the first step."""
         self.took_token(worker, first)
         self.generated += count - 1
         where, begun, last = self.runs[-1]

@@ -28,8 +28,9 @@ from router.routing.routing_state import RoutingState
 
 TICK_S = 0.05
 CAPACITY_AGE_S = 0.02
-"""Interval at which an idle queue is examined, and maximum age of the queue's view of the workers,
-in seconds, as in ``router.admission.admission_queue``."""
+"""Interval at which a queue is examined while nothing else happens, in seconds. Also the maximum
+age of the queue's view of the workers. It is the same as in
+``router.admission.admission_queue``."""
 REFRESH_S = 0.05
 """Maximum age of the router's table of workers, in seconds, as in
 ``router.routing.route_finder``."""
@@ -76,7 +77,8 @@ class SimulatedRouter:
         self._generated_at = -math.inf
         self._refreshed_at = -math.inf
         self._seen: dict[str, int] = {}
-        """Last change of each worker that the router's table includes, by the worker's name."""
+        """Number of the last change of each worker that is included in the router's table, by the
+        worker's name."""
         self._ticks = False
         self._prefill = [worker for worker in workers if worker.role == "prefill"]
         self._decode = [worker for worker in workers if worker.role == "decode"]
@@ -119,7 +121,7 @@ class SimulatedRouter:
         self._capacity = None
 
     def take_back(self, worker: SimulatedWorker) -> None:
-        """Send requests to a worker again, in its present role."""
+        """Send requests to a worker again, in the role that it has now."""
         (self._prefill if worker.role == "prefill" else self._decode).append(worker)
         self._join(worker)
         self._capacity = None

@@ -36,7 +36,7 @@ from planning.simulator.costs.step_model import StepLoad, shape_of
 from planning.simulator.costs.worker_profile import WorkerProfile
 
 PUBLISH_S = 0.05
-"""Seconds from the start or end of a prompt until its blocks are in the prefix index: see
+"""Seconds from the start or end of a prompt until the prompt's blocks are in the prefix index: see
 ``worker.registry.index_publisher``."""
 
 
@@ -65,7 +65,7 @@ class SimulatedWorkerSettings:
     limit."""
     leaps: bool = True
     max_model_len: int = 0
-    """Maximum tokens of a sequence; 0: the limit of the worker's profile."""
+    """Maximum number of tokens of a sequence; 0 means the limit in the worker's profile."""
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class Work:
     steps: int = 0
     busy_s: float = 0.0
     decode_s: float = 0.0
-    """Part of ``busy_s`` in which all sequences of the step decoded."""
+    """Part of ``busy_s`` that was spent in steps in which all sequences decoded."""
     decoded_tokens: int = 0
     prompt_tokens: int = 0
     """Number of prompt tokens computed, in chunks."""
@@ -140,24 +140,24 @@ class SimulatedWorker:
         self._publishes = False
         self._leaps = settings.leaps
         self._plans: deque[tuple[StepPlan, int]] = deque()
-        """Plans in flight, the running one first. Each has the number of steps of ``_run`` that had
-        been leapt over when it was made."""
+        """Plans in flight, the running one first. Each has a number: how many steps of ``_run`` had
+        been leapt over when the plan was made."""
         self._run: StepRun | None = None
-        """The running step, and the identical steps after it that are leapt over."""
+        """The running step together with the identical steps after it that are leapt over."""
         self._shape = StepLoad(0, 0)
-        """Load of the first step of ``_run``, on which the cost of the others is based."""
+        """Load of the first step of ``_run``. The costs of the other steps are computed from it."""
         self._leapt = 0
         """Number of steps of ``_run`` that have ended."""
         self._max_leaps = 0
-        """Maximum number of steps of ``_run`` that can be leapt over, since nothing but the next
-        token happens in them."""
+        """Maximum number of steps of ``_run`` that can be leapt over. In these steps, each sequence
+        gets its next token and nothing else happens."""
         self._begun_s = 0.0
         """Virtual time at which the running step began."""
         self._is_bent = False
         """Whether the worker's speed has changed since the running step began."""
         self._leapt_ever = 0
         self.changes = 0
-        """Number of changes to the worker's sequences or to their blocks."""
+        """Number of changes so far to the sequences on the worker or to their blocks."""
         self.last_step_s = 0.0
         """Duration of the last step that ended."""
         self._alarm = 0
@@ -167,9 +167,8 @@ class SimulatedWorker:
     # Sequences
 
     def add(self, sequence: SimulatedSequence) -> None:
-        """Queue a sequence whose KV is still to be computed. Raises InvalidRequest as ``Scheduler``
-        does.
-        """
+        """Queue a sequence whose KV is not computed yet. Raises InvalidRequest, as ``Scheduler``
+        does."""
         self.catch_up()
         self._note_deadline(sequence)
         self.scheduler.add(sequence)
@@ -201,7 +200,8 @@ class SimulatedWorker:
         self.settle()
 
     def changed(self) -> None:
-        """Schedule the events that report newly stored and removed blocks to the prefix index."""
+        """Schedule events that update the prefix index with the blocks that the worker has newly
+        stored or removed."""
         if not self._publishes:
             self._publishes = True
             self._events.after(PUBLISH_S, self._tell_index)
@@ -268,8 +268,8 @@ class SimulatedWorker:
         self._set_alarm()
 
     def _set_alarm(self) -> None:
-        """Schedule the next end of a step that does more than generate each sequence's next
-        token."""
+        """Schedule an event for the end of the next step that does more than give each sequence its
+        next token."""
         run = self._run
         if run is None:
             return
@@ -292,14 +292,14 @@ class SimulatedWorker:
             self._end_step()
 
     def catch_up(self) -> None:
-        """Process the steps that were leapt over and have ended by now."""
+        """Process the leapt-over steps that have ended by the current virtual time."""
         run = self._run
         if run is not None and self._max_leaps > self._leapt:
             ended = run.ended_at(self._clock.engine_time(self._events.now))
             self._take_in(min(ended, self._max_leaps) - self._leapt)
 
     def _take_in(self, steps: int) -> None:
-        """Process ``steps`` steps of the current run.
+        """Process ``steps`` steps of the current run of identical steps.
 
         The last of these steps ended after the last change of speed.
         """
@@ -332,8 +332,8 @@ class SimulatedWorker:
         self._is_bent = False
 
     def _took_s(self, leapt: int) -> float:
-        """Return the duration of a step of the current run: the one after ``leapt`` steps. It began
-        at ``_begun_s``."""
+        """Return the duration of one step of the current run: the one that follows ``leapt`` steps.
+        It began at ``_begun_s``."""
         run = self._run
         assert run is not None, "no step runs"
         if self._is_bent:
@@ -377,8 +377,8 @@ class SimulatedWorker:
             self._planner.observe_run(shape.decodes, shape.context_tokens, 1, ms, 0.0)
 
     def _count(self, steps: int, seconds: float, shape: StepLoad) -> None:
-        """Add ``steps`` equal steps to the completed work. ``shape`` is the load of the first
-        one."""
+        """Add ``steps`` equal steps to the completed work. ``seconds`` is their time, and ``shape``
+        is the load of the first one."""
         work = self.work
         self._count_work(steps, shape)
         work.steps += steps
@@ -417,7 +417,8 @@ class SimulatedWorker:
         return self._run is None
 
     def load(self) -> LoadSnapshot:
-        """Return the worker's load at this moment, as its messages would report it."""
+        """Return the worker's load at this moment, as a live worker would report it in its
+        messages."""
         self.catch_up()
         counts = self.pool.counts()
         step = self._planner.mean_step()
@@ -448,7 +449,6 @@ def _token_of(sequence: EngineSequence) -> int:
 
 
 def _sampled(plan: StepPlan) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens that a step generates, one tuple for each row of the plan. Each token is
-    its request's own id.
-    """
+    """Return the tokens that a step generates, one tuple for each row of the plan. All tokens of a
+    request have that request's own id."""
     return tuple((row.sequence_id % TOKEN_IDS,) if row.sample else () for row in plan.rows)

@@ -28,8 +28,8 @@ class StepRun:
         return self.begun_s + steps * self.step_s + self.growth_s * (steps * (steps - 1) / 2)
 
     def ended_at(self, now: float) -> int:
-        """Return the number of the run's steps that have ended at ``now``, if the run had no
-        end."""
+        """Return how many steps of the run have ended at the time ``now``, as if the run had no
+        last step."""
         if now < self.end_s(1):
             return 0
         left = now - self.begun_s

@@ -19,8 +19,8 @@ from planning.simulator.cluster.simulated_request import SimulatedSequence
 from planning.simulator.cluster.simulated_worker import SimulatedWorker
 
 MIN_WIRE_S = 0.02
-"""Seconds of network time per chunk above which layers are sent while the chunk is computed, as in
-``prefill_worker.handoff``."""
+"""Time to transfer the KV of one chunk, in seconds. If it is longer than this, layers are sent
+while the chunk is computed, as in ``prefill_worker.handoff``."""
 
 
 class RouterSide(Protocol):
@@ -28,19 +28,20 @@ class RouterSide(Protocol):
     message."""
 
     def computed(self, attempt: SimulatedAttempt, computed_tokens: int, compute_s: float) -> None:
-        """Handle an attempt's first token."""
+        """Handle the message that an attempt has its first token."""
 
     def committed(self, attempt: SimulatedAttempt, transfer_s: float) -> None:
-        """Handle the end of an attempt's handoff."""
+        """Handle the message that an attempt's handoff has ended."""
 
     def finished(self, attempt: SimulatedAttempt) -> None:
-        """Handle an attempt that has all its tokens."""
+        """Handle the message that an attempt has generated all its tokens."""
 
     def handed_back(self, attempt: SimulatedAttempt) -> None:
-        """Handle an attempt that has lost its blocks, and must be placed again."""
+        """Handle the message that an attempt has lost its blocks. The router must place its request
+        again."""
 
     def failed(self, attempt: SimulatedAttempt, error: BatonError) -> None:
-        """Handle an attempt that failed."""
+        """Handle the message that an attempt has failed with ``error``."""
 
 
 class _Places:
@@ -51,8 +52,8 @@ class _Places:
         self.waiting: deque[SimulatedAttempt] = deque()
 
     def enter(self, attempt: SimulatedAttempt) -> bool:
-        """Take a place if one is free; otherwise the attempt waits. Return whether it has a
-        place."""
+        """Give the attempt a place if one is free; otherwise the attempt waits for one. Return
+        whether it has a place."""
         if self.places:
             self.places -= 1
             return True
@@ -68,7 +69,7 @@ class _Places:
 
 
 class _Seat:
-    """State of a worker outside its engine: its tickets, and its places for attempts."""
+    """State of a worker outside its engine: its tickets, and the limits on its attempts."""
 
     def __init__(self, worker: SimulatedWorker) -> None:
         self.room = Room(worker.scheduler)
@@ -137,7 +138,8 @@ class WorkersSide:
             self._reserve(following)
 
     def _take_place(self, attempt: SimulatedAttempt) -> None:
-        """Take a place in the source's prefill batch, after the target has reserved the blocks."""
+        """Give the attempt a place in the prefill batch of its source, or let it wait for one. The
+        target has reserved the blocks before."""
         if self._seat(attempt.source).batch.enter(attempt):
             self._compute(attempt)
         else:
@@ -275,8 +277,8 @@ class WorkersSide:
         self._events.at(arrived_s, lambda: self._commit(attempt, now))
 
     def _send(self, attempt: SimulatedAttempt, sequence: Sequence, *, is_last: bool) -> None:
-        """Send the sequence's blocks that have become full; with ``is_last``, the partial one
-        too."""
+        """Send those of the sequence's blocks that have become full. If ``is_last`` is true, send
+        the partial block too."""
         source, target = attempt.source, attempt.target
         size = source.scheduler.limits.block_size
         done = _blocks(attempt, source) if is_last else sequence.computed // size
@@ -301,7 +303,7 @@ class WorkersSide:
         self._tell(attempt, lambda: self.router.computed(attempt, tokens, seconds))
 
     def _tell(self, attempt: SimulatedAttempt, say: Callable[[], None]) -> None:
-        """Call ``say``, a method of the router, after the time of a message."""
+        """Call ``say``, a method of the router, after the virtual time that a message takes."""
         self._events.after(attempt.target.profile.call_s, say)
 
     def _commit(self, attempt: SimulatedAttempt, computed_at: float) -> None:
@@ -354,7 +356,7 @@ class WorkersSide:
         """Migrate a worker's sequences, as routers do for a drained worker. Return whether the
         worker is empty.
 
-        Prompts still run to their end on the worker, and tickets last until their handoff ends.
+        Prompts are still completed on the worker, and each ticket lasts until its handoff ends.
         """
         worker.catch_up()
         scheduler = worker.scheduler

@@ -20,8 +20,9 @@ from worker.costs.step_costs import StepCosts, fit
 
 _CHUNKS = ((64, 0), (256, 0), (512, 512), (1024, 0), (2048, 0), (2048, 6144), (8192, 0))
 _BATCHES = ((1, 128), (1, 2048), (8, 512), (16, 2048), (32, 256), (64, 1024), (128, 512))
-"""Steps that a worker's calibration would time. An entry of ``_CHUNKS`` has the tokens of a chunk,
-and those before it. An entry of ``_BATCHES`` has the sequences, and the context tokens of each."""
+"""Steps that a worker's calibration would time. An entry of ``_CHUNKS`` has the number of tokens of
+a chunk, and the number before it. An entry of ``_BATCHES`` has the number of sequences, and the
+context tokens of each."""
 _REDUCE_LATENCY_S = 10e-6
 """Latency of one all-reduce within a machine, in seconds."""
 
@@ -41,7 +42,7 @@ class Efficiency:
     wire: float = 0.8
     """Share of the bandwidth that transfers over network and links reach."""
     launch_s: float = 1e-3
-    """Seconds of a step for other work: launches, sampling, planning."""
+    """Time that a step takes for other work (launches, sampling, planning), in seconds."""
 
 
 DEFAULT_EFFICIENCY = Efficiency()
@@ -59,7 +60,8 @@ class AnalyticalCosts:
         weight_bytes: float = 2.0,
         tensor_parallel: int = 1,
     ) -> None:
-        """``weight_bytes`` is the bytes per weight; with 1 byte, products have inputs of 8 bits.
+        """``weight_bytes`` is the number of bytes per weight. If it is 1, matrix products have
+        8-bit inputs.
 
         KV has two bytes per value. ``tensor_parallel`` GPUs of one machine divide a worker's work
         evenly.
@@ -73,7 +75,8 @@ class AnalyticalCosts:
         """Bytes of one token's KV, over all GPUs of the worker."""
         flops = gpu.eight_bit_flops if weight_bytes <= 1 else gpu.flops
         self.peak = Peak(flops * tensor_parallel, gpu.memory_bytes_per_s * tensor_parallel)
-        """Peak of all GPUs. Attention has a lower peak if weights have 8 bits: KV has 16."""
+        """Peak rates of all GPUs of the worker. If weights have 8 bits, attention has a lower peak
+        than this, since KV has 16 bits."""
         self._pair_flops = 4.0 * model.layers * model.heads * model.head_dim
         self._flops_per_s = flops * efficiency.products * tensor_parallel
         self._bytes_per_s = gpu.memory_bytes_per_s * efficiency.memory * tensor_parallel
@@ -146,6 +149,7 @@ class AnalyticalCosts:
 
 
 def _pairs(count: int, start: int) -> float:
-    """Return the number of pairs of a query and a key in a chunk. Each token attends to itself and
+    """Return the number of pairs of a query and a key in the attention of a chunk. ``count`` is the
+    number of tokens in the chunk, ``start`` the number before it. Each token attends to itself and
     to those before it."""
     return count * (start + (count + 1) / 2)

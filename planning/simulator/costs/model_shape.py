@@ -29,8 +29,8 @@ class ModelShape:
     mlp_matrices: int = 3
     """Number of matrices of an MLP: 3 if it is gated, 2 otherwise."""
     experts: int = 0
-    """Number of experts of a layer; each token uses ``experts_met`` of them. 0: one MLP for all
-    tokens."""
+    """Number of experts of a layer; each token uses ``experts_met`` of them. 0 means that all
+    tokens use the same MLP."""
     experts_met: int = 0
 
     @property

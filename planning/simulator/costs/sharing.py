@@ -25,8 +25,9 @@ class Sharing:
     """Factors by which a worker's steps slow when one other worker of its host is active; at least
     1.
 
-    Each further active worker adds the same. Long prompts have a separate factor, because decode
-    pauses for them if workers share the host's cores step by step (``worker.cores.core_board``).
+    Each further active worker slows the steps by the same amount again. Long prompts have a
+    separate factor, because decode pauses for them if workers share the host's cores step by step
+    (``worker.cores.core_board``).
     """
 
     decode_beside_prefill: float = 1.0

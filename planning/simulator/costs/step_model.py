@@ -15,11 +15,12 @@ class StepLoad:
     """Properties of a step that determine its time."""
 
     decodes: int
-    """Number of rows that compute one token."""
+    """Number of rows in the step that compute one token."""
     context_tokens: int
     """Number of tokens that the one-token rows attend to in total, including their own."""
     chunks: tuple[tuple[int, int], ...] = ()
-    """For each other row: the number of tokens to compute, and of those before them."""
+    """For each row with several tokens: the number of tokens to compute, and the number of tokens
+    before them."""
 
     @property
     def tokens(self) -> int:
@@ -69,7 +70,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """Work that a step needs at least, in any implementation."""
+    """Minimum work of a step, which every implementation has to do."""
 
     flops: float
     """Floating-point operations of matrix products and attention; a multiplication and an addition
@@ -98,10 +99,12 @@ class StepCostModel(Protocol):
         """
 
     def decode_line(self, batch: int) -> DecodeLine:
-        """Return the linear function for steps in which only ``batch`` sequences decode."""
+        """Return the time of a step in which only ``batch`` sequences decode, as a linear function
+        of the tokens attended to."""
 
     def step_costs(self) -> StepCosts:
-        """Return the result of a worker's calibration, with which policy and workers predict."""
+        """Return the step costs that a worker's calibration would give. The policy and the workers
+        predict with them."""
 
 
 @dataclass(frozen=True, slots=True)

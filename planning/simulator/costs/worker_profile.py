@@ -56,10 +56,10 @@ class WorkerProfile:
 
 
 PROFILE_VERSION = 1
-"""Version of the profile's file format. Newer fields may be missing: without ``sharing``, no host
-is shared."""
+"""Version of the profile's file format. Fields that were added later may be missing. If ``sharing``
+is missing, workers do not share hosts."""
 _MEMORY_SHARE = 0.9
-"""Fraction of GPU memory in use, the default of ``gpu_memory_fraction``."""
+"""Fraction of GPU memory that a worker uses: the default of ``gpu_memory_fraction``."""
 _ACTIVATION_BYTES = 2e9
 """GPU memory for data other than weights and KV, in bytes."""
 
@@ -109,7 +109,8 @@ def read_profile(name: str, model: str = "", *, tensor_parallel: int = 1) -> Wor
     """Return a worker's profile by its accelerator's name, or from a profile's file. Raises
     ConfigError.
 
-    ``model`` is a name or a path as for ``model_shape``. A profile's file already has its model.
+    ``model`` is a name or a path as for ``model_shape``. It is not needed for a profile's file,
+    which already contains the model's costs.
     """
     if name in ACCELERATORS:
         shape = model_shape(model or DEFAULT_MODEL)
@@ -160,7 +161,8 @@ def profile_of(fields: Any, name: str) -> WorkerProfile:
 
 
 def profile_fields(profile: WorkerProfile) -> dict[str, Any]:
-    """Return the JSON fields of a worker's profile, whose costs must be fitted ones."""
+    """Return the JSON fields of a worker's profile. Its costs must be of the class
+    ``FittedCosts``."""
     costs = profile.costs.step_costs()
     return {
         "version": PROFILE_VERSION,
