@@ -64,8 +64,8 @@ def _git(folder: Path, *arguments: str) -> str:
 def resolve(repository: Path, ref: str) -> str:
     """Return the hash of the commit that ``ref`` names.
 
-    Raises ConfigError if there is none, or if it is checked out with changes to tracked files,
-    which would silently not be measured.
+    Raises ConfigError if there is no such commit. Also raises it if the commit is checked out with
+    changes to tracked files, since the benchmark would not measure these changes.
     """
     try:
         commit = _git(repository, "rev-parse", "--verify", "--end-of-options", f"{ref}^{{commit}}")
@@ -83,7 +83,7 @@ def resolve(repository: Path, ref: str) -> str:
 def parse_command(name: str, text: str) -> tuple[str, ...]:
     """Split a side's command into words.
 
-    Raises ConfigError if the command cannot be run or writes no file.
+    Raises ConfigError if the command cannot be run, or if it has no place for the output file.
     """
     if not text:
         raise ConfigError(f"side {name} has no command: give --{name.lower()} or --command")
@@ -113,8 +113,8 @@ def _pins(root: Path) -> tuple[bytes | None, ...]:
 
 
 def _environment(programs: Path, root: Path) -> dict[str, str]:
-    """Return the environment variables of a side: ``programs`` comes first in PATH, and ``root`` in
-    PYTHONPATH.
+    """Return the environment variables for one side of the comparison. ``programs`` comes first in
+    PATH, and ``root`` comes first in PYTHONPATH.
 
     PYTHONPATH precedes an editable install.
     """
@@ -137,8 +137,8 @@ def _execute(
     log: Path,
     timeout_s: float,
 ) -> None:
-    """Run a command with its output in a log. Raises Unavailable with the last lines of the log on
-    failure and timeout."""
+    """Run a command, and write its output to the file ``log``. On failure and timeout, raises
+    Unavailable with the last lines of the log."""
     try:
         with process_group(command, environment, log, folder=root) as process:
             code = process.wait(timeout_s)
@@ -169,8 +169,8 @@ def _prepare(
     folder: Path,
     commits: Iterable[tuple[str, str, tuple[str, ...]]],
 ) -> list[Side]:
-    """Make a worktree for each commit, which ``stack`` removes; packages are installed once for
-    equal pins."""
+    """Make a worktree for each commit; ``stack`` removes it at its end. Commits that pin the same
+    packages share one installation of them."""
     environments = {_pins(repository): Path(sys.prefix) / "bin"}
     sides = []
     for name, commit, command in commits:

@@ -18,7 +18,7 @@ from rich.console import Console
 from planning.common.report import print_whole, this_machine, whole_table
 
 ROW_KEYS = ("rate", "concurrency", "batch", "temperature", "bytes", "prompt_tokens")
-"""Numeric fields of a row that are settings and not results."""
+"""Names of numeric fields that are settings of a row, not results."""
 _REPETITION = "repetition"
 _SHOWN = 3
 
@@ -37,11 +37,13 @@ class Figure:
         return len({*self.a, *self.b}) == 1
 
     def ratio(self) -> float | None:
-        """Return the median of B divided by the median of A; None if the latter is 0."""
+        """Return the median of side B divided by the median of side A; None if the median of side A
+        is 0."""
         return _ratio(statistics.median(self.a), statistics.median(self.b))
 
     def spread(self) -> tuple[float, float] | None:
-        """Return the smallest and the largest B/A of a single pair; None if a value of A is 0."""
+        """Return the smallest and the largest ratio of side B to side A in a single pair of runs.
+        None if a value of side A is 0."""
         ratios = [_ratio(a, b) for a, b in zip(self.a, self.b, strict=True)]
         found = [ratio for ratio in ratios if ratio is not None]
         return (min(found), max(found)) if len(found) == len(ratios) else None
@@ -53,16 +55,18 @@ class Comparison:
 
     figures: tuple[Figure, ...]
     constant: int
-    """How many numbers are left out because no run changed them."""
+    """Number of values that are left out of the comparison because they are the same in all
+    runs."""
     unmatched: tuple[str, ...]
-    """Paths of numbers that no pair of runs has on both sides."""
+    """Paths of numbers that no pair of runs has on both sides of the comparison."""
 
 
 def numbers(document: object) -> dict[str, list[float]]:
     """Return all finite numbers of a benchmark's JSON, by path.
 
-    A list of numbers is one path with several values, and so are rows that differ only in their
-    ``repetition``. Other equal rows are identified by position.
+    A list of numbers has one path with several values. Rows that differ only in their
+    ``repetition`` also share one path. Other rows with equal settings are distinguished by
+    position.
     """
     found: dict[str, list[float]] = {}
     for path, number in _walk("", document):

@@ -35,7 +35,8 @@ _DRAIN_S, _QUESTIONS = 120, 15
 
 
 def agent_prompts(path: Path) -> None:
-    """Write prompts of a few agents; each agent's prompts begin with the same long text."""
+    """Write a file of prompts from a few agents. All prompts of an agent begin with the same long
+    text."""
     chance = random.Random(1)  # noqa: S311 - text of a load, no secret
     systems = [" ".join(chance.choices(_WORDS, k=_SHARED_WORDS)) for _ in range(_AGENTS)]
     # The first agents are called more often, so that some workers hold the popular prefixes.

@@ -27,7 +27,8 @@ from typing import Any
 
 HOOK = Path(__file__).resolve().parent / "path_hook"
 IDLE_S = 4.0
-"""Idle time, long enough for all periodic work of a cluster, in seconds."""
+"""Time for which the cluster is left idle, in seconds. All periodic work of the cluster runs within
+this time."""
 READY_S = 300.0
 ANSWER_S = 60.0
 _SETTLE_S = 0.5
@@ -63,9 +64,9 @@ def main() -> None:
 def counts(processes: list[Mapping[str, Any]]) -> dict[str, dict[str, list[str]]]:
     """Return, by role, the names of modules, functions and classes that run only for a request.
 
-    A process has the role whose package it runs for a request. If several processes have a role,
-    the busiest one is counted: the others only import that package. A role without a process is an
-    error.
+    A process has a role if it runs that role's package for a request. If several processes have the
+    same role, the one that runs the most is counted: the others only import the package. A role
+    without a process is an error.
     """
     found: dict[str, dict[str, list[str]]] = {}
     for process in processes:
@@ -92,7 +93,8 @@ def counts(processes: list[Mapping[str, Any]]) -> dict[str, dict[str, list[str]]
 
 
 def measured(folder: Path) -> list[Mapping[str, Any]]:
-    """Return what every process of a cluster has run while idle and for one request."""
+    """Run a cluster, and return what each of its processes has run while idle and for one
+    request."""
     phase = folder / "phase"
     phase.write_text("")
     address, grpc_address = _free_addresses(2)

@@ -17,7 +17,7 @@ _DEADLINE_S = 600
 
 
 def verdict(report: dict[str, Any]) -> tuple[int, list[str]]:
-    """Return the exit code for pip-audit's JSON, and lines to print."""
+    """Return the exit code for a JSON report of pip-audit, and the lines to print."""
     found: list[dict[str, Any]] = report.get("dependencies", [])
     skipped = [one["name"] for one in found if "skip_reason" in one]
     audited = len(found) - len(skipped)

@@ -24,7 +24,7 @@ FOLDER = ROOT / "requirements"
 SERVING = ("bench", "gguf", "otel", "tls")
 """The extras that ``cuda.lock`` and ``cpu.lock`` hold: a checkout and the images install them."""
 EXTRAS = {"dev": ("cuda",), "fuzz": ("cuda", "dev"), "nixl": ("cuda",)}
-"""Lock files to install before the lock file of an extra, by extra."""
+"""For each extra, the lock files that must be installed before the extra's own lock file."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
 _TRITON = "triton>=3.2; sys_platform == 'linux'"
 """The requirement of triton; it must be the same as in pyproject.toml."""
@@ -32,12 +32,13 @@ _CUDA_ONLY = re.compile(r"(nvidia|cuda)-")
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]*(?===)")
 _CPU_WHEEL = re.compile(r"torch-([0-9.]+)\+cpu-.*_(x86_64|aarch64)\.whl")
 _PYTHON, _PLATFORM = "3.11", "x86_64-manylinux_2_28"
-"""Versions are resolved for the oldest Python that Baton supports; newer ones need no additional
-packages."""
+"""The Python version and the platform for which package versions are resolved: the oldest that
+Baton supports. Newer Python versions need no additional packages."""
 _UV_S, _INDEX_S = 600.0, 60.0
 
 Blocks = dict[str, str]
-"""Packages of a lock file: the lines of each, which are its pin and its hashes, by name."""
+"""Packages of a lock file by name. The value is the lines of the package: its pin and its
+hashes."""
 
 
 def blocks_of(text: str) -> Blocks:
@@ -63,8 +64,9 @@ def blocks_of(text: str) -> Blocks:
 def cpu_blocks(cuda: Mapping[str, str], triton: str, wheels: Mapping[str, str]) -> Blocks:
     """Return the packages of ``cuda.lock`` with torch's CPU build, and without CUDA's libraries.
 
-    ``triton`` has its lines; torch's CUDA build pins another version. ``wheels`` has the SHA-256 of
-    each CPU build of torch, by file name. Raises ValueError if none of them has the pinned version.
+    ``triton`` has the lock file lines of the package triton, since torch's CUDA build pins another
+    version of it. ``wheels`` has the SHA-256 of each CPU build of torch, by file name. Raises
+    ValueError if none of them has the pinned version.
     """
     pinned = re.match(r"torch==([0-9.]+)", cuda["torch"])
     assert pinned is not None, "a pin begins with its name"
@@ -109,7 +111,8 @@ def pins_of(text: str) -> str:
 
 
 def check_hashes(locks: Mapping[str, Mapping[str, str]]) -> None:
-    """Raise ValueError if two different versions have the same hash, in one lock file or in two."""
+    """Raise ValueError if two different package versions have the same hash, in the same lock file
+    or in different ones."""
     owners: dict[str, str] = {}
     for name, blocks in locks.items():
         for lines in blocks.values():
@@ -120,8 +123,8 @@ def check_hashes(locks: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def compile_lock(target: Path, options: Iterable[str], wanted: str = "") -> Blocks:
-    """Resolve requirements with uv. Versions in the file ``target`` are kept; the file does not
-    change.
+    """Resolve requirements with uv. Versions that the lock file ``target`` has are kept. The file
+    itself is not changed.
 
     ``wanted`` is a requirement; if it is empty, the requirements of pyproject.toml are resolved.
     """

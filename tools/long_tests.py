@@ -27,9 +27,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/lab-notes/long-tests.md"
 SHARD_MINUTES = 10.0
 _UNKNOWN_S = 60.0
-"""Assumed duration of the tests in a file that has never run, in seconds."""
+"""Assumed duration in seconds of the long tests in a file that has never run."""
 _PATIENCE = 2.0
-"""Factor on a shard's expected time, after which the shard is ended."""
+"""Factor by which a shard may exceed its expected time before it is ended."""
 _END_S = 120.0
 """Time that a shard has after SIGINT to stop its clusters, in seconds."""
 _COLLECT_S = 600.0
@@ -41,7 +41,7 @@ sys.exit(pytest.main())
 """A program that runs pytest so that SIGINT ends its fixtures, even where SIGINT is ignored, as in
 background jobs."""
 _WHOLE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-"""pytest's exit codes after a complete run."""
+"""Exit codes of pytest that mean that all tests have run."""
 _INTRODUCTION = """# Long tests
 
 `make test-long` runs the tests that take minutes, in shards of about ten minutes, and writes this
@@ -52,7 +52,7 @@ chooses a shard by a commit's hash. A file's row is from the last time that `mak
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Results of one file's long tests."""
+    """Results of the long tests in one file: a row of the results page."""
 
     file: str
     """Path of the test file, relative to the repository."""
@@ -69,7 +69,8 @@ class Row:
 def shards(seconds: Mapping[str, float], bound_s: float) -> list[tuple[str, ...]]:
     """Group test files by duration, with at most ``bound_s`` seconds per group.
 
-    A file that takes longer is a separate group. The same files and times give the same groups.
+    A file that takes longer than that is a separate group. The same files and times give the same
+    groups.
     """
     groups: list[list[str]] = []
     sums: list[float] = []
@@ -150,7 +151,8 @@ def read_page(text: str) -> dict[str, Row]:
 
 
 def long_files(root: Path = ROOT) -> list[str]:
-    """Return the test files with long tests. Raises CalledProcessError with pytest's output."""
+    """Return the paths of test files that contain long tests. Raises CalledProcessError with
+    pytest's output."""
     command = (sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "long")
     done = subprocess.run(  # noqa: S603 - a command of our own
         command, cwd=root, capture_output=True, text=True, timeout=_COLLECT_S, check=True
@@ -161,8 +163,8 @@ def long_files(root: Path = ROOT) -> list[str]:
 def run_shard(files: Sequence[str], limit_s: float, root: Path = ROOT) -> dict[str, Row]:
     """Run the long tests of files and show pytest's output. Returns the results by file.
 
-    When ``limit_s`` is over, or pytest ends early, the running file has failed, and so have the
-    remaining ones.
+    When ``limit_s`` seconds have passed or pytest ends early, the file that was running and all
+    remaining files count as failed.
     """
     date, commit = time.strftime("%Y-%m-%d", time.gmtime()), _commit(root)
     with tempfile.TemporaryDirectory(prefix="long-tests-") as folder:

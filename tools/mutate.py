@@ -36,12 +36,14 @@ from loadtest.common.bench_app import bench_app, say
 ROOT = Path(__file__).parents[1]
 TABLES = tuple(sorted((ROOT / "tools" / "mutations").glob("*.toml")))
 TEST_S = 60
-"""Time after which a test counts as failed, in seconds: a change may make it wait forever."""
+"""Time after which one test counts as failed, in seconds. A mutation may make a test wait
+forever."""
 RUN_S = 600.0
-"""Maximum time of a row's tests, in seconds."""
+"""Maximum time of all tests of one mutation, in seconds."""
 _PYTEST = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--timeout={TEST_S}")
 _FAILED, _PASSED = 1, 0
-"""pytest's exit codes after failed and passed tests. With other codes, no test has run."""
+"""Exit codes of pytest if tests have failed, and if all have passed. With any other code, no test
+has run."""
 _NO_SHRINKING = """
 
 import hypothesis
@@ -51,7 +53,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("mutations")
 """
-"""Text for conftest.py in the copies: hypothesis then stops at the first failing example."""
+"""Text that is added to conftest.py in the copies of the tree. It makes hypothesis stop at the
+first failing example."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +62,11 @@ class Mutation:
     """A row of a table of mutations: a change of a line, and the tests that must fail then."""
 
     name: str
-    """Description of what breaks."""
+    """Description of what the mutation breaks."""
     file: str
-    """The module to change, as a path from the root of the repository."""
+    """The module that the mutation changes, as a path from the root of the repository."""
     old: str
-    """Text to replace; it occurs once in the module."""
+    """Text that the mutation replaces; it occurs once in the module."""
     new: str
     tests: tuple[str, ...]
     """Test files, or single tests in them. At least one must fail after the change."""
@@ -88,7 +91,7 @@ class Judged:
 
 
 def read_mutations(*tables: Path) -> list[Mutation]:
-    """Return the mutations in tables. Raises ConfigError."""
+    """Return the mutations that the files ``tables`` list. Raises ConfigError."""
     found: list[Mutation] = []
     for path in tables:
         rows: list[dict[str, Any]] = tomllib.loads(path.read_text()).get("mutation", [])
@@ -103,10 +106,10 @@ def read_mutations(*tables: Path) -> list[Mutation]:
 
 
 def changed_text(mutation: Mutation, root: Path = ROOT) -> str:
-    """Return the text of a mutation's module with the change made.
+    """Return the text of the mutated module, with the mutation applied.
 
-    Raises ConfigError if the row no longer applies: its text is missing or occurs several times, or
-    a test is missing.
+    Raises ConfigError if the mutation no longer applies: the text to replace is missing or occurs
+    several times, or a test is missing.
     """
     said = f"the mutation {mutation.name!r} no longer applies"
     try:
@@ -149,7 +152,7 @@ class TreeCopy:
         self._times = itertools.count(1_000_000_000)
 
     def judge(self, mutation: Mutation) -> Judged:
-        """Change the copy as the mutation says, run its tests, and change the copy back."""
+        """Apply the mutation to the copy, run its tests, and undo the change. Return the result."""
         path = self.root / mutation.file
         original = path.read_text()
         try:
@@ -195,7 +198,8 @@ class TreeCopy:
 
 
 def judge_all(mutations: Sequence[Mutation], copies: Sequence[TreeCopy]) -> Iterator[Judged]:
-    """Judge mutations in parallel, one in each copy at a time; yields them as they finish."""
+    """Run the tests of each mutation, in parallel: one mutation in each copy at a time. Yield the
+    results as they are known."""
     free: SimpleQueue[TreeCopy] = SimpleQueue()
     for copy in copies:
         free.put(copy)

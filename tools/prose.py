@@ -48,7 +48,7 @@ WORDS: dict[str, str] = {
     r"(?:token|quant|initial|serial|optim|summar|normal|recogn|organ|minim|maxim|util|synchron|"
     r"author|categor|priorit|real|general|special)is(?:e|es|ed|er|ers|ing|ation|ations)": "US",
 }
-"""Regular expressions of words to avoid, each with what to write instead."""
+"""Regular expressions of words to avoid, each with advice on what to write instead."""
 
 PRODUCT = (
     *("baton", "decode_worker", "deploy", "engine", "kvtransfer", "loadtest", "planning"),
@@ -56,7 +56,7 @@ PRODUCT = (
 )
 GENERATED = re.compile(r"baton/v1/|_pb2")
 QUOTES = ("tools/prose.py", "tests/unit/tools/test_prose.py", "CONTRIBUTING.md")
-"""Files that show what to avoid: their words are not checked."""
+"""Files that quote words to avoid as examples. Their words are not checked."""
 
 _WORD = re.compile(rf"\b(?:{'|'.join(WORDS)})\b", re.IGNORECASE)
 _FENCE = re.compile(r"^(`{3,}|~{3,}).*?^\1$", re.DOTALL | re.MULTILINE)
@@ -72,7 +72,7 @@ _FILLER = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A line of a file that the style refuses, and what to write instead."""
+    """A line of a file that breaks a rule of style, and what to write instead."""
 
     path: str
     line: int
@@ -93,7 +93,7 @@ def check(path: str, source: str) -> list[Finding]:
 
 
 def _blank(code: re.Match[str]) -> str:
-    """Return a word without a meaning, in place of code.
+    """Return a neutral word to replace a piece of code, so that code is not checked as prose.
 
     Line ends stay, so that line numbers do not change.
     """
@@ -153,7 +153,8 @@ def _check_python(path: str, source: str) -> Iterator[Finding]:
 
 
 def _docstrings(tree: ast.Module) -> Iterator[tuple[int, tuple[str, str]]]:
-    """Yield line, name and text of each docstring, including those of fields and constants."""
+    """Yield each docstring: its line number, and the name and text. Docstrings of fields and
+    constants are included."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if not isinstance(body, list):

@@ -134,7 +134,8 @@ def _text(x: int, y: int, text: str, kind: str) -> str:
 
 
 def long_prompts(measured: dict[str, Any]) -> str:
-    """Draw the chart of ``long_prompts``: medians over the repetitions, as an SVG."""
+    """Draw the chart on long prompts as an SVG. ``measured`` has the figures; the chart shows
+    medians over the repetitions."""
     runs = measured["runs"]
     lengths = sorted({run["document_tokens"] for run in runs})
     lines = {}

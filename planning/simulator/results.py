@@ -51,8 +51,8 @@ class RequestResult:
 
     @property
     def ttft_s(self) -> float:
-        """Return the seconds from the time at which the client sends the request to its first
-        token. NaN without a first token."""
+        """Return the seconds from the request's arrival to its first token; NaN if it has no
+        token."""
         return float("nan") if self.first_token_s is None else self.first_token_s - self.arrival_s
 
     @property

@@ -21,7 +21,8 @@ Kind = Literal["timeseries", "stat", "heatmap"]
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A PromQL expression; ``legend`` names its series by their labels, such as ``{{class}}``."""
+    """A PromQL expression. ``legend`` is a template that names each of its time series by labels,
+    such as ``{{class}}``."""
 
     expression: str
     legend: str = ""
@@ -34,19 +35,20 @@ class Panel:
     title: str
     queries: tuple[Query, ...]
     unit: str = "short"
-    """Grafana's name of the unit: ``s``, ``bytes``, ``percentunit``, ``reqps`` …"""
+    """Grafana's name of the unit of the panel's values: ``s``, ``bytes``, ``percentunit``,
+    ``reqps`` …"""
     meaning: str = ""
     """Description that Grafana shows with the panel."""
     kind: Kind = "timeseries"
     stacked: bool = False
     limit: float | None = None
-    """A threshold, which the panel draws as a dashed line; the value should stay on one side of
-    it."""
+    """A threshold for the panel's values. The panel draws it as a dashed line; the values should
+    stay on one side of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Panels next to each other, of equal width."""
+    """A row of a dashboard: panels next to each other, of equal width."""
 
     title: str
     panels: tuple[Panel, ...]
@@ -177,13 +179,13 @@ def _source_variable() -> dict[str, Any]:
 
 
 RATE = "[$__rate_interval]"
-"""Range of a PromQL rate. Grafana chooses an interval that suits the graph and the scrape
-interval."""
+"""Range selector of a PromQL ``rate``. Grafana replaces it by an interval that suits the graph and
+the scrape interval."""
 
 
 def quantiles(series: str, by: str, *shares: float) -> tuple[Query, ...]:
-    """Return queries for quantiles of a histogram: one per share, with a line for each value of the
-    label ``by``."""
+    """Return queries for quantiles of a histogram, one for each of ``shares``. Each query gives one
+    time series for each value of the label ``by``."""
     return tuple(
         Query(
             f"histogram_quantile({share}, sum by ({by}, le) (rate({series}_bucket{RATE})))",
@@ -194,7 +196,7 @@ def quantiles(series: str, by: str, *shares: float) -> tuple[Query, ...]:
 
 
 def rated(series: str, *by: str, where: str = "") -> Query:
-    """Return a query for the rate of a counter, summed over all labels but ``by``."""
+    """Return a query for the rate of a counter, summed over all labels except those in ``by``."""
     found = f"rate({series}{{{where}}}{RATE})" if where else f"rate({series}{RATE})"
     if not by:
         return Query(f"sum({found})", series.removeprefix("baton_").removesuffix("_total"))
@@ -203,7 +205,7 @@ def rated(series: str, *by: str, where: str = "") -> Query:
 
 
 def summed(series: str, *by: str, where: str = "") -> Query:
-    """Return a query for a gauge, summed over all labels but ``by``."""
+    """Return a query for a gauge, summed over all labels except those in ``by``."""
     labels = ", ".join(by)
     shown = f"{series}{{{where}}}" if where else series
     return Query(f"sum by ({labels}) ({shown})", " ".join(f"{{{{{label}}}}}" for label in by))

@@ -61,7 +61,8 @@ class _Recorder:
                 self._seen_classes.add(f"{made.__module__}.{made.__qualname__}")
 
     def follow(self) -> None:
-        """Switch to each phase that the file ``phase`` names, until the phase ``end``."""
+        """Follow the file ``phase``: switch to each phase that it names, until the phase is
+        ``end``."""
         file, known = self._folder / "phase", ""
         while known != "end":
             time.sleep(_POLL_S)

@@ -10,8 +10,8 @@ from tools.reference.pages import PAGES
 
 
 def main() -> int:
-    """Write the pages that differ from the code; with ``--check``, only list them, and return 1 if
-    there are any."""
+    """Write the reference pages that differ from the code. With ``--check``, only list these pages,
+    and return 1 if there are any."""
     parser = argparse.ArgumentParser(prog="python -m tools.reference", description=__doc__)
     parser.add_argument(
         "--check", action="store_true", help="Write nothing; list the pages that differ."

@@ -43,7 +43,7 @@ _VALUES = {
     "MIB": "integer, MiB",
     "BYTES": "integer, bytes",
 }
-"""Words for the type or unit that a placeholder of help names."""
+"""Words for the types and units of options' values, by their placeholders in the help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Command:
     path: str
     """The command as it is typed: ``baton keys create``."""
     panel: str
-    """The panel in which help shows the command."""
+    """The panel of the help that lists the command."""
     command: Any
     context: Any
 
@@ -176,7 +176,8 @@ def _row(one: Command, parameter: Any, option: ConfigOption | None) -> tuple[str
 
 
 def _of_field(meaning: str, option: ConfigOption) -> tuple[str, str]:
-    """Return an option's help without the sentence on its default, and the default."""
+    """Split an option's help text. Return the text without the sentence on the default, and the
+    default."""
     default = default_text(option.field)
     return meaning.replace(f" Default: {default}.", "") if default else meaning, (
         code(default) if default else ""
@@ -192,7 +193,8 @@ def _names(one: Command, parameter: Any) -> str:
 
 
 def _value(parameter: Any, context: Any) -> str:
-    """Return the text on an option's value: its placeholder or choices, its unit and bounds."""
+    """Return a text that describes an option's value: its placeholder or choices, its unit and its
+    bounds."""
     if parameter.param_type_name == "argument":
         return ""
     if parameter.is_flag:
@@ -215,7 +217,8 @@ def _value(parameter: Any, context: Any) -> str:
 
 
 def _choices(shown: str) -> str:
-    """Return a placeholder such as ``a|b`` as a list of choices; other placeholders become code."""
+    """Return a placeholder as Markdown. One such as ``a|b`` becomes a list of choices; any other
+    one becomes code."""
     if "|" in shown and shown == shown.lower():
         return ", ".join(code(one.strip()) for one in shown.strip("[]").split("|"))
     return code(shown)

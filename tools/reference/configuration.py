@@ -54,7 +54,8 @@ _EXAMPLES = (
         "a `[[pools]]` table",
     ),
 )
-"""Fields of each kind, and how each is set: by an option, a variable, and in the file."""
+"""Example fields, one of each type. For each, how it is set: by an option, by an environment
+variable, and in the file."""
 _HEAD = f"""# Configuration
 
 A field comes from an option of [`baton serve`](cli.md#baton-serve), from an environment variable,

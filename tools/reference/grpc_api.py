@@ -14,7 +14,7 @@ from router.access.access import scope_of_service
 from tools.reference.markdown import ROOT, anchor, cell, code, made_from, table, text
 
 _PUBLIC = ("InferenceService", "TokenService", "OperatorService", "WorkerOperatorService")
-"""The services of the gRPC listener, in the order of the page."""
+"""Names of the services that the public gRPC listener offers, in the order of the page."""
 _PACKAGE = ".baton.v1."
 _HEAD = f"""# gRPC API
 
@@ -94,8 +94,8 @@ def _sources() -> tuple[FileDescriptorSet, Comments]:
 
 
 def _names(file: Any, path: list[int]) -> Iterator[str]:
-    """Yield the names of the elements on a path of a proto file, which consists of field numbers
-    and indices."""
+    """Yield the names of the elements along a path in a proto file. The path consists of field
+    numbers and indices."""
     here = file
     while len(path) >= 2:
         field, index, *path = path
@@ -104,8 +104,8 @@ def _names(file: Any, path: list[int]) -> Iterator[str]:
 
 
 def _reach(kind: str, messages: dict[str, Any], reached: list[str]) -> None:
-    """Add a message type and all types of its fields to ``reached``, in the order in which a reader
-    meets them."""
+    """Add the message type ``kind`` and the types of all its fields to ``reached``. The order is
+    the one in which a reader of the page finds them."""
     name = kind.removeprefix(_PACKAGE)
     if not kind.startswith(_PACKAGE) or name in reached:
         return

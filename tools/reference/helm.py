@@ -21,8 +21,8 @@ schema, and refuse names that are not listed here.
 {made_from(f"`{CHART}/values.yaml` and `values.schema.json`")}
 """
 _WHOLE = ("config", "resources", "requests", "limits")
-"""Names of tables that the page shows as one value: their entries are defined by Kubernetes or by
-the configuration."""
+"""Names of tables in values.yaml that the page shows as one value each. Their entries are defined
+by Kubernetes or by Baton's configuration."""
 _KEY = re.compile(r"( *)(\w+):(.*)")
 Path = tuple[str, ...]
 
@@ -66,7 +66,7 @@ def comments(source: str) -> dict[Path, str]:
 
 
 def leaves(path: Path, value: Any, source: str) -> Iterator[Path]:
-    """Yield the paths of the values that a user sets, which are the leaves of the tables."""
+    """Yield the paths of all values within ``value`` that a user can set."""
     if not _is_table(path, value):
         yield path
     elif re.search(rf"^ *{path[-1]}: \*\w+$", source, re.MULTILINE):
@@ -92,8 +92,8 @@ def _table(
 def _row(
     path: Path, values: Any, schema: Mapping[str, Any], left: dict[Path, str]
 ) -> tuple[str, ...]:
-    """Return a value's row. ``left`` has the comments that no row has shown yet: a table's comment
-    goes to the first of its values."""
+    """Return the table row of a Helm value. ``left`` has the comments that no row has shown yet. A
+    table's comment appears in the row of the table's first value."""
     value = values
     for part in path:
         value = value[part]

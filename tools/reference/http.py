@@ -50,7 +50,8 @@ _GROUPS = {
     "cache": "Prefix cache",
     "operations": "Operations",
 }
-"""Titles of groups of endpoints, by the tag of their description, in the order of the page."""
+"""Titles of the page's groups of endpoints, in the order of the page. The keys are the tags of
+endpoints in the OpenAPI description."""
 _OTHERS = "Other endpoints"
 _BOUNDS = {
     "minimum": "at least {}",
@@ -99,8 +100,8 @@ def reference() -> str:
 
 
 async def _description() -> dict[str, Any]:
-    """Return the OpenAPI description that a router serves. The parts that answer requests are
-    stand-ins."""
+    """Return the OpenAPI description that a router serves. It is made from a router whose parts
+    that answer requests are replaced by stand-ins."""
     config = Config(cluster_id="reference")
     stats = RequestStats(RouterMetrics(CollectorRegistry()))
     absent: Any = MagicMock()
@@ -213,8 +214,8 @@ def _fields(schema: Mapping[str, Any], schemas: Mapping[str, Any], objects: list
 
 
 def _type(schema: Mapping[str, Any], schemas: Mapping[str, Any], objects: list[str]) -> str:
-    """Return a JSON schema's type in plain words, with its bounds. Adds objects that it refers to
-    to ``objects``."""
+    """Return a JSON schema's type in plain words, with its bounds. Objects to which the schema
+    refers are added to ``objects``."""
     if "$ref" in schema:
         name = _name(schema)
         target = schemas[name]

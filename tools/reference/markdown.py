@@ -17,7 +17,7 @@ _PAGE = re.compile(r"\bdocs/([\w/.-]+\.md)(#[\w.-]+)?")
 
 
 def text(source: str) -> str:
-    """Return text of the source code as one line of Markdown.
+    """Convert text of the source code to one line of Markdown.
 
     Double backticks of reStructuredText become single ones, and names of pages become links.
     """
@@ -54,7 +54,7 @@ def codes(values: Iterable[object]) -> str:
 
 
 def cell(source: str) -> str:
-    """Return text of the source code as Markdown for a cell of a table."""
+    """Convert text of the source code to Markdown for a cell of a table."""
     parts = re.split(f"({_CODE.pattern})", text(source))
     return "".join(
         code(part[1:-1]) if _CODE.fullmatch(part) else part.replace("|", "&#124;") for part in parts
@@ -62,7 +62,8 @@ def cell(source: str) -> str:
 
 
 def anchor(name: str) -> str:
-    """Return an HTML anchor that the link ``#name`` leads to, for text without a heading."""
+    """Return an HTML anchor with the name ``name``, for text without a heading. The link ``#name``
+    leads to it."""
     return f'<a id="{name}"></a>'
 
 
@@ -72,8 +73,8 @@ def option_place(command: str, flag: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table. Columns without any text are left out; cells are Markdown
-    already."""
+    """Return a Markdown table. Cells must be Markdown already. Columns without any text are left
+    out."""
     body = [tuple(row) for row in rows]
     used = [place for place, _ in enumerate(head) if any(row[place] for row in body)]
     lines = [[head[place] for place in used], ["---"] * len(used)]

@@ -27,7 +27,8 @@ _UNITS = {
     "flight": "lines",
     "memory": "steps",
 }
-"""Unit of a metric, by the last word of its name. Any other word names what the metric counts."""
+"""Unit of a metric, by the last word of the metric's name. If that word is not listed here, it
+names what the metric counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +47,13 @@ class Family:
 
     @property
     def shown_name(self) -> str:
-        """Return the name as queries write it; for a histogram, without ``_bucket``, ``_sum`` and
-        ``_count``."""
+        """Return the name of the metric as queries write it. For a histogram it has no ``_bucket``,
+        ``_sum`` or ``_count``."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
     @property
     def unit(self) -> str:
-        """Return what a value of 1 means."""
+        """Return the unit of the metric: what a value of 1 means."""
         last = self.name.rpartition("_")[2]
         return _UNITS.get(last, last)
 
@@ -149,8 +150,8 @@ def reference() -> str:
 
 
 def _row(family: Family, *, first: bool) -> tuple[str, ...]:
-    """Return a family's row. With ``first``, the row has an anchor: the family is on no earlier
-    page, and anchors must be unique."""
+    """Return the table row of a metric family. If ``first`` is true, no earlier page has the
+    family, and the row gets an anchor: anchors must be unique."""
     return (
         f"{anchor(family.shown_name) if first else ''}{code(family.shown_name)}",
         family.kind,

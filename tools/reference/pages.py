@@ -19,4 +19,4 @@ PAGES: Mapping[str, Callable[[], str]] = MappingProxyType(
         f"{FOLDER}/helm-values.md": helm.reference,
     }
 )
-"""Functions that return the text of a page, by the path of the page."""
+"""For each reference page, the function that returns its text, by the path of the page."""

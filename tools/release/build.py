@@ -70,7 +70,7 @@ def environment() -> dict[str, str]:
 def build_distributions(dist: Path, folder: Path) -> tuple[Path, Path]:
     """Write sdists and wheels into ``dist``; ``folder`` is empty. Returns the paths of both wheels.
 
-    Raises SystemExit if a wheel holds other files than those that belong to it.
+    Raises SystemExit if a wheel has files that do not belong to it, or lacks some that do.
     """
     owned: tuple[tuple[str, Callable[[Path], None], Files], ...] = (
         (CLIENT, stage_client, client_files(tracked_files())),
@@ -89,7 +89,7 @@ def build_distributions(dist: Path, folder: Path) -> tuple[Path, Path]:
 
 
 def wheel_files(wheel: Path) -> Files:
-    """Return the files that a wheel installs, except its metadata."""
+    """Return the paths of the files that a wheel installs, except its metadata."""
     with zipfile.ZipFile(wheel) as archive:
         names = map(PurePosixPath, archive.namelist())
         return frozenset(name for name in names if not name.parts[0].endswith(".dist-info"))
@@ -98,7 +98,8 @@ def wheel_files(wheel: Path) -> Files:
 def build_image_context(dist: Path, folder: Path) -> Path:
     """Write the images' build context as an archive into ``dist``; ``folder`` is empty.
 
-    Returns the folder with the context: `docker build` takes either.
+    Returns the path of a folder with the same context. `docker build` accepts the archive or the
+    folder.
     """
     context = folder / f"{DISTRIBUTION}-{VERSION}-image"
     context.mkdir()

@@ -43,7 +43,7 @@ def tracked_files(root: Path = ROOT) -> Files:
 
 
 def distributed_files(files: Files) -> Files:
-    """Return which of ``files`` pyproject.toml installs: modules, and package data."""
+    """Return those of ``files`` that pyproject.toml installs: modules and package data."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     found = settings["packages"]["find"]
     data = settings["package-data"]
@@ -77,8 +77,8 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def client_files(files: Files) -> Files:
-    """Return which of ``files`` the client owns: those in its folders, and all that these
-    import."""
+    """Return those of ``files`` that belong to the client: the files in its folders, and all
+    modules that these import."""
     typed = PurePosixPath(_TYPED)
     owned = {typed} if typed in files else set()
     waiting = [file for file in files if str(file.parent) in _ROOTS]
@@ -100,7 +100,7 @@ def _module(name: PurePosixPath) -> PurePosixPath:
 
 
 def application_files(files: Files) -> Files:
-    """Return which of ``files`` the application owns."""
+    """Return those of ``files`` that belong to the application."""
     return distributed_files(files) - client_files(files)
 
 

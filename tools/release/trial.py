@@ -16,8 +16,8 @@ from tools.release.build import environment, run, wheel_files
 from tools.release.trees import Files
 
 IMPORT_S = 0.3
-"""Maximum time of ``import baton.client``, in seconds of CPU time, to which other processes do not
-add."""
+"""Maximum time of ``import baton.client``, in seconds of CPU time. CPU time is used because other
+processes do not add to it."""
 _IMPORT = """
 import sys, time
 begin = time.process_time()
