@@ -81,9 +81,10 @@ def resolve(repository: Path, ref: str) -> str:
 
 
 def parse_command(name: str, text: str) -> tuple[str, ...]:
-    """Split a side's command into words.
+    """Split the command of one side of the comparison into words.
 
-    Raises ConfigError if the command cannot be run, or if it has no place for the output file.
+    Raises ConfigError if the command is empty, cannot be split, or lacks ``{out}``, the file that
+    it writes.
     """
     if not text:
         raise ConfigError(f"side {name} has no command: give --{name.lower()} or --command")

@@ -14,7 +14,7 @@ class ExitCode(IntEnum):
     OK = 0
     """The command did what it was asked to do."""
     FAILED = 1
-    """The command failed; standard error says why."""
+    """The command could not do it: standard error says why."""
     USAGE = 2
     """The command line is wrong: an unknown option, a bad value, or no choice between clusters."""
     INCOMPLETE = 3
