@@ -174,8 +174,8 @@ SUSPECT_S = 5.0
 """Seconds after which a worker that was suspected of hanging gets requests again, even if it is
 still silent. An idle worker may have nothing to send."""
 _MAX_OWED = 4096
-"""Maximum number of aborts that are kept for an unreachable worker. More are not needed, since a
-worker runs fewer sequences."""
+"""Maximum number of aborts that are kept for an unreachable worker. Only the aborts of sequences
+that the worker still runs matter."""
 
 TokenStream = grpc.aio.UnaryStreamCall[
     decode_pb2.StreamTokensRequest, decode_pb2.StreamTokensResponse
