@@ -151,9 +151,8 @@ class ExpectedBlocks:
         return self._blocks
 
     def expect(self, hashes: Sequence[bytes], worker: str, now: float, wait: float = 0.0) -> None:
-        """Expect that ``worker`` holds ``hashes``, a prompt's first blocks, in ``wait``
-        milliseconds.
-        """
+        """Record that ``worker`` is expected to hold the blocks ``hashes``, a prompt's first ones,
+        ``wait`` milliseconds from now."""
         self._forget(now)
         if not hashes or self._blocks + len(hashes) > MAX_BLOCKS:
             return
@@ -168,9 +167,8 @@ class ExpectedBlocks:
     def joined(
         self, held: Mapping[str, int], hashes: Sequence[bytes], now: float
     ) -> dict[str, int]:
-        """Return the number of leading blocks that each worker holds by ``held``, or is expected to
-        hold.
-        """
+        """Return how many leading blocks of a prompt each worker holds by ``held`` or is expected
+        to hold."""
         self._forget(now)
         found = dict(held)
         alive: dict[str, float] = {}
