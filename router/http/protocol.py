@@ -278,7 +278,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def is_ending(self) -> bool:
-        """Return whether the connection is ending, so that no more of an answer may be written."""
+        """Whether the connection is ending, so that no more of an answer may be written."""
         return self._lingered >= 0
 
     def _close(self) -> None:

@@ -151,8 +151,8 @@ class ExpectedBlocks:
         return self._blocks
 
     def expect(self, hashes: Sequence[bytes], worker: str, now: float, wait: float = 0.0) -> None:
-        """Record that ``worker`` is expected to hold the blocks ``hashes``, a prompt's first ones,
-        ``wait`` milliseconds from now."""
+        """Record that ``worker`` is expected to hold the blocks ``hashes``, a prompt's first ones.
+        It computes them within about ``wait`` milliseconds."""
         self._forget(now)
         if not hashes or self._blocks + len(hashes) > MAX_BLOCKS:
             return
