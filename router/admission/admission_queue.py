@@ -61,11 +61,10 @@ class AdmissionQueue:
             metrics.waiting_requests.labels(tenant=tenant).set(0)
 
     async def acquire(self, request: GenerationRequest) -> None:
-        """Wait until the request may go to the workers. Afterwards ``release`` must be called, even
-        if this raises.
+        """Wait until the request may be sent to the workers. Afterwards the caller must call
+        ``release``, even if this method raises.
 
-        Raises Overloaded if the request is rejected.
-        """
+        Raises Overloaded if the request is rejected."""
         now = self._clock()
         turn = asyncio.get_running_loop().create_future()
         span = begin_span("admission", request.trace)

@@ -38,7 +38,8 @@ class Capacity:
     total_blocks: tuple[int, ...]
     """For each decode worker: total number of blocks."""
     step_s: float = 0.0
-    """Duration of the latest decode step at the slowest decode worker, in seconds; 0: not known."""
+    """Duration of the latest decode step at the slowest decode worker, in seconds; 0 if not
+    known."""
     prefill_cost: Coefficients = PREFILL_DEFAULT
     """Cost model of prefill (``router.routing.cost_model``): the mean over the prefill workers."""
 

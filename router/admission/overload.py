@@ -97,8 +97,8 @@ class Overload:
 
 
 MIN_SHARE = 0.5
-"""Minimum fraction of its full speed to which prefill is slowed down. If the SLO is missed even
-then, slowing it further would not help."""
+"""Prefill is never slowed down below this fraction of its full speed. If the TPOT SLO is missed
+even then, slower prefill would not help."""
 MISSES = 0.1
 """Fraction of answers that may miss the TPOT SLO."""
 MAX_CALM_S = 40.0

@@ -67,9 +67,8 @@ def outcome_of(error: BatonError, *, begun: bool) -> Outcome:
 
 
 def count_refusal(metrics: RouterMetrics, error: BatonError | None) -> None:
-    """Count a request that ended before its class was known. ``error`` None: the client
-    disconnected.
-    """
+    """Count a request that ended before its class was known. ``error`` is None if the client
+    disconnected."""
     outcome = Outcome.ABORTED if error is None else outcome_of(error, begun=False)
     code = error.code or "" if error is not None else ""
     metrics.requests.labels(UNKNOWN_CLASS, outcome, code).inc()

@@ -73,7 +73,7 @@ class Bounds:
 
     max_connections: int = 4096
     max_per_client: int = 0
-    """Maximum number of connections of one client; 0: unlimited."""
+    """Maximum number of connections of one client; 0 means no limit."""
     head_s: float = 10.0
     """Timeout in seconds of a TLS handshake, and of receiving a request's head."""
     keep_alive_s: float = 5.0

@@ -46,9 +46,8 @@ class ReasoningInput:
 
     @property
     def wanted(self) -> bool | None:
-        """Whether the model should reason, by all settings; None: not set. Raises InvalidRequest if
-        they contradict each other.
-        """
+        """Whether the model should reason, by all settings together; None if they do not say.
+        Raises InvalidRequest if the settings contradict each other."""
         by_effort = None if self.effort is None else self.effort != "none"
         if None not in (by_effort, self.enabled) and by_effort != self.enabled:
             raise InvalidRequest(
@@ -142,9 +141,8 @@ def _template_effort(asked: ReasoningInput, template: ChatTemplate) -> str | Non
 
 
 def budget_of(asked: ReasoningInput, template: ChatTemplate) -> int | None:
-    """Return the maximum number of reasoning tokens that the engine must enforce; None: no maximum.
-    Raises InvalidRequest.
-    """
+    """Return the maximum number of reasoning tokens that the engine must enforce; None means no
+    maximum. Raises InvalidRequest."""
     if asked.wanted is False:
         knows = any(template.reads(name) for name in SWITCHES)
         return None if knows or _template_effort(asked, template) is not None else 0

@@ -36,7 +36,8 @@ class ModelFacts:
     """Name of the parser that reads tool calls from answers, as `tool_parser` in the
     configuration."""
     quantization: str | None
-    """Quantization of the weights: int8, int4 or fp8; None: not quantized."""
+    """Quantization of the weights: int8, int4 or fp8. None means that the weights are not
+    quantized."""
     dtype: str
     """Type of the weights that are not quantized."""
     kv_dtype: str

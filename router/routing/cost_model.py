@@ -275,7 +275,7 @@ def _solve_three(
 def _solve_part(
     matrix: _Matrix, right: tuple[float, float, float], chosen: Iterable[int]
 ) -> tuple[float, float, float]:
-    """Solve the equations for one or two coefficients, with the others at zero."""
+    """Solve the equations for one or two of the three coefficients. The others are zero."""
     found = [0.0, 0.0, 0.0]
     places = tuple(chosen)
     if len(places) == 1:
