@@ -34,7 +34,7 @@ from router.usage.api import UsageApi
 from router.usage.usage_store import UsageStore
 
 PAGE_S = 0.5
-"""Maximum time in seconds that a metrics page waits for Redis."""
+"""Maximum seconds that the answer to a request for a metrics page waits for Redis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,10 @@ def make_application(
     what_if: WhatIfProgram | None = None,
     more: Sequence[Mountable] = (),
 ) -> Application:
-    """Create every endpoint, each with access checks. ``more`` are further HTTP endpoints.
+    """Create every endpoint, each with access checks. ``more``: further HTTP endpoints.
 
-    ``budgets`` None: budgets are those of the configuration, and nothing is charged to them.
-    """
+    ``budgets`` None means that only the configuration's budgets exist, and that no cost is charged
+    to them."""
     config, access, model = service.config, service.access, service.model
     cache = CacheControl(dispatcher.workers.all, PrefixIndex(client, cluster_id), stats.metrics)
     prefixes = PrefixPinning(service, dispatcher, PinStore(client, cluster_id))

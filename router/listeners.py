@@ -29,9 +29,9 @@ class Apps:
 
     http: ASGIApp
     admin: ASGIApp | None
-    """The app of the operators' listener ``admin_http``; None without that listener."""
+    """The ASGI app of the operators' listener ``admin_http``; None if there is no such listener."""
     paths: tuple[tuple[str, str], ...]
-    """Methods and paths of the endpoints of both apps."""
+    """Method and path of each endpoint of the two apps."""
 
 
 class HttpServers:
@@ -69,16 +69,14 @@ class HttpServers:
         return self._tasks
 
     def leave(self) -> asyncio.Task[None]:
-        """Accept no more connections of clients. The returned task ends when no HTTP request of a
-        client runs.
-        """
+        """Accept no more connections from clients. Return a task that ends once all HTTP requests
+        of clients have ended."""
         self._clients.should_exit = True
         return self._tasks[0]
 
     async def close(self) -> None:
-        """Stop both HTTP servers. The operators' one stops last, so that an operator sees the end
-        of a drain.
-        """
+        """Stop both HTTP servers. The operators' server stops last, so that an operator sees the
+        end of a drain."""
         await self.leave()
         if self._operators is not None:
             self._operators.should_exit = True

@@ -51,14 +51,14 @@ from router.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 OTHERS_S, ALONE_S = 20.0, 2.0
-"""Maximum time that a starting router waits for workers before it listens: the first value if other
-routers serve meanwhile, the second if there are none."""
+"""Maximum seconds that a starting router waits for workers before it listens. The first value
+applies if other routers serve meanwhile, the second if there are none."""
 PARENT_POLL_S = 2.0
 OWN_DESCRIPTORS = 256
 """Approximate number of files that a router opens in addition to its listeners' connections."""
 SWITCH_S = 0.0005
-"""Interval after which a thread, which tokenizes a long prompt or renders a metrics page, must give
-the interpreter lock back to the event loop. The default of 5 ms exceeds all other delays of a
+"""Seconds after which a thread must give the interpreter lock back to the event loop. Such threads
+tokenize long prompts or render metrics pages. The default of 5 ms exceeds all other delays of a
 router."""
 GARBAGE_OBJECTS = 10_000
 """Number of new objects after which Python's garbage collector examines the youngest objects, which
@@ -170,9 +170,8 @@ async def _start_parts(application: Application, ledger: Ledger) -> None:
 
 
 async def _watched_keys(config: Config, access: Access, metrics: RouterMetrics) -> KeyWatch | None:
-    """Read the file of API keys and return its watch; None if there is no file. Raises
-    ConfigError.
-    """
+    """Read the file of API keys, and return the object that reloads it; None if no file is
+    configured. Raises ConfigError."""
     if not config.keys_file:
         return None
     watch = KeyWatch(Path(config.keys_file), config.keys, access.set_keys, metrics)
@@ -189,8 +188,7 @@ async def _let_end(
 ) -> None:
     """Accept no new connections, and let running requests end.
 
-    ``serving`` must be a task that ends when the HTTP server has no more requests.
-    """
+    ``serving``: a task that ends when the HTTP server has no more requests."""
     dispatcher.leave()
     closing = asyncio.create_task(grpc_server.stop(deadline_s))
 
@@ -215,10 +213,9 @@ def keep_collections_short() -> None:
 
 
 async def _parent_gone(matters: bool) -> None:
-    """Return when the launcher has died; never, unless ``matters``.
+    """Wait until the launcher has died. If ``matters`` is false, wait forever.
 
-    The parent is polled, since no event reports its death and the guardian may be dead, too.
-    """
+    The parent is polled, since no event reports its death and the guardian may be dead, too."""
     if not matters:
         await asyncio.Event().wait()
     parent = os.getppid()
@@ -253,9 +250,8 @@ def prepare(settings: RouterSettings) -> None:
 
 
 def _is_no_echo(record: logging.LogRecord) -> bool:
-    """Return False for a gRPC log line that only has a traceback about a client's invalid
-    header.
-    """
+    """Return whether a log record is to be kept: false if gRPC only logs a traceback about a
+    client's invalid header."""
     return not str(record.msg).startswith("Invalid encoding on")
 
 

@@ -76,7 +76,8 @@ return a Response."""
 
 
 SupervisorPage = Callable[[], Awaitable[str | None]]
-"""Function that returns host:port of the supervisor's metrics, or None if it is unknown."""
+"""Function that returns host:port of the supervisor's metrics page, or None if the address is
+unknown."""
 
 
 class Mountable(Protocol):
@@ -112,7 +113,7 @@ class Apis:
         )
 
     def endpoints(self) -> dict[str, Endpoint]:
-        """Return the endpoints that a batch's line may use, by path."""
+        """Return the endpoints that a batch request line may use, by path."""
         return {
             CHAT: self.openai.chat,
             COMPLETIONS: self.openai.completion,

@@ -1,9 +1,8 @@
-"""The end of a router process: graceful, or immediate. Owned by the event loop.
+"""Ends a router process, either gracefully or immediately. Owned by the event loop.
 
 serving ─SIGTERM→ draining ─idle, the deadline, another signal→ ended serving ─SIGINT→ ended
 
-`baton drain` sends SIGTERM to a router, so each signal is in the audit log.
-"""
+`baton drain` sends SIGTERM to a router, so each signal is in the audit log."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ class Shutdown:
 
     @property
     def in_order(self) -> bool:
-        """Whether a shutdown was requested that lets running requests end."""
+        """Whether a graceful shutdown was requested, which lets running requests end."""
         return self.requested.is_set() and not self.at_once.is_set()
 
     def take_signals(self) -> None:

@@ -38,8 +38,8 @@ OPEN = frozenset({"/health", "/live", "/ping"})
 """Paths that require no key: they only show whether the process serves."""
 _OPEN_PAGES = ("/console", "/console/")
 _OPEN_FILES = "/console/static/"
-"""Path prefix of pages and files without data. The data that they show has other paths, which
-require a key."""
+"""Path prefix of the console's pages and files. It requires no key, since they contain no data:
+they load it from paths that require a key."""
 _ADMIN = ("/console/what-if", "/v1/cache", "/v1/cluster", "/v1/pools", "/v1/workers")
 _METRICS = ("/console", "/load", "/metrics")
 _INFERENCE = (
@@ -74,7 +74,7 @@ _PROXY_HEADERS = (
     *("x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-forwarded-port"),
     *("x-forwarded-server", "x-original-forwarded-for", "x-envoy-external-address"),
 )
-"""Headers that proxies add to forwarded requests."""
+"""Names of the headers that proxies add to requests that they forward."""
 _OPEN_SERVICES = frozenset({"grpc.health.v1.Health"})
 _INFERENCE_SERVICES = frozenset(
     {
@@ -92,7 +92,7 @@ class Charge:
     headers: Mapping[str, str]
     """Response headers that show the remaining limits of the key."""
     slow: bool = False
-    """Whether a budget is so far used that the request must run in the background."""
+    """Whether so much of a budget is used that the request must run in the background."""
 
 
 _NO_CHARGE = Charge({})
@@ -110,7 +110,8 @@ class Access:
         limits: RateLimits | None = None,
         ledger: Ledger | None = None,
     ) -> None:
-        """Create the access control. ``limits`` None: no rate limits. ``ledger`` None: no bills."""
+        """Create the access control. Without ``limits``, no rate limits apply. Without ``ledger``,
+        no request is billed."""
         self._config = config
         self._ledger = ledger
         self._metrics = metrics
@@ -130,11 +131,10 @@ class Access:
         return self._keys.all()
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
-        """Return the caller that sent HTTP headers, or gRPC metadata, whose names are in lower
-        case.
+        """Return the caller that sent these HTTP headers or gRPC metadata. Their names must be in
+        lower case.
 
-        Raises Unauthenticated.
-        """
+        Raises Unauthenticated."""
         return self._keys.caller(authorization_of(headers))
 
     def owner_of(self, principal: Principal) -> Caller | None:
@@ -161,7 +161,7 @@ class Access:
         return not self._config.require_key and not self._config.admin_http
 
     def is_operator(self, headers: Mapping[str, str]) -> bool:
-        """Return whether the key in the headers has the scope ``admin``."""
+        """Return whether the API key in the headers has the scope ``admin``."""
         try:
             self.check(headers, "admin")
         except (Unauthenticated, Forbidden):
@@ -196,12 +196,11 @@ class Access:
         raise Forbidden(f"this API key does not allow {scope}")
 
     async def arrive(self, caller: Caller, *, background: bool = False) -> Caller:
-        """Count a request against its key's limits. Return a caller, to be passed to ``leave`` when
-        the request ends.
+        """Count a request against its API key's limits. Return the caller that must be passed to
+        ``leave`` when the request ends.
 
         ``background``: true if no deadline applies to the request. Raises RateLimitExceeded; then
-        ``leave`` must not be called.
-        """
+        ``leave`` must not be called."""
         if self._limits is None:
             return caller
         # The tenant may have a budget even without a key.
@@ -210,18 +209,16 @@ class Access:
         return replace(caller, visit=await self._limits.arrive(key, deadline_s))
 
     def leave(self, caller: Caller) -> None:
-        """End the counting of a request that ``arrive`` began, whether the request succeeded or
-        not.
-        """
+        """Record the end of a request that ``arrive`` has counted, whether the request succeeded or
+        not."""
         if caller.visit is not None and self._limits is not None:
             self._limits.leave(caller.visit)
 
     @asynccontextmanager
     async def visiting(self, caller: Caller, *, background: bool = False) -> AsyncIterator[Caller]:
-        """Count a request against its key's limits, from its arrival to the end of the block.
+        """Count a request against its API key's limits from now to the end of the block.
 
-        Yields the caller with its counted request. Raises RateLimitExceeded.
-        """
+        Yields the caller, with the count of this request in ``visit``. Raises RateLimitExceeded."""
         there = await self.arrive(caller, background=background)
         try:
             yield there
@@ -236,13 +233,13 @@ class Access:
         requests: Sequence[GenerationRequest],
         choices: Sequence[Choice],
     ) -> AsyncIterator[Charge]:
-        """Charge a request that has arrived what it may cost. After the block, bill what it used.
+        """Before the block, charge a request the maximum that it can cost. After the block, bill
+        what it used.
 
         ``choices`` must have the numbers of generated tokens when the block ends. A request that
         was rejected before it began costs no tokens, and one that failed by the server's fault is
         not billed. Raises RateLimitExceeded, RequestTooLarge and Unavailable, and counts them as
-        refusals.
-        """
+        refusals."""
         visit = caller.visit
         try:
             charge = await self._charge(visit, requests)
@@ -280,14 +277,15 @@ class Access:
 
 
 def _is_own_fault(failure: BaseException | None) -> bool:
-    """Return whether a request failed by the server's fault, not the client's or its deadline's."""
+    """Return whether the server caused the failure of a request. False if the client or the
+    request's deadline caused it."""
     if not isinstance(failure, Exception) or isinstance(failure, DeadlineExceeded):
         return False
     return not isinstance(failure, BatonError) or failure.http_status >= 500
 
 
 def _check_direct(headers: Mapping[str, str]) -> None:
-    """Check by the headers that no proxy has forwarded the request. Raises Forbidden."""
+    """Check that no header shows that a proxy has forwarded the request. Raises Forbidden."""
     added = next((name for name in _PROXY_HEADERS if name in headers), None)
     if added is not None:
         raise Forbidden(
@@ -308,9 +306,8 @@ def is_loopback(host: str) -> bool:
 
 
 def listed_scope(path: str) -> Scope | None:
-    """Return the scope that the tables give an HTTP path; None if it needs no key or is not
-    listed.
-    """
+    """Return the scope that the tables of this module give an HTTP path. None if the path needs no
+    key or is not in the tables."""
     end = len(path)
     while end > 0:
         scope = _BY_PREFIX.get(path[:end])
@@ -328,14 +325,14 @@ def scope_of_path(path: str) -> Scope | None:
 
 
 def scope_of_service(name: str) -> Scope | None:
-    """Return the scope that a gRPC service requires, by the service's full name; None if it needs
-    no key.
-    """
+    """Return the scope that the gRPC service with this full name requires; None if the service
+    needs no key."""
     if name in _OPEN_SERVICES:
         return None
     return "inference" if name in _INFERENCE_SERVICES else "admin"
 
 
 def is_for_operators(path: str) -> bool:
-    """Return whether a path belongs to the listener at ``admin_http``, if there is one."""
+    """Return whether an HTTP path is for operators: only the listener at ``admin_http`` serves it,
+    if that is configured."""
     return listed_scope(path) in ("admin", "metrics")

@@ -29,7 +29,8 @@ from router.access.visit import Visit
 log = logging.getLogger(__name__)
 
 KEY_FILE_POLL_S = 1.0
-"""Interval of polling the file, in seconds: a revoked key works for at most this long."""
+"""Seconds between two checks whether the file of API keys has changed. A revoked key works for at
+most this long."""
 _Mark = tuple[int, int, int, int]
 _BEARER, _BASIC = "bearer ", "basic "
 _CREDENTIALS = frozenset({"authorization", "x-api-key"})
@@ -37,12 +38,14 @@ _CREDENTIALS = frozenset({"authorization", "x-api-key"})
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The principal of a request, and the entry of its key, if it has one."""
+    """The sender of a request: its principal, and the configuration of its API key, if it has
+    one."""
 
     principal: Principal
     key: KeyConfig | None = None
     visit: Visit | None = None
-    """The request's count against the limits of its key; None if the key has no limits."""
+    """The record of the request while it counts against the limits of its API key; None if no limit
+    applies."""
 
     @property
     def priority(self) -> int:
@@ -55,7 +58,8 @@ def _now() -> datetime.datetime:
 
 
 class ApiKeys:
-    """Finds callers by their keys. Keys are random, so a plain hash is enough at rest."""
+    """Finds callers by their API keys. Only a hash of each key is stored. It needs no salt, since
+    keys are random."""
 
     def __init__(
         self,
@@ -81,8 +85,7 @@ class ApiKeys:
     def caller(self, authorization: str) -> Caller:
         """Return the caller of an Authorization header ("" if none was sent).
 
-        Raises Unauthenticated if a known key is required and the header has none.
-        """
+        Raises Unauthenticated if an API key is required and the header has no known key."""
         found = self._found(_shown(authorization))
         if found is None and self._required:
             raise Unauthenticated(
@@ -91,11 +94,12 @@ class ApiKeys:
         return found or self._unknown
 
     def all(self) -> Sequence[KeyConfig]:
-        """Return every key, even expired ones."""
+        """Return the configuration of every API key, even of expired ones."""
         return tuple(self._by_name.values())
 
     def named(self, name: str) -> KeyConfig | None:
-        """Return the key with this public name; None if no such key exists, or it has expired."""
+        """Return the API key with this public name; None if no such key exists or the key has
+        expired."""
         key = self._by_name.get(name)
         return None if key is None or self._has_expired(key) else key
 
@@ -115,9 +119,8 @@ class ApiKeys:
 
 
 def authorization_of(headers: Mapping[str, str]) -> str:
-    """Return the Authorization header. Without one, return the ``x-api-key`` that Anthropic's
-    clients send.
-    """
+    """Return the Authorization header. If there is none, return the header ``x-api-key``, which
+    Anthropic's clients send."""
     given = headers.get("authorization", "")
     if not given and (key := headers.get("x-api-key", "")):
         return f"Bearer {key}"
@@ -162,7 +165,8 @@ def _caller(key: KeyConfig) -> Caller:
 
 
 class KeyWatch:
-    """Reloads the file of keys. Owned by the router's event loop; a thread reads the file."""
+    """Reloads the file of API keys when it changes. Owned by the router's event loop; a thread
+    reads the file."""
 
     def __init__(
         self,
@@ -171,10 +175,10 @@ class KeyWatch:
         set_keys: Callable[[Sequence[KeyConfig]], None],
         metrics: RouterMetrics,
     ) -> None:
-        """Create a watch that passes the keys of the file to ``set_keys``.
+        """Create a watch. It calls ``set_keys`` with the API keys in the file.
 
-        ``taken`` are the configuration's keys. The file must not repeat their names or hashes.
-        """
+        ``taken``: the API keys of the configuration. The file must not repeat their names or
+        hashes."""
         self._path = path
         self._names = {key.name for key in taken}
         self._hashes = {key.sha256 for key in taken}
@@ -183,18 +187,18 @@ class KeyWatch:
         self._mark: _Mark | None = None
 
     async def begin(self) -> None:
-        """Read the keys from the file for the first time. Raises ConfigError."""
+        """Read the API keys from the file for the first time. Raises ConfigError."""
         self._mark, keys = await asyncio.to_thread(self._read)
         self._set_keys(keys)
 
     async def run(self) -> None:
-        """Poll the file of keys until cancelled."""
+        """Reload the file of API keys whenever it changes, until cancelled."""
         while True:
             await asyncio.sleep(KEY_FILE_POLL_S)
             await self.poll()
 
     async def poll(self) -> None:
-        """Reload the file of keys if it has changed."""
+        """Reload the file of API keys if it has changed."""
         mark = await asyncio.to_thread(_mark_of, self._path)
         if mark == self._mark:
             return
@@ -221,7 +225,8 @@ class KeyWatch:
 
 
 def _mark_of(path: Path) -> _Mark | None:
-    """Return values that change whenever the file at ``path`` does; None if there is no file."""
+    """Return values that differ whenever the file at ``path`` has changed; None if there is no
+    file."""
     try:
         found = path.stat()
     except OSError:

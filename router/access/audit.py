@@ -20,9 +20,10 @@ log = logging.getLogger("baton.audit")
 log.setLevel(logging.INFO)
 
 MAX_REFUSALS_PER_S = 5
-"""Maximum lines about refused requests per second: unknown clients must not fill the disk."""
+"""Maximum number of refused requests that are logged per second, so that unknown clients cannot
+fill the disk."""
 _SHOWN = 200
-"""Maximum number of characters of a path that a line of the log shows."""
+"""Maximum number of characters of a request's path in a line of the audit log."""
 
 
 @contextmanager
@@ -36,9 +37,8 @@ def operator_call(
 ) -> Iterator[None]:
     """Check that the caller is an operator, run the block, and log how the block ended.
 
-    ``target`` is the object of the call, ``details`` are its arguments. Raises Unauthenticated,
-    Forbidden.
-    """
+    ``target``: the object on which the operator acts. ``details``: the arguments of the call.
+    Raises Unauthenticated, Forbidden."""
     caller = access.check(headers, "admin")
     result = "ok"
     try:
@@ -61,12 +61,13 @@ def operator_call(
 
 
 def note_signal(target: str, action: str, number: signal.Signals) -> None:
-    """Log that a process of this cluster received a signal to end. Signals have no key."""
+    """Log that a process of this cluster received a signal to end. The entry names no API key,
+    since signals have none."""
     _write(action=action, object=target, signal=number.name, key="", result="ok", request_id="")
 
 
 class Refusals:
-    """Logs requests that were refused for their key, their origin or their path."""
+    """Logs requests that were refused because of their API key, their origin or their path."""
 
     def __init__(self, access: Access, clock: Callable[[], float] = time.monotonic) -> None:
         self._access = access
@@ -84,11 +85,10 @@ class Refusals:
         client: str,
         request_id: str = "",
     ) -> None:
-        """Log an error with status 401 or 403, unless there were too many in this second. Other
-        errors are ignored.
+        """Log a request that was refused with status 401 or 403, unless too many were logged in
+        this second. Other errors are ignored.
 
-        ``action``: method and path. ``client``: the peer's address.
-        """
+        ``action``: the request's method and path. ``client``: the address of its sender."""
         if not isinstance(error, Unauthenticated | Forbidden):
             return
         second = int(self._clock())

@@ -22,23 +22,24 @@ from baton.liveness.listening import ListeningClock
 
 _MAX_SWEEP_S = 0.5
 _SWEEPS = 8
-"""Number of checks for passed deadlines within the shortest deadline."""
+"""How many times, within the shortest deadline of a peer, all places are checked for passed
+deadlines."""
 _TURNS = 2
-"""A check runs after this many turns of the event loop. They suffice to read all data that has
-arrived."""
+"""Number of turns of the event loop between the timer of a check for passed deadlines and the
+check. They suffice to read all data that has arrived."""
 
 
 class Place:
-    """A slot for one unauthenticated peer, from ``Places.admit`` to its release."""
+    """A slot that one unauthenticated peer occupies, from ``Places.admit`` to ``release``."""
 
     __slots__ = ("_client", "_due", "_on_late", "_owner", "_queue", "cut", "since")
 
     def __init__(self, owner: Places, client: str, cut: Callable[[], None]) -> None:
         self.cut = cut
-        """Closes the peer's connection or call without an answer. The code that holds the place may
-        replace it."""
+        """Function that closes the peer's connection or call without an answer. The code that holds
+        the place may set another one."""
         self.since = 0.0
-        """Time at which the place began to wait for its peer, by the clock of ``Places``."""
+        """Time at which the latest wait for the peer began, by the clock of ``Places``."""
         self._owner = owner
         self._client = client
         self._queue: dict[Place, None] | None = None
@@ -46,9 +47,8 @@ class Place:
         self._on_late = cut
 
     def wait(self, limit_s: float, on_late: Callable[[], None]) -> None:
-        """Start to wait for the peer. ``on_late`` is called after ``limit_s`` seconds, unless
-        ``work`` or ``release`` is called before.
-        """
+        """Start to wait for data of the peer. If neither ``work`` nor ``release`` is called within
+        ``limit_s`` seconds, ``on_late`` is called."""
         self.work()
         self._queue = self._owner.queue_of(limit_s)
         self._queue[self] = None
@@ -57,7 +57,8 @@ class Place:
         self._on_late = on_late
 
     def work(self) -> None:
-        """End the wait for the peer: what it had to send has arrived."""
+        """End the wait for the peer. Call this when the data that the peer had to send has
+        arrived."""
         if self._queue is not None:
             self._queue.pop(self, None)
             self._queue = None
@@ -73,23 +74,21 @@ class Place:
         return True
 
     def release(self) -> None:
-        """Free the place; idempotent. Its callbacks are dropped, and with them all references to
-        the peer.
-        """
+        """Free the place for another peer, and drop the callbacks and thus all references to the
+        peer; idempotent."""
         self.work()
         self.cut = self._on_late = _nothing
         self._owner.forget(self, self._client)
 
 
 class Places:
-    """Limits the number of unauthenticated peers, in all and per client."""
+    """Limits the number of unauthenticated peers, both in total and per client address."""
 
     def __init__(self, most: int, most_per_client: int, shortest_s: float) -> None:
-        """Create ``most`` places. ``most_per_client`` is the limit of one client address; 0 is
-        unlimited.
+        """Create slots for ``most`` peers. One client address can have ``most_per_client`` of them;
+        0 means no limit.
 
-        ``shortest_s``: the shortest deadline in seconds that a place can get.
-        """
+        ``shortest_s``: the shortest deadline in seconds that a peer can get."""
         self._most = most
         self._most_per_client = most_per_client
         self._sweep_s = min(_MAX_SWEEP_S, shortest_s / _SWEEPS)
@@ -105,11 +104,10 @@ class Places:
         return len(self._taken)
 
     def admit(self, client: str, cut: Callable[[], None]) -> Place | None:
-        """Give a place to a peer of ``client``, if necessary that of the peer that has waited
-        longest. Return None if no place can be had.
+        """Give a place to a peer from the address ``client``. If all are taken, cut off the peer
+        that has waited longest and reuse its place. Return None if no place can be freed.
 
-        ``cut`` closes the peer's connection or call without an answer.
-        """
+        ``cut`` closes the peer's connection or call without an answer."""
         if self._most_per_client and self._by_client[client] >= self._most_per_client:
             return None
         if len(self._taken) >= self._most and not self._cut_one():
@@ -120,9 +118,8 @@ class Places:
         return place
 
     def _cut_one(self) -> bool:
-        """Cut off the peer that has waited longest and free its place; return whether there was
-        one.
-        """
+        """Cut off the peer that has waited longest, and free its place. Return false if no peer
+        waits."""
         first = [next(iter(queue)) for queue in self._queues.values() if queue]
         if not first:
             return False
@@ -133,9 +130,8 @@ class Places:
         return True
 
     def queue_of(self, limit_s: float) -> dict[Place, None]:
-        """Return the waiting places with a deadline of ``limit_s`` seconds, in order. The caller
-        adds one.
-        """
+        """Return the queue of the places whose peers have a deadline of ``limit_s`` seconds, the
+        longest wait first. The caller adds a place."""
         if not self._is_sweeping:
             self._is_sweeping = True
             self.clock.tick()

@@ -51,23 +51,24 @@ from router.core.script_queue import MAX_TOGETHER, ScriptCall, ScriptQueue, call
 log = logging.getLogger(__name__)
 
 ANSWER_S = 0.25
-"""Maximum time in seconds that a request waits for a connection to Redis and the answer. After it,
-the request proceeds without being counted."""
+"""Maximum time in seconds that a request waits for Redis, including the wait for a connection.
+After this time, the request proceeds without being counted."""
 AWAY_S = 1.0
-"""Pause after a failed call, in seconds. A dead Redis then delays one request per pause, not every
-request."""
+"""Seconds without calls to Redis after a call has failed. So a dead Redis delays one request per
+pause, not every request."""
 MAX_CONNECTIONS = 4
 MAX_WAITING = 1024
-"""Maximum number of requests that wait for a connection to Redis. Further ones are not counted."""
+"""Maximum number of requests that wait for a connection to Redis. Further requests proceed without
+being counted."""
 MAX_REPORTS = 16384
 """Maximum number of ended requests that are reported one by one, about 10 MB. Further ones that
 Redis may not have counted are reported together, by key."""
 LEASE_S = 180.0
-"""Seconds for which a request without a deadline, such as a batch's line, counts as running after
-its router has died."""
+"""Seconds for which a request without a deadline still counts as running after its router has died.
+An example is a request of a batch."""
 _RENEW_S = LEASE_S / 3
 _RECENT = 64
-"""Number of a key's answers whose lengths are remembered."""
+"""Number of latest answers of an API key whose lengths are remembered."""
 _MIN_EXPECTED_TOKENS = 512
 """Minimum advance charge of an answer, in tokens, unless its ``max_tokens`` is less. It applies
 however short the key's answers were, so that short answers do not make long ones cheap."""
@@ -75,22 +76,25 @@ _FIRST_STAY_S = 1.0
 _WEIGHT = 0.1
 _MICROSECONDS = 1_000_000
 _CONCURRENCY, _BUDGET = 3, 4
-"""Numbers in the script's answer: that of the concurrency limit, and that of the first budget."""
+"""Numbers by which the script's answer names a limit: the number of the concurrency limit, and the
+number of the first budget."""
 _LIMIT_FIELDS = 6
 """Number of fields in the script's answer before the fields of the budgets."""
 
 
 @dataclass(slots=True)
 class _Use:
-    """Recent requests of one key at this router, from which its next requests are predicted."""
+    """Statistics of one API key's recent requests at this router. They predict the key's next
+    requests."""
 
     stay: RunningMean = field(default_factory=lambda: RunningMean(_WEIGHT))
-    """Mean duration of the key's requests, in seconds."""
+    """Mean duration of the API key's requests, in seconds."""
     answers: deque[int] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    """Lengths in tokens of the key's latest answers."""
+    """Lengths in tokens of the API key's latest answers."""
 
     def answer_tokens(self) -> int:
-        """Return the number of tokens that an answer for the key is expected not to exceed."""
+        """Return the number of tokens that the next answer for the API key is expected not to
+        exceed."""
         return max(_MIN_EXPECTED_TOKENS, max(self.answers, default=0))
 
 
@@ -109,7 +113,8 @@ class _Report:
 
 
 class RateLimits:
-    """Counts requests against the limits of a cluster's keys. Owned by the router's event loop."""
+    """Counts requests against the limits of a cluster's API keys. Owned by the router's event
+    loop."""
 
     def __init__(
         self,
@@ -119,7 +124,8 @@ class RateLimits:
         clock: Callable[[], float] = time.monotonic,
         budgets: Budgets | None = None,
     ) -> None:
-        """Create the limits of a cluster's keys. ``budgets`` None: there are no budgets."""
+        """Create the limits of a cluster's API keys. ``budgets`` None means that no key has a
+        budget."""
         self._client = client
         self._budgets = budgets
         self._enter_script = client.register_script(ENTER)
@@ -133,10 +139,11 @@ class RateLimits:
         self._entries = map(f"{secrets.token_hex(6)}-{{}}".format, count())
         self._queue = ScriptQueue(client, connections=MAX_CONNECTIONS, max_waiting=MAX_WAITING)
         self._reports: dict[str, _Report] = {}
-        """Pending reports by the request's entry in Redis, the oldest first."""
+        """Pending reports about one ended request each, by the name of the request's entry in
+        Redis, the oldest first."""
         self._owed: dict[str, _Report] = {}
-        """Reports that sum up several requests of a key, by key. More requests can be added until
-        they are sent."""
+        """Reports that sum up several ended requests of an API key, by key. More requests can be
+        added to a report until it is sent."""
         self._reporting: asyncio.Task[None] | None = None
         self._renewed: dict[str, Visit] = {}
         self._renewing: asyncio.Task[None] | None = None
@@ -153,13 +160,12 @@ class RateLimits:
             await end_tasks([self._reporting])
 
     async def arrive(self, key: KeyConfig, deadline_s: float | None) -> Visit | None:
-        """Count a request against its key's limits; ``leave`` must be called when the request ends.
-        Return None if no limit applies to it.
+        """Count a request against its API key's limits. The caller must call ``leave`` when the
+        request ends. Return None if no limit applies.
 
-        ``deadline_s``: seconds within which the request ends; None: no deadline. Raises
+        ``deadline_s``: seconds within which the request ends; None if it has no deadline. Raises
         RateLimitExceeded with the remaining limits and the time to retry; then ``leave`` must not
-        be called.
-        """
+        be called."""
         budgets = self._budgets.of(key) if self._budgets is not None else ()
         if not key.limited and not budgets:
             return None
@@ -189,12 +195,12 @@ class RateLimits:
     async def charge(
         self, visit: Visit, prompt_tokens: int, answers: Sequence[int], cost: int = 0
     ) -> None:
-        """Charge what a request may cost. The charge replaces the earlier one.
+        """Charge a request the maximum that it can cost. The charge replaces an earlier one of the
+        same request.
 
-        ``answers``: the maximum tokens of each answer. ``cost``: the maximum cost in nanodollars.
-        Raises RateLimitExceeded, RequestTooLarge if the prompt has more tokens than the key's limit
-        per minute, and Unavailable if no budget can be checked.
-        """
+        ``answers``: the maximum number of tokens of each answer. ``cost``: the maximum cost in
+        nanodollars. Raises RateLimitExceeded, RequestTooLarge if the prompt has more tokens than
+        the key's limit per minute, and Unavailable if no budget can be checked."""
         more = self._tokens_to_charge(visit, prompt_tokens, answers)
         cost = cost if visit.hold.budgets else 0
         if not more and not cost:
@@ -230,14 +236,14 @@ class RateLimits:
         return 0 if visit.unsure else max(0, min(wanted, limit) - visit.reserved)
 
     def answered(self, visit: Visit, prompt_tokens: int, answers: Sequence[int]) -> None:
-        """Record the tokens that a request used, prompt and answers. They are charged when it
-        leaves.
-        """
+        """Record how many tokens a request used for its prompt and answers. They are charged when
+        the request ends."""
         visit.tokens += prompt_tokens + sum(answers)
         self._use(visit.key).answers.append(max(answers, default=0))
 
     def leave(self, visit: Visit) -> None:
-        """End the counting of a request. The report to Redis is sent later, by a task."""
+        """Record the end of a request that ``arrive`` has counted. A task reports it to Redis
+        later."""
         self._renewed.pop(visit.hold.entry, None)
         if not visit.key.limited:
             return
@@ -258,9 +264,8 @@ class RateLimits:
         return self._uses.setdefault(key.name, _Use())
 
     def _take(self, visit: Visit, answer: Sequence[int], cost: int = 0) -> None:
-        """Process the answer of Redis to a charge of ``cost`` nanodollars. Raises
-        RateLimitExceeded.
-        """
+        """Process the answer of Redis after a charge of ``cost`` nanodollars for a request. Raises
+        RateLimitExceeded."""
         key = visit.key
         numbers = list(map(int, answer))
         refused, wait, requests, requests_reset, left, left_reset = numbers[:_LIMIT_FIELDS]
@@ -277,9 +282,8 @@ class RateLimits:
             raise self._refusal(visit, refused, wait / 1e6)
 
     def _learn_budgets(self, visit: Visit, numbers: Sequence[int]) -> Sequence[int]:
-        """Process the state of the budgets in an answer of Redis. Return the nanodollars used of
-        each budget.
-        """
+        """Process the part of an answer of Redis that describes the budgets. Return the used amount
+        of each budget, in nanodollars."""
         if self._budgets is None or not numbers:
             return ()
         used = numbers[::2]
@@ -350,7 +354,8 @@ class RateLimits:
     def _call(
         self, visit: Visit, requests: int, tokens: int, cost: int | None = None
     ) -> ScriptCall:
-        """Build the script call; ``cost``: nanodollars to hold of the budgets; None: unchecked."""
+        """Build the script call that charges a request. ``cost``: nanodollars to hold of the
+        budgets; None: the budgets are not checked."""
         key = visit.key
         limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrency)
         left_us = int(visit.lease_s * _MICROSECONDS)
@@ -366,7 +371,7 @@ class RateLimits:
         return ScriptCall(self._enter_script, keys, args)
 
     async def _report_all(self) -> None:
-        """Send all pending reports to Redis. A report may arrive twice, but counts once."""
+        """Send all pending reports to Redis. A report that arrives twice is counted once."""
         while self._reports:
             reports = list(islice(self._reports.values(), MAX_TOGETHER))
             for report in reports:
@@ -403,9 +408,8 @@ class RateLimits:
         return [answer for answer in answers if isinstance(answer, Exception)]
 
     async def _renew(self) -> None:
-        """Renew the leases of requests without a deadline, so that they keep counting as
-        running.
-        """
+        """Renew the leases of requests without a deadline, so that these requests still count as
+        running."""
         while True:
             await asyncio.sleep(_RENEW_S)
             visits = iter(list(self._renewed.values()))

@@ -1,4 +1,4 @@
-"""Visit: a request of a limited key or tenant, from its arrival to its end."""
+"""Visit: the record of a request that counts against the limits of its API key or tenant."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.billing.budgets import Hold
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """The remaining part of one limit of a key at one moment."""
+    """How much of one limit of an API key is left at one moment."""
 
     name: str
     """What the limit counts: ``requests`` or ``tokens``."""
@@ -18,10 +18,11 @@ class Allowance:
     """The maximum number of requests or tokens per minute."""
     remaining: int
     reset_s: float
-    """Seconds until the limit is full again, if nothing more is used."""
+    """Seconds until the whole limit is available again if no further request arrives."""
 
     def headers(self) -> dict[str, str]:
-        """Return response headers for the limit, in the names and format of OpenAI's API."""
+        """Return the response headers that show the limit, with the names and the format of
+        OpenAI's API."""
         prefix = "x-ratelimit"
         return {
             f"{prefix}-limit-{self.name}": str(self.limit),
@@ -32,26 +33,27 @@ class Allowance:
 
 @dataclass(slots=True, eq=False)
 class Visit:
-    """A request of a limited key or tenant, from its arrival to its end."""
+    """The record of a request that counts against the limits of its API key or tenant, from arrival
+    to end."""
 
     key: KeyConfig
     hold: Hold
-    """The request's holds on budgets. The hold's ``entry`` is also its name in the key's set of
-    running requests."""
+    """The amounts that the request holds of budgets. ``hold.entry`` is also the name of the request
+    in the Redis set of the API key's running requests."""
     lease_s: float
     """Seconds for which the request counts as running, unless its end is reported or the lease is
     renewed."""
     entered_at: float
     sent: bool = False
-    """Whether Redis may have received the request."""
+    """Whether Redis may have received a count or charge of the request."""
     unsure: bool = True
-    """Whether Redis may have missed some charges of the request."""
+    """Whether Redis may have missed some counts or charges of the request."""
     reserved: int = 0
     """Number of tokens charged in advance for the request."""
     tokens: int = 0
     """Number of tokens that the request has used."""
     allowances: tuple[Allowance, ...] = ()
-    """The key's remaining limits at the latest answer of Redis."""
+    """What is left of each limit of the API key, by the latest answer of Redis."""
 
     def headers(self) -> dict[str, str]:
         """Return response headers that show the client its remaining limits."""
@@ -63,9 +65,8 @@ class Visit:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration as ``250ms``, ``1.5s``, ``2m0s``: rounded up to milliseconds, from one
-    minute on to seconds.
-    """
+    """Format a duration as ``250ms``, ``1.5s`` or ``2m0s``. Round it up to milliseconds, or to
+    seconds if it is one minute or more."""
     milliseconds = max(0, -int(-seconds * 1000 // 1))
     if milliseconds < 1000:
         return f"{milliseconds}ms"

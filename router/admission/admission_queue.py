@@ -24,15 +24,15 @@ from router.routing.cost_model import Coefficients
 from router.workers.worker_link import WorkerLink
 
 TICK_S = 0.05
-"""Interval in seconds of the admission decisions while requests wait and no request starts or
-ends."""
+"""Seconds between two admission decisions while requests wait. Requests that start or end cause a
+decision at once."""
 CAPACITY_AGE_S = 0.02
-"""Maximum age in seconds of a view of the workers. This router's own requests since then are
-counted in addition."""
+"""Maximum age in seconds of the workers' capacity that decisions use. Requests that this router has
+sent since then are counted in addition."""
 
 
 class AdmissionQueue:
-    """Makes requests wait for the decisions of the admission controller."""
+    """Makes each request wait until the admission controller admits or rejects it."""
 
     def __init__(
         self,
@@ -41,9 +41,8 @@ class AdmissionQueue:
         capacity: Callable[[], Capacity | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create a queue. ``capacity`` returns the workers' capacity, or None while prefill or
-        decode has no worker.
-        """
+        """Create a queue. ``capacity`` returns the workers' capacity, or None while there is no
+        prefill worker or no decode worker."""
         self._config = config
         self._metrics = metrics
         self._read_capacity = capacity
@@ -62,11 +61,10 @@ class AdmissionQueue:
             metrics.waiting_requests.labels(tenant=tenant).set(0)
 
     async def acquire(self, request: GenerationRequest) -> None:
-        """Wait until the request may go to the workers. Afterwards ``release`` must be called, even
-        if this raises.
+        """Wait until the request may be sent to the workers. Afterwards the caller must call
+        ``release``, even if this method raises.
 
-        Raises Overloaded if the request is rejected.
-        """
+        Raises Overloaded if the request is rejected."""
         now = self._clock()
         turn = asyncio.get_running_loop().create_future()
         span = begin_span("admission", request.trace)
@@ -96,17 +94,15 @@ class AdmissionQueue:
             self._pump()
 
     def generated(self, request_id: str, tokens: int) -> None:
-        """Count ``tokens`` more of the request's answer. With several choices, only tokens of the
-        first are counted.
-        """
+        """Record that the request's answer has grown by ``tokens`` tokens. If the request has
+        several choices, call this for the first only."""
         self._controller.generated(request_id, tokens)
 
     def release(self, request_id: str, *, finished: bool = False, held_s: float = 0.0) -> None:
         """Record that the request has ended; idempotent. ``finished``: true if its whole answer was
         generated.
 
-        ``held_s``: seconds by which its client delayed the answer.
-        """
+        ``held_s``: seconds by which the request's client delayed the answer."""
         self._controller.left(request_id, self._clock(), finished=finished, held_s=held_s)
         self._pump()
 
@@ -170,9 +166,8 @@ def capacity_of(
     decode: Sequence[WorkerLink],
     prefill_cost: Coefficients,
 ) -> Capacity:
-    """Sum up the workers' snapshots. Blocks of KV are converted to those of the prefix index, of
-    ``hash_block`` tokens.
-    """
+    """Return the capacity of all workers by their snapshots. Numbers of KV blocks are converted to
+    blocks of ``hash_block`` tokens, as in the prefix index."""
     sizes = [max(1, link.record.geometry.block_size // hash_block) for link in decode]
     loads = [link.load for link in decode]
     return Capacity(

@@ -1,7 +1,6 @@
-"""Decides when background requests may run, so that they hardly delay other requests.
+"""Decides when background requests may run. They must hardly delay other requests.
 
-Plain Python; ``now`` is passed in. Owned by one event loop.
-"""
+Plain Python; ``now`` is passed in. Owned by one event loop."""
 
 from __future__ import annotations
 
@@ -16,22 +15,21 @@ requests that are not background requests."""
 MAX_TPOT_SHARE = 0.7
 """Background requests are sent while a decode step takes at most this fraction of the TPOT SLO."""
 HOLD_S = 1.0
-"""Seconds after a delay of other requests in which further delays are ignored, since halving the
-limit has had no effect yet. Meanwhile no background request is admitted."""
+"""Seconds after the limit was halved in which it is not halved again, since halving has had no
+effect yet. In this time, no background request is admitted."""
 WINDOW_S = 0.01
 """A prefill worker gets more than one background prompt only if all of them take at most this long,
 in seconds. Measured (docs/how-to/use/batches.md): more of them delay others, and gain little."""
 
 
 class BackgroundShare:
-    """The limit of background requests at the workers, which adapts to whether they delay other
-    requests.
+    """An adaptive limit of the number of background requests at the workers. It falls when they
+    delay other requests.
 
     Additive increase, multiplicative decrease (D. Chiu and R. Jain, "Analysis of the increase and
     decrease algorithms for congestion avoidance in computer networks", Computer Networks and ISDN
-    Systems 17(1), 1989). Each request that ends while no other is delayed adds one; a delay halves
-    the maximum.
-    """
+    Systems 17(1), 1989). Each background request that ends while no other request is delayed raises
+    the limit by one. A delay halves it."""
 
     def __init__(self, maximum: int) -> None:
         """Start with a limit of one background request, which grows up to ``maximum``."""
@@ -47,27 +45,26 @@ class BackgroundShare:
         return self._limit
 
     def hurt(self, now: float) -> None:
-        """Record that requests other than background requests wait, or get their tokens too slowly.
-        That halves the limit.
-        """
+        """Halve the limit. Call this when requests other than background requests wait or get their
+        tokens too slowly."""
         if now - self._hurt_at >= HOLD_S:
             self._limit = max(1, self._limit // 2)
             self._hurt_at = now
 
     def finished(self, now: float) -> None:
-        """Record a background request that has ended well."""
+        """Record that a background request has ended well."""
         if now - self._hurt_at >= HOLD_S:
             self._limit = min(self._maximum, self._limit + 1)
 
     def allows(self, in_flight: int, now: float) -> bool:
-        """Return whether one more background request may be sent while ``in_flight`` are at the
-        workers.
-        """
+        """Return whether one more background request may be sent while ``in_flight`` of them are at
+        the workers."""
         return in_flight < self._limit and now - self._hurt_at >= HOLD_S
 
 
 class BackgroundSlack:
-    """Detects spare capacity, and counts the background requests at the workers."""
+    """Decides whether there is spare capacity for one more background request, and counts those at
+    the workers."""
 
     def __init__(
         self,
@@ -84,7 +81,7 @@ class BackgroundSlack:
         self._sent: set[str] = set()
 
     def look(self, capacity: Capacity, now: float, *, others_wait: bool) -> None:
-        """Lower the limit of background requests if they delay other requests."""
+        """Lower the limit of background requests if these delay other requests."""
         if self._sent and (others_wait or self._is_slow(capacity)):
             self._share.hurt(now)
 
@@ -101,13 +98,13 @@ class BackgroundSlack:
         )
 
     def sent(self, request_id: str) -> None:
-        """Record that a background request goes to the workers. When it ends, ``left`` must be
-        called once.
-        """
+        """Record that a background request is sent to the workers. The caller must call ``left``
+        once when the request ends."""
         self._sent.add(request_id)
 
     def left(self, request_id: str, now: float, *, finished: bool) -> bool:
-        """Record that any request has ended. Return whether it was a background request."""
+        """Record that a request of any sort has ended. Return whether it was a background
+        request."""
         if request_id not in self._sent:
             return False
         self._sent.remove(request_id)

@@ -16,7 +16,7 @@ from baton.autoscaling.traffic import FIRST_ANSWER_TOKENS, RunningMean
 from router.routing.cost_model import PREFILL_DEFAULT, Coefficients
 
 IDLE_S = 5.0
-"""Seconds without decoding after which the learned durations of answers are dropped."""
+"""The learned durations of answers are dropped when no worker has decoded for this many seconds."""
 _WEIGHT = 0.1
 _MIN_WORK_S = 1e-6
 
@@ -30,19 +30,22 @@ class Capacity:
     block_size: int
     prefill_workers: int
     decode_sequences: int
-    """Sequences that run or wait at decode workers."""
+    """Number of sequences that run or wait at all decode workers."""
     max_sequences: int
     available_blocks: tuple[int, ...]
-    """For each decode worker: number of blocks that are free, or used only by its prefix cache."""
+    """For each decode worker: number of blocks that are free or that only the worker's prefix cache
+    uses."""
     total_blocks: tuple[int, ...]
-    """For each decode worker: number of all its blocks."""
+    """For each decode worker: total number of blocks."""
     step_s: float = 0.0
-    """Duration of the latest decode step at the slowest decode worker, in seconds; 0: not known."""
+    """Duration of the latest decode step at the slowest decode worker, in seconds; 0 if not
+    known."""
     prefill_cost: Coefficients = PREFILL_DEFAULT
-    """The mean of the prefill workers' cost models (``router.routing.cost_model``)."""
+    """Cost model of prefill (``router.routing.cost_model``): the mean over the prefill workers."""
 
     def work_s(self, prompt_tokens: int) -> float:
-        """Return the seconds in which a prefill worker computes a prompt without cached tokens."""
+        """Return the predicted seconds that a prefill worker takes for a prompt without cached
+        tokens."""
         a, b, c = self.prefill_cost
         ms = a + prompt_tokens * (b + c * prompt_tokens / 2.0)
         return max(_MIN_WORK_S, ms / 1e3)
@@ -50,21 +53,22 @@ class Capacity:
 
 @dataclass(slots=True)
 class ExpectedAnswer:
-    """The expected answer of a request: one choice, or several of equal length to one prompt."""
+    """What admission expects of a request's answer. Several choices are expected to be equally
+    long."""
 
     prompt_tokens: int
     expected_tokens: int
     choices: int
     blocks: int = 0
-    """Number of blocks that are reserved for the answer and that no snapshot shows as used yet."""
+    """Number of blocks that are reserved for the answer but not yet shown as used in a worker's
+    snapshot."""
     begun_at: float | None = None
     generated: int = 0
-    """Number of tokens that the first choice has so far."""
+    """Number of tokens that the answer's first choice has so far."""
 
     def need(self, capacity: Capacity) -> int:
-        """Return the number of blocks that the answer occupies at its end, at most those of one
-        worker.
-        """
+        """Return the number of blocks that the answer occupies at its end, at most the number that
+        one worker has."""
         tokens = self.prompt_tokens + self.expected_tokens * self.choices
         return min(-(-tokens // capacity.block_size), max(capacity.total_blocks, default=0))
 
@@ -95,12 +99,11 @@ class DecodeReservations:
         return self._tpot_s.value or 0.0
 
     def look(self, capacity: Capacity, now: float) -> bool:
-        """Record how many sequences the workers can run. Return whether nothing was decoded for
-        ``IDLE_S``.
+        """Record how many sequences the workers can run. Return true if no worker has decoded for
+        ``IDLE_S`` seconds.
 
-        In that case the learned times are dropped. If they were wrong, requests might be rejected
-        because of them, and a rejected request corrects nothing.
-        """
+        In that case the learned times are dropped. Wrong times could cause rejections, and a
+        rejected request gives no new measurement."""
         self._max_sequences = capacity.max_sequences
         idle = not self._begun and now - self._ended_at >= IDLE_S
         if idle:
@@ -114,17 +117,15 @@ class DecodeReservations:
         return min(max_tokens, FIRST_ANSWER_TOKENS if mean is None else math.ceil(mean))
 
     def free_places(self, capacity: Capacity) -> int:
-        """Return how many more sequences the decode workers can run; negative if too many are on
-        their way.
-        """
+        """Return how many more sequences the decode workers can run; negative if too many were sent
+        already."""
         # Snapshots cover the sequences of all routers. Our own are counted here earlier.
         taken = max(capacity.decode_sequences, len(self._begun)) + len(self._sent)
         return capacity.max_sequences - taken
 
     def free_blocks(self, capacity: Capacity) -> int:
-        """Return the number of blocks not reserved; negative if running answers are expected to
-        need more.
-        """
+        """Return the number of blocks that are not reserved; negative if running answers are
+        expected to need more blocks than there are."""
         sent = sum(answer.blocks for answer in self._sent.values())
         growth = sum(
             max(0, answer.expected_tokens - answer.generated) * answer.choices
@@ -133,17 +134,15 @@ class DecodeReservations:
         return sum(capacity.available_blocks) - sent - -(-growth // capacity.block_size)
 
     def has_blocks(self, answer: ExpectedAnswer, capacity: Capacity, reserve: float = 0.0) -> bool:
-        """Return whether one decode worker has the blocks for one more answer. ``reserve`` blocks
-        must stay free in the cluster.
-        """
+        """Return whether a decode worker has enough blocks for one more answer, while ``reserve``
+        blocks stay free in the whole cluster."""
         free = min(self.free_blocks(capacity) - reserve, max(capacity.available_blocks, default=0))
         return answer.need(capacity) <= free
 
     @property
     def answers_per_s(self) -> float:
-        """Answers that end per second while the decode workers run as many sequences as they can;
-        infinite if not known.
-        """
+        """Rate at which answers end, per second, if the decode workers run as many sequences as
+        they can. Infinite if not known."""
         stay_s = self._stay_s.value
         return self._max_sequences / stay_s if stay_s else math.inf
 
@@ -173,7 +172,7 @@ class DecodeReservations:
         return True
 
     def generated(self, request_id: str, tokens: int) -> None:
-        """Count ``tokens`` further tokens of a request's answer."""
+        """Record that a request's answer has grown by ``tokens`` tokens."""
         answer = self._begun.get(request_id)
         if answer is not None:
             answer.generated += tokens
@@ -190,10 +189,10 @@ class DecodeReservations:
         return answer
 
     def learn(self, answer: ExpectedAnswer, stayed_s: float) -> float | None:
-        """Learn from an answer that ended ``stayed_s`` seconds after its first token.
+        """Learn the duration of answers from one that ended ``stayed_s`` seconds after its first
+        token.
 
-        Returns the answer's time per token in seconds; None for an answer of one token.
-        """
+        Returns the answer's time per token in seconds; None for an answer of one token."""
         self._stay_s.add(stayed_s)
         self._answer_tokens.add(float(answer.generated))
         if answer.generated < 2:

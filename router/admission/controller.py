@@ -39,14 +39,14 @@ from router.admission.inflight_prefills import InflightPrefills
 from router.admission.overload import Overload, PrefillPacer
 
 MAX_LEAD_S = 30.0
-"""Maximum effect of a priority on the order, in seconds of waiting."""
+"""Maximum effect of a request's priority on its position in the queue, in seconds of waiting."""
 PRIORITY_STEP_S = 1.0
-"""Waiting time that equals one level of priority, in seconds."""
+"""One level of priority has the same effect on the order as this many seconds of waiting."""
 MIN_PACED_TOKENS = 8
-"""Minimum length of an answer from which the pace is learned. The time per token of shorter ones is
-mostly that of the handoff."""
+"""Minimum tokens of an answer whose time per token is measured. The time of a shorter answer is
+mostly spent on the handoff."""
 MIN_RETRY_S = 0.1
-"""Minimum Retry-After, seconds."""
+"""Minimum of the ``Retry-After`` header, in seconds."""
 CAUTION = 1.25
 """Factor on a request's predicted wait before it is compared with the SLO, since long predictions
 are less certain."""
@@ -66,15 +66,17 @@ class AdmissionRequest:
     max_tokens: int
     """Maximum number of tokens of the request's answer."""
     slo_s: float = math.inf
-    """TTFT SLO in seconds; infinite if the request may wait."""
+    """TTFT SLO of the request in seconds; infinite if it has none."""
     deadline_s: float = math.inf
     """Seconds from now by which the answer must have ended."""
     own_deadline: bool = False
     """Whether the client set the deadline. If so, predictions are compared with the deadline."""
     choices: int = 1
-    """Number of answers, assumed equally long. Generated tokens are counted for the first."""
+    """Number of answers. They are assumed to be equally long, so tokens are counted for the first
+    only."""
     background: bool = False
-    """Whether the request may wait without limit, and uses only spare capacity."""
+    """Whether this is a background request: it may wait without limit, and uses only spare
+    capacity."""
 
 
 def slo_of(config: Config, prompt_tokens: int) -> float:
@@ -86,7 +88,7 @@ def slo_of(config: Config, prompt_tokens: int) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiting(Entry):
-    """A request in a queue of the controller."""
+    """A request that waits in a queue of the admission controller."""
 
     request: AdmissionRequest
     offered_at: float
@@ -104,11 +106,11 @@ class AdmissionController:
         config: Config,
         refuse: Callable[[str, BatonError], None],
     ) -> None:
-        """Create a controller. ``weights``: the shares of the tenants.
+        """Create a controller. ``weights``: the weight of each tenant, by which they share the
+        cluster.
 
         ``refuse`` is called with the id of each waiting request that is rejected, and the reason.
-        In ``slo`` mode, prompts are sent only as fast as the TPOT of running answers allows.
-        """
+        In ``slo`` mode, prompts are sent only as fast as the TPOT of running answers allows."""
         self._queue: FairQueue[_Waiting] = FairQueue(weights, config.max_waiting_requests)
         # Not bounded here: the source of background requests bounds their number.
         self._background: FairQueue[_Waiting] = FairQueue(weights, sys.maxsize)
@@ -130,9 +132,8 @@ class AdmissionController:
 
     @property
     def speed(self) -> float | None:
-        """Measured speed of all prefill workers: predicted seconds of work done per second. None if
-        too little was measured.
-        """
+        """Measured speed of all prefill workers together: seconds of work by the cost model that
+        they do per second. None if too little was measured."""
         return self._prefill.learned_speed
 
     @property
@@ -150,9 +151,7 @@ class AdmissionController:
         return len(self._queue) + len(self._background)
 
     def _see(self, capacity: Capacity, now: float) -> None:
-        """Update the learned speeds with a new view of the workers, and drop those that are
-        outdated.
-        """
+        """Update the learned speeds for the workers' current capacity, and drop outdated ones."""
         self._prefill.look(capacity, now)
         self._pacer.served_by(capacity.prefill_workers)
         self._pacer.look(now)
@@ -162,11 +161,11 @@ class AdmissionController:
     # The states of a request
 
     def offer(self, request: AdmissionRequest, capacity: Capacity, now: float) -> None:
-        """Queue a request. It waits until ``admit`` returns its id.
+        """Queue a request. It waits until ``admit`` returns its id or rejects it.
 
         Raises DeadlineUnreachable if the answer would be late, and Overloaded if the queue is full
-        or the wait would be too long. Retry-After is the time that the work ahead takes.
-        """
+        or the wait would be too long. The error's Retry-After is the time that the work ahead of
+        the request takes."""
         self._see(capacity, now)
         expected = self._decode.expected_tokens(request.max_tokens)
         answer = ExpectedAnswer(request.prompt_tokens, expected, request.choices)
@@ -254,7 +253,7 @@ class AdmissionController:
         return True
 
     def generated(self, request_id: str, tokens: int) -> None:
-        """Count ``tokens`` more of the request's answer."""
+        """Record that the request's answer has grown by ``tokens`` tokens."""
         self._decode.generated(request_id, tokens)
 
     def left(
@@ -262,9 +261,8 @@ class AdmissionController:
     ) -> None:
         """Record that a request has ended, in any state; idempotent.
 
-        ``finished``: true if all tokens of its answer were generated. ``held_s``: seconds since its
-        first token by which its client delayed the answer.
-        """
+        ``finished``: true if all tokens of its answer were generated. ``held_s``: seconds after the
+        first token by which the client delayed the answer."""
         entry = self._entries.get(request_id)
         if entry is not None:
             queue = self._background if entry.request.background else self._queue
@@ -303,11 +301,11 @@ class AdmissionController:
         )
 
     def _check_time(self, entry: _Waiting, turn_s: float, now: float) -> None:
-        """Check whether a request can be in time if its turn comes after ``turn_s`` seconds.
+        """Check whether a request can be answered in time if its turn comes after ``turn_s``
+        seconds.
 
         Raises DeadlineUnreachable or Overloaded if it would be late, unless it is accepted as a
-        probe.
-        """
+        probe."""
         request = entry.request
         own_s = self._prefill.own_s(entry.work_s)
         error = self._refusal(entry, turn_s, own_s, now)
@@ -351,7 +349,8 @@ class AdmissionController:
         return self._overload.lasts(speed, self._decode.answers_per_s, now)
 
     def _drop_late(self, now: float) -> None:
-        """Reject all waiting requests that are too late, at most every ``LOOK_S``."""
+        """Reject all waiting requests that are too late. Do nothing if the last call was less than
+        ``LOOK_S`` seconds ago."""
         if now - self._looked_at < LOOK_S:
             return
         self._looked_at = now

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 QUANTUM_TOKENS = 512
-"""Tokens that a tenant of weight 1 may send in one turn: about a chunk of prompts, so that turns
-are short."""
+"""Tokens that a tenant of weight 1 may send in one turn. This is about one chunk of a chunked
+prefill, so that turns are short."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,10 +29,10 @@ class Entry:
 
     tenant: str
     order: float
-    """Position within the tenant's entries. Lower values leave earlier; equal ones leave in order
-    of arrival."""
+    """Position among the tenant's entries. Entries with lower values leave the queue earlier; equal
+    ones leave in order of arrival."""
     tokens: int
-    """Cost of the entry in tokens; at least 1."""
+    """Cost of sending the entry, in tokens; at least 1."""
 
 
 T = TypeVar("T", bound=Entry)
@@ -59,9 +59,8 @@ class _Flow(Generic[T]):
 
 
 class _Flows(dict[str, _Flow[T]]):
-    """Entries by tenant. Unknown tenants get weight 1: keys made at runtime may name new
-    tenants.
-    """
+    """The queued entries by tenant. A new tenant gets weight 1: API keys created at runtime may
+    name tenants that are not configured."""
 
     def __missing__(self, tenant: str) -> _Flow[T]:
         flow = self[tenant] = _Flow(1.0)
@@ -72,9 +71,8 @@ class FairQueue(Generic[T]):
     """A bounded queue that tenants share by weight. Not thread-safe; owned by one event loop."""
 
     def __init__(self, weights: Mapping[str, float], limit: int) -> None:
-        """Create a queue of at most ``limit`` entries. ``weights``: the tenants' shares, above 0; 1
-        if missing.
-        """
+        """Create a queue of at most ``limit`` entries. ``weights``: a weight above 0 for each
+        tenant. A tenant without one has weight 1."""
         self._flows = _Flows[T]((name, _Flow(weight)) for name, weight in weights.items())
         self._turns: deque[_Flow[T]] = deque()
         self._limit = limit
@@ -92,13 +90,12 @@ class FairQueue(Generic[T]):
         return sum(flow.tokens for flow in self._turns)
 
     def waiting(self, tenant: str) -> int:
-        """Return the number of a tenant's entries."""
+        """Return the number of entries that a tenant has in the queue."""
         return len(self._flows[tenant].entries)
 
     def push(self, entry: T) -> T | None:
-        """Add an entry. Return the entry that was dropped for it, possibly the new one; None if
-        there was room.
-        """
+        """Add an entry. If the queue is full, drop an entry, possibly the new one, and return it.
+        Otherwise return None."""
         victim = None
         if self._size >= self._limit:
             victim = self._victim(entry)
@@ -141,7 +138,7 @@ class FairQueue(Generic[T]):
         return entry
 
     def remove(self, entry: T) -> None:
-        """Remove an entry out of turn. Raises ValueError if it is not in the queue."""
+        """Remove an entry before its turn. Raises ValueError if it is not in the queue."""
         flow = self._flows[entry.tenant]
         flow.entries.remove(entry)
         flow.tokens -= entry.tokens
@@ -152,12 +149,11 @@ class FairQueue(Generic[T]):
             flow.deficit, flow.visited = 0.0, False
 
     def ahead(self, newcomer: T) -> list[T]:
-        """Return the entries that leave before ``newcomer`` if nothing else arrives, roughly in
-        that order.
+        """Return the entries that leave the queue before ``newcomer`` if no further entry arrives,
+        roughly in the order of leaving.
 
-        These are the tenant's own earlier entries, and as many tokens of other tenants as their
-        weights give them in the same time.
-        """
+        These are earlier entries of the same tenant, and the entries that other tenants may send in
+        the same time by their weights."""
         own = self._flows[newcomer.tenant]
         found = [entry for entry in own.entries if entry.order <= newcomer.order]
         turns = (sum(entry.tokens for entry in found) + newcomer.tokens) / own.weight
@@ -173,9 +169,8 @@ class FairQueue(Generic[T]):
         return sorted(found, key=_order)
 
     def _skip_rounds(self) -> None:
-        """Skip the rounds in which no tenant can afford its next entry: give all their quanta at
-        once.
-        """
+        """Skip the rounds in which no tenant has enough tokens for its next entry: give each tenant
+        the quanta of these rounds at once."""
         rounds = min(
             math.ceil((flow.entries[0].tokens - flow.deficit) / flow.quantum)
             for flow in self._turns

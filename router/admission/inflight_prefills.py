@@ -27,13 +27,13 @@ QUIET_MEMORY_S = 5.0
 """Time constant in seconds with which the learned speed is forgotten while no request waits. The
 cost model takes over, which every prompt corrects."""
 ENOUGH_S = 0.5
-"""Seconds with waiting requests that must be remembered before the learned speed is trusted. It
-stays trusted until they have faded."""
+"""The learned speed is trusted once this many remembered seconds had waiting requests. It stays
+trusted until fewer than ``FADED_S`` are left."""
 FADED_S = 0.1
 """The learned speed is no longer trusted if fewer seconds with waiting requests than this are
 remembered."""
 MIN_SPEED = 1e-3
-"""Minimum speed, even of a cluster that does nothing: times are divided by it."""
+"""Minimum value of a speed, since times are divided by it. It applies even to an idle cluster."""
 
 
 @dataclass(slots=True)
@@ -44,13 +44,13 @@ class InflightPrompt:
     work_s: float
     sent_at: float
     saturated_s: float
-    """How long requests had waited at this router in all, in seconds, when the prompt was sent."""
+    """Total seconds in which requests had waited at this router when the prompt was sent."""
     began_at: float | None = None
     """Time at which a worker presumably started on the prompt; None while all workers have other
     prompts."""
 
     def left(self, worker_speed: float, now: float) -> float:
-        """Return the estimated remaining work on the prompt, in seconds by the cost model."""
+        """Return the estimated work that remains on the prompt, in seconds by the cost model."""
         if self.began_at is None:
             return self.work_s
         return max(0.0, self.work_s - worker_speed * (now - self.began_at))
@@ -79,12 +79,12 @@ class PrefillThroughput:
 
     def __init__(self) -> None:
         self._work_s = 0.0
-        """Work that was finished in the remembered seconds with waiting requests, in seconds by the
-        cost model."""
+        """Work that the workers finished while requests waited, in seconds by the cost model. Older
+        work counts less."""
         self._seconds = 0.0
-        """Number of remembered seconds in which requests waited; older ones count less."""
+        """Number of seconds in which requests waited. Older seconds count less."""
         self._saturated_s = 0.0
-        """Number of seconds so far in which requests waited."""
+        """Total number of seconds so far in which requests waited."""
         self._saturated = False
         self._now = 0.0
         # Sums over the prompts in flight avoid a loop over each of them.
@@ -96,20 +96,19 @@ class PrefillThroughput:
         self._waited_at = 0.0
         """Time at which a request last waited."""
         self._estimate: float | None = None
-        """Speed that was estimated when a prompt last ended; None if it is not known."""
+        """Speed of all prefill workers, as estimated when a prompt last ended; None if it is not
+        known."""
 
     @property
     def evidence_s(self) -> float:
-        """Number of remembered seconds in which requests waited: the evidence for the learned
-        speed.
-        """
+        """Evidence for the learned speed: number of seconds in which requests waited, where older
+        seconds count less."""
         return self._seconds
 
     @property
     def speed(self) -> float | None:
-        """Learned speed of all prefill workers; None while too little was measured, or nothing
-        lately.
-        """
+        """Learned speed of all prefill workers together; None if too little was measured or the
+        measurements are too old."""
         if self._estimate is None or self._seconds < FADED_S:
             return None
         lower = self._work_s / self._seconds
@@ -119,9 +118,8 @@ class PrefillThroughput:
     def served_by(self, workers: int) -> None:
         """Scale the learned speed to a new number of prefill workers.
 
-        It could not adapt otherwise: if it is so low that every request is rejected, none waits,
-        and nothing is learned.
-        """
+        Otherwise a speed that is too low could persist: if every request is rejected, none waits,
+        and no speed is measured."""
         if self._workers and workers:
             self._work_s *= workers / self._workers
             if self._estimate is not None:
@@ -129,9 +127,7 @@ class PrefillThroughput:
         self._workers = workers or self._workers
 
     def look(self, now: float) -> None:
-        """Drop the learned speed if the cluster is idle. Must be called before the speed is
-        read.
-        """
+        """Drop the learned speed if the cluster is idle. Call this before ``speed`` is read."""
         self._pass(now)
         if not self._saturated and not self._stays_count and now - self._waited_at >= IDLE_S:
             self._work_s = self._seconds = 0.0
@@ -146,9 +142,8 @@ class PrefillThroughput:
             self._judge()
 
     def sent(self, tokens: int, work_s: float, now: float) -> InflightPrompt:
-        """Record a prompt sent to the workers. Afterwards ``finished`` or ``left`` must be called,
-        once.
-        """
+        """Record that a prompt was sent to the workers. Afterwards the caller must call either
+        ``finished`` or ``left`` once."""
         self._pass(now)
         stay = InflightPrompt(tokens, work_s, now, self._saturated_s)
         self._stays(stay, 1)
@@ -178,17 +173,15 @@ class PrefillThroughput:
             self._staying = self._since = self._since_saturated_s = 0.0
 
     def _judge(self) -> None:
-        """Estimate the speed at the end of a prompt. The other prompts count as half done on
-        average.
-        """
+        """Estimate the speed at the end of a prompt. The other prompts in flight count as half
+        done."""
         enough_s = ENOUGH_S if self._estimate is None else FADED_S
         if self._seconds >= enough_s and self._work_s > 0:
             self._estimate = (self._work_s + self._unfinished() / 2) / self._seconds
 
     def _unfinished(self) -> float:
-        """Return the work to be counted if all prompts in flight were done now. Means of their
-        times are used.
-        """
+        """Return the work that would be credited if all prompts in flight ended now. It is computed
+        from the means of their times."""
         if not self._stays_count:
             return 0.0
         overlap_s = self._saturated_s - self._since_saturated_s / self._staying
@@ -196,9 +189,8 @@ class PrefillThroughput:
         return self._credit(self._staying, overlap_s, stay_s)
 
     def _credit(self, work_s: float, overlap_s: float, stay_s: float) -> float:
-        """Return the part of a prompt's work that counts for the learned speed: the part done while
-        requests waited, weighted by age.
-        """
+        """Return how much of a prompt's work counts for the learned speed. Only work done while
+        requests waited counts, weighted by age."""
         if stay_s <= 0:
             return work_s if self._saturated else 0.0
         share = min(1.0, max(0.0, overlap_s / stay_s))
@@ -241,7 +233,7 @@ class InflightPrefills:
         self._prompts: dict[str, InflightPrompt] = {}
         """All prompts by request id, in the order of sending."""
         self._queued: dict[str, InflightPrompt] = {}
-        """Prompts that presumably no worker has started, by request id."""
+        """Prompts that no worker is presumed to have started, by request id."""
         self._workers = 1
         self._tokens = 0
         self._work_s = 0.0
@@ -267,7 +259,8 @@ class InflightPrefills:
 
     @property
     def learned_speed(self) -> float | None:
-        """The measured speed without the cost model; None if nothing was measured lately."""
+        """Measured speed of all prefill workers together, without the cost model. None if the
+        measurements are too old."""
         return self._throughput.speed
 
     @property
@@ -288,17 +281,16 @@ class InflightPrefills:
         return self._work_s
 
     def own_s(self, work_s: float) -> float:
-        """Return the seconds that one worker really takes for ``work_s`` seconds of work by the
-        cost model.
-        """
+        """Return the seconds that one worker takes at its actual speed for ``work_s`` seconds of
+        work by the cost model."""
         return work_s * self._workers / self.speed
 
     def free_after_s(self, ahead_s: Iterable[float], now: float) -> float:
-        """Return the seconds until a worker is free for a further prompt, after the queued prompts
-        and others.
+        """Return the seconds until a worker is free for a further prompt. Before it come the queued
+        prompts and those of ``ahead_s``.
 
-        ``ahead_s``: the work of each of these others, in seconds by the cost model.
-        """
+        ``ahead_s``: the work of each prompt that is not sent yet but goes first, in seconds by the
+        cost model."""
         each = self.speed / self._workers
         begun = [one.left(each, now) for one in self._prompts.values() if one.began_at is not None]
         left = [0.0] * (self._workers - len(begun)) + begun
@@ -321,9 +313,8 @@ class InflightPrefills:
         return self._work_s >= WINDOW_S * self.speed
 
     def takes(self, more_s: float) -> float:
-        """Return the seconds that all workers together take for their queued work and ``more_s``
-        more seconds of it.
-        """
+        """Return the seconds that all workers together take for their queued work and for
+        ``more_s`` further seconds of work."""
         return (self._work_s + more_s) / self.speed
 
     def saturated(self, now: float, *, waiting: bool) -> None:
@@ -331,9 +322,8 @@ class InflightPrefills:
         self._throughput.saturated(now, waiting=waiting)
 
     def sent(self, request_id: str, tokens: int, work_s: float, now: float) -> None:
-        """Record a prompt sent to the workers. Afterwards ``finished`` or ``left`` must be called,
-        once.
-        """
+        """Record that a prompt was sent to the workers. Afterwards the caller must call either
+        ``finished`` or ``left`` once."""
         prompt = self._throughput.sent(tokens, work_s, now)
         self._prompts[request_id] = self._queued[request_id] = prompt
         self._tokens += tokens
@@ -341,9 +331,8 @@ class InflightPrefills:
         self._take_up(now)
 
     def finished(self, request_id: str, now: float) -> None:
-        """Record that a prompt has its first token. Raises KeyError if it was not sent, or has
-        ended.
-        """
+        """Record that a prompt has its first token. Raises KeyError if the prompt was not sent or
+        has ended."""
         self._throughput.finished(self._remove(request_id, now), now)
 
     def left(self, request_id: str, now: float) -> None:

@@ -17,8 +17,8 @@ from collections.abc import Iterable
 MEMORY_S = 5.0
 """Time constant, in seconds, with which arrived work is forgotten."""
 SUSTAINABLE = 0.8
-"""Fraction of the cluster's speed. While less work than this arrives, a queue shortens by
-itself."""
+"""While work arrives at less than this fraction of the cluster's speed, a queue is expected to
+shorten by itself."""
 PROBE_S = 1.0
 """Seconds between two probes while requests of a length (by power of two) are rejected as late."""
 PROBE_SHARE = 0.1
@@ -42,11 +42,10 @@ class Overload:
         two)."""
 
     def came(self, work_s: float, answers: int, now: float) -> None:
-        """Count a request that has arrived, even if it is rejected. ``answers``: its number of
-        choices.
+        """Count a request that has arrived, even if it is rejected later. ``answers``: the
+        request's number of choices.
 
-        Its prompt takes ``work_s`` seconds of prefill work.
-        """
+        ``work_s``: the seconds of prefill work that the request's prompt takes."""
         self._pass(now)
         self._work_s += work_s
         self._answers += answers
@@ -62,14 +61,13 @@ class Overload:
         return prefill > SUSTAINABLE * speed or decode > SUSTAINABLE * answers_per_s
 
     def let_in(self, prompt_tokens: int) -> None:
-        """Record that a request was accepted. Requests of its length need no probe then."""
+        """Record that a request was accepted, so that no probe of the same length is needed."""
         self._refused_since.pop(prompt_tokens.bit_length(), None)
 
     def probes(self, request_id: str, prompt_tokens: int, own_s: float, now: float) -> bool:
         """Return whether a request that would be rejected as late is accepted as a probe.
 
-        ``own_s`` is the predicted time in seconds that a worker takes for its prompt.
-        """
+        ``own_s`` is the predicted time in seconds that a worker takes for the request's prompt."""
         length = prompt_tokens.bit_length()
         since = self._refused_since.setdefault(length, now)
         every_s = min(MAX_PROBE_S, max(PROBE_S, own_s / PROBE_SHARE))
@@ -79,13 +77,12 @@ class Overload:
         return True
 
     def is_probe(self, request_id: str) -> bool:
-        """Return whether a request is a probe without a first token."""
+        """Return whether a request is a probe that has no first token yet."""
         return request_id in self._probes.values()
 
     def begun(self, request_id: str) -> None:
-        """Record that a request has its first token, or has ended: it is no longer a probe in
-        flight.
-        """
+        """Record that a request has its first token or has ended. If it was a probe, another probe
+        of the same length may follow."""
         if self.is_probe(request_id):
             self._probes = {
                 length: probe for length, probe in self._probes.items() if probe != request_id
@@ -100,13 +97,13 @@ class Overload:
 
 
 MIN_SHARE = 0.5
-"""Minimum fraction of its full speed to which prefill is slowed down. If the SLO is missed even
-then, slowing it further would not help."""
+"""Prefill is never slowed down below this fraction of its full speed. If the TPOT SLO is missed
+even then, slower prefill would not help."""
 MISSES = 0.1
 """Fraction of answers that may miss the TPOT SLO."""
 MAX_CALM_S = 40.0
-"""Maximum seconds for which prefill stays slowed down after the last slow answer, however long
-there were slow ones."""
+"""Maximum seconds for which prefill stays slowed down after the last answer that missed the TPOT
+SLO."""
 SLACK_S = 0.1
 """If a prompt is sent later than the pace allows, its delay is made up for, up to this many
 seconds."""
@@ -142,7 +139,7 @@ class PrefillPacer:
 
     @property
     def share(self) -> float:
-        """Fraction of full speed at which prompts are sent, as of the last call of ``look``."""
+        """Fraction of full speed at which prompts are sent. ``look`` updates it."""
         return self._share
 
     @property
@@ -163,7 +160,7 @@ class PrefillPacer:
         self._share = min(1.0, max(MIN_SHARE, self._share * math.exp(_STEP * step)))
 
     def look(self, now: float) -> None:
-        """Update the fraction of full speed. Must be called before it is read."""
+        """Update ``share``, the fraction of full speed. Call this before ``share`` is read."""
         before, self._now = self._now, max(now, self._now)
         if self._share == 1.0:
             return
@@ -178,7 +175,8 @@ class PrefillPacer:
             self._share **= (ends - now) / (ends - rises_from)
 
     def forget(self) -> None:
-        """Return to full speed. Nothing decodes, so no answer would gain from slower prefill."""
+        """Return prefill to full speed. Call this when no sequence decodes, so that slower prefill
+        would help no answer."""
         self._share, self._recovered = 1.0, True
 
     def served_by(self, workers: int) -> None:
@@ -189,7 +187,8 @@ class PrefillPacer:
             heapq.heapify(self._rested_at)
 
     def sent(self, own_s: float, now: float) -> None:
-        """Record that a prompt was sent, which one worker computes in ``own_s`` seconds."""
+        """Record that a prompt was sent. One worker is predicted to compute it in ``own_s``
+        seconds."""
         if self._share < 1.0:
             begins = max(now - SLACK_S, self._rested_at[0])
             heapq.heapreplace(self._rested_at, begins + own_s / self._share)

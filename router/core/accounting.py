@@ -1,4 +1,4 @@
-"""The accounts of one request, however it ends: metrics, a span, and a line of the log."""
+"""Records each request, however it ends: in metrics, in a trace span, and in a line of the log."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Outcome(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """The bounds of a good request, in seconds."""
+    """The maximum latencies of a good request, in seconds."""
 
     ttft_s: float
     tpot_s: float
@@ -51,26 +51,24 @@ class RequestStats:
 
     def __init__(self, metrics: RouterMetrics) -> None:
         self.metrics = metrics
-        """Exported series; they may be sums over several processes."""
+        """The exported metrics. They may be sums over several router processes."""
         self.traffic = TrafficMeter()
-        """Traffic of this process, for the autoscaler."""
+        """Traffic counts of this router process, for the autoscaler."""
         self.recent = RecentRequests()
-        """Recent requests of this process, for what-if questions."""
+        """Recent requests of this router process, for what-if questions."""
 
 
 def outcome_of(error: BatonError, *, begun: bool) -> Outcome:
-    """Return the outcome of an error: ``shed`` if the request was rejected for load before it
-    began.
-    """
+    """Return the outcome of a request that ended with ``error``. It is ``shed`` if the request was
+    rejected for load before it began."""
     refused = isinstance(error, Overloaded | Unavailable)
     broke = isinstance(error, HandoffError | WorkerFailed)
     return Outcome.SHED if refused and not broke and not begun else Outcome.ERROR
 
 
 def count_refusal(metrics: RouterMetrics, error: BatonError | None) -> None:
-    """Count a request that ended before its class was known. ``error`` None: the client
-    disconnected.
-    """
+    """Count a request that ended before its class was known. ``error`` is None if the client
+    disconnected."""
     outcome = Outcome.ABORTED if error is None else outcome_of(error, begun=False)
     code = error.code or "" if error is not None else ""
     metrics.requests.labels(UNKNOWN_CLASS, outcome, code).inc()
@@ -155,7 +153,7 @@ class RequestRecorder:
         self._worker = ""
         """The decode worker of the latest choice that ended."""
         self._batch_size = 0.0
-        """Mean number of sequences in the decode worker's last steps for the request."""
+        """Mean batch size in the latest decode steps of the request's worker."""
         self._reasons: list[str] = []
         self._ended = False
         self._summary: dict[str, object] = {}
@@ -174,9 +172,8 @@ class RequestRecorder:
         return self._worker
 
     def delta(self, delta: OutputDelta, now: float) -> None:
-        """Record a delta that arrived at ``now``. The latency between tokens of one delta counts as
-        zero.
-        """
+        """Record a delta that arrived at ``now``. The time between two tokens of the same delta
+        counts as zero."""
         if delta.token_ids and not self.output_tokens and self.trace_id:
             self._span.add_event("first token", timestamp=wall_ns(now))
         self.output_tokens += len(delta.token_ids)
@@ -221,9 +218,8 @@ class RequestRecorder:
         self._end(Outcome.ABORTED, "")
 
     def summary(self) -> dict[str, object]:
-        """Return the request's measurements as plain values for the log. Known times are in
-        milliseconds.
-        """
+        """Return the request's measurements as plain values for the log. Times are in milliseconds,
+        and omitted if not known."""
         return {
             "class": self.context_class,
             "trace_id": self.trace_id,
@@ -290,16 +286,18 @@ class RequestRecorder:
 
 
 Show = Callable[[Sequence[int]], str]
-"""Returns the text of token ids."""
+"""A function that returns the text of token ids."""
 DeviceOf = Callable[[str], tuple[str, str]]
-"""Returns a worker's device and the quantization of its weights; empty if unknown."""
+"""A function that returns the device of a worker slot and the quantization of the worker's weights;
+empty if unknown."""
 CostOf = Callable[[str, int, int, int], str]
-"""Returns the cost in dollars of a request in a class, by its numbers of prompt, cached and
-generated tokens."""
+"""A function that returns the cost of a request in dollars. Its arguments are the request's class
+and its numbers of prompt, cached and generated tokens."""
 
 
 class RequestLog:
-    """Logs a line for each request at its end; it has the prompt only with ``log_prompts``."""
+    """Logs a line for each request at its end. The line includes the prompt only if ``log_prompts``
+    is set."""
 
     def __init__(
         self, config: Config, revision: str, show: Show, device_of: DeviceOf, cost_of: CostOf
@@ -312,9 +310,8 @@ class RequestLog:
         self._show = show if config.log_prompts else None
 
     def ended(self, request: GenerationRequest, recorder: RequestRecorder) -> None:
-        """Log a request that has ended, if the configuration enables that. Times are in
-        milliseconds.
-        """
+        """Log a request that has ended, if the configuration enables the request log. Logged times
+        are in milliseconds."""
         if not self._is_on:
             return
         device, quantization = self._device_of(recorder.worker)
@@ -346,10 +343,11 @@ MAX_RECENT_REQUESTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class RecentRequest:
-    """A request that has ended in any way."""
+    """The measurements of a request that has ended, whether or not it succeeded."""
 
     received_at: float
-    """Time of the request's receipt in seconds, by the clock of the code that adds the record."""
+    """Time at which the request was received, in seconds. The code that adds the record chooses the
+    clock."""
     prompt_tokens: int
     output_tokens: int | None
     """Number of tokens of the request's answer; None if the answer did not end by itself."""
@@ -363,7 +361,7 @@ class RecentRequests:
     def __init__(self) -> None:
         self._requests: deque[RecentRequest] = deque(maxlen=MAX_RECENT_REQUESTS)
         self.ended = 0
-        """Number of requests that were ever added."""
+        """Total number of requests that were ever added to the list of recent requests."""
 
     def add(self, request: RecentRequest) -> None:
         """Add a request that has ended."""

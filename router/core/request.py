@@ -18,7 +18,7 @@ AnswerPart = Literal["start", "reasoning", "content"]
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarkers:
-    """The texts around an answer's reasoning."""
+    """The texts that mark the begin and the end of an answer's reasoning."""
 
     start: str
     ends: tuple[str, ...]
@@ -43,33 +43,35 @@ class GenerationRequest:
     """One prompt to be answered, checked and tokenized."""
 
     request_id: str
-    """Unique in the cluster; never a name that a client gave."""
+    """Id of the request, unique in the cluster. It is never a name that a client gave."""
     prompt_ids: tuple[int, ...]
-    """Token ids within the vocabulary; at least one."""
+    """Token ids of the prompt, all within the vocabulary; at least one."""
     sampling: SamplingParams
     """Sampling parameters, with final ``seed`` and ``max_tokens``."""
     principal: Principal
     deadline_s: float
     """Seconds from now until the request's deadline."""
     cache_salt: bytes = b""
-    """Separates prefix caches: requests share cached blocks only if their salts are equal."""
+    """Salt that separates prefix caches: requests share cached blocks only if their salts are
+    equal."""
     session: str = ""
     """The client's name for the conversation that the request belongs to; empty if it gave none."""
     cache_key: str = ""
-    """Requests with the same key go to the same worker if possible; empty: no preference."""
+    """Requests with the same cache key go to the same worker if possible. Empty means no
+    preference."""
     retentions: tuple[Retention, ...] = ()
     """Blocks of the prompt that stay cached for longer than others."""
     priority: int = 0
-    """Lower values go first among the waiting requests of one tenant."""
+    """Priority among the waiting requests of one tenant. Lower values go first."""
     own_deadline: bool = False
-    """Whether the client set the deadline. Admission then uses it instead of an SLO."""
+    """Whether the client set the deadline. If so, admission uses the deadline instead of an SLO."""
     shown_ids: tuple[int, ...] = ()
-    """Special tokens whose text is shown anyway."""
+    """Ids of special tokens whose text is shown although that of other special tokens is hidden."""
     background: bool = False
     """Whether the request waits, without limit, for spare capacity. ``deadline_s`` then counts from
     its admission."""
     choices: int = 1
-    """Number of answers to the prompt. Each ends on its own."""
+    """Number of answers to the prompt. Each of them ends independently."""
     shows_stop_string: bool = False
     """Whether the text of an answer includes the stop string that ended the answer."""
     shows_special_tokens: bool = False
@@ -78,13 +80,14 @@ class GenerationRequest:
     embeds: bool = False
     """Whether the prompt's embedding is requested instead of an answer."""
     prompt_only: bool = False
-    """Whether the prompt's KV is computed into a cache, without an answer."""
+    """Whether the request only computes the prompt's KV into a cache. It then gets no answer."""
     chat: bool = False
     """Whether the prompt is a conversation."""
     begins_in: AnswerPart = "start"
-    """The part of the answer in which a conversation's prompt ends."""
+    """Where a conversation's prompt ends: before the answer, or in which part of it."""
     reasoning_markers: ReasoningMarkers | None = None
-    """Markers of the reasoning, whose tokens are counted; None: the answer has no reasoning."""
+    """Texts around the answer's reasoning, by which reasoning tokens are counted. None means that
+    the answer has no reasoning."""
     reasoning_span: ReasoningSpan | None = None
     """Token ids of the reasoning markers, if the reasoning has a budget or a grammar follows it;
     else None."""
@@ -94,9 +97,11 @@ class GenerationRequest:
     """The client's name for the agent that sent the request, for the bill; empty if it gave
     none."""
     run_id: str = ""
-    """The client's name of the run that the request belongs to, for the log."""
+    """The client's name for the run that the request belongs to, such as a run of an agent, for the
+    log."""
     trace: TraceContext = NO_TRACE
-    """Trace context of the client, replaced by that of the request's own span when it runs."""
+    """Trace context that the client sent. When the request runs, the trace context of its own span
+    replaces it."""
     without_speculation: bool = False
     """Whether speculative decoding is off for this request."""
     without_prefix_cache: bool = False
@@ -116,10 +121,9 @@ class GenerationRequest:
 
     @property
     def awaits_prompt(self) -> bool:
-        """Whether the answer includes log probabilities or an embedding of the prompt.
+        """Whether the answer must wait for log probabilities or an embedding of the prompt.
 
-        The first token of a prompt has no log probability.
-        """
+        The first token of a prompt has no log probability."""
         return self.embeds or (self.scores_prompt and len(self.prompt_ids) > 1)
 
 
@@ -128,11 +132,11 @@ class OutputDelta:
     """The output of one choice since its previous delta."""
 
     text: str
-    """Whole characters; empty while text is held back."""
+    """New text of the choice, in whole characters; empty while text is held back."""
     token_ids: tuple[int, ...]
-    """Tokens that count as generated, also those whose text is not shown."""
+    """New tokens that count as generated, including those whose text is not shown."""
     finish_reason: FinishReason | None
-    """Set only in the last delta of a choice."""
+    """Why the choice has ended. Set only in the last delta of a choice."""
     cached_prompt_tokens: int = 0
     """Number of prompt tokens whose KV was found in a cache; set in one delta of a request."""
     written_prompt_tokens: int = 0
@@ -153,7 +157,8 @@ class OutputDelta:
     delta, if the embedding is requested."""
     prefill_worker: str = ""
     decode_worker: str = ""
-    """The slots of the choice's latest prefill and decode workers; set in its last delta."""
+    """Slots of the prefill worker and the decode worker of the choice's latest attempt. Set in the
+    choice's last delta."""
     reasoning_tokens: int = 0
     """Number of reasoning tokens, without the markers. Tokens that may begin a marker are counted
     in a later delta."""
@@ -161,12 +166,13 @@ class OutputDelta:
     """Number of ``token_ids`` that were draft tokens, accepted in the same step as another
     token."""
     batch_size: float = 0.0
-    """Mean batch size of the latest decode steps of the choice's worker; 0: none. Set in the last
-    delta of a choice."""
+    """Mean batch size in the latest decode steps of the choice's worker; 0 if there were none. Set
+    in the last delta of a choice."""
 
 
 def without_answer(delta: OutputDelta) -> OutputDelta:
-    """Reduce the last delta of an answer to the data about its prompt."""
+    """Return the last delta of an answer without the answer: it keeps only the data about the
+    prompt."""
     return OutputDelta(
         "",
         (),
@@ -181,15 +187,15 @@ def without_answer(delta: OutputDelta) -> OutputDelta:
 
 @dataclass(slots=True)
 class Choice:
-    """The answer so far of one choice. Only the first choice counts the prompt's tokens."""
+    """The answer of one choice so far. Only a request's first choice counts the prompt's tokens."""
 
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
     written_tokens: int = 0
-    """Prompt tokens that were computed and are retained."""
+    """Number of prompt tokens whose KV was computed and is retained."""
     reasoning_tokens: int = 0
-    """Reasoning tokens in ``completion_tokens``, without markers."""
+    """Number of reasoning tokens among ``completion_tokens``, without the markers."""
     pieces: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_string: str = ""
@@ -228,9 +234,7 @@ class Choice:
 
 
 def choices_for(requests: Sequence[GenerationRequest]) -> list[Choice]:
-    """Create an empty choice for each answer: those to the first prompt, then to the second, and so
-    on.
-    """
+    """Create an empty choice for each answer of each request, in the order of the requests."""
     return [
         Choice(len(request.prompt_ids) if number == 0 else 0)
         for request in requests
@@ -260,4 +264,4 @@ class Dispatcher(Protocol):
 
     @property
     def context_length(self) -> int:
-        """Maximum tokens of prompt and answer together."""
+        """Maximum number of tokens of prompt and answer together."""

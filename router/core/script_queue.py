@@ -21,14 +21,16 @@ from redis.commands.core import AsyncScript
 from baton.host.background import end_tasks, spawn
 
 MAX_TOGETHER = 64
-"""Maximum number of calls sent together: a few milliseconds of the server's time."""
+"""Maximum number of script calls sent together. They take a few milliseconds of the Redis server's
+time."""
 CALL_S = 2.0
-"""Timeout in seconds for all calls that are sent together. Callers have shorter deadlines."""
+"""Timeout in seconds for all script calls that are sent together. Callers have shorter deadlines of
+their own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptCall:
-    """A script with its keys and arguments."""
+    """A Lua script for Redis, with its keys and arguments."""
 
     script: AsyncScript
     keys: Sequence[str]
@@ -47,10 +49,10 @@ class AskedCall:
 
 
 async def call_together(client: redis.asyncio.Redis, calls: Sequence[ScriptCall]) -> list[Any]:
-    """Make calls in one round trip. Return an answer, or the server's error, for each call.
+    """Send script calls to Redis in one round trip. Return an answer, or the server's error, for
+    each call.
 
-    Raises ``redis.RedisError`` if some have no answer after ``CALL_S``.
-    """
+    Raises ``redis.RedisError`` if some calls have no answer after ``CALL_S``."""
     try:
         async with asyncio.timeout(CALL_S):
             answers = await _execute(client, calls, by_name=True)
@@ -80,10 +82,11 @@ async def _execute(
 
 
 class ScriptQueue:
-    """A queue of calls that wait for a connection. Owned by one event loop."""
+    """A queue of script calls that wait for a connection to Redis. Owned by one event loop."""
 
     def __init__(self, client: redis.asyncio.Redis, *, connections: int, max_waiting: int) -> None:
-        """Create a queue with up to ``connections``, and up to ``max_waiting`` waiting calls."""
+        """Create a queue that uses up to ``connections`` connections at a time. Up to
+        ``max_waiting`` calls can wait."""
         self._client = client
         self._connections = connections
         self._max_waiting = max_waiting

@@ -19,9 +19,9 @@ class ServedModel:
     """Unix time in seconds at which this router read the model. Clients get it as the creation
     time."""
     context_length: int
-    """Maximum tokens of prompt and answer together."""
+    """Maximum number of tokens of prompt and answer together."""
     embedding_size: int
-    """Length of an embedding."""
+    """Number of values in an embedding."""
     revision: str = ""
     """The commit of the model's repository; empty if the model is a local folder or file."""
 
@@ -29,9 +29,8 @@ class ServedModel:
     def of(cls, name: str, folder: Path, max_model_len: int = 0, revision: str = "") -> ServedModel:
         """Read the model from the ``config.json`` of a Hugging Face folder.
 
-        ``max_model_len`` bounds the context in tokens; 0 takes the model's own. The workers may
-        have room for less, which they report.
-        """
+        ``max_model_len``: the maximum context length in tokens; 0 means the model's own. The
+        workers may report a smaller one."""
         whole = json.loads((folder / "config.json").read_text())
         # A model for text and images has a separate section for text.
         fields = whole.get("text_config") or whole

@@ -26,9 +26,8 @@ RETRY_AFTER_S = 1.0
 
 
 class FairTurns:
-    """Limits how many operations run at a time, and shares these turns among tenants. Owned by one
-    event loop.
-    """
+    """Limits how many expensive operations run at a time, and shares the turns to run among
+    tenants. Owned by one event loop."""
 
     def __init__(
         self,
@@ -38,9 +37,8 @@ class FairTurns:
         max_waiting: int = MAX_WAITING,
         max_wait_s: float = MAX_WAIT_S,
     ) -> None:
-        """Allow ``at_once`` operations at a time, at least 2. ``what`` names the operations in
-        errors.
-        """
+        """Let ``at_once`` operations run at a time, at least 2. ``what`` names the operations in
+        errors."""
         self._what = what
         self._free = at_once
         self._max_share = at_once - 1
@@ -52,9 +50,8 @@ class FairTurns:
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
-        """Wait for a turn, and hold it during the block. Raises Overloaded if too many operations
-        of the tenant wait, or if the wait is too long.
-        """
+        """Wait until the tenant may run an operation, and hold this turn during the block. Raises
+        Overloaded if too many operations of the tenant wait, or if the wait is too long."""
         if not self._take(tenant):
             await self._wait(tenant)
         try:
@@ -112,7 +109,7 @@ class FairTurns:
         self._pass_on()
 
     def _pass_on(self) -> None:
-        """Give free turns to waiting work, one to each tenant in turn."""
+        """Give free turns to waiting operations, one to each tenant in round-robin order."""
         for tenant in list(self._waiting):
             if not self._free:
                 return

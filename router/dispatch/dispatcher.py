@@ -1,8 +1,7 @@
-"""Dispatcher: answers requests. Admission, then placement at workers, then deltas as they come.
+"""The dispatcher: admits each request, places it at workers, and yields the deltas of its answer.
 
 Implements ``router.core.request.Dispatcher``, and builds the parts that it needs. Owned by the
-router's event loop.
-"""
+router's event loop."""
 
 from __future__ import annotations
 
@@ -43,7 +42,8 @@ from router.workers.worker_discovery import WorkerDiscovery
 from router.workers.worker_links import WorkerLinks
 
 CLOSE_S = 2.0
-"""Maximum time in seconds that a stopping router waits for workers to receive its aborts."""
+"""Maximum seconds that a stopping router waits until workers have received the aborts of its
+requests."""
 IDLE_POLL_S = 0.02
 IDLE_S = 0.2
 
@@ -64,9 +64,8 @@ class ClusterDispatcher:
     ) -> None:
         """Create a dispatcher, and the parts that it needs.
 
-        ``board`` sends ``traffic`` to an autoscaler; None: there is no autoscaler. ``pins`` stores
-        the prefixes that clients have pinned; None: nothing can be pinned.
-        """
+        ``board`` sends ``traffic`` to an autoscaler; None means that there is none. ``pins`` stores
+        the prefixes that clients have pinned; None means that clients cannot pin prefixes."""
         self.router_id = f"router-{secrets.token_hex(6)}"
         self._config = config
         self._tokenizer = tokenizer
@@ -105,9 +104,8 @@ class ClusterDispatcher:
     # A request
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[OutputDelta, None]:
-        """Answer a request: yield the deltas of its choices. See
-        ``router.core.request.Dispatcher``.
-        """
+        """Answer a request: yield the deltas of its choices, as ``router.core.request.Dispatcher``
+        specifies."""
         received_at = time.monotonic()
         self._quarantine.check(request.prompt_ids, request.cache_salt, received_at)
         self._metrics.active_requests.inc()
@@ -194,15 +192,14 @@ class ClusterDispatcher:
             await asyncio.sleep(IDLE_POLL_S)
 
     def leave(self) -> None:
-        """Report ``draining`` in /health. Requests that still arrive are served."""
+        """Report ``draining`` in /health from now on. Requests that still arrive are served."""
         self._draining = True
 
     async def until_idle(self) -> None:
         """Wait until no request has been in flight for ``IDLE_S``.
 
-        The time covers requests that are still being read and tokenized, which are not counted
-        yet.
-        """
+        A request counts as in flight only after it was read and tokenized. ``IDLE_S`` covers the
+        time before."""
         idle_since = time.monotonic()
         while time.monotonic() - idle_since < IDLE_S:
             await asyncio.sleep(IDLE_POLL_S)
@@ -232,9 +229,8 @@ class ClusterDispatcher:
 
     @property
     def transfer_line(self) -> tuple[float, float]:
-        """Constant and per-block cost of a transfer between an average pair of workers: see
-        ``router.routing.cost_model``.
-        """
+        """Seconds that a KV transfer between an average pair of workers takes: a constant, and the
+        time per block. See ``router.routing.cost_model``."""
         return self._routing.transfers.usual
 
     def health(self) -> tuple[str, str]:

@@ -53,19 +53,19 @@ PREEMPTED = "preempted"
 DRAINED = "drained"
 """Values of the label ``reason`` of the metric of migrations."""
 COMMIT_GRACE_S = 0.25
-"""Seconds to wait after a failed prefill. In that time the decode worker may show that the handoff
-was committed."""
+"""Seconds to wait after a failed prefill before the request migrates. Meanwhile the decode worker
+may show that the handoff was committed."""
 MAX_FAILURES = 8
 """Maximum number of failures of a request, after which it is not migrated again."""
 LOOK_S = 0.1
-"""Seconds between two checks whether a lost worker has died."""
+"""Seconds between two checks whether an unreachable worker has died."""
 RETRY_AFTER_S = 1.0
-"""Retry-After in seconds of a request that could not be migrated."""
+"""Value of ``Retry-After``, in seconds, in the error of a request that could not be migrated."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """The reason why an attempt ends early, and what follows from it."""
+    """The reason why an attempt ends early, and how the next attempt must be placed."""
 
     reason: str
     failure: BatonError
@@ -73,15 +73,17 @@ class _Loss:
     """Sets of workers that the next attempt must avoid. They are tried in order until one leaves a
     worker."""
     culprit: str = ""
-    """Incarnation of the worker that failed during the attempt; empty if it is not known."""
+    """Incarnation of the worker that failed during the attempt; empty if the worker is not
+    known."""
     is_cut_off: bool = False
-    """Whether all workers became unreachable together. Then none has failed, and requests wait."""
+    """Whether all workers became unreachable together. In that case no worker is blamed, and
+    requests wait."""
     proved: bool = False
     """Whether the worker itself reported that a step with the request failed."""
 
 
 class Failover:
-    """Migrates requests whose attempts have failed, or fails them."""
+    """Migrates requests whose attempts have failed, or ends them with an error."""
 
     def __init__(
         self,
@@ -104,7 +106,8 @@ class Failover:
         )
         self._left_out = metrics.left_out_workers
         self._verdict_s = config.advanced.registry_ttl_s + 2 * config.advanced.heartbeat_s
-        """Seconds after which a dead worker has left the registry and the router has noticed it."""
+        """Seconds after a worker's death by which it has left the registry and the router has
+        noticed that."""
         self._unsubscribe = (
             links.subscribe(on_broken=self.worker_broken, on_draining=self.worker_drains),
             placement.subscribe(
@@ -145,9 +148,8 @@ class Failover:
         self._leave_all(link, "is silent", DECODE_SILENT, PREFILL_SILENT)
 
     def worker_stalled(self, link: WorkerLink) -> None:
-        """Migrate the requests of a worker whose engine finishes no step, like those of a silent
-        worker.
-        """
+        """Migrate the requests of a worker whose engine finishes no step, if another worker is
+        available."""
         link.stall()
         self._leave_all(link, "computes nothing", DECODE_STALLED, PREFILL_STALLED)
 
@@ -168,8 +170,8 @@ class Failover:
     def worker_drains(self, link: WorkerLink) -> None:
         """Migrate the requests that decode at a draining worker, if another worker is available.
 
-        Requests whose handoff to it is not complete are migrated by a later call.
-        """
+        A request whose handoff to the draining worker is not complete is migrated by a later
+        call."""
         if not self._is_replaceable(link):
             return
         for attempt in self._placement.at(link.record.incarnation):
@@ -177,11 +179,10 @@ class Failover:
                 attempt.owner.move(self._hand_over(attempt, link))
 
     def _is_replaceable(self, link: WorkerLink) -> bool:
-        """Return whether other workers can do the work of this one.
+        """Return whether other workers can do the work of this worker.
 
-        If not, each of its running requests would search for another worker in vain, which is
-        expensive.
-        """
+        This check is cheap. Without it, each running request would search for another worker, even
+        if there is none."""
         prefill = any(other is not link for other in self._links.up("prefill"))
         decode = any(other is not link for other in self._links.up("decode"))
         if link.record.role == "prefill":
@@ -242,9 +243,8 @@ class Failover:
         self._lost(attempt, loss, deadly=proved)
 
     def handed_back(self, attempt: Attempt, choice: int) -> None:
-        """Place a choice again after its decode worker has handed it back. It needs no new
-        admission.
-        """
+        """Place a choice at workers again after its decode worker has handed it back. The choice
+        needs no new admission."""
         owner = attempt.owner
         attempt.choices.discard(choice)
         owner.choices[choice].preemptions += 1
@@ -258,9 +258,8 @@ class Failover:
     # Circuit breakers
 
     def _blame(self, link: WorkerLink, streams: int = 1, *, doubtful: bool = False) -> None:
-        """Count ``streams`` streams of this router that broke at a worker, in the worker's circuit
-        breaker.
-        """
+        """Report to a worker's circuit breaker that ``streams`` streams of this router broke
+        there."""
         breaker = link.breaker
         before = breaker.openings
         breaker.broke(time.monotonic(), streams, doubtful=doubtful)
@@ -272,9 +271,8 @@ class Failover:
             self._left_out.labels(worker=link.record.slot).inc()
 
     def _doubt(self, attempt: Attempt) -> None:
-        """Count a failed handoff against its workers. If there are two, each may be innocent, so it
-        counts less.
-        """
+        """Report a failed handoff to the circuit breakers of its workers. If there are two workers,
+        either may be at fault, so the failure has less weight."""
         links = {attempt.source, attempt.target}
         for link in links:
             self._blame(link, doubtful=len(links) > 1)
@@ -300,20 +298,19 @@ class Failover:
             owner.move(self._place_all(owner, left, loss))
 
     def _is_given_up(self, owner: RunningRequest, loss: _Loss) -> bool:
-        """Return whether the request gets no other attempt.
+        """Return whether the request must fail instead of getting another attempt.
 
-        Each migration uses the retry budget, except after a loss of all workers at once.
-        """
+        Each migration uses the retry budget, except after a loss of all workers at once."""
         owner.failures += loss.is_cut_off
         if owner.failures > MAX_FAILURES:
             return True
         return not loss.is_cut_off and not self._budget.take(time.monotonic())
 
     def _is_poison(self, owner: RunningRequest, loss: _Loss, *, deadly: bool) -> bool:
-        """Count a failure of a request, and return whether the request is poison.
+        """Record that a worker failed during a request, and return whether this makes it a poison
+        request.
 
-        ``deadly``: true if the failed worker was running the request.
-        """
+        ``deadly``: true if the failed worker was running the request."""
         owner.failures += 1
         if not loss.culprit:
             return False
@@ -329,9 +326,8 @@ class Failover:
         return True
 
     async def _has_proved_poison(self, owner: RunningRequest) -> bool:
-        """Return whether a request is poison. If that depends on lost workers, wait until it is
-        known whether they are dead.
-        """
+        """Return whether a request is a poison request. If that depends on unreachable workers,
+        first wait until it is known whether they are dead."""
         looks = int(self._verdict_s / LOOK_S)
         while owner.failed_workers.may_be_proof and looks:
             # Wait first: the connection to a worker that has just died may still look alive.
@@ -387,12 +383,11 @@ class Failover:
     async def _elsewhere(
         self, attempt: Attempt, avoid: Sequence[Names], source_worker: str = ""
     ) -> list[Route]:
-        """Find other workers for the unfinished choices of an attempt. Return no routes if there
-        are none, or if the attempt has changed meanwhile.
+        """Find other workers for the unfinished choices of an attempt. Return an empty list if no
+        workers are found or if the attempt has changed meanwhile.
 
-        ``source_worker`` has all blocks of the choices, even if the prefix index does not list
-        them.
-        """
+        ``source_worker``: a worker that has all blocks of the choices, even if the prefix index
+        does not list them."""
         owner = attempt.owner
         groups = owner.groups(attempt.unfinished)
         try:
@@ -405,11 +400,10 @@ class Failover:
 
 
 def _broken(reason: str, failure: BatonError, name: str, *, is_cut_off: bool) -> _Loss:
-    """Build the loss of an attempt whose worker's stream has ended.
+    """Build the description of a loss: the stream of the attempt's worker has ended.
 
     A worker that was cut off together with all others is not blamed. It gets the request again if
-    no other worker comes back.
-    """
+    no other worker comes back."""
     if is_cut_off:
         return _Loss(reason, failure, (frozenset({name}), frozenset()), is_cut_off=True)
     return _Loss(reason, failure, (frozenset({name}),), name)

@@ -47,7 +47,8 @@ class HangDetector:
                 self.look(time.monotonic())
 
     def look(self, now: float) -> None:
-        """Report the workers that have been silent or stalled for too long."""
+        """Report to failover the workers that have been silent or stalled for too long at time
+        ``now``."""
         self._links.listen(now)
         for name in self._messages.tick(self.expected_messages(), now):
             if (link := self._links.get(name)) is not None:
@@ -64,8 +65,7 @@ class HangDetector:
 
     def expected_steps(self) -> dict[str, int]:
         """Return the number of steps that each busy worker's engine has finished, by incarnation.
-        Only engines that run a step are listed.
-        """
+        Only workers whose engine runs a step are included."""
         loads = {link.record.incarnation: link.engine_load for link in self._busy()}
         return {name: load.engine_steps for name, load in loads.items() if load.steps_in_flight}
 

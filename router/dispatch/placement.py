@@ -1,10 +1,9 @@
-"""Places requests at workers, for every attempt, and follows them there.
+"""Places the requests of each attempt at workers, and receives the workers' messages about them.
 
     found ─begin→ begun ─first token of the prefill worker, tokens of the decode worker→ ended
     begun ─prefill failed, decode failed, a choice handed back→ subscribers decide
 
-Owned by the router's event loop.
-"""
+Owned by the router's event loop."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ NO_ROOM_RETRY_S = 0.1
 Names = frozenset[str]
 """A set of incarnations of workers."""
 ANY: tuple[Names, ...] = (frozenset(),)
-"""Sets of workers to avoid, for a search that may choose any worker."""
+"""Argument ``avoid`` of a search that may choose any worker: one empty set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ class Route:
 
 
 class _Listener(NamedTuple):
-    """Callbacks that decide what happens after an attempt has failed."""
+    """Callbacks that are called when an attempt fails or loses a choice."""
 
     on_prefill_failed: Callable[[Attempt, BatonError, bool], Coroutine[Any, Any, None]]
     on_decode_failed: Callable[[Attempt, BatonError], None]
@@ -81,9 +80,8 @@ class Placement:
         pins: PinnedPrefixes,
         metrics: RouterMetrics,
     ) -> None:
-        """Create a placement. Workers that compute a prompt retain its blocks if it begins with a
-        prefix in ``pins``.
-        """
+        """Create a placement. Prefill workers retain the blocks of a prompt that begins with a
+        prefix in ``pins``."""
         self._router_id = router_id
         self._class_of = config.class_of
         self._links = links
@@ -125,12 +123,11 @@ class Placement:
         *,
         moved: str = "",
     ) -> None:
-        """Find workers for choices of a request, and start attempts there. ``moved``: the reason of
-        a migration.
+        """Find workers for choices of a request, and start attempts there. ``moved``: the reason if
+        this is a migration.
 
         ``avoid``: sets of workers to exclude. If the first set leaves no worker, the second one is
-        used, and so on. Waits while the workers are cut off. Raises BatonError.
-        """
+        used, and so on. Waits while the workers are cut off. Raises BatonError."""
         for position, group in enumerate(running.groups(choices)):
             await self._links.returned(running.deadline)
             self.begin(running, await self._route(running, position, group, avoid), moved)
@@ -144,8 +141,7 @@ class Placement:
     ) -> list[Route]:
         """Find workers for choices of a request as ``place`` does, but start no attempt.
 
-        ``source_worker`` has all blocks of the choices. Raises BatonError.
-        """
+        ``source_worker``: a worker that has all blocks of the choices. Raises BatonError."""
         return [
             await self._route(running, position, group, avoid, source_worker)
             for position, group in enumerate(running.groups(choices))
@@ -186,9 +182,8 @@ class Placement:
         return Route(group, scored, request, hashes, decision)
 
     def begin(self, running: RunningRequest, route: Route, moved: str = "") -> None:
-        """Start an attempt at the workers of ``route``. ``moved``: the reason of a migration.
-        Raises DeadlineExceeded, WorkerFailed.
-        """
+        """Start an attempt at the workers of ``route``. ``moved``: the reason if this is a
+        migration. Raises DeadlineExceeded, WorkerFailed."""
         decision, now = route.decision, time.monotonic()
         left_s = running.left_s(now)
         source, target = self._links.get(decision.prefill), self._links.get(decision.decode)
@@ -250,9 +245,8 @@ class Placement:
             self._moved.labels(reason=moved).inc()
 
     def _prefix_source(self, decision: Decision) -> prefill_pb2.PrefixSource | None:
-        """Return the worker from which the prefill worker may fetch cached blocks; None if there is
-        none.
-        """
+        """Return the worker from which the prefill worker may fetch cached blocks; None if no
+        worker has any to fetch."""
         holder = self._links.get(decision.holder)
         if holder is None or not holder.lends(time.monotonic()):
             return None
@@ -266,7 +260,8 @@ class Placement:
     # Following
 
     async def _prefill(self, attempt: Attempt, message: prefill_pb2.PrefillRequest) -> None:
-        """Follow an attempt's prefill to its end, and report a failure to subscribers."""
+        """Receive a worker's messages about an attempt's prefill to its end. Report a failure to
+        subscribers."""
         stream = attempt.source.prefills
         breaks = stream.breaks
         try:
@@ -283,12 +278,11 @@ class Placement:
                 attempt.owner.fail(failure)
 
     async def _follow(self, attempt: Attempt, message: prefill_pb2.PrefillRequest) -> None:
-        """Follow an attempt's prefill. Raises BatonError if there is no first token, or no handoff
-        after it.
+        """Receive a worker's messages about an attempt's prefill. Raises BatonError if the first
+        token or the handoff fails.
 
         A prefill worker waits for room itself. A full decode worker that would compute the prompt
-        returns NoRoom with the time to retry, as it does to prefill workers.
-        """
+        returns NoRoom with the time to retry, as it does to prefill workers."""
         deadline = time.monotonic() + message.sequence.deadline_ms / 1e3
         while True:
             try:
@@ -357,8 +351,7 @@ class Placement:
     def _end_stopped(self, attempt: Attempt) -> None:
         """End the choices in which a stop string was found, while other choices continue.
 
-        The decode worker knows their sequences, since it has sent a token of each.
-        """
+        The decode worker can end their sequences, since it has sent a token of each."""
         for choice in attempt.owner.take_stopped():
             for placed in attempt.owner.attempts:
                 if choice in placed.choices:
@@ -370,9 +363,8 @@ class Placement:
     # Ending
 
     def end(self, attempt: Attempt, moved: str = "") -> None:
-        """End an attempt, and abort what its workers still run; idempotent. ``moved``: the reason
-        of a migration.
-        """
+        """End an attempt, and abort its prefill and choices that still run at workers; idempotent.
+        ``moved``: the reason if this is a migration."""
         stop_reading = self._attempts.pop(attempt, None)
         if stop_reading is None:
             return
@@ -421,9 +413,8 @@ class Placement:
         return self._attempts.keys()
 
     def at(self, decode: str) -> list[Attempt]:
-        """Return the attempts whose decode worker is the incarnation ``decode``, before and after
-        their handoffs.
-        """
+        """Return the attempts whose decode worker is the incarnation ``decode``, whether or not
+        their handoff is complete."""
         return list(self._by_target.get(decode, ()))
 
     def computing_at(self, source: str) -> list[Attempt]:
@@ -433,12 +424,11 @@ class Placement:
 
 
 def _is_left_to_prefill(attempt: Attempt, output: TokenOutput) -> bool:
-    """Return whether an output with a one-token answer must wait for the message on the prefill
-    stream.
+    """Return whether an output of the decode worker is ignored, since the message on the prefill
+    stream has the same one-token answer.
 
-    That message has the token too, and the cache hits of the prompt. The answer must not end before
-    these are known.
-    """
+    Only the message on the prefill stream has the prompt's cache hits too. The answer must not end
+    before these are known."""
     running = attempt.owner
     is_all = output.finish_reason is not None and output.index + len(output.token_ids) == 1
     is_known = running.is_cache_counted or running.several

@@ -18,29 +18,30 @@ MOVE_RATIO = 0.2
 """Maximum number of migrations after failures, as a fraction of the requests of this router
 process."""
 MOVES_PER_S = 4.0
-"""Number of migrations after failures that are allowed per second in addition, in each router
-process."""
+"""Number of migrations after failures that each router process allows per second, in addition to
+``MOVE_RATIO``."""
 QUARANTINE_S = 300.0
-"""Seconds for which a prompt is rejected after two workers failed while they computed it."""
+"""Seconds for which a prompt is rejected after two workers have failed while they ran its
+request."""
 PROGRESS_TOKENS = 8
-"""Number of further tokens after a failure that show that the request did not cause it."""
+"""If an answer has gained this many tokens since a worker failed, the request counts as innocent of
+that failure."""
 MAX_FAILED_WORKERS = 2
 """A request is poison if this many workers have failed at about the same point of its answer."""
 _MAX_PROMPTS = 4096
-"""Maximum number of quarantined prompts. Above it, the oldest are accepted again."""
+"""Maximum number of quarantined prompts. If there are more, the oldest ones are accepted again."""
 
 
 class RetryBudget:
     """Limits migrations after failures, so that failing workers do not overload the others.
 
-    A token bucket, full at first. Each admitted request fills it by a fraction, time by a little,
-    and a migration takes one token. It holds enough for the death of one worker.
-    """
+    A token bucket, full at first. Each admitted request adds a fraction of a token, each second
+    adds a few tokens, and each migration takes one. A full bucket lasts for the death of one
+    worker."""
 
     def __init__(self, ratio: float, burst: float, per_s: float) -> None:
-        """Create a budget of ``ratio`` migrations per request and ``per_s`` per second, up to
-        ``burst``.
-        """
+        """Create a budget that grows by ``ratio`` migrations per admitted request and ``per_s`` per
+        second, up to ``burst``."""
         self._ratio = ratio
         self._burst = burst
         self._per_s = per_s
@@ -62,7 +63,7 @@ class RetryBudget:
         self._level = min(self._burst, self._level + self._ratio)
 
     def take(self, now: float) -> bool:
-        """Return whether a request may be migrated; if so, count it."""
+        """Return whether a request may be migrated. If so, deduct one migration from the budget."""
         if self._at is not None:
             gained = max(0.0, now - self._at) * self._per_s
             self._level = min(self._burst, self._level + gained)
@@ -74,24 +75,23 @@ class RetryBudget:
 
 
 class FailedWorkers:
-    """The workers that have failed while they had one request, or may have failed.
+    """The workers that have failed, or may have failed, while they ran the same request.
 
     Workers are distinguished by incarnation. Two incarnations of one slot are two workers, so that
     a cluster with one worker is protected, too. A worker failed under a request if it reports that
     a step with the request failed, or if it died while it had the request. A broken stream does not
-    prove a death. The worker may reconnect, which clears the request, or leave the registry.
-    """
+    prove a death. The worker may reconnect, which clears the request, or leave the registry."""
 
     def __init__(self) -> None:
         self._proved: dict[str, bool] = {}
-        """Workers that failed or were lost. The value is true if the failure is proved."""
+        """Incarnations of the workers that failed or became unreachable. The value is true if the
+        worker's failure is proved."""
         self._place = 0
 
     def note(self, worker: str, place: int, *, proved: bool) -> None:
-        """Record that ``worker`` failed or was lost when the answer had ``place`` tokens.
+        """Record that ``worker`` failed or became unreachable when the answer had ``place`` tokens.
 
-        ``proved``: true if the worker itself reported that a step with the request failed.
-        """
+        ``proved``: true if the worker itself reported that a step with the request failed."""
         if place >= self._place + PROGRESS_TOKENS:
             self._proved.clear()
         if not self._proved:
@@ -99,9 +99,8 @@ class FailedWorkers:
         self._proved[worker] = proved or self._proved.get(worker, False)
 
     def learn(self, is_dead: Callable[[str], bool | None]) -> None:
-        """Update the workers that were lost. ``is_dead`` returns whether a worker has died, or None
-        while that is unknown.
-        """
+        """Update what is known about unreachable workers. ``is_dead`` returns whether a worker has
+        died, or None while that is not known."""
         for worker in [worker for worker, proved in self._proved.items() if not proved]:
             verdict = is_dead(worker)
             if verdict is False:
@@ -111,20 +110,21 @@ class FailedWorkers:
 
     @property
     def are_proof(self) -> bool:
-        """Whether enough failures are proved for the request to be poison."""
+        """Whether enough failures are proved to treat the request as a poison request."""
         return sum(self._proved.values()) >= MAX_FAILED_WORKERS
 
     @property
     def may_be_proof(self) -> bool:
-        """Whether the request would be poison if all lost workers turned out to be dead."""
+        """Whether the request would be a poison request if all unreachable workers turned out to be
+        dead."""
         return len(self._proved) >= MAX_FAILED_WORKERS
 
 
 class Quarantine:
-    """Holds the prompts of poison requests for a while, by hash."""
+    """Remembers the prompts of poison requests, by hash, so that they are rejected for a while."""
 
     def __init__(self, quarantine_s: float = QUARANTINE_S) -> None:
-        """Create an empty quarantine, in which each prompt stays for ``quarantine_s`` seconds."""
+        """Create an empty quarantine. Each prompt stays in it for ``quarantine_s`` seconds."""
         self._quarantine_s = quarantine_s
         self._until: OrderedDict[bytes, float] = OrderedDict()
 
@@ -133,7 +133,8 @@ class Quarantine:
         return len(self._until)
 
     def add(self, prompt_ids: Sequence[int], cache_salt: bytes, now: float) -> None:
-        """Quarantine the prompt of a tenant from ``now`` on. It must have at least one token."""
+        """Reject the prompt of a tenant from ``now`` on. The prompt must have at least one
+        token."""
         prompt = _prompt_hash(prompt_ids, cache_salt)
         self._until.pop(prompt, None)
         self._until[prompt] = now + self._quarantine_s

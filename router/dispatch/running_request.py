@@ -60,15 +60,15 @@ class RunningRequest:
             RunningChoice(number, processor) for number, processor in enumerate(processors)
         )
         self.awaits_prompt = request.awaits_prompt
-        """Whether deltas are held back until the prompt's log probabilities or its embedding
-        arrive."""
+        """Whether deltas are held back until the prompt's log probabilities or embedding have
+        arrived."""
         self.attempts: set[Attempt] = set()
         """The current attempts of the request."""
         self.next_attempt = 0
         self.excluded: set[str] = set()
         """Incarnations of workers that have failed while they had the request."""
         self.failures = 0
-        """Number of migrations of the request that failures made necessary."""
+        """Number of migrations of the request that were caused by failures."""
         self.chains: defaultdict[int, HashChain] = defaultdict(HashChain)
         """Block hashes of each choice that has been placed."""
         self.is_cache_counted = False
@@ -84,7 +84,8 @@ class RunningRequest:
 
     @cached_property
     def failed_workers(self) -> FailedWorkers:
-        """Failed workers of this request, created at the first failure."""
+        """The workers that have failed while they ran this request. The object is created on first
+        use."""
         return FailedWorkers()
 
     # Input of placement
@@ -106,7 +107,8 @@ class RunningRequest:
         return self.request.prompt_ids + tuple(self.choices[choice].token_ids)
 
     def left_s(self, now: float) -> float:
-        """Return the seconds until the request's deadline. Raises DeadlineExceeded."""
+        """Return the seconds until the request's deadline. Raises DeadlineExceeded if it has
+        passed."""
         left_s = self.deadline - now
         if left_s <= 0:
             raise DeadlineExceeded("the request's deadline passed while it waited")
@@ -127,8 +129,7 @@ class RunningRequest:
         """Build the message for workers about choices that are placed together in the next attempt.
 
         ``scored``: true if the worker must compute the prompt's log probabilities, provided that
-        they are requested. ``retentions`` are added to those of the request.
-        """
+        they are requested. ``retentions``: retentions in addition to the request's own."""
         request, sampling = self.request, self.request.sampling
         return SequenceSpec(
             request_id=request.request_id,
@@ -155,7 +156,8 @@ class RunningRequest:
         )
 
     def move(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work``, which places choices again, in a task. If it raises, the request fails."""
+        """Run ``work`` in a task. It places choices of the request again. If it raises an error,
+        the request fails."""
         task = asyncio.create_task(self._move(work), name="move")
         self.moves.add(task)
         task.add_done_callback(self.moves.discard)
@@ -178,7 +180,8 @@ class RunningRequest:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found in any choice: the worker must end the sequence."""
+        """Whether a stop string was found in any choice, so that the worker must end the choice's
+        sequence."""
         return any(choice.processor.stopped for choice in self.choices)
 
     @property
@@ -194,9 +197,8 @@ class RunningRequest:
         written_prompt_tokens: int = 0,
         batch_size: float = 0.0,
     ) -> None:
-        """Process the output of a worker. ``batch_size`` is the mean one of the worker's latest
-        decode steps.
-        """
+        """Process the output of a worker for this request. ``batch_size``: the mean batch size of
+        the worker's latest decode steps."""
         if output.choice >= len(self.choices):
             return
         choice = self.choices[output.choice]
@@ -216,9 +218,8 @@ class RunningRequest:
             self._changed.set()
 
     def take_stopped(self) -> list[int]:
-        """Return the choices in which a stop string was found and which the worker still runs. Each
-        is returned only once.
-        """
+        """Return the choices that the worker still runs although a stop string was found in them.
+        Each choice is returned only once."""
         return [choice.number for choice in self.choices if choice.take_stopped()]
 
     def fail(self, error: BatonError) -> None:
@@ -271,7 +272,8 @@ class Attempt:
     source: WorkerLink
     """Link to the worker that computes the prompt."""
     target: WorkerLink
-    """Link to the decode worker; the same object as ``source`` if one worker does both."""
+    """Link to the decode worker. This is the same object as ``source`` if the decode worker
+    computes the prompt."""
     promise: Promise
     span: Span
     """Trace span from placement to the attempt's end."""
@@ -280,17 +282,17 @@ class Attempt:
     choices: set[int]
     """Numbers of the choices that have not been handed back."""
     messages_before: int
-    """Number of messages that had arrived on the prefill worker's stream when the attempt began."""
+    """Number of messages that the prefill worker's stream had received when the attempt began."""
     decode_began: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the decode worker has sent a token, which proves that the handoff was committed."""
     prefill: asyncio.Task[None] | None = None
     """Task that follows the attempt's prefill; None after the task has ended."""
     failed: bool = False
-    """Whether the decode worker has reported a failure. If so, it runs nothing that could be
-    aborted."""
+    """Whether the decode worker has reported a failure of the attempt. If so, no choice needs to be
+    aborted there."""
 
     def follow(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work``, which follows the attempt's prefill, in a task."""
+        """Run ``work`` in a task. It receives the worker's messages about the attempt's prefill."""
         self.prefill = spawn(work, f"prefill {self.spec.request_id}")
         self.prefill.add_done_callback(self._forget_prefill)
 
@@ -306,11 +308,10 @@ class Attempt:
         return wanted and self.prefill is not None and not self.prefill.done()
 
     def touches(self, link: WorkerLink) -> bool:
-        """Return whether a worker has started on the attempt's sequence.
+        """Return whether a worker may have started on the attempt's sequences.
 
-        The decode worker has not while the sequence waits for its handoff. The prefill worker has
-        not if it died before it sent anything.
-        """
+        False for the decode worker while the handoff is not complete. False for the prefill worker
+        if it died before it sent a message."""
         has_begun = self.source.prefills.messages > self.messages_before
         return (link is self.source and has_begun) or self.decode_began.is_set()
 
@@ -350,7 +351,7 @@ class RunningChoice:
         """Output that the client has not read yet. It is merged when the client reads it. To save
         memory, every ``_PART`` pieces are merged earlier."""
         self._loose = 0
-        """Number of unread pieces that are not merged yet."""
+        """Number of unread pieces of output that are not merged yet."""
         self.worker_finished = False
         self.is_over = False
         self._early: dict[int, TokenOutput] = {}
@@ -362,9 +363,8 @@ class RunningChoice:
         return self.worker_finished or self.processor.finished
 
     def place(self, attempt: int, prefill_worker: str, decode_worker: str) -> None:
-        """Record where the choice runs next. At other workers, it continues after its accepted
-        tokens.
-        """
+        """Record the workers at which the choice runs next. At other workers, it continues after
+        its accepted tokens."""
         self.attempt = attempt
         self.prefill_worker, self.decode_worker = prefill_worker, decode_worker
         self._early.clear()
@@ -422,9 +422,8 @@ class RunningChoice:
         return replace(delta, choice=self.number) if self.number else delta
 
     def take_stopped(self) -> bool:
-        """Return whether the worker must end the sequence because of a stop string. True is
-        returned only once.
-        """
+        """Return whether the worker must end the choice's sequence because of a stop string.
+        Returns true only once."""
         wanted = self.processor.stopped and not (self.worker_finished or self._stop_taken)
         self._stop_taken = self._stop_taken or wanted
         return wanted

@@ -19,14 +19,12 @@ log = logging.getLogger(__name__)
 
 
 class TrafficReport:
-    """Writes this router's traffic counts to Redis. Counts only grow, so an outage of Redis loses
-    nothing.
-    """
+    """Writes this router's traffic counts to Redis. Since counts only grow, no traffic is lost by
+    an outage of Redis."""
 
     def __init__(self, board: TrafficStore, router_id: str, counts: TrafficCounts) -> None:
-        """Create a report. ``router_id`` is unique to this process; ``counts`` change while the
-        process runs.
-        """
+        """Create a report. ``router_id``: a unique id of this process. ``counts``: the counts,
+        which change while the process runs."""
         self._board = board
         self._router_id = router_id
         self._counts = counts

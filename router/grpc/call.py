@@ -20,8 +20,8 @@ SMALL_BYTES = 256 << 10
 """Maximum size of a small message, in bytes. It is parsed in a few milliseconds, whatever it
 contains."""
 MAX_FIELDS = 12_288
-"""Maximum number of fields in a message that is not small. A conversation of 2048 messages has some
-6,000."""
+"""Maximum number of fields in a message that is larger than ``SMALL_BYTES``. A conversation of 2048
+messages has some 6,000 fields."""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -46,10 +46,10 @@ def arrival_of(
     at: float,
     config: Config,
 ) -> Arrival:
-    """Build the arrival of a call. The call's own deadline, if it has one, bounds the request, too.
+    """Build the ``Arrival`` of a gRPC call. If the call has a deadline of its own, this deadline
+    applies to the request, too.
 
-    ``name`` is the router's id of the request. Raises InvalidRequest.
-    """
+    ``name``: the id that the router gives the request. Raises InvalidRequest."""
     left, max_s = context.time_remaining(), config.request_deadline_s
     if left is None or left >= max_s:
         return Arrival.of(name, at, metadata, max_s, caller)
@@ -59,9 +59,8 @@ def arrival_of(
 async def message_of(context: Context, parse: Callable[[bytes], Message]) -> Any:
     """Read and parse the one message that a client sends in a call. Raises InvalidRequest.
 
-    ``parse`` is ``FromString`` of the message's class. The call's handler must be one that gets
-    bytes.
-    """
+    ``parse`` is ``FromString`` of the message's class. The call's handler must be registered
+    without a deserializer, so that it gets bytes."""
     raw = await context.read()
     if raw is grpc.aio.EOF:
         raise InvalidRequest("the call has no message")
@@ -77,8 +76,8 @@ async def message_of(context: Context, parse: Callable[[bytes], Message]) -> Any
 def check_fields(raw: bytes, descriptor: Descriptor) -> None:
     """Check the number of fields in a message, including nested ones, before it is parsed.
 
-    Raises InvalidRequest, naming the bound, and DecodeError if the bytes are not such a message.
-    """
+    Raises InvalidRequest that names the limit, and DecodeError if the bytes are not a message of
+    this type."""
     left = MAX_FIELDS
     parts = [(0, len(raw), _within(descriptor))]
     while parts:
@@ -113,7 +112,7 @@ def _within(descriptor: Descriptor) -> Mapping[int, Descriptor]:
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:
-    """Read the number that is encoded at ``at``. Return it, and the position after it."""
+    """Read the varint at position ``at``. Return the number and the position after it."""
     if at < len(raw) and raw[at] < 128:
         return raw[at], at + 1
     value = shift = 0
@@ -133,8 +132,7 @@ def message_is_late() -> DeadlineExceeded:
 async def write_to(context: Context, message: Message, config: Config) -> None:
     """Write a message to a call's client. Return once the connection has room again.
 
-    Raises DeadlineExceeded if it has none for ``slow_client_s`` seconds.
-    """
+    Raises DeadlineExceeded if the connection has no room for ``slow_client_s`` seconds."""
     try:
         async with listening(config.advanced.slow_client_s) as timeout:
             await context.write(message)

@@ -27,16 +27,17 @@ from router.grpc.call import Context, message_is_late, message_of
 MAX_STREAMS = 1024
 """Maximum number of calls at a time on one connection. Further calls wait in the client."""
 _SLACK_BYTES = 64 << 10
-"""Bytes by which gRPC's bound on messages exceeds the configured one. In this range the service
-itself rejects a message, and names the bound."""
+"""Bytes by which gRPC's limit on message size exceeds the configured one. The service itself
+rejects a message in this range, with an error that names the limit."""
 _UNREAD_BYTES = 16 << 10
 """Number of bytes that gRPC buffers for a call whose message is not read."""
 _IDLE_S = 300.0
 _AGE_S = 3600.0
-"""Seconds after which a connection takes no new calls. A connection without calls ends after
-``_IDLE_S`` seconds. Clients reconnect by themselves."""
+"""Seconds after its start at which a connection takes no more new calls. A connection without calls
+ends after ``_IDLE_S`` seconds. Clients reconnect by themselves."""
 _GRACE_S = 60.0
-"""Seconds, in addition to a request's deadline, before an old connection is closed."""
+"""Seconds, in addition to the deadline of a request, for which calls on an old connection may
+continue before it is closed."""
 
 
 def make_public_server(access: Access, config: Config) -> grpc.aio.Server:
@@ -62,7 +63,8 @@ def make_public_server(access: Access, config: Config) -> grpc.aio.Server:
 
 
 class GrpcGate(grpc.aio.ServerInterceptor):
-    """Rejects calls that the caller's key does not allow, also calls of unknown methods."""
+    """Rejects calls that the caller's API key does not allow, including calls of unknown
+    methods."""
 
     def __init__(self, access: Access, message_s: float) -> None:
         """Create a gate. ``message_s``: seconds that a client has to send a call's message."""
@@ -77,7 +79,8 @@ class GrpcGate(grpc.aio.ServerInterceptor):
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Check a call's key before its handler runs. See ``grpc.aio.ServerInterceptor``."""
+        """Check the API key of a call before the call's handler runs. This implements
+        ``grpc.aio.ServerInterceptor``."""
         service = handler_call_details.method.rpartition("/")[0].lstrip("/")
         unknown = handler_call_details.method == UNKNOWN
         needed = "inference" if unknown else scope_of_service(service)
@@ -99,9 +102,8 @@ class GrpcGate(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """Return a handler that ends a call with ``error``.
 
-        It is a streaming handler for any type of method. Clients cannot tell the difference, and
-        the messages of a stream are read only on the handler's request.
-        """
+        The handler is a streaming one, whatever the type of the method. Clients cannot tell the
+        difference. gRPC reads the messages of a stream only when the handler asks for them."""
 
         async def refuse(_: AsyncIterator[bytes], context: Context) -> None:
             self._refusals.add(error, metadata, action=method, client=context.peer())

@@ -55,8 +55,8 @@ class HealthServicer:
     def add_to(self, server: grpc.aio.Server) -> str:
         """Add the health service to a server. Return the service's name.
 
-        Its methods take streams, since the messages of streams are read only on request.
-        """
+        The methods take streams, since gRPC reads the messages of a stream only when the handler
+        asks for them."""
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             name: grpc.stream_stream_rpc_method_handler(
                 method,
@@ -97,9 +97,8 @@ class HealthServicer:
 
     @asynccontextmanager
     async def _place(self, context: Context) -> AsyncIterator[Place]:
-        """Limit the number of calls: hold a ``Place`` during the block. Raises Overloaded if there
-        is none, and DeadlineExceeded.
-        """
+        """Hold a ``Place`` during the block, which limits the number of calls. Raises Overloaded if
+        no place is free, and DeadlineExceeded if the client sends too late."""
         loop = asyncio.get_running_loop()
         error: BatonError = Overloaded("too many health calls are open", retry_after=RETRY_S)
         try:
@@ -131,9 +130,8 @@ class HealthServicer:
 
     @asynccontextmanager
     async def _polled(self) -> AsyncIterator[None]:
-        """Poll for changes of the health during the block. One task, which sets ``_changed``,
-        serves all watchers.
-        """
+        """Poll for changes of the health during the block. One task serves all watchers: it sets
+        ``_changed`` when the health changes."""
         self._watchers += 1
         if self._poller is None:
             self._poller = spawn(self._poll(), "health")

@@ -50,8 +50,8 @@ _EFFORTS: Mapping[int, Effort | None] = {
     inference_pb2.REASONING_EFFORT_HIGH: "high",
 }
 _SCORES_AT_ONCE = 64
-"""Number of prompt tokens, each with up to 20 alternatives, that are written to a message without a
-pause."""
+"""Number of scored prompt tokens that are added to a message before control returns to the event
+loop. Each token has up to 20 alternatives."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -164,9 +164,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def _outputs(
         self, request: inference_pb2.GenerateRequest, built: GenerationRequest
     ) -> list[ParsedOutput]:
-        """Return a parser of reasoning and tool calls for each choice; none if the request has
-        neither.
-        """
+        """Return a parser of reasoning and tool calls for each choice. The list is empty if the
+        request needs no parser."""
         tools = grpc_tool_use(request.tools)
         dialect, begins_in = self._builder.dialect, built.begins_in
         if tools is None and not (built.chat and dialect.answer_texts):
@@ -268,8 +267,7 @@ def add_grpc_services(
 ) -> None:
     """Add the inference, token, health and reflection services to a server that is not started yet.
 
-    ``more``: the operators' services.
-    """
+    ``more``: further services, which are for operators."""
     inference = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(service), server)
     health = HealthServicer(dispatcher, (inference,), service.config)

@@ -27,7 +27,8 @@ _MAX_COUNTS = {
     "bad_words": MAX_BAD_RUNS,
 }
 _MAX_TEXTS = 32_768
-"""Maximum number of texts in a structured choice. Their characters are bounded, too."""
+"""Maximum number of texts among which a structured choice selects. Their total length is limited,
+too."""
 
 
 def grpc_sampling(message: sampling_pb2.SamplingParameters) -> SamplingInput:

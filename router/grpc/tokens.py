@@ -24,7 +24,7 @@ class TokenServicer(tokens_pb2_grpc.TokenServiceServicer):
         self._access = access
 
     def add_to(self, server: grpc.aio.Server) -> str:
-        """Add the service to a server. Return its name: see ``router.grpc.call.Service``."""
+        """Add the service to a server. Return the service's full name."""
         tokens_pb2_grpc.add_TokenServiceServicer_to_server(self, server)
         return tokens_pb2.DESCRIPTOR.services_by_name["TokenService"].full_name
 

@@ -69,7 +69,8 @@ def _turn(message: inference_pb2.ChatMessage, where: str) -> Turn:
 
 
 def grpc_tool_use(message: tools_pb2.Tools) -> ToolUse | None:
-    """Convert the tools of a request; None if no tool may be called. Raises InvalidRequest."""
+    """Convert the tools in a request's message. Return None if no tool may be called. Raises
+    InvalidRequest."""
     mode = _MODES.get(message.mode)
     if mode is None:
         raise InvalidRequest("tools.mode is not known", param="tools.mode")

@@ -28,10 +28,10 @@ it contains."""
 LARGE_BYTES = 256 << 10
 """Size above which request bodies take turns, fairly among tenants."""
 LARGE_AT_ONCE = 8
-"""Maximum number of large bodies that are in process at a time, from their arrival to their token
-ids."""
+"""Maximum number of large request bodies that are processed at a time. Processing lasts from their
+arrival until their token ids are known."""
 LARGE_BODY_S = 30.0
-"""Timeout in seconds for the rest of a large body that has its turn."""
+"""Timeout in seconds for receiving the rest of a large body after it has got its turn."""
 MAX_CONTAINERS = 32_768
 """Maximum number of JSON objects and lists in one body."""
 MAX_STRINGS = 65_536
@@ -62,23 +62,25 @@ def caller_of(request: Request) -> Caller:
 
 
 class RequestBody(BaseModel):
-    """A body whose fields are known: others are rejected by name, see ``validate``."""
+    """Base class of request bodies. ``validate`` rejects fields that the class does not have, and
+    names them."""
 
     model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
 
     ignored: ClassVar[frozenset[str]] = frozenset()
-    """Fields that do not change the answer, or that are checked elsewhere."""
+    """Names of further fields that are accepted, since they do not change the answer or other code
+    checks them."""
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Fields that are known but not supported, with the values that request nothing. Null requests
-    nothing, too."""
+    """Names of fields that are known but not supported. Each has the values that are accepted since
+    they request nothing. Null is accepted, too."""
 
 
 async def read_object(request: Request, limit: int, deadline_s: float) -> dict[str, Any]:
-    """Read a small request body: a JSON object of at most ``limit`` bytes, and of ``SMALL_BYTES``.
+    """Read a small request body. It must be a JSON object of at most ``limit`` bytes and at most
+    ``SMALL_BYTES``.
 
     Raises RequestTooLarge as early as possible, InvalidRequest, and
-    ``starlette.requests.ClientDisconnect``.
-    """
+    ``starlette.requests.ClientDisconnect``."""
     limit = min(limit, SMALL_BYTES)
     _check_headers(request, limit)
     arriving = _Arriving(request, limit)
@@ -97,11 +99,10 @@ class BodyReader:
     """
 
     def __init__(self, max_bytes: int, deadline_s: float, context_length: int) -> None:
-        """Create a reader of request bodies of at most ``max_bytes``.
+        """Create a reader of request bodies of at most ``max_bytes`` bytes.
 
-        ``deadline_s`` bounds a body's arrival, and ``context_length`` the number of its token
-        ids.
-        """
+        ``deadline_s``: maximum seconds until a body has arrived. ``context_length``: the model's
+        context, which bounds the number of token ids in a body."""
         self._max_bytes = max_bytes
         self._deadline_s = deadline_s
         self._context_length = context_length
@@ -111,10 +112,9 @@ class BodyReader:
     async def object(self, request: Request, tenant: str) -> AsyncIterator[dict[str, Any]]:
         """Read a request's body and yield the object in it.
 
-        A large body holds its turn until the block ends, in which its prompt must be made. Raises
-        RequestTooLarge as early as possible, InvalidRequest, Overloaded, and
-        ``starlette.requests.ClientDisconnect``.
-        """
+        A large body holds its turn until the block ends. The block must create the prompt's token
+        ids. Raises RequestTooLarge as early as possible, InvalidRequest, Overloaded, and
+        ``starlette.requests.ClientDisconnect``."""
         _check_headers(request, self._max_bytes)
         arriving = _Arriving(request, self._max_bytes)
         await arriving.beyond(SMALL_BYTES, self._deadline_s)
@@ -158,15 +158,14 @@ class ValueCount:
         """Number of parts of the body whose values were counted."""
         self._max = (MAX_CONTAINERS, MAX_STRINGS, max(MAX_VALUES, context_length + MAX_CONTAINERS))
         self._found = np.zeros(3, np.int64)
-        """Numbers found so far: of objects and lists, of strings, and of commas."""
+        """How many objects and lists, how many strings, and how many commas were found so far."""
         self._in_string = False
         self._backslashes = 0
         """Number of backslashes at the end of the text that was counted last."""
 
     async def add(self, parts: Sequence[bytes]) -> None:
-        """Count the values in those of ``parts`` that were not counted yet. Raises InvalidRequest,
-        naming the exceeded bound.
-        """
+        """Count the values in ``parts``, all parts of the body so far, except those counted
+        earlier. Raises InvalidRequest that names the exceeded bound."""
         for part in parts[self._counted :]:
             for begin in range(0, len(part), COUNTED_BYTES):
                 self.feed(part[begin : begin + COUNTED_BYTES])
@@ -274,11 +273,10 @@ class _Arriving:
         self.ended = False
 
     async def beyond(self, size: int, deadline_s: float, counts: ValueCount | None = None) -> None:
-        """Read until the body ends or has more than ``size`` bytes. ``counts``: counts its values
-        meanwhile.
+        """Read until the body ends or has more than ``size`` bytes. If ``counts`` is given, it
+        counts the body's values meanwhile.
 
-        Raises InvalidRequest, RequestTooLarge.
-        """
+        Raises InvalidRequest, RequestTooLarge."""
         try:
             async with listening(deadline_s):
                 while not self.ended and self._size <= size:
@@ -299,7 +297,7 @@ class _Arriving:
         self._parts.append(part)
 
     def take(self) -> bytes:
-        """Return the bytes of the body that have arrived, and forget them."""
+        """Return the bytes of the body that have arrived, and drop them from this object."""
         parts, self._parts = self._parts, []
         return b"".join(parts)
 
@@ -309,11 +307,10 @@ def _too_large(limit: int) -> RequestTooLarge:
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
-    """Await ``work`` in the caller's task. Cancel it when the client disconnects.
+    """Await ``work`` in the caller's task. Cancel ``work`` when the client disconnects.
 
-    The request's body must have been read. Raises ClientGone, and all that ``work`` raises, after
-    ``work`` has ended and cleaned up.
-    """
+    The request's body must have been read. Raises ClientGone if the client disconnects, and any
+    error of ``work``, after ``work`` has ended and cleaned up."""
     worker = asyncio.current_task()
     assert worker is not None, "not in a task"
     is_gone = False

@@ -46,7 +46,7 @@ def anthropic_error(error: BatonError) -> dict[str, Any]:
 
 
 def is_anthropic(path: str) -> bool:
-    """Return whether clients of ``path`` expect Anthropic's format."""
+    """Return whether clients of ``path`` expect errors in Anthropic's format."""
     return path.startswith("/v1/messages")
 
 
@@ -119,9 +119,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> str:
-    """Return the methods that the path of a request allows (RFC 9110, 15.5.6). Starlette only knows
-    those of one route.
-    """
+    """Return the value of the Allow header for the path of a request (RFC 9110, 15.5.6). Starlette
+    only lists the methods of one route."""
     routes: list[BaseRoute] = request.app.routes
     matching = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
     return ", ".join(sorted({name for one in matching for name in getattr(one, "methods", ())}))

@@ -69,8 +69,7 @@ _NO_HANDLERS: Mapping[str, Handler] = MappingProxyType({})
 
 class HttpGate:
     """The ASGI app that checks every request before ``app`` gets it. It holds no state of requests;
-    ``access`` has the keys.
-    """
+    ``access`` knows the API keys."""
 
     def __init__(
         self,
@@ -82,9 +81,8 @@ class HttpGate:
         part: Part = "all",
         direct: Mapping[str, Handler] = _NO_HANDLERS,
     ) -> None:
-        """Create a gate. ``direct``: POST handlers by path, which are called without FastAPI. Their
-        refusals count as requests.
-        """
+        """Create a gate. ``direct``: POST handlers by path, which the gate calls without FastAPI.
+        Requests to these paths that the gate refuses are counted."""
         self._app = app
         self._access = access
         self._refusals = Refusals(access)
@@ -97,9 +95,8 @@ class HttpGate:
         self._origins = frozenset(config.allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check a request and answer it. An error after the response began is raised, which ends
-        the connection.
-        """
+        """Check a request and answer it. If an error occurs after the response began, raise it,
+        which ends the connection."""
         if scope["type"] == "websocket":
             await send({"type": "websocket.close"})
             return
@@ -160,9 +157,8 @@ class HttpGate:
                 self._access.leave(caller)
 
     def _check(self, method: str, path: str, headers: Headers) -> Caller | None:
-        """Check a request's path, browser headers and key. Return the caller, or None if the path
-        needs no key. Raises BatonError.
-        """
+        """Check a request's path, browser headers and API key. Return the caller, or None if the
+        path needs no key. Raises BatonError."""
         if len(headers.raw) > MAX_HEADERS:
             raise HeadTooLarge(f"the request has more than {MAX_HEADERS} headers")
         if self._loopback or path not in OPEN:
@@ -220,7 +216,8 @@ def gated(
     part: Part = "all",
     direct: Mapping[str, Handler] = _NO_HANDLERS,
 ) -> ASGIApp:
-    """Return ``app`` behind a gate and, for pages of ``allowed_origins``, behind CORS."""
+    """Wrap ``app`` in a gate. If ``allowed_origins`` is configured, also wrap it in CORS handling
+    for pages from there."""
     gate = HttpGate(app, access, config, metrics, part=part, direct=direct)
     if not config.allowed_origins:
         return gate
@@ -251,7 +248,8 @@ def _host_of(origin: str) -> str:
 
 
 def _is_local(name: str) -> bool:
-    """Return whether ``name`` cannot be a public DNS name, where a stranger could have a page."""
+    """Return whether a host name is local. It then cannot be a public DNS name, at which a stranger
+    could have a page."""
     if "." not in name or name.endswith(".localhost"):
         return True
     try:

@@ -24,9 +24,8 @@ class Items:
     """A list in an answer whose items are made as they are sent. It can be read only once."""
 
     def __init__(self, items: Iterable[Any], at_once: int = _ITEMS_AT_ONCE) -> None:
-        """Create a list of JSON values. ``at_once``: number of items that are made without a
-        pause.
-        """
+        """Create a list of JSON values. ``at_once``: number of items that are made before control
+        returns to the event loop."""
         self._items = items
         self.at_once = at_once
 

@@ -1,4 +1,5 @@
-"""Fetches /metrics pages of workers and the supervisor, by TLS if the cluster has certificates."""
+"""Fetches the /metrics pages of workers and of the supervisor. If the cluster has certificates, TLS
+is used."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class MetricsPages:
         self.scheme = "http" if files is None else "https"
 
     def client(self, timeout_s: float) -> httpx.AsyncClient:
-        """Create an HTTP client with its own connections and without a proxy."""
+        """Create an HTTP client for metrics pages. It has connections of its own and uses no
+        proxy."""
         # Without certificates, workers speak plain HTTP and there is nothing to verify.
         verify = False if self._tls is None else self._tls.get()
         return httpx.AsyncClient(trust_env=False, verify=verify, timeout=timeout_s)

@@ -1,4 +1,5 @@
-"""Additions to /openapi.json that FastAPI cannot derive: handlers read their bodies themselves."""
+"""Additions to /openapi.json that FastAPI cannot derive, since handlers read request bodies
+themselves."""
 
 from __future__ import annotations
 
@@ -48,9 +49,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 @functools.cache
 def _schema_of(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the JSON schema of ``model``. It takes milliseconds to make, so callers share it, and
-    copy it before changes.
-    """
+    """Return the JSON schema of ``model``. Building the schema takes milliseconds, so callers share
+    it, and copy it before they change it."""
     return model.model_json_schema(ref_template=_SCHEMA)
 
 
@@ -92,8 +92,8 @@ def describe(app: FastAPI) -> None:
     """Serve the OpenAPI description of ``app``, with request bodies, keys and error responses
     added.
 
-    It is built at the first request, in a thread, since that takes a tenth of a second.
-    """
+    The description is built at the first request for it, in a thread, since that takes a tenth of a
+    second."""
     lock = asyncio.Lock()
     built = b""
 

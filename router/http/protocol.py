@@ -69,19 +69,20 @@ _TOO_MANY_HEADERS = plain_answer(431, f"The request has more than {MAX_HEADERS} 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The bounds of one listener's connections. Times are in seconds."""
+    """Limits on the connections of one listener. Times are in seconds."""
 
     max_connections: int = 4096
     max_per_client: int = 0
-    """Maximum number of connections of one client; 0: unlimited."""
+    """Maximum number of connections of one client; 0 means no limit."""
     head_s: float = 10.0
     """Timeout in seconds of a TLS handshake, and of receiving a request's head."""
     keep_alive_s: float = 5.0
-    """Maximum seconds that a connection may be idle between two requests."""
+    """Maximum number of seconds that a connection may be idle between two requests."""
     slow_client_s: float = 30.0
     """Seconds in which a client must read at least ``SLOW_BYTES`` of what was written to it."""
     linger_s: float = 1.0
-    """Seconds that a client has to read an answer if its request's body is not read."""
+    """Seconds for which a connection stays open after an answer if the router has not read the
+    whole request."""
 
     @property
     def shortest_s(self) -> float:
@@ -94,12 +95,11 @@ class _TooManyRequests(Exception):
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One HTTP connection with bounds. ``Place`` has its deadlines.
+    """One HTTP connection with limits on sizes and times. Its ``Place`` enforces the deadlines.
 
     The parser collects headers of any length, in time quadratic in the length. Without a bound, one
     client could fill the router's memory and block its event loop. The size of bodies is bounded
-    where they are read.
-    """
+    where they are read."""
 
     def __init__(
         self,
@@ -113,9 +113,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._place = place
         self._bounds = bounds
         self._socket: asyncio.Transport | None = None
-        """The connection's own transport; what uvicorn has as ``transport`` is an ``_Outlet``."""
+        """The connection's own transport. uvicorn's attribute ``transport`` is an ``_Outlet``
+        instead."""
         self._running: RequestResponseCycle | None = None
-        """The request that is being answered, or the last one that was."""
+        """The request that is being answered, or the last one that was answered."""
         self._in_message = False
         """Whether a request has begun to arrive and is not complete."""
         self._in_head = False
@@ -126,7 +127,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Number of bytes received since the last answer, while the connection lingers; otherwise
         -1."""
         self._progress_timer: SilenceTimer | None = None
-        """Timer of the next check of whether a client reads; None unless writing is paused."""
+        """Timer of the next check whether the client reads the answer; None unless writing is
+        paused."""
         self._unfinished = 0
         """Number of bytes received since the parser last completed a head, a part of a body or a
         message."""
@@ -276,7 +278,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def is_ending(self) -> bool:
-        """Whether nothing more of an answer may be written to the connection."""
+        """Whether the connection is ending, so that no more of an answer may be written."""
         return self._lingered >= 0
 
     def _close(self) -> None:
@@ -309,9 +311,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Return the number of written bytes that the client has not read, including those in the
         kernel's buffer.
 
-        That buffer may hold megabytes and frees them in large steps, so this process's buffer alone
-        does not show whether a client reads.
-        """
+        The kernel's buffer may hold megabytes, and frees them in large steps. So this process's own
+        buffer alone does not show whether a client reads."""
         connection = self.transport.get_extra_info("socket")
         queued = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4))
         return self.transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)
@@ -328,9 +329,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 class _Outlet(asyncio.Transport):
-    """The transport of a connection as uvicorn sees it. When uvicorn closes it, the client can
-    still read the answer.
-    """
+    """The transport that uvicorn sees instead of the connection's own. After uvicorn closes it, the
+    client can still read the answer."""
 
     def __init__(self, transport: asyncio.Transport, protocol: BoundedHttpProtocol) -> None:
         super().__init__()
@@ -338,7 +338,7 @@ class _Outlet(asyncio.Transport):
         self._protocol: BoundedHttpProtocol | None = protocol
 
     def detach(self) -> None:
-        """Record that the connection is lost: nothing can be written any more."""
+        """Record that the connection is lost, so that no more data can be written."""
         self._protocol = None
 
     def write(self, data: bytes | bytearray | memoryview) -> None:

@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 _BACKLOG = 2048
 _REST_S = 1.0
 _CLIENT_BITS = 64
-"""Number of leading bits of an IPv6 address that identify a client: a client has all addresses of
-its network."""
+"""Number of leading bits of an IPv6 address that identify a client, since one client may use all
+addresses of its network."""
 _TLS_END_S = 1.0
 """Seconds that closing a TLS connection waits for the client's reply."""
 _TOO_MANY = plain_answer(503, "There are too many connections.", "retry-after: 1")
@@ -49,10 +49,9 @@ class HttpServer(QuietServer):
         context: ssl.SSLContext | None = None,
         grace_s: int | None = None,
     ) -> None:
-        """Create a server for ``app``, with TLS if there is a ``context``.
+        """Create a server for ``app``. It uses TLS if ``context`` is given.
 
-        ``grace_s``: seconds for which requests may continue during shutdown.
-        """
+        ``grace_s``: seconds for which requests may continue during shutdown."""
         config = uvicorn.Config(
             app,
             ws="none",
@@ -72,7 +71,7 @@ class HttpServer(QuietServer):
         self._opening: set[asyncio.Task[None]] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on ``sockets``. uvicorn calls this method, and ``shutdown``."""
+        """Listen on ``sockets``. uvicorn calls this method."""
         self._listening = list(sockets or ())
         for listening in self._listening:
             listening.setblocking(False)
@@ -167,15 +166,15 @@ class HttpServer(QuietServer):
 
 
 def _cut(client: socket.socket) -> None:
-    """End a client's connection that no protocol owns yet. The pending read then gets its end."""
+    """End a client's connection that no protocol owns yet. A pending read from the connection then
+    ends."""
     with contextlib.suppress(OSError):
         client.shutdown(socket.SHUT_RDWR)
 
 
 def client_of(peer: tuple[str, int] | tuple[str, int, int, int]) -> str:
-    """Return the name under which the connections of a client are counted, by the peer name of a
-    socket.
-    """
+    """Return the name of the client under which a connection is counted. ``peer`` is the peer name
+    of the connection's socket."""
     address = ipaddress.ip_address(peer[0].partition("%")[0])
     if address.version == 4:
         return str(address)

@@ -32,7 +32,7 @@ def to_json(value: Any) -> str:
 
 
 def encode_events(payloads: Iterable[str]) -> bytes:
-    """Encode payloads as server-sent events. They must contain no line breaks."""
+    """Encode each payload as a server-sent event. Payloads must contain no line breaks."""
     return "".join(f"data: {payload}\n\n" for payload in payloads).encode()
 
 
@@ -50,10 +50,9 @@ class EventStream(Response):
     """A response that streams the events that ``work`` writes. If the client disconnects, ``work``
     is cancelled.
 
-    Headers go out with the first event. A BatonError of ``work`` before that is raised, so that it
-    is answered with its status. A later one becomes ``last_words``, an error event that ends the
-    stream.
-    """
+    Headers go out with the first event. If ``work`` raises a BatonError before that, it is raised
+    here, so that the client receives its status. A later BatonError becomes an error event that
+    ends the stream; ``last_words`` encodes it."""
 
     media_type = "text/event-stream"
 
@@ -84,10 +83,9 @@ class EventStream(Response):
                     await self.write(self._last_words(error), more=False)
 
     async def write(self, body: bytes, *, more: bool) -> None:
-        """Send encoded events to the client. Unless ``more``, they end the response.
+        """Send encoded events to the client. If ``more`` is false, they end the response.
 
-        Returns once the client's socket has room again.
-        """
+        Returns once the client's socket has room again."""
         assert self._send is not None, "the response has not been called"
         async with self._turn:
             if not self._has_begun:

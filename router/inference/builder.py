@@ -1,4 +1,5 @@
-"""Builds a GenerationRequest from an API's input: tokenizes, checks, and fills in the sampling."""
+"""Builds a GenerationRequest from an API's input: tokenizes the prompt, checks fields, and
+completes the sampling parameters."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ from router.inference.sampling_input import (
 from router.text.tokenizer import Tokenizer
 
 COMPLETION_MAX_TOKENS = 16
-"""OpenAI's default of ``max_tokens`` for completions."""
+"""Default of ``max_tokens`` for the completions API, as at OpenAI."""
 MAX_PROMPTS = 128
 """Maximum number of prompts in one request."""
 MAX_EMBEDDED = 2048
@@ -56,8 +57,8 @@ _BUILT_AT_ONCE = 64
 """Number of requests that are built before control returns to the event loop."""
 _SHOWN_ID_CHARACTERS = 128
 _LAST_TOKENS = 16
-"""Number of tokens at a prompt's end in which the reasoning marker and the white space after it are
-searched."""
+"""Number of tokens at a prompt's end that are searched for a reasoning marker and white space after
+it."""
 
 _NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 _EMBEDDED = SamplingInput(temperature=0.0)
@@ -65,24 +66,25 @@ _EMBEDDED = SamplingInput(temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """The facts of a request before its prompt is known: its id, deadline and caller."""
+    """What is known of a request before its prompt is read, such as its id, deadline and caller."""
 
     request_id: str
-    """Unique id of the request. For each prompt of a body with several, the prompt's position is
-    appended."""
+    """Unique id of the request. If the body has several prompts, the id of each one ends with its
+    position."""
     at: float
     """Time of the request's arrival, in seconds of the monotonic clock."""
     deadline_s: float
     """Deadline of the request, in seconds after ``at``."""
     caller: Caller
     own_deadline: bool = False
-    """Whether the client set ``deadline_s``."""
+    """Whether the client set the deadline."""
     session: str = ""
     """The client's name for the conversation that the request belongs to; empty if it gave none."""
     trace: TraceContext = NO_TRACE
     """The trace context that the client sent."""
     background: bool = False
-    """Whether the request is a line of a batch, which waits for spare capacity."""
+    """Whether the request is a background request, such as a batch request line. It waits for spare
+    capacity."""
     labels: Labels = NO_LABELS
 
     @property
@@ -102,9 +104,8 @@ class Arrival:
     ) -> Arrival:
         """Build an arrival from ``headers``, whose names are in lower case.
 
-        ``max_s`` bounds the deadline in ``DEADLINE_HEADER``. ``own_deadline``: true if ``max_s`` is
-        the client's own setting. Raises InvalidRequest.
-        """
+        ``max_s``: the deadline in seconds; the header ``DEADLINE_HEADER`` can only shorten it.
+        ``own_deadline``: true if ``max_s`` is the client's own setting. Raises InvalidRequest."""
         given, session = headers.get(DEADLINE_HEADER, ""), headers.get(SESSION_HEADER, "")
         parent, trace = headers.get("traceparent", ""), NO_TRACE
         if parent:
@@ -122,9 +123,8 @@ class Arrival:
 
 
 class RequestBuilder:
-    """Tokenizes and checks the inputs of all APIs. Raises InvalidRequest, its subclasses, and
-    ModelNotFound.
-    """
+    """Builds requests from the inputs of all APIs. Raises InvalidRequest, subclasses of it, and
+    ModelNotFound."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class RequestBuilder:
         self.encoder = PromptEncoder(
             tokenizer, self.dialect.tools, config, lambda: self.context_length
         )
-        """Encodes prompts. APIs that count a prompt's tokens without running it use it, too."""
+        """Converts prompts to token ids. APIs that only count a prompt's tokens use it, too."""
         self._clock = clock
         self._grammars = grammars
         self._cluster_secret = config.cluster_secret
@@ -157,9 +157,8 @@ class RequestBuilder:
 
     @property
     def context_length(self) -> int:
-        """Maximum tokens of prompt and answer together: the minimum over the model and the
-        workers.
-        """
+        """Maximum number of tokens of prompt and answer together. This is the minimum of the values
+        of the model and of all workers."""
         # Without workers the dispatcher has no bound. It rejects the request itself.
         return min(self._model.context_length, self._dispatcher.context_length or 1 << 62)
 
@@ -182,11 +181,11 @@ class RequestBuilder:
         variables: Mapping[str, Any] = _NO_VARIABLES,
         reasoning: ReasoningInput = NOTHING_ASKED,
     ) -> GenerationRequest:
-        """Build the request of a conversation; max_tokens defaults to the rest of the context.
+        """Build the request for a conversation. By default, its answer may use the rest of the
+        context.
 
-        ``ending`` and ``variables``: see ``PromptEncoder.chat_ids``. Raises InvalidRequest, also if
-        a grammar is combined with required tool calls.
-        """
+        ``ending`` and ``variables``: as in ``PromptEncoder.chat_ids``. Raises InvalidRequest, also
+        if a grammar is combined with required tool calls."""
         if tools is not None:
             sampling = self._bound_to(tools, sampling)
         await self._check_grammar(arrival, sampling)
@@ -233,9 +232,8 @@ class RequestBuilder:
         *,
         to_content: bool,
     ) -> GenerationRequest:
-        """Return the request with the markers and the budget of its answer's reasoning, and the
-        part in which the answer begins.
-        """
+        """Return the request with three fields set: the markers and the token budget of the
+        answer's reasoning, and the part in which the answer begins."""
         form = self.dialect.reasoning
         if form is None:
             return request
@@ -257,9 +255,8 @@ class RequestBuilder:
         )
 
     def _bound_to(self, tools: ToolUse, sampling: SamplingInput) -> SamplingInput:
-        """Return the sampling with a grammar if tool calls are required or a function is strict.
-        Raises InvalidRequest if it has another grammar.
-        """
+        """Return the sampling parameters. If tool calls are required or a function is strict, add a
+        grammar. Raises InvalidRequest if the client set another grammar."""
         special = self._tokenizer.special_ids(self.dialect.tools.texts)
         if sampling.grammar is not None and not tools.required:
             return sampling
@@ -290,9 +287,8 @@ class RequestBuilder:
     ) -> list[GenerationRequest]:
         """Build one request for each plain prompt.
 
-        ``default_max_tokens`` None: the rest of the context. ``param``: the client's name for the
-        prompts.
-        """
+        ``default_max_tokens``: the maximum length of an answer if the client sets none; None means
+        the rest of the context. ``param``: the name of the client's field that has the prompts."""
         if not prompts:
             raise InvalidRequest(f"{param} must not be empty", param=param)
         if len(prompts) > max_prompts:
@@ -330,9 +326,8 @@ class RequestBuilder:
         )
 
     async def _check_grammar(self, arrival: Arrival, sampling: SamplingInput) -> None:
-        """Check that workers can follow the grammar of a request. Raises InvalidGrammar, naming the
-        client's field.
-        """
+        """Check that workers can compile the grammar of a request. Raises InvalidGrammar with the
+        name of the client's field."""
         if sampling.grammar is None:
             return
         left = arrival.deadline_s - (self._clock() - arrival.at)

@@ -1,4 +1,5 @@
-"""Request fields that control the prefix cache: OpenAI's fields, and times to live."""
+"""Request fields that control the prefix cache: OpenAI's fields, and the time to live of cached
+blocks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Endpoint: one path of an HTTP API. It answers a body over HTTP or as a line of a batch.
+"""Endpoint: one path of an HTTP API. It answers a request body that arrives over HTTP or as a batch
+request line.
 
 body ─parse→ ApiAnswer (its requests are built) ─InferenceService.run→ deltas
-     ─the ApiAnswer's shapes→ server-sent events, or one body
-"""
+     ─the ApiAnswer's shapes→ server-sent events, or one body"""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ class ApiAnswer(abc.ABC):
     def __init__(
         self, requests: Sequence[GenerationRequest], *, stream: bool, at_once: int | None = None
     ) -> None:
-        """Create the answer to ``requests``. ``at_once``: the maximum number of its prompts that
-        run at a time; None: all.
-        """
+        """Create the answer to ``requests``. ``at_once``: the maximum number of requests that run
+        at a time; None means all."""
         self.requests = requests
         self.choices: list[Choice] = choices_for(requests)
         """The choices of the answer: those of the first prompt, then of the second, and so on."""
@@ -45,9 +44,8 @@ class ApiAnswer(abc.ABC):
 
     @abc.abstractmethod
     def events(self, prompt: int, delta: OutputDelta) -> bytes:
-        """Count a prompt's delta. Return its server-sent events; empty if the client sees nothing
-        of it.
-        """
+        """Add a delta of a prompt's answer to its choice. Return the delta's server-sent events;
+        empty if it has nothing for the client."""
 
     @abc.abstractmethod
     def last_events(self) -> bytes:
@@ -59,24 +57,26 @@ class ApiAnswer(abc.ABC):
 
     @abc.abstractmethod
     def keep(self, prompt: int, delta: OutputDelta) -> None:
-        """Count a prompt's delta, and store it for ``whole``."""
+        """Add a delta of a prompt's answer to its choice, with its text, which ``whole`` returns
+        later."""
 
     @abc.abstractmethod
     def whole(self) -> Mapping[str, Any]:
-        """Return the body of an answer that is not streamed. Long lists in it are ``Items``."""
+        """Return the response body of an answer that is not streamed. Long lists in the body are
+        ``Items``."""
 
 
 Parse = Callable[[dict[str, Any], Arrival], Awaitable[ApiAnswer]]
-"""Function that checks a body, and builds its answer with its requests. Raises BatonError."""
+"""Function that checks a request body and returns an ``ApiAnswer``, which has the requests to run.
+Raises BatonError."""
 
 
 class Endpoint:
     """Answers the request bodies of one path. Owned by the router's event loop."""
 
     def __init__(self, service: InferenceService, prefix: str, parse: Parse) -> None:
-        """Create an endpoint. ``prefix``: the beginning of its answers' ids. ``parse``: the
-        function that reads a body.
-        """
+        """Create an endpoint. ``prefix``: the beginning of the ids of its answers. ``parse``: the
+        function that converts a request body."""
         self._service = service
         self._prefix = prefix
         self._parse = parse
@@ -101,9 +101,8 @@ class Endpoint:
         return await unless_disconnected(request.receive, self._whole(arrival, answer))
 
     async def run_line(self, body: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
-        """Run a line of a batch as a background request, and return its whole answer. Raises
-        BatonError.
-        """
+        """Run a batch request line as a background request, and return its whole answer. Raises
+        BatonError."""
         service = self._service
         arrival = Arrival(
             self._name(), time.monotonic(), BACKGROUND_WAIT_S, caller, background=True

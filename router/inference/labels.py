@@ -20,7 +20,8 @@ MAX_RUN_CHARACTERS = 128
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Agent and run of a request; empty if the client named none."""
+    """The names of the agent and the run that a request belongs to; empty if the client gave
+    none."""
 
     agent: str = ""
     run_id: str = ""
@@ -34,9 +35,8 @@ class Labels:
         )
 
     def or_of_body(self, body: Mapping[str, Any]) -> Labels:
-        """Return the labels in a body's ``metadata``. Those that it lacks are taken from these
-        labels. Raises InvalidRequest.
-        """
+        """Return the labels in the ``metadata`` of a request body. If the body lacks a label, this
+        object's label is used. Raises InvalidRequest."""
         given = body.get("metadata")
         if given is None:
             return self

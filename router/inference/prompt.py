@@ -43,19 +43,20 @@ answer continues it."""
 TEXTS_AT_ONCE = 4
 """Maximum number of long texts that are rendered and tokenized at a time."""
 _PROMPT_CHARACTERS = 64
-"""Overhead of one prompt or message in addition to its text, in characters."""
+"""Number of characters that one prompt or message counts for, in addition to its text."""
 MAX_MESSAGES = 2048
 """Maximum number of messages in a conversation, as at OpenAI."""
 MAX_TEXT_TOKENS = 131_072
 """Maximum number of tokens to count, tokenize or detokenize in one request, unless the model's
 context is longer."""
 MAX_ARGUMENT_VALUES = 131_072
-"""Maximum number of JSON values in the arguments of one tool call, counted by commas and
-brackets."""
+"""Maximum number of JSON values in the arguments of one tool call. Commas and brackets are counted,
+not values."""
 MAX_PARSED_CHARACTERS = 64 << 10
-"""Maximum size of tool call arguments that are parsed without yielding to the event loop."""
+"""Maximum number of characters of tool call arguments that are parsed before control returns to the
+event loop."""
 MAX_VARIABLES_CHARACTERS = 64 << 10
-"""Maximum size of a chat template's variables, as JSON."""
+"""Maximum number of characters of a client's variables for the chat template, as JSON."""
 _OWN_FIELDS = {"messages", "tools", "documents", "add_generation_prompt"}
 """Variables of chat templates that are set from other request fields. Clients must not set them as
 variables."""
@@ -69,9 +70,8 @@ _NOTHING_ASKED = SamplingInput()
 class PromptEncoder:
     """Converts prompts to token ids. Owned by the event loop.
 
-    The process of the chat template renders texts, and threads tokenize them. Texts of more than
-    ``INLINE`` characters take turns, fairly among tenants.
-    """
+    A separate process renders the chat template, and threads tokenize the texts. Texts of more than
+    ``INLINE`` characters take turns, fairly among tenants."""
 
     def __init__(
         self,
@@ -80,9 +80,8 @@ class PromptEncoder:
         config: Config,
         context_length: Callable[[], int],
     ) -> None:
-        """Create an encoder. ``context_length`` returns the maximum tokens of prompt and answer
-        together.
-        """
+        """Create an encoder. ``context_length`` returns the maximum number of tokens of prompt and
+        answer together."""
         self._tokenizer = tokenizer
         self._tool_format = tool_format
         self._max_characters = config.max_body_bytes
@@ -102,10 +101,9 @@ class PromptEncoder:
     ) -> tuple[int, ...]:
         """Return the token ids of a conversation.
 
-        ``variables``: more variables for the chat template, which runs in a sandbox. ``special``:
-        true if the tokenizer's special tokens are added to those of the template. Raises
-        InvalidRequest, ContextLengthExceeded, DeadlineExceeded, Overloaded.
-        """
+        ``variables``: additional variables for the chat template, which runs in a sandbox.
+        ``special``: true if the tokenizer's special tokens are added to those of the template.
+        Raises InvalidRequest, ContextLengthExceeded, DeadlineExceeded, Overloaded."""
         check_message_count(len(turns))
         size = sum(map(_characters, turns)) + (0 if tools is None else tools.characters)
         # Templates add some text to each message. The limit stops a runaway template from filling
@@ -124,10 +122,10 @@ class PromptEncoder:
     async def prompt_ids(
         self, tenant: str, prompts: Sequence[Prompt], sampling: SamplingInput, param: str
     ) -> list[tuple[int, ...]]:
-        """Return the token ids of each prompt. ``param``: the client's name for the prompts.
+        """Return the token ids of each prompt. ``param``: the name of the client's field that has
+        the prompts.
 
-        Raises InvalidRequest, ContextLengthExceeded, Overloaded.
-        """
+        Raises InvalidRequest, ContextLengthExceeded, Overloaded."""
         size = sum(map(len, prompts)) + _PROMPT_CHARACTERS * len(prompts)
         async with self._turn(tenant, size):
             return await off_loop(
@@ -162,9 +160,8 @@ class PromptEncoder:
     async def banned_runs(
         self, tenant: str, words: Sequence[str] | None
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the token sequences that must not be generated, for a client's words. Raises
-        InvalidRequest, Overloaded.
-        """
+        """Return the token sequences that must not be generated, so that none of a client's words
+        appear. Raises InvalidRequest, Overloaded."""
         if not words:
             return ()
         size = sum(map(len, words))
@@ -320,9 +317,8 @@ def _with_written_calls(turn: Turn, form: ToolFormat) -> Turn:
 
 
 def _with_thinking(turn: Turn) -> Turn:
-    """Copy a message's reasoning to ``thinking``, the name in gpt-oss's template. That template
-    allows no content with it.
-    """
+    """Copy a message's reasoning to the field ``thinking``, which gpt-oss's template reads. That
+    template does not allow content and ``thinking`` together."""
     reasoning = turn.get("reasoning_content")
     return turn if not reasoning or turn["content"] else {**turn, "thinking": reasoning}
 

@@ -1,8 +1,7 @@
-"""A client's settings for a model's reasoning, and how they are applied.
+"""Reads a client's settings for a model's reasoning, and applies them to the request.
 
-A chat template that supports reasoning gets them as variables. Otherwise they become a budget,
-which the engine enforces by forcing the end of the reasoning.
-"""
+A chat template that supports reasoning gets the settings as variables. Otherwise they become a
+token budget. The engine enforces it by forcing the end of the reasoning."""
 
 from __future__ import annotations
 
@@ -28,16 +27,18 @@ SWITCHES = ("enable_thinking", "thinking")
 """Variables by which chat templates turn reasoning on and off: ``enable_thinking`` for Qwen 3, GLM
 4.5 and SmolLM3, ``thinking`` for DeepSeek V3.1 and Granite."""
 _EFFORT, _BUDGET = "reasoning_effort", "thinking_budget"
-"""Names of template variables: gpt-oss's for the effort, and Seed-OSS's for the budget."""
+"""Names of chat template variables: that of the effort in gpt-oss's template, and that of the
+budget in Seed-OSS's."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningInput:
-    """A client's settings for the model's reasoning. None: the client set nothing."""
+    """A client's settings for the model's reasoning. None means that the client did not set the
+    value."""
 
     effort: Effort | None = None
     enabled: bool | None = None
-    """Whether the model should reason."""
+    """Whether the model should reason before its answer; None if not set."""
     budget: int | None = None
     """Maximum number of reasoning tokens."""
     budget_param: str = "thinking_token_budget"
@@ -45,9 +46,8 @@ class ReasoningInput:
 
     @property
     def wanted(self) -> bool | None:
-        """Whether the model should reason, by all settings; None: not set. Raises InvalidRequest if
-        they contradict each other.
-        """
+        """Whether the model should reason, by all settings together; None if they do not say.
+        Raises InvalidRequest if the settings contradict each other."""
         by_effort = None if self.effort is None else self.effort != "none"
         if None not in (by_effort, self.enabled) and by_effort != self.enabled:
             raise InvalidRequest(
@@ -131,9 +131,8 @@ def template_variables(
 
 
 def _template_effort(asked: ReasoningInput, template: ChatTemplate) -> str | None:
-    """Return the effort as a word that the template knows; not all know ``none`` and
-    ``minimal``.
-    """
+    """Return the reasoning effort as a word that the chat template knows. Some templates do not
+    know ``none`` and ``minimal``."""
     if asked.effort is None or not template.reads(_EFFORT):
         return None
     if asked.effort in ("none", "minimal") and not template.mentions(asked.effort):
@@ -142,9 +141,8 @@ def _template_effort(asked: ReasoningInput, template: ChatTemplate) -> str | Non
 
 
 def budget_of(asked: ReasoningInput, template: ChatTemplate) -> int | None:
-    """Return the maximum number of reasoning tokens that the engine must enforce; None: no maximum.
-    Raises InvalidRequest.
-    """
+    """Return the maximum number of reasoning tokens that the engine must enforce; None means no
+    maximum. Raises InvalidRequest."""
     if asked.wanted is False:
         knows = any(template.reads(name) for name in SWITCHES)
         return None if knows or _template_effort(asked, template) is not None else 0
@@ -179,14 +177,13 @@ def reasoning_span(
     *,
     to_content: bool = True,
 ) -> ReasoningSpan | None:
-    """Return the tokens around an answer's reasoning. A ``budget``, or a grammar that follows the
-    reasoning, needs them.
+    """Return the token ids that mark the begin and end of an answer's reasoning. They are needed
+    for a ``budget``, or for a grammar that applies after the reasoning.
 
-    None if the answer has no reasoning, or nothing depends on where it ends. ``marker_ids`` returns
-    the tokens of a marker, or None if it has none of its own. ``param``: the client's name for the
-    budget. ``to_content``: true if content follows the reasoning, and no tool call. Raises
-    InvalidRequest if a marker that is needed has no token.
-    """
+    Return None if the answer has no reasoning, or if nothing depends on where the reasoning ends.
+    ``marker_ids`` returns the token ids of a marker, or None if the marker has no tokens of its
+    own. ``param``: the client's name for the budget. ``to_content``: true if content follows the
+    reasoning, and no tool call. Raises InvalidRequest if a marker that is needed has no token."""
     if begins_in == "content" or (budget is None and sampling.grammar is None):
         return None
     if budget is not None and sampling.allowed_token_ids:

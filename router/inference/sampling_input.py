@@ -27,22 +27,23 @@ MAX_SCORES = 768 << 10
 """Maximum number of log probabilities in one request. Each token counts once, plus its requested
 top alternatives. A router holds each in 8 to 20 bytes."""
 MAX_LINE_SCORES = MAX_SCORES // 8
-"""Maximum number of log probabilities in a line of a batch, whose answer is kept as text."""
+"""Maximum number of log probabilities in one batch request line. The limit is lower since its
+answer is kept as text."""
 MAX_BAD_RUNS = 256
 MAX_BAD_RUN_TOKENS = 64
 _SHOWN_CHARACTERS = 64
 """Maximum number of characters of a client's value that an error shows."""
 _MIN_TEMPERATURE = 1e-3
-"""Minimum temperature above 0. Lower values would overflow logits in 32 bits. Draws at this value
-already equal greedy ones."""
+"""Minimum temperature above 0. Lower values would overflow logits in 32 bits. At this value,
+sampling already gives the same tokens as greedy decoding."""
 _MIN_TOP_P = 1e-6
-"""Minimum ``top_p``. The most likely token of every vocabulary exceeds it. Smaller values would
-become 0 on the wire."""
+"""Minimum ``top_p``. The most likely token always has a higher probability. Smaller values would
+become 0 in messages to workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingInput:
-    """Sampling parameters as the client gave them; None or empty: not given."""
+    """Sampling parameters as the client gave them. None or empty means not given."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -60,19 +61,19 @@ class SamplingInput:
     logit_bias: Mapping[Any, Any] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Runs of token ids that the answer must not contain."""
+    """Sequences of consecutive token ids that the answer must not contain."""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     no_answer: bool = False
-    """Whether ``max_tokens`` may be 0: only the prompt matters. One token is still drawn, and
-    dropped."""
+    """Whether ``max_tokens`` may be 0, for clients that only need data about the prompt. One token
+    is still generated, and dropped."""
     shows_stop_string: bool = False
     """Whether the text of an answer includes the stop string that ended the answer."""
     shows_special_tokens: bool = False
     """Whether the text of an answer includes special tokens, except for the one that ended the
     answer."""
     truncate: int | None = None
-    """Number of tokens to keep at the prompt's end; -1: the maximum that fits; None: all."""
+    """Number of tokens to keep at the prompt's end. -1 means as many as fit; None means all."""
     grammar: Grammar | None = None
     grammar_param: str = "grammar"
     """The client's name for the field that sets the grammar."""
@@ -91,9 +92,9 @@ def final_sampling(
     """Check a client's sampling parameters, and fill in those that are absent. The seed is drawn if
     none was given.
 
-    ``default_max_tokens`` None: the rest of the context. ``prompt_param``: the client's name for
-    its prompt. Raises InvalidRequest, naming the parameter, and ContextLengthExceeded.
-    """
+    ``default_max_tokens``: the maximum length of the answer if the client sets none; None means the
+    rest of the context. ``prompt_param``: the name of the client's field that has the prompt.
+    Raises InvalidRequest, naming the parameter, and ContextLengthExceeded."""
     check_prompt_length(prompt_tokens, context_length, prompt_param)
     asked = 1 if given.no_answer and given.max_tokens == 0 else given.max_tokens
     max_tokens = _max_tokens(asked, prompt_tokens, context_length, default_max_tokens)
@@ -129,9 +130,8 @@ def final_sampling(
 
 
 def _check_some_token_comes(sampling: SamplingParams, eos_ids: Collection[int]) -> None:
-    """Check that the parameters allow at least one token to be drawn first. Raises
-    InvalidRequest.
-    """
+    """Check that the parameters allow at least one token as the first token of an answer. Raises
+    InvalidRequest."""
     forbidden = {run[0] for run in sampling.bad_words if len(run) == 1}
     if sampling.min_tokens:
         forbidden.update(sampling.stop_token_ids, eos_ids if sampling.ends_at_eos else ())
@@ -176,7 +176,8 @@ def _bad_words(given: tuple[tuple[int, ...], ...], vocab_size: int) -> tuple[tup
 
 
 def kept_tokens(given: SamplingInput, context_length: int) -> int | None:
-    """Return the number of tokens to keep at a prompt's end; None: all. Raises InvalidRequest."""
+    """Return the number of tokens to keep at a prompt's end; None means all. Raises
+    InvalidRequest."""
     most = given.truncate
     if most == -1:
         most = context_length - max(1, given.max_tokens or 1)
@@ -191,8 +192,7 @@ def check_prompt_length(tokens: int, context_length: int, param: str) -> None:
     """Check that a prompt of ``tokens`` tokens leaves room for an answer. Raises
     ContextLengthExceeded.
 
-    ``param``: the client's name for its prompt.
-    """
+    ``param``: the name of the client's field that has the prompt."""
     if tokens >= context_length:
         raise ContextLengthExceeded(
             f"the model's context is {context_length} tokens, the prompt has {tokens}: nothing is"
@@ -273,9 +273,8 @@ def _stop_token_ids(given: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
 
 
 def scored_tokens(given: SamplingInput, choices: int, limit: int) -> int | None:
-    """Return the maximum tokens of each answer, so that a request has at most ``limit`` log
-    probabilities; None: no maximum.
-    """
+    """Return the maximum number of tokens of each answer with which a request has at most ``limit``
+    log probabilities. None means no maximum."""
     return None if given.logprobs is None else max(1, limit // (choices * (1 + given.logprobs)))
 
 
@@ -301,7 +300,7 @@ def check_scores(requests: Sequence[tuple[int, SamplingParams, int]], limit: int
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Check that all ids are in the vocabulary. Raises InvalidRequest."""
+    """Check that all token ids are within the vocabulary. Raises InvalidRequest."""
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         bad = next(one for one in token_ids if not 0 <= one < vocab_size)
         raise InvalidRequest(
@@ -352,10 +351,10 @@ def _shown(value: str | int) -> str:
 
 
 def banned_runs(tokenizer: Tokenizer, words: Iterable[str] | None) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of words to be banned: at the start of a text, and after a space.
+    """Return the token sequences of words to be banned. Each word has two: at the start of a text,
+    and after a space.
 
-    Other ways to tokenize a word are not covered. Raises InvalidRequest.
-    """
+    Other ways to tokenize a word are not covered. Raises InvalidRequest."""
     words = list(words or ())
     if len(words) > MAX_WORDS:
         raise InvalidRequest(f"bad_words has at most {MAX_WORDS} words", param="bad_words")

@@ -41,7 +41,7 @@ from router.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 BACKGROUND_WAIT_S = 31 * 86400.0
-"""Maximum time in seconds that a background request waits for admission: no batch window is
+"""Maximum seconds that a background request waits for admission. No completion window of a batch is
 longer."""
 
 Sink = Callable[[int, OutputDelta], Awaitable[None]]
@@ -102,9 +102,8 @@ class InferenceService:
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:
-        """Count a BatonError of the block as a refused request. No request may be built in the
-        block.
-        """
+        """If the block raises a BatonError, count it as a refused request. The block must not build
+        a request."""
         try:
             yield
         except BatonError as error:
@@ -131,10 +130,10 @@ class InferenceService:
     ) -> None:
         """Run the prompts of one API request concurrently, until all have a finish reason.
 
-        ``sink`` must count the deltas that it receives in ``choices``. ``at_once`` bounds how many
-        prompts run at a time. The first failure ends the other prompts and is raised. If the caller
-        is cancelled, every prompt is aborted at the workers before this method returns.
-        """
+        ``sink`` must count the deltas that it receives in ``choices``. ``at_once``: the maximum
+        number of prompts that run at a time. The first failure ends the other prompts and is
+        raised. If the caller is cancelled, every prompt is aborted at the workers before this
+        method returns."""
         charged = self.access.charged(arrival.caller, arrival.request_id, requests, choices)
         async with charged as charge:
             if on_admitted is not None:
@@ -224,7 +223,7 @@ class InferenceService:
 
 
 def _failure(request: GenerationRequest, error: Exception, *, timed_out: bool) -> BatonError:
-    """Convert an error of a request to the one that its client receives."""
+    """Convert the error with which a request failed to the error that its client receives."""
     if isinstance(error, BatonError):
         return error
     if isinstance(error, TimeoutError) and timed_out:

@@ -1,4 +1,4 @@
-"""The served model's tokenizer and facts, for every API."""
+"""Gives every API the tokenizer and the properties of the served model."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ class ModelFacts:
     revision: str
     """The commit of the model's repository; empty if the model is a local folder or file."""
     max_model_len: int
-    """Maximum tokens of prompt and answer together."""
+    """Maximum number of tokens of prompt and answer together."""
     vocab_size: int
     """Size of the vocabulary: every token id is below this."""
     eos_token_ids: tuple[int, ...]
     """Token ids that end an answer."""
     has_chat_template: bool
     tool_parser: str
-    """The format in which tool calls are read; see `tool_parser` in the configuration."""
+    """Name of the parser that reads tool calls from answers, as `tool_parser` in the
+    configuration."""
     quantization: str | None
-    """Quantization of the weights: int8, int4 or fp8; None: not quantized."""
+    """Quantization of the weights: int8, int4 or fp8. None means that the weights are not
+    quantized."""
     dtype: str
     """Type of the weights that are not quantized."""
     kv_dtype: str
@@ -43,17 +45,17 @@ class ModelFacts:
     batch_size: int
     """Maximum number of sequences that a decode worker computes in one step."""
     fingerprint: str
-    """Hash of all that decides the KV: weights, tokenizer, KV type. Empty while no worker is known.
-    """
+    """Hash of everything that affects the contents of the KV cache: weights, tokenizer, KV type.
+    Empty while no worker is known."""
 
     @property
     def model_name(self) -> str:
-        """Alias of ``id``, under a name that an API uses."""
+        """The model's id, under the name that one API uses for it."""
         return self.id
 
     @property
     def max_sequence_length(self) -> int:
-        """Alias of ``max_model_len``, under a name that an API uses."""
+        """The value of ``max_model_len``, under the name that one API uses for it."""
         return self.max_model_len
 
 
@@ -72,7 +74,7 @@ class TokenService:
 
     @property
     def context_length(self) -> int:
-        """Maximum tokens of prompt and answer together."""
+        """Maximum number of tokens of prompt and answer together."""
         return self._builder.context_length
 
     def check_model(self, model_id: str | None) -> None:
@@ -96,13 +98,14 @@ class TokenService:
         variables: Mapping[str, Any] = MappingProxyType({}),
         special: bool = False,
     ) -> tuple[int, ...]:
-        """Tokenize a conversation; see ``PromptEncoder.chat_ids``. Raises InvalidRequest."""
+        """Return the token ids of a conversation, as ``PromptEncoder.chat_ids`` does. Raises
+        InvalidRequest."""
         return await self._builder.encoder.chat_ids(
             tenant, turns, tools, ending=ending, variables=variables, special=special
         )
 
     def spelling(self, token_id: int) -> str:
-        """Return a token in the spelling of the vocabulary."""
+        """Return the text of a token as the vocabulary spells it."""
         return self._tokenizer.spell(token_id)
 
     async def text(self, token_ids: Sequence[int], param: str, tenant: str) -> str:
@@ -110,9 +113,8 @@ class TokenService:
         return await self._builder.encoder.text_of(tenant, token_ids, param)
 
     def facts(self) -> ModelFacts:
-        """Return the model's properties as decode workers report them; without workers, those of
-        the configuration.
-        """
+        """Return the model's properties as decode workers report them. Without workers, return
+        those in the configuration."""
         config = self._config
         pools = [pool for pool in config.pools if pool.role == "decode"]
         records = [one for one in self._records() if one.role == "decode"]

@@ -41,8 +41,8 @@ TRANSFER_DEFAULT: Coefficients = (2.0, 0.3, 0.0)
 """Transfer costs of a new cluster: two calls, and 360 KiB per block (the demo model's) at 1.2
 GiB/s."""
 MAX_PAIRS = 16_384
-"""Maximum number of pairs of workers whose transfers are learned; the least recently used are
-dropped."""
+"""Maximum number of pairs of workers whose transfer costs are remembered. The least recently used
+pairs are dropped."""
 _TRANSFER_SCALE: Coefficients = (1.0, 32.0, 1.0)
 
 Line = tuple[float, float]
@@ -50,20 +50,22 @@ Line = tuple[float, float]
 milliseconds."""
 
 _KEPT = 0.98
-"""Factor on an observation's weight at each new observation: a memory of about 50."""
+"""Factor on the weight of earlier observations at each new one. So about the last 50 observations
+count."""
 _KEPT_IF_WRONG = 0.9
-"""Factor on an observation's weight at each new observation, after a prediction that was far off.
-Repeated misses mean that the worker has changed and old observations are obsolete (Fortescue,
-Kershenbaum and Ydstie, Implementation of Self-tuning Regulators with Variable Forgetting Factors,
-Automatica 17(6), 1981)."""
+"""Factor on the weight of earlier observations at each new one, used instead of ``_KEPT`` after a
+prediction that was far off. Repeated misses mean that the worker has changed and old observations
+are obsolete (Fortescue, Kershenbaum and Ydstie, Implementation of Self-tuning Regulators with
+Variable Forgetting Factors, Automatica 17(6), 1981)."""
 _NOISE = 0.1
-"""Relative noise of a timing, which sets its weight against the initial coefficients."""
+"""Assumed relative error of a measured time. It sets the weight of measurements against that of the
+initial coefficients."""
 _PRIOR_ERROR = 0.5
 """Assumed relative error of coefficients from a calibration."""
 _GUESS_ERROR = 5.0
 """Assumed relative error of the default coefficients."""
 _MIN_PRIOR = 1e-3
-"""Minimum weight of the initial coefficients, relative to their first weight."""
+"""Minimum weight of the initial coefficients, as a fraction of their weight at the start."""
 _HUBER = 3.0
 """Residuals are capped at this multiple of a typical residual."""
 _SPREAD_STEP = 0.1
@@ -71,9 +73,9 @@ _MIN_SPREAD = 0.02
 _WIDEST_SPREAD = 1.0
 """Maximum initial value of a typical residual, so that an early outlier does not dominate."""
 _MIN_MS = 0.05
-"""Lower bound of a prediction by which a residual is divided."""
+"""Lower bound in milliseconds of a predicted time, since residuals are divided by it."""
 _SHARE_OF_ALL = 0.05
-"""Minimum assumed error of a coefficient, as a fraction of a typical cost."""
+"""Minimum assumed error of an initial coefficient, as a fraction of a typical cost."""
 
 _SETS: tuple[tuple[int, ...], ...] = ((0, 1), (0, 2), (1, 2), (0,), (1,), (2,))
 _ENTRIES = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))
@@ -97,11 +99,10 @@ class CostModel:
     )
 
     def __init__(self, begin: Coefficients, default: Coefficients, scale: Coefficients) -> None:
-        """Start from ``begin``, or from ``default`` if that is ``UNKNOWN``.
+        """Start from the coefficients ``begin``, or from ``default`` if ``begin`` is ``UNKNOWN``.
 
         ``scale`` has typical values of the three features, such as (1, 512, 512 * 512), which make
-        their coefficients comparable.
-        """
+        their coefficients comparable."""
         known = begin != UNKNOWN
         start = begin if known else default
         self._scale = scale
@@ -123,10 +124,10 @@ class CostModel:
         return a / first, b / second, c / third
 
     def observe(self, second: float, third: float, took_ms: float) -> bool:
-        """Learn that work with the features (1, ``second``, ``third``) took ``took_ms``.
+        """Learn that work with the features (1, ``second``, ``third``) took ``took_ms``
+        milliseconds.
 
-        Returns False and learns nothing if an input is negative or not finite.
-        """
+        Returns False and learns nothing if an input is negative or not finite."""
         if not all(math.isfinite(v) and v >= 0.0 for v in (second, third, took_ms)):
             return False
         features = (1.0 / self._scale[0], second / self._scale[1], third / self._scale[2])
@@ -205,14 +206,14 @@ class TransferCosts:
         self._pairs: OrderedDict[tuple[str, str], CostModel] = OrderedDict()
         self._lines: dict[tuple[str, str], Line] = {}
         self.usual: Line = _line(self._all)
-        """Coefficients a and b of a pair without observations."""
+        """Coefficients a and b for a pair of workers whose transfers were never observed: the mean
+        over all pairs."""
 
     def observe(self, source: str, target: str, blocks: float, ms: float) -> None:
-        """Learn that transferring ``blocks`` from ``source`` to ``target`` took ``ms`` after the
-        computing had ended.
+        """Learn that a transfer of ``blocks`` blocks from ``source`` to ``target`` lasted ``ms``
+        milliseconds longer than the computing.
 
-        Negative numbers are ignored.
-        """
+        Negative numbers are ignored."""
         if blocks < 0 or ms < 0:
             return
         key = (source, target)
@@ -233,7 +234,7 @@ class TransferCosts:
         return self._lines.get((source, target), self.usual)
 
     def forget(self, worker: str) -> None:
-        """Drop what was learned about the pairs of a worker that has left."""
+        """Drop what was learned about transfers from and to a worker that has left."""
         for key in [key for key in self._pairs if worker in key]:
             del self._pairs[key]
             self._lines.pop(key, None)
@@ -274,7 +275,7 @@ def _solve_three(
 def _solve_part(
     matrix: _Matrix, right: tuple[float, float, float], chosen: Iterable[int]
 ) -> tuple[float, float, float]:
-    """Solve the equations for one or two coefficients, with the others at zero."""
+    """Solve the equations for one or two of the three coefficients. The others are zero."""
     found = [0.0, 0.0, 0.0]
     places = tuple(chosen)
     if len(places) == 1:

@@ -1,9 +1,8 @@
-"""The pinned prefixes as a router process knows them, so that requests keep them alive.
+"""The pinned prefixes that a router process knows. Requests with these prefixes keep them cached.
 
 A pin belongs to a prefix, not to a worker. Each worker that computes a prompt with the prefix pins
 its blocks for the remaining time. So a pin that was lost with its worker comes back with the next
-request that uses it. Owned by the router's event loop.
-"""
+request that uses it. Owned by the router's event loop."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from baton.store.pin_store import Pin, PinStore
 log = logging.getLogger(__name__)
 
 REFRESH_S = 1.0
-"""Maximum age in seconds of the view of the pins that other routers have stored."""
+"""Seconds between two reads of the stored pins, which other routers may have changed."""
 
 
 class PinnedPrefixes:
@@ -32,9 +31,8 @@ class PinnedPrefixes:
         block_size: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Create a view of the pins in ``store``; None: nothing is ever pinned. ``block_size``:
-        tokens per hashed block.
-        """
+        """Create a view of the pins in ``store``; None means that no prefix is ever pinned.
+        ``block_size``: tokens per hashed block."""
         self._store = store
         self._block_size = block_size
         self._clock = clock
@@ -43,9 +41,8 @@ class PinnedPrefixes:
         """Distinct lengths of pinned prefixes, in blocks."""
 
     async def run(self) -> None:
-        """Read the pins from the store periodically, until cancelled. While it is unavailable, the
-        last pins stay valid.
-        """
+        """Read the pins from the store periodically, until cancelled. While the store is
+        unavailable, the last known pins stay valid."""
         if self._store is None:
             return
         is_away = False
@@ -65,9 +62,8 @@ class PinnedPrefixes:
         self._depths = sorted({pin.blocks for pin in self._by_hash.values()})
 
     def retentions_of(self, hashes: Sequence[bytes]) -> tuple[Retention, ...]:
-        """Return how long blocks of a prompt must be retained, by the pinned prefixes with which it
-        begins.
-        """
+        """Return how long which blocks of a prompt must be retained, because the prompt begins with
+        pinned prefixes."""
         if not self._by_hash:
             return ()
         now = self._clock()

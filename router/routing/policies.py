@@ -37,7 +37,7 @@ class SimplePolicy(ABC):
     """
 
     reason: str
-    """Name of the policy, as the reason of its decisions."""
+    """Name of the policy. Its decisions state it as their reason."""
 
     def __init__(self, settings: RouteSettings) -> None:
         self._settings = settings
@@ -50,7 +50,7 @@ class SimplePolicy(ABC):
         held: Mapping[str, int],
         now_ms: float,
     ) -> Decision:
-        """Choose the workers of a request: see ``router.routing.policy.Policy``."""
+        """Choose the workers of a request, as ``router.routing.policy.Policy`` specifies."""
         seen = predict(self._settings, request, table, held, now_ms)
         target = self._pick(_with_room(seen), seen, self.decode_load(seen))
         if not seen.remote:
@@ -66,9 +66,8 @@ class SimplePolicy(ABC):
 
     @abstractmethod
     def _pick(self, rows: Rows, seen: Predictions, load: Floats) -> int:
-        """Pick one of ``rows``, which must not be empty. ``load`` has a value for each row of the
-        table.
-        """
+        """Pick one of ``rows``, which must not be empty. ``load``: the load of the worker in each
+        row of the table."""
 
 
 def _with_room(seen: Predictions) -> Rows:
@@ -81,9 +80,8 @@ def _with_room(seen: Predictions) -> Rows:
 
 
 def _least(rows: Rows, seen: Predictions, *keys: Floats) -> int:
-    """Return the row with the minimum of the first key. Ties go to the next key, and at last to the
-    fewest requests placed.
-    """
+    """Return the row with the smallest value in the first of ``keys``. Ties are broken by the next
+    key, and at last by the fewest requests placed."""
     order = np.lexsort((rows, seen.table.placed[rows], *(key[rows] for key in reversed(keys))))
     return int(rows[order[0]])
 
@@ -131,7 +129,7 @@ class PowerOfTwo(SimplePolicy):
     reason = "power_of_two"
 
     def __init__(self, settings: RouteSettings, seed: int | None = None) -> None:
-        """Create the policy. ``seed`` is that of the random choices; None draws a seed."""
+        """Create the policy. ``seed``: the seed of its random choices; None draws one."""
         super().__init__(settings)
         self._dice = random.Random(seed)  # noqa: S311 - a choice of workers, no secret
 
@@ -155,9 +153,8 @@ class Session(SimplePolicy):
 
 
 def make_policy(name: PolicyName, settings: RouteSettings, seed: int | None = None) -> Policy:
-    """Create the policy ``name``. ``seed`` is that of the policy with random choices; None draws a
-    seed.
-    """
+    """Create the policy ``name``. ``seed``: the seed if the policy makes random choices; None draws
+    one."""
     match name:
         case "predictive":
             return PredictivePolicy(settings)

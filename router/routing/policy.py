@@ -21,7 +21,8 @@ from router.routing.cost_model import TransferCosts
 from router.routing.worker_table import EVERY_POOL, Floats, Group, PoolFilter, WorkerTable
 
 RETRY_AFTER_S = 2.0
-"""Retry-After in seconds if a pool has no workers. A new worker starts within seconds."""
+"""Value of ``Retry-After``, in seconds, if no worker of a needed role is ready. A new worker starts
+within seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ class RouteRequest:
     excluded: frozenset[str] = frozenset()
     """Incarnations of workers that must not get the request."""
     cache_key: str = ""
-    """Requests with the same key go to the same worker if possible; empty: no preference."""
+    """Requests with the same cache key go to the same worker if possible. Empty means no
+    preference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +64,13 @@ class RouteSettings:
     """Number of tokens in a block of the prefix index."""
     classes: Mapping[str, ClassRoute] = field(default_factory=dict)
     default: ClassRoute = ClassRoute()
-    """Settings of context-length classes that have none of their own."""
+    """Pools and SLOs of context-length classes that have none of their own."""
     pulls: bool = True
     """Whether prefill workers fetch cached blocks from others."""
 
     def of(self, request: RouteRequest) -> ClassRoute:
-        """Return the settings of the request's class. The workers that the request excludes are
-        excluded in it.
-        """
+        """Return the pools and SLOs of the request's class, without the workers that the request
+        excludes."""
         route = self.classes.get(request.context_class, self.default)
         if not request.excluded:
             return route
@@ -90,7 +91,8 @@ class Decision:
     uncached_tokens: int
     """Prompt tokens that ``prefill`` must compute: they are neither cached nor fetched."""
     reason: str
-    """The reason in a word for logs and metrics, from the constants in the policies' modules."""
+    """One word for logs and metrics that names the reason of the choice. The policies' modules
+    define these words."""
     holder: str = ""
     """Incarnation of another worker, of any role, that holds more of the prompt than ``prefill``;
     empty: none."""
@@ -102,11 +104,11 @@ class Decision:
     """Whether the request must be rejected: no worker is predicted to give the first token before
     the deadline."""
     ttft_ms: float = 0.0
-    """Predicted time to the first token, with the part of the transfer that computing does not
-    hide."""
+    """Predicted time to the first token, in milliseconds. It includes the part of the KV transfer
+    that does not overlap with computing."""
     tpot_ms: float = 0.0
-    """Predicted time per output token. If the decode worker computes the prompt, the maximum of the
-    times during and after that."""
+    """Predicted time per output token, in milliseconds. If the decode worker computes the prompt,
+    this is the larger of the times during and after the prefill."""
     queue_ms: float = 0.0
     """Part of ``ttft_ms``: the wait of the prompt before it is computed."""
     prefill_ms: float = 0.0
@@ -116,9 +118,8 @@ class Decision:
 
 
 class Policy(Protocol):
-    """Chooses the workers of requests. Its only state is whose turn it is, or a random
-    generator.
-    """
+    """Chooses the workers of requests. A policy has no state except the next worker in turn or a
+    random generator."""
 
     def decide(
         self,
@@ -165,8 +166,8 @@ def route_settings(config: Config) -> RouteSettings:
 
 
 MIN_CHUNK_TOKENS = 16
-"""Minimum number of tokens that a step computes of a local prefill, however much it delays the
-other sequences (``worker.core.step_planner``)."""
+"""Minimum number of prompt tokens that a step computes in a local prefill, even if it delays the
+other sequences too much (``worker.core.step_planner``)."""
 _MIN_MS = 1e-3
 
 
@@ -192,7 +193,7 @@ class Predictions:
     decode: Group
     """Decode workers that may serve the request: at least one."""
     remote: bool
-    """Whether a prefill worker may compute the prompt; otherwise a decode worker does."""
+    """Whether a prefill worker may compute the prompt; false if only a decode worker may."""
     held: Floats
     """For each worker: number of the prompt's leading blocks that it holds and can use."""
     uncached: Floats
@@ -200,7 +201,7 @@ class Predictions:
     prefill_ms: Floats
     """For each worker: milliseconds to compute the prompt's uncached tokens."""
     queue_ms: Floats
-    """For each worker: milliseconds until it could start on the prompt."""
+    """For each worker: milliseconds until it could start to compute the prompt."""
     fetchable: Floats
     """For each worker: number of the prompt's leading blocks that it would hold after a fetch from
     another worker."""
@@ -213,20 +214,18 @@ class Predictions:
     """For each worker: whether it has room for one more sequence and for the missing blocks."""
 
     def prefill_from(self, cached: Floats | float) -> Floats:
-        """Return the milliseconds that each worker needs to compute the prompt if it has ``cached``
-        tokens of it.
-        """
+        """Return the milliseconds that each worker needs for the prompt if ``cached`` tokens of the
+        prompt are cached there."""
         table, prompt = self.table, self.request.prompt_tokens
         attention = table.prefill_c * ((prompt + cached) / 2.0)
         return table.prefill_a + (prompt - cached) * (table.prefill_b + attention)
 
     def local(self) -> tuple[Floats, Floats]:
-        """Predict a local prefill at each decode worker. Return its TTFT without the queue, and the
-        TPOT during and after it.
+        """Predict a local prefill at each decode worker. Return the TTFT without the wait in the
+        queue, and the TPOT during and after the prefill.
 
         While other sequences decode there, a step computes only as much of the prompt as their SLO
-        allows.
-        """
+        allows."""
         table = self.table
         step = table.step_a + table.step_b * table.running + table.step_c * table.context_tokens
         least = table.prefill_b * MIN_CHUNK_TOKENS
@@ -237,9 +236,8 @@ class Predictions:
         return ttft, np.maximum(busy * (step + chunk), self.tpot_ms)
 
     def best_holder(self, row: int) -> tuple[str, int]:
-        """Return the worker from which the worker of ``row`` can fetch the most blocks that it
-        lacks. Also return the number of leading blocks it has then.
-        """
+        """Return the other worker from which the worker in ``row`` should fetch blocks, since it
+        holds the most. Also return the number of leading blocks after the fetch."""
         most = self.fetchable[row]
         if most <= self.held[row]:
             return "", 0
@@ -257,10 +255,10 @@ def predict(
     held: Mapping[str, int],
     now_ms: float,
 ) -> Predictions:
-    """Predict the costs of a request at each worker. ``held``: see ``Policy.decide``.
+    """Predict the costs of a request at each worker. ``held``: number of the prompt's leading
+    blocks that each incarnation holds.
 
-    Raises Unavailable if a needed role has no worker that may serve the request.
-    """
+    Raises Unavailable if a needed role has no worker that may serve the request."""
     route, hash_block = settings.of(request), settings.hash_block
     decode = table.group("decode", route.decode)
     if not len(decode):
@@ -307,9 +305,8 @@ def remote(
     *,
     shed: bool = False,
 ) -> Decision:
-    """Build the decision that the worker of row ``source`` computes the prompt, and that of row
-    ``target`` decodes.
-    """
+    """Build the decision that the worker in row ``source`` computes the prompt, and that the worker
+    in row ``target`` decodes."""
     table = seen.table
     names = table.names
     holder, blocks = seen.best_holder(source)
@@ -333,7 +330,7 @@ def remote(
 
 
 def local(seen: Predictions, row: int, reason: str, *, shed: bool = False) -> Decision:
-    """Build the decision that the worker of ``row`` both computes the prompt and decodes."""
+    """Build the decision that the worker in ``row`` both computes the prompt and decodes."""
     name = seen.table.names[row]
     ttft, tpot = seen.local()
     holder, blocks = seen.best_holder(row)

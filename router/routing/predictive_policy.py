@@ -1,4 +1,5 @@
-"""The default policy: picks the pair of workers, or the decode worker, predicted to answer first.
+"""The default policy. It picks the pair of workers, or the single decode worker, that is predicted
+to answer first.
 
 The candidates are those with room whose predicted TPOT meets the SLO; those that also meet the TTFT
 SLO come first. If none meets the TPOT SLO, the candidate that uses the least of both SLOs wins. The
@@ -23,8 +24,7 @@ score of a candidate is its predicted TTFT plus its cost for other requests:
 
 Replays of Mooncake's conversation trace chose the weights (docs/lab-notes/routing.md). As the
 weight of ``compute`` rises to 4, more of the prompts are found in a cache, and the mean TTFT stays
-within a hundredth of its minimum.
-"""
+within a hundredth of its minimum."""
 
 from __future__ import annotations
 
@@ -55,23 +55,25 @@ MIN_HARM = "least_harm"
 DEADLINE = "deadline"
 
 OTHERS_WEIGHT = 4.0
-"""Assumed number of other requests that wait while this one's prompt is computed."""
+"""Assumed number of other requests that wait while the prompt of the routed request is computed."""
 SPREAD_WEIGHT = 5.0
 SPREAD_PROMPTS = 6.0
-"""Difference in recent work between workers from which it clearly counts, in multiples of this
-prompt's work."""
+"""Scale of differences in recent work between workers, in multiples of the prompt's work. Larger
+differences clearly affect the score."""
 ANSWER_TOKENS = 32.0
-"""Number of output tokens for which the time of a decode step counts in the score."""
+"""Weight of the time of a decode step in the score: the step counts once for each of this many
+output tokens."""
 TIE = 0.01
 """Two scores count as equal if they differ by less than this fraction of the time to compute the
 prompt without a cache."""
 SHORTLIST = 8
-"""Number of workers per role whose pairs are all compared. They are the best by their own
-scores."""
+"""Number of workers per role that are compared in pairs. They are the ones with the best scores by
+themselves."""
 _SHORTLIST_BY_TTFT = 4
 _MIN_MS = 1e-6
 _PER_SLO_MS, _FULL_MS = 1e6, 1e12
-"""Penalties that are larger than any score: for missing the SLO, and for having no room."""
+"""Penalties that exceed any score: for a worker that misses the TPOT SLO, and for a worker without
+room."""
 
 
 @dataclass(slots=True)
@@ -101,7 +103,7 @@ class PredictivePolicy:
         held: Mapping[str, int],
         now_ms: float,
     ) -> Decision:
-        """Choose the workers of a request: see ``router.routing.policy.Policy``."""
+        """Choose the workers of a request, as ``router.routing.policy.Policy`` specifies."""
         seen = predict(self._settings, request, table, held, now_ms)
         prefill, decode = seen.prefill, seen.decode
         work = table.recent_work(now_ms)
@@ -127,9 +129,8 @@ class PredictivePolicy:
 
 
 class _Sources:
-    """The workers that may compute the prompt for a decode worker. Columns have the TTFT and the
-    score of each row, without the decode side.
-    """
+    """The workers that may compute the prompt for a decode worker. The columns have each row's TTFT
+    and score, without the costs of the transfer and of decoding."""
 
     def __init__(
         self,
@@ -154,9 +155,8 @@ class _Sources:
         self.score = self.ttft + OTHERS_WEIGHT * self.compute + _spread(work, full, seen.prefill)
 
     def _price_fetches(self, transfers: TransferCosts) -> None:
-        """Include the fetch of blocks from another worker in the times of each row where that is
-        faster.
-        """
+        """In each row where a fetch of blocks from another worker is faster than computing them,
+        include the fetch in the times."""
         seen = self._seen
         depth = seen.fetchable
         lacking = depth - seen.held
@@ -170,9 +170,8 @@ class _Sources:
         self.fetch = np.where(pays, fetch, 0.0)
 
     def shortlist(self, limit_ms: float) -> Rows:
-        """Return the rows with the best scores. If the TTFT of all exceeds ``limit_ms``, add the
-        rows with the best TTFT.
-        """
+        """Return the rows with the best scores. If all their TTFTs exceed ``limit_ms``, add the
+        rows with the best TTFT."""
         rows = self._seen.prefill.rows
         if len(rows) <= SHORTLIST:
             return rows
@@ -184,9 +183,8 @@ class _Sources:
         return np.concatenate((best, _least(rows, self.ttft, _SHORTLIST_BY_TTFT)))
 
     def with_fetch(self, decision: Decision, row: int) -> Decision:
-        """Return the decision, with its times adjusted if ``row`` fetches blocks from another
-        worker.
-        """
+        """Return the decision. If the worker in ``row`` fetches blocks from another worker, its
+        times are adjusted."""
         if self.fetch is None or self.fetch[row] <= 0:
             return decision
         spent = float(self.compute[row] + self.fetch[row])
@@ -281,9 +279,8 @@ def _joined(one: _Candidates, other: _Candidates) -> _Candidates:
 def _choose(
     found: _Candidates, seen: Predictions, work: Floats, full: Floats, own: int
 ) -> tuple[int, str]:
-    """Return the index of the best candidate, and the reason. ``own``: row preferred by the
-    request's cache key, or -1.
-    """
+    """Return the index of the best candidate, and the reason. ``own``: row of the worker that the
+    request's cache key prefers, or -1."""
     route = seen.route
     late = found.ttft > seen.request.deadline_ms
     if late.all():
@@ -311,9 +308,8 @@ def _choose(
 def _order(
     found: _Candidates, table: WorkerTable, work: Floats, places: npt.NDArray[np.intp]
 ) -> npt.NDArray[np.intp]:
-    """Return the indexes ``places`` of equally good candidates, those with the least recent work
-    first.
-    """
+    """Sort ``places``, indexes of equally good candidates, by the recent work of their workers, the
+    least first."""
     source, target = found.source[places], found.target[places]
     return np.lexsort(
         (

@@ -1,7 +1,7 @@
-"""Finds the route of a request: hashes its prompt, looks up their holders, applies the policy.
+"""Finds the route of a request: hashes the prompt's blocks, looks up the workers that hold them,
+and applies the policy.
 
-Owned by the router's event loop.
-"""
+Owned by the router's event loop."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from router.workers.worker_links import WorkerLinks
 log = logging.getLogger(__name__)
 
 DEADLINE_S = 0.1
-"""Timeout of a lookup in the prefix index, in seconds. After it, routing goes on without the
-result."""
+"""Timeout of a lookup in the prefix index, in seconds. If it passes, the request is routed without
+the result."""
 RETRY_S = 0.5
 """Seconds between two tries to reach the prefix index while it is unavailable."""
 
 
 class PrefixLookup:
-    """Looks up which workers hold a prompt's blocks. While the index is unavailable, it finds none.
+    """Looks up which workers hold a prompt's blocks. While the prefix index is unavailable, lookups
+    find no worker.
 
         there ─a lookup fails, or takes too long→ away
         away ─a lookup in the background is answered→ there
 
-    Only the request that detects the outage waits, for up to ``DEADLINE_S``.
-    """
+    Only the request that detects the outage waits, for up to ``DEADLINE_S``."""
 
     def __init__(self, index: PrefixIndex, metrics: RouterMetrics) -> None:
         self._index = index
@@ -140,11 +140,11 @@ class RouteFinder:
     def hashes(
         self, token_ids: Sequence[int], cache_salt: bytes, chain: HashChain
     ) -> Sequence[bytes]:
-        """Return the block hashes of a sequence as the workers compute them; none without workers.
+        """Return the block hashes of a sequence as the workers compute them; empty while there are
+        no workers.
 
-        ``chain`` stores the hashes while the sequence grows, so that none is computed twice. Raises
-        ContextLengthExceeded.
-        """
+        ``chain`` stores the hashes while the sequence grows, so that no hash is computed twice.
+        Raises ContextLengthExceeded."""
         self._sync.refresh(time.monotonic())
         longest = self._sync.context_length
         if longest is None:
@@ -168,10 +168,10 @@ class RouteFinder:
         """Choose the workers of a request.
 
         ``avoid``: sets of workers to exclude. If the first set leaves no worker, the second one is
-        used, and so on. ``reads_cache``: cached blocks may be used. ``source_worker`` has all
-        blocks, including those that the index does not list yet. ``is_moved``: the request
-        migrates, so it is not rejected for being late. Raises Unavailable, Overloaded.
-        """
+        used, and so on. ``reads_cache``: true if cached blocks may be used. ``source_worker``: a
+        worker that has all blocks, even those that the prefix index does not list yet.
+        ``is_moved``: true if the request migrates; it is then not rejected for being late. Raises
+        Unavailable, Overloaded."""
         asked_at = time.monotonic()
         held: dict[str, int] = {}
         if hashes and reads_cache:
@@ -235,14 +235,14 @@ class TableSync:
         self._seen: dict[str, tuple[WorkerRecord, LoadSnapshot]] = {}
         self._refreshed_at = float("-inf")
         self.context_length: int | None = None
-        """Minimum context length in tokens of the workers that are up; None while none is up."""
+        """Minimum context length, in tokens, of the workers that are up; None while no worker is
+        up."""
         self.fingerprint = ""
-        """Fingerprint of the workers that are up; empty while none is up."""
+        """Fingerprint of the workers that are up; empty while no worker is up."""
 
     def refresh(self, now: float, *, at_once: bool = False) -> None:
-        """Update the table from the links if it is older than ``REFRESH_S``, or if ``at_once``.
-        ``now`` is in seconds.
-        """
+        """Update the table from the links if it is older than ``REFRESH_S`` or if ``at_once`` is
+        true. ``now`` is in seconds."""
         if not at_once and now - self._refreshed_at < REFRESH_S:
             return
         self._refreshed_at = now

@@ -1,10 +1,10 @@
-"""The routing state: decides where requests go, and tracks the load that this adds to workers.
+"""The routing state: decides to which workers requests go, and tracks the load that these requests
+add to workers.
 
     decided ─promise→ computing ─first token→ running ─end→ ended
 
 Each router has one; the simulator and ``loadtest`` replay traces through the same class. Plain
-Python, ``now`` in seconds of any one clock; owned by the router's event loop.
-"""
+Python, ``now`` in seconds of any one clock; owned by the router's event loop."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from router.routing.worker_table import WorkerTable
 log = logging.getLogger(__name__)
 
 EXPECTED_MS = 2000.0
-"""Milliseconds after a prompt is computed for which its blocks count as held by the worker. The
-worker reports them itself within a heartbeat."""
+"""Milliseconds after a prompt was computed for which its blocks count as held by the worker. Later
+the prefix index lists them, since workers report blocks with each heartbeat."""
 MAX_BLOCKS = 1_000_000
-"""Maximum number of blocks that are expected to appear in caches; more are not recorded."""
+"""Maximum number of blocks that are recorded as expected in the workers' caches. Further ones are
+not recorded."""
 
 
 class RoutingState:
-    """What routing remembers between decisions: workers, their costs, and the blocks that decisions
-    create.
-    """
+    """What routing remembers between decisions: the workers, their costs, and the blocks that
+    prompts already routed will create there."""
 
     def __init__(
         self, policy: Policy, hash_block: int, traffic: TrafficCounts | None = None
@@ -52,12 +52,11 @@ class RoutingState:
         held: Mapping[str, int],
         now: float,
     ) -> Decision:
-        """Choose workers for a prompt with these block hashes. Their load in the table does not
-        change.
+        """Choose workers for a prompt with the block hashes ``hashes``. The load of the workers in
+        the table does not change.
 
         ``held``: number of leading blocks that each incarnation holds by the prefix index. Raises
-        Unavailable.
-        """
+        Unavailable."""
         now_ms = now * 1e3
         known = self.expected.joined(held, hashes, now_ms)
         decision = self._policy.decide(request, self.table, self.transfers, known, now_ms)
@@ -67,9 +66,8 @@ class RoutingState:
     def promise(
         self, decision: Decision, request: RouteRequest, hashes: Sequence[bytes], now: float
     ) -> Promise:
-        """Add the load of a decision to its workers in the table, and expect the blocks that it
-        creates there.
-        """
+        """Add the load of a decision to its workers in the table. Record the prompt's blocks as
+        expected at these workers."""
         now_ms = now * 1e3
         self.table.promise_prompt(decision.prefill, decision.prefill_ms, now_ms)
         self.table.promise_sequence(
@@ -87,7 +85,8 @@ class RoutingState:
 
 
 class Promise:
-    """The load that one request adds to its workers. Each method has an effect only once."""
+    """The load that one request adds to its workers, from the decision to the request's end. Each
+    method has an effect only once."""
 
     def __init__(
         self, routing: RoutingState, decision: Decision, prompt_tokens: int, choices: int
@@ -101,9 +100,8 @@ class Promise:
         self._running = True
 
     def computed(self, now: float, *, computed_tokens: int = 0, compute_ms: float = 0.0) -> None:
-        """Record that the prompt is computed, and what the worker reported about it. 0: not
-        reported.
-        """
+        """Record that the prompt is computed, with the tokens and milliseconds that the worker
+        reported for it. 0 means not reported."""
         if self.is_computed:
             return
         self.is_computed = True
@@ -117,9 +115,8 @@ class Promise:
         table.sequence_settled(decision.decode, decision.missing_blocks)
 
     def committed(self, *, pinned_blocks: int, transfer_ms: float) -> None:
-        """Record that the handoff is complete. The receiver already held ``pinned_blocks`` of the
-        prompt.
-        """
+        """Record that the handoff is complete. The decode worker already held ``pinned_blocks``
+        blocks of the prompt."""
         blocks = -(-self._prompt_tokens // self._routing.table.hash_block) - pinned_blocks
         self._routing.transfers.observe(
             self.decision.prefill, self.decision.decode, max(0, blocks), transfer_ms
@@ -136,12 +133,12 @@ class Promise:
 
 
 class ExpectedBlocks:
-    """Blocks that decisions create: counted as held until the prefix index lists them.
+    """Blocks that workers are expected to hold soon, by routing decisions. They count as held until
+    the prefix index lists them.
 
     Without this, a burst of requests with one new prefix would be spread over workers that all
     compute it. Hashes are chained: if a block is expected, all before it are. ``now`` is in
-    milliseconds.
-    """
+    milliseconds."""
 
     def __init__(self) -> None:
         self._workers: dict[bytes, dict[str, float]] = {}
@@ -154,9 +151,8 @@ class ExpectedBlocks:
         return self._blocks
 
     def expect(self, hashes: Sequence[bytes], worker: str, now: float, wait: float = 0.0) -> None:
-        """Expect that ``worker`` holds ``hashes``, a prompt's first blocks, in ``wait``
-        milliseconds.
-        """
+        """Record that ``worker`` is expected to hold the blocks ``hashes``, a prompt's first ones.
+        It computes them within about ``wait`` milliseconds."""
         self._forget(now)
         if not hashes or self._blocks + len(hashes) > MAX_BLOCKS:
             return
@@ -171,9 +167,8 @@ class ExpectedBlocks:
     def joined(
         self, held: Mapping[str, int], hashes: Sequence[bytes], now: float
     ) -> dict[str, int]:
-        """Return the number of leading blocks that each worker holds by ``held``, or is expected to
-        hold.
-        """
+        """Return how many leading blocks of a prompt each worker holds by ``held`` or is expected
+        to hold."""
         self._forget(now)
         found = dict(held)
         alive: dict[str, float] = {}

@@ -29,11 +29,11 @@ Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.intp]
 
 HALF_LIFE_MS = 60_000.0
-"""Half-life in milliseconds of a worker's recorded work."""
+"""Half-life in milliseconds with which the recorded work of a worker decays."""
 _LONGEST_EXPONENT = 256.0
 _LATE_CREDIT = 0.9
-"""Maximum fraction of the prompt at the head of a queue that counts as done before its first token:
-a worker that hangs must not look idle."""
+"""Maximum fraction of a prompt in computation that counts as done before its first token arrives.
+So a worker that hangs does not look idle."""
 _STEP_EVERY_MS = 200.0
 """Minimum time between two observations of a worker's steps: snapshots come with every step."""
 _FIRST_CAPACITY = 8
@@ -50,14 +50,14 @@ class PoolFilter:
     """Selects the pools whose workers may serve a context-length class in one role."""
 
     only: frozenset[str] | None = None
-    """The only pools that may serve the class; None: every pool except those of ``never``."""
+    """The only pools that may serve the class; None means every pool except those in ``never``."""
     never: frozenset[str] = frozenset()
-    """Pools that only other classes may use."""
+    """Pools that may not serve the class, since only other classes may use them."""
     without: frozenset[str] = frozenset()
-    """Incarnations that are excluded, whatever their pool."""
+    """Incarnations of workers that are excluded, whatever their pool."""
 
     def allows(self, pool: str) -> bool:
-        """Return whether a pool's workers may serve the class."""
+        """Return whether the workers of ``pool`` may serve the class."""
         return pool in self.only if self.only is not None else pool not in self.never
 
 
@@ -174,7 +174,8 @@ class WorkerTable:
         return name in self._rows
 
     def row(self, name: str) -> int | None:
-        """Return the row number of a worker, for reading the columns; None if it is not listed."""
+        """Return the row number of a worker, by which columns are read; None if the worker is not
+        listed."""
         return self._rows.get(name)
 
     def incarnations(self) -> list[str]:
@@ -182,9 +183,8 @@ class WorkerTable:
         return list(self._rows)
 
     def add(self, record: WorkerRecord) -> None:
-        """Add a worker, as idle and not up yet. If it is already listed, it keeps its row and its
-        load.
-        """
+        """Add a worker, as idle and not up yet. A worker that is already listed keeps its row and
+        its load."""
         row = self._rows.get(record.incarnation)
         if row is None:
             row = self._new_row(record)
@@ -256,9 +256,8 @@ class WorkerTable:
     def set_up(self, name: str, up: bool, *, lends: bool | None = None) -> None:
         """Set whether new requests may go to a worker.
 
-        ``lends``: whether other workers may fetch its blocks, which is also allowed while it
-        drains. None: as ``up``.
-        """
+        ``lends``: whether other workers may fetch the worker's blocks, which is also allowed while
+        it drains. None means the same value as ``up``."""
         row = self._rows.get(name)
         if row is None:
             return
@@ -287,7 +286,8 @@ class WorkerTable:
         return found
 
     def prefill_cost(self, role: str) -> Coefficients:
-        """Return the mean prefill cost of the workers of a role; the default if there are none."""
+        """Return the mean coefficients of the prefill costs of a role's workers; the default ones
+        if the role has no workers."""
         rows = self.group(role).rows
         if not len(rows):
             return PREFILL_DEFAULT
@@ -321,7 +321,8 @@ class WorkerTable:
     # What this router promises
 
     def promise_prompt(self, name: str, prefill_ms: float, now_ms: float) -> None:
-        """Record that this router sent a worker a prompt that it computes in ``prefill_ms``."""
+        """Record that this router sent a worker a prompt. The worker is predicted to compute it in
+        ``prefill_ms`` milliseconds."""
         row = self._rows.get(name)
         if row is None:
             return
@@ -353,17 +354,15 @@ class WorkerTable:
     def promise_sequence(
         self, name: str, prompt_tokens: int, blocks: int, choices: int = 1
     ) -> None:
-        """Record that this router placed a sequence at a decode worker. It needs ``blocks`` that
-        are not allocated yet.
+        """Record that this router placed a sequence at a decode worker. The sequence needs
+        ``blocks`` blocks that are not allocated yet.
 
-        Each of several ``choices`` runs as a sequence over the whole prompt.
-        """
+        If ``choices`` is above 1, each choice counts as a sequence over the whole prompt."""
         self._change_sequence(name, choices, prompt_tokens * choices, blocks)
 
     def sequence_settled(self, name: str, blocks: int) -> None:
-        """Record that a sequence's ``blocks`` are now allocated: the worker's next snapshot counts
-        them.
-        """
+        """Record that the worker has allocated ``blocks`` blocks for a sequence, so that its next
+        snapshot includes them."""
         self._change_sequence(name, 0, 0, -blocks)
 
     def sequence_ended(self, name: str, prompt_tokens: int, choices: int = 1) -> None:
@@ -385,9 +384,8 @@ class WorkerTable:
     # Learned costs
 
     def learn_prefill(self, name: str, computed_tokens: float, context: float, ms: float) -> None:
-        """Learn that a worker computed ``computed_tokens`` in ``ms``, each attending to ``context``
-        others on average.
-        """
+        """Learn that a worker computed ``computed_tokens`` tokens in ``ms`` milliseconds. Each
+        token attended to ``context`` others on average."""
         row = self._rows.get(name)
         if row is None or computed_tokens <= 0 or ms <= 0:
             return
@@ -415,7 +413,8 @@ class WorkerTable:
     # Columns that depend on the time or on a request
 
     def queue_ms(self, now_ms: float) -> Floats:
-        """Return, for each row, the milliseconds that a prompt waits there if it arrives now."""
+        """Return, for each row, the milliseconds that a prompt would wait at the worker if it
+        arrived now."""
         own = np.maximum(self.own_until - now_ms, self.own_floor)
         return own + np.maximum(self.others_until - now_ms, 0.0)
 
@@ -463,13 +462,13 @@ class WorkerTable:
 
 
 def scores(workers: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
-    """Rendezvous hashing: return each worker's score for a key. The highest score takes the key.
+    """Return each worker's score for a cache key or session by rendezvous hashing. The worker with
+    the highest score gets the key.
 
     A worker that leaves moves only its own keys; a new one takes an equal share from each (Thaler
     and Ravishankar, Using Name-Based Mappings to Increase Hit Rates, IEEE/ACM Transactions on
     Networking 6(1), 1998). Both hashes are mixed by SplitMix64's finalizer: Steele, Lea and Flood,
-    Fast Splittable Pseudorandom Number Generators, OOPSLA 2014.
-    """
+    Fast Splittable Pseudorandom Number Generators, OOPSLA 2014."""
     mixed = workers ^ np.uint64(key)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -477,7 +476,6 @@ def scores(workers: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
 
 
 def preferred_row(table: WorkerTable, rows: Rows, key: str) -> int:
-    """Return the row of the worker, among ``rows``, that takes a key by rendezvous hashing. There
-    must be at least one row.
-    """
+    """Return the row, among ``rows``, of the worker that gets the cache key or session ``key`` by
+    rendezvous hashing. ``rows`` must not be empty."""
     return int(rows[scores(table.slot_hash[rows], hash_of(key)).argmax()])

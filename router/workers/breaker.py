@@ -1,4 +1,5 @@
-"""The circuit breaker of a worker: it counts whole streams, from placement to their end.
+"""The circuit breaker of a worker. It counts the token streams of requests, from placement to their
+end.
 
     closed ─streams break again and again→ open
     open ─its pause is over→ half open: one new stream each pause
@@ -8,8 +9,7 @@
 An answer that begins well and then breaks counts as broken. Streams that break within a moment
 count as one break. Counts decay, so that old events do not matter. The states are those of M.
 Nygard's circuit breaker ("Release It!", 2nd edition, 2018, chapter 5). Plain Python, ``now`` in
-seconds of any one clock; owned by the router's event loop.
-"""
+seconds of any one clock; owned by the router's event loop."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ MAX_BREAKS = 2.5
 MIN_SHARE = 1 / 3
 """Minimum fraction of broken streams for the breaker to open, in addition to ``MAX_BREAKS``."""
 DOUBTFUL = 0.25
-"""Weight of a break that may be another worker's fault. Suppose a faulty worker shares each break
-with a random other one, whose other streams end well. Then the fraction of broken streams at that
-innocent worker is ``DOUBTFUL`` / (1 + ``DOUBTFUL``), a fifth. This is less than ``MIN_SHARE``, even
-at small counts."""
+"""Weight of a broken stream for which another worker may be at fault. Suppose a faulty worker
+shares each break with a random other one, whose other streams end well. Then the fraction of broken
+streams at that innocent worker is ``DOUBTFUL`` / (1 + ``DOUBTFUL``), a fifth. This is less than
+``MIN_SHARE``, even at small counts."""
 MOMENT_S = 0.25
 """Streams of a worker that break within this time, in seconds, count as one break."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 TRIAL_S = 10.0
-"""A trial stream that has lasted this many seconds proves that the worker is well: whole answers
-may take minutes."""
+"""A trial stream that has lasted this many seconds closes the breaker, since a whole answer may
+take minutes."""
 
 
 class Breaker:
@@ -47,7 +47,8 @@ class Breaker:
         self._trial_at: float | None = None
 
     def is_closed(self, now: float) -> bool:
-        """Return whether the breaker is closed: the worker is trusted."""
+        """Return whether the breaker is closed, so that requests may go to the worker without
+        limit."""
         if self._opened_at is None:
             return True
         return self._trial_at is not None and now - self._trial_at >= TRIAL_S
@@ -71,9 +72,8 @@ class Breaker:
             self._close()
 
     def broke(self, now: float, streams: int = 1, *, doubtful: bool = False) -> None:
-        """Record that ``streams`` streams of the worker broke, at least one. ``doubtful``: the
-        fault may be another worker's.
-        """
+        """Record that ``streams`` streams of the worker broke, at least one. ``doubtful``: true if
+        another worker may be at fault."""
         if self._opened_at is not None and self.is_closed(now):
             self._close()
         self._fade(now)

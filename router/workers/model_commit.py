@@ -1,7 +1,7 @@
-"""Keeps a router and its workers at one commit of the model.
+"""Checks that a router and its workers serve the same commit of the model.
 
-Another commit may have another tokenizer or chat template, so the router would send other tokens.
-"""
+Commits may differ in the tokenizer or the chat template. The router would then send wrong
+tokens."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ log = logging.getLogger(__name__)
 
 
 def commit_of(records: Iterable[WorkerRecord], revision: str) -> str:
-    """Return the commit for a router configured with ``revision``: that of the workers, if there
-    are workers.
+    """Return the model's commit that a router with the configured ``revision`` must serve. If there
+    are workers, it is their commit.
 
     Raises ConfigError if the workers serve several commits, or if ``revision`` is the hash of
-    another commit.
-    """
+    another commit."""
     commits = sorted({record.revision for record in records} - {""})
     if not commits:
         return revision
@@ -51,7 +50,8 @@ class CommitCheck:
         self._refused: set[str] = set()
 
     def alike(self, records: Mapping[str, WorkerRecord]) -> dict[str, WorkerRecord]:
-        """Return the workers that serve the router's commit of the model, by incarnation."""
+        """Return those of the workers, by incarnation, that serve the router's commit of the
+        model."""
         others = {
             name: record
             for name, record in records.items()

@@ -53,7 +53,8 @@ class WorkerDiscovery:
         self._commit_check = CommitCheck(config.revision)
         self._logged_health = ("down", "")
         self._dead = SilenceWatch[str](COLLECT_AFTER_S)
-        """Workers that the registry lists as dead, and for how long."""
+        """Incarnations of workers that the registry lists as dead, with the time for which it has
+        done so."""
         self._read_at = time.monotonic()
         """Time of the latest read of the registry; initially the time of creation."""
         self._has_view = False

@@ -44,10 +44,9 @@ class PrefillStream:
         closed ─a request, ``open``→ open ─broken, or ended by the worker→ closed: its requests fail
         closed, open ─close()→ gone: its requests fail, and so does every later request
 
-    The first request opens the stream, and the first one after a break. ``open`` opens it to
-    monitor a worker. Prefills are started and cancelled on the stream, and the worker's messages
-    about each arrive on it.
-    """
+    A request opens the stream if it is closed. ``open`` opens it without a request, to monitor a
+    worker. The router starts and cancels prefills on the stream, and receives the worker's messages
+    about each."""
 
     def __init__(self, channel: grpc.aio.Channel, incarnation: str) -> None:
         self._stub = prefill_pb2_grpc.PrefillServiceStub(channel)
@@ -67,11 +66,10 @@ class PrefillStream:
     async def run(
         self, request: prefill_pb2.PrefillRequest
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
-        """Start a prefill, and yield the worker's messages about it. Closing the iterator aborts
-        the prefill.
+        """Start a prefill, and yield the worker's messages about this prefill. Closing the iterator
+        aborts the prefill.
 
-        Raises the BatonError with which the prefill fails, or WorkerFailed if the stream breaks.
-        """
+        Raises the BatonError with which the prefill fails, or WorkerFailed if the stream breaks."""
         if self._is_gone:
             raise self._ended()
         name = request.sequence.request_id, request.sequence.attempt
@@ -94,7 +92,8 @@ class PrefillStream:
                 self._command(prefill_pb2.PrefillCommand(cancel=cancel))
 
     async def close(self) -> None:
-        """Close the stream for good: every prefill fails here, and is aborted at the worker."""
+        """Close the stream for good. Every prefill on it fails in this router and is aborted at the
+        worker."""
         self._is_gone = True
         if self._life is not None:
             await end_tasks([self._life])
@@ -152,9 +151,8 @@ class PrefillStream:
                     waiting.put_nowait(event)
 
     async def _write(self, call: Call) -> None:
-        """Send all pending commands, in as few messages as possible. The task that reads the stream
-        reports errors.
-        """
+        """Send all pending starts and cancellations of prefills, in as few messages as possible.
+        Errors are left to the task that reads the stream."""
         while True:
             await self._commanded.wait()
             self._commanded.clear()
@@ -171,13 +169,13 @@ def _error(end: prefill_pb2.PrefillEnd) -> BatonError:
 
 
 _COOL_DOWN_S = 1.0
-"""Seconds for which a worker gets no requests after a call to it has failed."""
+"""Seconds for which a worker gets no new requests after a call to it has failed."""
 SUSPECT_S = 5.0
-"""Seconds after which a worker that is suspected of hanging and still silent is tried again. An
-idle worker may have nothing to send."""
+"""Seconds after which a worker that was suspected of hanging gets requests again, even if it is
+still silent. An idle worker may have nothing to send."""
 _MAX_OWED = 4096
-"""Maximum number of aborts that are kept for an unreachable worker. The number of sequences that
-the worker runs, and starts meanwhile, bounds how many of them matter."""
+"""Maximum number of aborts that are kept for an unreachable worker. Only the aborts of sequences
+that the worker still runs matter."""
 
 TokenStream = grpc.aio.UnaryStreamCall[
     decode_pb2.StreamTokensRequest, decode_pb2.StreamTokensResponse
@@ -203,9 +201,8 @@ class WorkerLink:
     """A connection to one incarnation of a worker."""
 
     def __init__(self, record: WorkerRecord, plane: WorkerPlane = OPEN_PLANE) -> None:
-        """Create a link to the worker of ``record``. ``plane``: how this router calls workers.
-        Raises ConfigError.
-        """
+        """Create a link to the worker of ``record``. ``plane``: the settings with which this router
+        calls workers. Raises ConfigError."""
         self.record = record
         self._renewal = None if plane.tls is None else Renewal(plane.tls)
         self.channel = plane.channel(record.address)
@@ -215,29 +212,28 @@ class WorkerLink:
         """Task that reads a decode worker's token stream, or watches a prefill worker's channel."""
         self.connected = False
         self.missing_since: float | None = None
-        """Time at which a prefill worker had disappeared from the registry and sent nothing more on
-        its prefill stream. None while the registry lists it, and for decode workers, whose stream
-        is always open."""
+        """Time since which a prefill worker is missing from the registry and silent on its prefill
+        stream. None while the registry lists the worker. Always None for decode workers, since
+        their stream stays open."""
         self._messages_missing = 0
         self.token_stream: TokenStream | None = None
         """The worker's current token stream; None while there is none."""
         self.token_messages = 0
         """Number of messages received on the token stream, keepalives included."""
         self.owed: deque[Abort] = deque(maxlen=_MAX_OWED)
-        """Aborts that the worker has not received. They are sent again when its next message
-        arrives."""
+        """Aborts that the worker has not received. They are sent again when the next message of the
+        worker arrives."""
         self.breaker = Breaker()
         self.broken_at = float("-inf")
-        """Time at which the worker's token stream last broke after it had been up."""
+        """Time at which the worker's token stream last broke."""
         self._suspected_until = float("-inf")
         self._suspected_at = 0
         self._stalled_at: int | None = None
         self._failed_at = float("-inf")
 
     def follow(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work`` until ``close``, in a task. It reads the token stream or watches the
-        channel.
-        """
+        """Run ``work`` in a task until ``close``. ``work`` reads the token stream or watches the
+        channel."""
         self.follower = spawn(work, f"follow {self.record.incarnation}")
 
     async def close(self) -> None:
@@ -248,11 +244,11 @@ class WorkerLink:
         await self.channel.close()
 
     def shows_old_files(self) -> bool:
-        """Return whether the worker is disconnected and this router's certificate files have been
-        replaced.
+        """Return whether the worker is disconnected and this router's certificate files have
+        changed since the link was created.
 
-        The link's channel would use the old files forever. Returns True only once.
-        """
+        If so, a new link is needed, since this link's channel would use the old files forever.
+        Returns True only once."""
         return not self.connected and self._renewal is not None and self._renewal.came()
 
     @property
@@ -263,8 +259,7 @@ class WorkerLink:
     def miss(self, now: float) -> None:
         """Record that the registry does not list the worker, and monitor its prefill stream.
 
-        Redis may be read-only, so the worker may still be alive.
-        """
+        The worker may still be alive: it cannot renew its record while Redis is read-only."""
         if self.missing_since is None or self.messages != self._messages_missing:
             self.missing_since, self._messages_missing = now, self.messages
         self.prefills.open()
@@ -283,10 +278,9 @@ class WorkerLink:
     @property
     def engine_load(self) -> LoadSnapshot | worker_pb2.LoadSnapshot:
         """Latest load that the worker reported on a stream, or in the registry if no stream has
-        any.
+        reported a load.
 
-        Both types report the engine's steps.
-        """
+        Both types report the engine's steps."""
         if self.record.role == "decode" or self.prefills.load is None:
             return self.load
         return self.prefills.load
@@ -311,9 +305,8 @@ class WorkerLink:
         return self.is_suspected(now) or self.is_stalled()
 
     def is_up(self, now: float, missing_s: float) -> bool:
-        """Return whether new requests may go to the worker. They may not if the registry has not
-        listed it for ``missing_s`` seconds.
-        """
+        """Return whether new requests may go to the worker. False if the registry has not listed it
+        for ``missing_s`` seconds."""
         well = not self.hangs(now) and now - self._failed_at > _COOL_DOWN_S
         return well and self.is_ready(now, missing_s)
 
@@ -327,9 +320,8 @@ class WorkerLink:
         return self.record.state == "ready" and self.connected
 
     def lends(self, now: float) -> bool:
-        """Return whether other workers may fetch this worker's cached blocks; also true while it
-        drains.
-        """
+        """Return whether other workers may fetch this worker's cached blocks. This is allowed while
+        it drains, too."""
         known = self.record.state in ("ready", DRAINING)
         return known and self.connected and not self.is_suspected(now)
 

@@ -37,26 +37,28 @@ log = logging.getLogger(__name__)
 RECONNECT_S = 0.2
 """Seconds between the break of a token stream and the next try to open it."""
 MOMENT_S = 0.05
-"""Streams of different workers that break within this time, in seconds, count as broken together.
-Sequences migrate only after it, so that another worker that fails under the same request does not
+"""Streams of different workers that break within this many seconds count as broken together.
+Sequences migrate only after this time. So if a request makes a second worker fail, the two do not
 count as cut off."""
 RETURN_S = 1.0
 """Seconds for which requests wait for decode workers whose streams have all broken together. The
 fault is then in the network or in this router."""
 _RETURN_POLL_S = 0.02
 SILENCE_S = 5.0
-"""Seconds of silence after which a token stream counts as broken, unless ``_SILENT_HEARTBEATS``
-heartbeats are longer. A stream has a message per heartbeat."""
+"""Minimum seconds of silence after which a token stream counts as broken. The limit is
+``_SILENT_HEARTBEATS`` heartbeats if that is longer, since a worker sends a message per
+heartbeat."""
 _SILENT_HEARTBEATS = 3
 ABORT_DEADLINE_S = 2.0
-"""Timeout in seconds of sending an abort. After it, the worker's own deadlines end the sequence."""
+"""Timeout in seconds for sending an abort. If it passes, the worker's own deadlines end the
+sequence."""
 
 
 Unsubscribe = Callable[[], None]
 
 
 class _Reader(NamedTuple):
-    """Callbacks that receive the outputs of one attempt."""
+    """Callbacks that receive the outputs, or an error, of one attempt."""
 
     on_output: Callable[[TokenOutput], None]
     on_lost: Callable[[Exception], None]
@@ -75,7 +77,8 @@ class WorkerLinks:
     def __init__(
         self, router_id: str, *, heartbeat_s: float, plane: WorkerPlane = OPEN_PLANE
     ) -> None:
-        """Create an empty set of links to workers. ``plane``: how this router calls workers."""
+        """Create an empty set of links to workers. ``plane``: the settings with which this router
+        calls workers."""
         self._plane = plane
         self._router_id = router_id
         self._readers: dict[tuple[str, int], _Reader] = {}
@@ -85,7 +88,8 @@ class WorkerLinks:
         self._missing_s = _SILENT_HEARTBEATS * heartbeat_s
         self._links: dict[str, WorkerLink] = {}
         self._cut_off: set[str] = set()
-        """Decode workers whose streams broke together, so that no decode worker was connected."""
+        """Incarnations of decode workers whose streams broke together, so that no decode worker was
+        connected."""
         self._cut_off_at = float("-inf")
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -98,9 +102,8 @@ class WorkerLinks:
         """Register callbacks for changes of workers. Returns a function that removes them.
 
         ``on_broken`` gets the incarnation of each decode worker whose token stream has ended, and
-        the error. That is WorkerFailed only if the worker is to blame. ``on_draining`` gets the
-        link of each draining worker at every read of the registry.
-        """
+        the error. The error is WorkerFailed only if the worker is to blame. ``on_draining`` gets
+        the link of each draining worker at every read of the registry."""
         listener = _Listener(on_broken, on_draining)
         self._listeners.append(listener)
         return partial(self._listeners.remove, listener)
@@ -151,9 +154,8 @@ class WorkerLinks:
     def usable(self, role: str) -> list[WorkerLink]:
         """Return the links to the workers of a role at which requests may be placed.
 
-        If none is up, these are the workers that hang or have just failed. Such a worker may
-        recover in a moment, and a request that waits for it has lost nothing.
-        """
+        If no worker is up, these are the workers that hang or have just failed. Such a worker may
+        recover in a moment, so a request may wait for it."""
         now = time.monotonic()
         return self.up(role) or [
             link
@@ -183,8 +185,7 @@ class WorkerLinks:
     def health(self, *, local_prefill: bool) -> tuple[str, str]:
         """Return the cluster's health as ``ok``, ``degraded`` or ``down``, and the reason in words.
 
-        ``local_prefill``: decode workers compute prompts if no prefill worker is up.
-        """
+        ``local_prefill``: true if decode workers compute prompts while no prefill worker is up."""
         for role in ("decode", "prefill"):
             if not self.up(role):
                 status = "degraded" if role == "prefill" and local_prefill else "down"
@@ -192,10 +193,9 @@ class WorkerLinks:
         return "ok", ""
 
     def is_dead(self, incarnation: str) -> bool | None:
-        """Return whether a lost worker has died; None if that is not known yet.
+        """Return whether an unreachable worker has died; None if that is not known yet.
 
-        A worker is dead once the registry does not list it and it cannot be reached.
-        """
+        A worker is dead once the registry does not list it and it cannot be reached."""
         link = self._links.get(incarnation)
         if link is None:
             return True
@@ -221,7 +221,8 @@ class WorkerLinks:
             self._cut_off, self._cut_off_at = together, time.monotonic()
 
     def update(self, records: dict[str, WorkerRecord]) -> None:
-        """Open and close links by ``records``, the workers that the registry lists."""
+        """Open and close links so that they match ``records``, the workers that the registry
+        lists."""
         for incarnation, record in records.items():
             link = self._links.get(incarnation)
             owed: deque[Abort] = deque()
@@ -259,9 +260,8 @@ class WorkerLinks:
                     listener.on_draining(link)
 
     def listen(self, now: float) -> None:
-        """End the token streams that have been silent for too long. Must be called several times a
-        second.
-        """
+        """End the token streams that have been silent for too long. Call this several times a
+        second."""
         open_ones = {
             link.token_stream: link.token_messages
             for link in self._links.values()
@@ -363,12 +363,11 @@ class WorkerLinks:
         stop: bool,
         choice: int | None = None,
     ) -> None:
-        """End a request, or one of its choices, at a decode worker. ``stop``: true if it has ended
-        well.
+        """End a request, or one of its choices, at a decode worker. ``stop``: true if the answer
+        has ended well.
 
-        If the worker cannot be reached, the abort is sent again with its next message. Never
-        raises.
-        """
+        If the worker cannot be reached, the abort is sent again when the worker's next message
+        arrives. Never raises."""
         link = self._links.get(incarnation)
         if link is not None:
             await self._abort(link, Abort(request_id, attempt, stop, choice))
