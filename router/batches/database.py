@@ -54,10 +54,12 @@ class NoSpace(Exception):
 
 
 class Database:
-    """One connection. Raises ``sqlite3.Error`` if the disk fails."""
+    """One connection to the table of files and batches. Its methods raise ``sqlite3.Error`` if the
+    disk fails."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create ``path``, whose folder must exist. Raises ConfigError."""
+        """Open the database file ``path``, or create it. Its folder must exist. Raises
+        ConfigError."""
         self._connection = open_tables(path)
 
     def close(self) -> None:
@@ -66,7 +68,8 @@ class Database:
     # Files
 
     def reserve(self, upload_id: str, tenant: str, size: int, ahead: int, quota: Quota) -> int:
-        """See ``router.batches.quota.reserve``."""
+        """Reserve storage room for an upload, and return the number of reserved bytes. See
+        ``router.batches.quota.reserve``."""
         with change(self._connection) as connection:
             return reserve(connection, upload_id, tenant, size, ahead, quota)
 
@@ -230,10 +233,10 @@ class Database:
         return [_batch(row) for row in rows.fetchall()]
 
     def to_be_run(self, free: Free, model: str, *, of_tenant: int, limit: int) -> list[Batch]:
-        """Return batches that a process may run, of a model: the first of each tenant, then the
-        second of each, and so on.
+        """Return up to ``limit`` batches of a model that this process may run. The first batch of
+        each tenant comes before the second one of any tenant, and so on.
 
-        At most ``of_tenant`` per tenant, ordered by the end of their windows.
+        A tenant has at most ``of_tenant`` batches in the list: those whose windows end first.
         """
         where, values = free.clause()
         columns = ", ".join(_BATCH_COLUMNS)
@@ -286,7 +289,8 @@ class Database:
     # Methods for the owner of a batch
 
     def claim(self, batch: Batch, owner: str) -> Batch | None:
-        """Become the owner of a batch, unless its owner has changed since it was read."""
+        """Make ``owner`` the owner of a batch, and return the changed batch. Return None if the
+        batch has ended, or if its owner has changed since ``batch`` was read."""
         with change(self._connection):
             now = self.batch(batch.id)
             if (now.owner, now.beat, now.epoch) != (batch.owner, batch.beat, batch.epoch):
@@ -307,7 +311,8 @@ class Database:
             connection.execute("UPDATE batches SET owner = '' WHERE owner = ?", (owner,))
 
     def move(self, held: Batch, /, **changes: Any) -> Batch:
-        """Change a batch if its status is that of ``held``. Raises LeaseLost, StatusChanged."""
+        """Change fields of a batch if its status is still that of ``held``, the caller's copy.
+        Raises LeaseLost, StatusChanged."""
         with change(self._connection):
             batch = self._held(held)
             if batch.status is not held.status:

@@ -59,10 +59,11 @@ MAX_OF_A_TENANT = 4
 _LINES_AT_ONCE = 64
 """Number of lines that are read from a batch's file, or recorded as expired, at a time."""
 _REST_S = 10.0
-"""Pause before a batch that could not be run is tried again, in seconds. A full disk is an
-example."""
+"""Pause before a batch that could not be run is tried again, in seconds. A batch cannot be run
+while the disk is full, for example."""
 _BYTES_AT_ONCE = 8 << 20
-"""Maximum bytes that are read at a time, beyond one line."""
+"""Number of bytes after which a piece of a batch's input file ends, with the request line that
+reaches it."""
 MAX_ENDING = 16
 """Maximum number of batches that are ended at a time."""
 _FINAL = {

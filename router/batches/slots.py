@@ -26,7 +26,8 @@ class LineSlots:
     """
 
     def __init__(self, count: int, weights: Mapping[str, float]) -> None:
-        """Create ``count`` slots; ``weights`` are those of tenants, 1 for others."""
+        """Create ``count`` slots. ``weights`` gives the weights of tenants; a tenant that is not in
+        it has weight 1."""
         self._free = count
         self._weights = weights
         self._taken: Counter[str] = Counter()

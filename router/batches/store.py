@@ -66,7 +66,8 @@ class Incoming:
             await self.flush()
 
     async def flush(self) -> None:
-        """Write the buffered data to disk. Raises as ``write`` does."""
+        """Write the buffered data to disk. Raises RequestTooLarge if the quota has no room for it,
+        and OSError."""
         data, self._gathered = self._gathered, bytearray()
         size = self.size + len(data)
         if size > self._room:
@@ -130,7 +131,8 @@ class BatchStore:
 
     @contextlib.asynccontextmanager
     async def incoming(self, tenant: str) -> AsyncIterator[Incoming]:
-        """Receive a new file of a tenant; it is removed at the end of the block, unless it is kept.
+        """Receive a new file of a tenant. The file is removed at the end of the context, unless it
+        is kept.
 
         Raises Overloaded if there are too many uploads.
         """
@@ -152,7 +154,8 @@ class BatchStore:
     async def keep(
         self, incoming: Incoming, filename: str, purpose: str, expires_s: int | None
     ) -> StoredFile:
-        """See ``Incoming.keep``."""
+        """Turn an upload into a file that expires after ``expires_s`` seconds. See
+        ``Incoming.keep``."""
         now = int(self._unix_clock())
         expires_at = _expiry(now, expires_s)
         file = StoredFile(

@@ -25,7 +25,7 @@ _MAX_NAME_CHARACTERS = 255
 _MAX_DIGITS = 12
 
 Write = Callable[[bytes], Awaitable[None]]
-"""Receives the next piece of the file."""
+"""Function that receives the next piece of an uploaded file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from baton.config.daily_hours import DailyHours, seconds_of
 
 MARGIN = 1.25
-"""Safety factor on the predicted time: the slack of later hours is not known."""
+"""Safety factor by which the predicted remaining time of a batch is multiplied, because the slack
+of later hours is not known."""
 MIN_LINES = 8
 """Minimum number of finished lines from which the tokens of the other lines are estimated."""
 
@@ -90,8 +91,9 @@ def plan_batches(
     """Plan all batches; return the schedule of each by id.
 
     ``tokens_per_s`` is the measured speed of all batches together at full speed; None while it is
-    not known. ``hours`` None is the whole day. ``weights`` are those of tenants, 1 for others. A
-    batch of unknown size or speed runs at full speed: its first lines show how long it takes.
+    not known. ``hours`` None means the whole day. ``weights`` gives the weights of tenants; a
+    tenant that is not in it has weight 1. A batch of unknown size or speed runs at full speed: its
+    first lines show how long it takes.
     """
     by_tenant: dict[str, list[BatchWork]] = defaultdict(list)
     for work in sorted(works, key=lambda one: (one.expires_at, one.id)):
