@@ -96,16 +96,18 @@ class HeadReader(abc.ABC):
 
     @property
     def in_arguments(self) -> bool:
-        """See ``CallReader``."""
+        """Whether the call's arguments have begun and not ended. See ``CallReader``."""
         return self.begun and not self.complete
 
     def pieces(self) -> list[Piece]:
-        """See ``CallReader``."""
+        """Return the pieces of the answer that were found since this method was last called. See
+        ``CallReader``."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def take(self, text: str) -> int:
-        """See ``CallReader``."""
+        """Read ``text``. Return how many of its characters belong to the call. See
+        ``CallReader``."""
         if self.begun:
             return self._take_arguments(text)
         known = len(self.raw)
@@ -119,7 +121,8 @@ class HeadReader(abc.ABC):
 
     @abc.abstractmethod
     def finish(self) -> None:
-        """See ``CallReader``."""
+        """Note that the answer ended within a call that has begun. ``pieces`` then returns the text
+        that was held back. See ``CallReader``."""
 
     @abc.abstractmethod
     def _begin(self, tool: Tool) -> None:

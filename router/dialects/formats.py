@@ -25,12 +25,13 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 def openai_id() -> str:
-    """Create a call id in OpenAI's format."""
+    """Create the id of a tool call in OpenAI's format."""
     return "call_" + "".join(secrets.choice(_LETTERS) for _ in range(24))
 
 
 def mistral_id() -> str:
-    """Create a call id of nine letters and digits: Mistral's chat templates reject any other."""
+    """Create the id of a tool call as nine letters and digits: Mistral's chat templates reject any
+    other id."""
     return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
 
@@ -121,12 +122,13 @@ class MarkedFormat(ToolFormat):
     """Another form of calls that models may write. It is read, but never written into prompts."""
 
     def parser(self, tools: Mapping[str, Tool]) -> AnswerParser:
-        """See ``ToolFormat``."""
+        """Create a parser for one answer, which may call ``tools``, by name. See ``ToolFormat``."""
         return ToolParser(self.markers, self.form, self.reads, tools)
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """See ``ToolFormat``."""
+        """All markers of the format. The parser needs their text even if they are special tokens.
+        See ``ToolFormat``."""
         markers = self.markers
         found = (markers.opening, markers.closing, *markers.behind_call, *self.form.texts)
         if self.reads is not None:
@@ -134,7 +136,8 @@ class MarkedFormat(ToolFormat):
         return tuple(dict.fromkeys(text for text in found if text))
 
     def free_grammar(self, use: ToolUse, special: Mapping[str, int]) -> Grammar | None:
-        """See ``ToolFormat``."""
+        """Return a grammar of text in which each opening marker begins a call that fits its schema.
+        See ``ToolFormat``."""
         opening = self.markers.opening
         if self.between is None or self.markers.bare or not self.before.startswith(opening):
             return None

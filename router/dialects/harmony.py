@@ -61,11 +61,12 @@ class HarmonyCalls:
     texts: tuple[str, ...] = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 
     def write(self, name: str, arguments: Any) -> str:
-        """See ``CallWriter``."""
+        """Return the text of a call, as the model writes it. See ``CallWriter``."""
         return f"{_opened(name)}{dump(arguments)}{ENDS[1]}"
 
     def rules(self, rule: str, tool: Tool, special: Mapping[str, int]) -> list[str]:
-        """See ``CallWriter``."""
+        """Return rules of a grammar for calls of ``tool``. The first one, named ``rule``, matches
+        what ``write`` returns. See ``CallWriter``."""
         start, opened = literal(f"{START}assistant", special), literal(_opened(tool.name), special)
         return [f"{rule}: ({start})? {opened} {rule}_arguments", *arguments_rule(rule, tool)]
 
@@ -200,7 +201,7 @@ class HarmonyFormat(ToolFormat):
     """The format of gpt-oss's tool calls, which are messages of an answer."""
 
     def parser(self, tools: Mapping[str, Tool]) -> AnswerParser:
-        """See ``ToolFormat``."""
+        """Create a parser for one answer, which may call ``tools``, by name. See ``ToolFormat``."""
         return HarmonyParser(tools, "start", shows_reasoning=False)
 
 

@@ -79,16 +79,18 @@ class ObjectReader:
 
     @property
     def in_arguments(self) -> bool:
-        """See ``CallReader``."""
+        """Whether the call's arguments have begun and not ended. See ``CallReader``."""
         return self.begun and self._at is _At.IN_VALUE and self._is is _Is.ARGUMENTS
 
     def pieces(self) -> list[Piece]:
-        """See ``CallReader``."""
+        """Return the pieces of the answer that were found since this method was last called. See
+        ``CallReader``."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def take(self, text: str) -> int:
-        """See ``CallReader``."""
+        """Read ``text``. Return how many of its characters belong to the call. See
+        ``CallReader``."""
         place = 0
         while place < len(text) and not (self.complete or self.broken):
             begun, inside = self.begun, self.in_arguments
@@ -99,7 +101,8 @@ class ObjectReader:
         return place
 
     def finish(self) -> None:
-        """See ``CallReader``."""
+        """Note that the answer ended within a call that has begun. ``pieces`` then returns the text
+        that was held back. See ``CallReader``."""
 
     def _step(self, text: str, place: int) -> int:
         if self._at in {_At.IN_KEY, _At.IN_VALUE}:
@@ -227,15 +230,16 @@ class ObjectCalls:
     texts: tuple[str, ...] = ()
 
     def reader(self, tools: Mapping[str, Tool]) -> CallReader:
-        """See ``CallForm``."""
+        """Create a reader of one call. ``tools`` are those that may be called, by name. See
+        ``CallForm``."""
         return ObjectReader(tools, needs_arguments=self.needs_arguments)
 
     def write(self, name: str, arguments: Any) -> str:
-        """See ``CallForm``."""
+        """Return the text of a call, as the model writes it. See ``CallForm``."""
         return f"{self._opened(name)}{dump(arguments)}}}"
 
     def rules(self, rule: str, tool: Tool, special: Mapping[str, int]) -> list[str]:
-        """See ``CallForm``."""
+        """Return rules of a grammar for calls of ``tool``. See ``CallForm``."""
         opened = literal(self._opened(tool.name), special)
         return [f'{rule}: {opened} {rule}_arguments "}}"', *arguments_rule(rule, tool)]
 
@@ -260,26 +264,27 @@ class NamedCalls:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """See ``CallForm``."""
+        """Markers that end a call whose arguments are malformed. See ``CallForm``."""
         return tuple(text.strip() for text in self.behind[-1:])
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """See ``CallForm``."""
+        """All markers of the format; some may be special tokens. See ``CallForm``."""
         found = (*self.before_name, self.id_marker, *self.middle, *self.behind)
         return tuple(text.strip() for text in found if text)
 
     def reader(self, tools: Mapping[str, Tool]) -> CallReader:
-        """See ``CallForm``."""
+        """Create a reader of one call. ``tools`` are those that may be called, by name. See
+        ``CallForm``."""
         return _NamedReader(self._head(), tools)
 
     def write(self, name: str, arguments: Any) -> str:
-        """See ``CallForm``."""
+        """Return the text of a call, as the model writes it. See ``CallForm``."""
         written = f"functions.{name}:0" if self.is_numbered else name
         return self._around(written, dump(arguments))
 
     def rules(self, rule: str, tool: Tool, special: Mapping[str, int]) -> list[str]:
-        """See ``CallForm``."""
+        """Return rules of a grammar for calls of ``tool``. See ``CallForm``."""
         before, between = (
             literal("".join(self.before_name), special),
             literal("".join(self.middle), special),
@@ -319,7 +324,8 @@ class _NamedReader(HeadReader):
         return end
 
     def finish(self) -> None:
-        """See ``CallReader``."""
+        """Note that the answer ended within a call that has begun. ``pieces`` then returns the text
+        that was held back. See ``CallReader``."""
 
 
 def dump(value: Any) -> str:

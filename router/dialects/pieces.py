@@ -69,14 +69,16 @@ class SteppedParser(abc.ABC):
         self._pieces: list[Piece] = []
 
     def feed(self, text: str) -> list[Piece]:
-        """See ``AnswerParser``."""
+        """Parse the next part of the answer. Return the pieces that are now certain. See
+        ``AnswerParser``."""
         self._text += text
         while self._text and self._step():
             pass
         return self._taken()
 
     def finish(self) -> list[Piece]:
-        """See ``AnswerParser``."""
+        """End the answer. Return the pieces of the text that was held back. See
+        ``AnswerParser``."""
         rest, self._text = self._text, ""
         self._end(rest)
         return self._taken()
@@ -98,11 +100,13 @@ class PlainParser:
     """A parser for answers without markers: all text is content."""
 
     def feed(self, text: str) -> list[Piece]:
-        """See ``AnswerParser``."""
+        """Parse the next part of the answer. Return the pieces that are now certain. See
+        ``AnswerParser``."""
         return [Content(text)] if text else []
 
     def finish(self) -> list[Piece]:
-        """See ``AnswerParser``."""
+        """End the answer. Return the pieces of the text that was held back. See
+        ``AnswerParser``."""
         return []
 
 

@@ -51,16 +51,18 @@ class PythonCalls:
     texts: tuple[str, ...] = ()
 
     def reader(self, tools: Mapping[str, Tool]) -> CallReader:
-        """See ``CallForm``."""
+        """Create a reader of one call. ``tools`` are those that may be called, by name. See
+        ``CallForm``."""
         return _PythonReader(tools)
 
     def write(self, name: str, arguments: Any) -> str:
-        """See ``CallForm``."""
+        """Return the text of a call, as the model writes it. See ``CallForm``."""
         given = arguments.items() if isinstance(arguments, dict) else ()
         return f"{name}({', '.join(f'{key}={_literal(value)}' for key, value in given)})"
 
     def rules(self, rule: str, tool: Tool, special: Mapping[str, int]) -> list[str]:
-        """See ``CallForm``. Required arguments come first, then the others, each in order."""
+        """Return rules of a grammar for calls of ``tool``. See ``CallForm``. Required arguments
+        come first, then the others, each in order."""
         properties = properties_of(tool)
         required = required_of(tool)
         check_kept(tool, tool.parameters)
@@ -123,24 +125,28 @@ class _PythonReader:
 
     @property
     def raw(self) -> str:
-        """See ``CallReader``."""
+        """The text that was read before the call began, or after its arguments. See
+        ``CallReader``."""
         return "" if self.begun else self._name + "".join(self._texts)
 
     @property
     def in_arguments(self) -> bool:
-        """See ``CallReader``."""
+        """Whether the call's arguments have begun and not ended. See ``CallReader``."""
         return False
 
     def pieces(self) -> list[Piece]:
-        """See ``CallReader``."""
+        """Return the pieces of the answer that were found since this method was last called. See
+        ``CallReader``."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def finish(self) -> None:
-        """See ``CallReader``."""
+        """Note that the answer ended within a call that has begun. ``pieces`` then returns the text
+        that was held back. See ``CallReader``."""
 
     def take(self, text: str) -> int:
-        """See ``CallReader``."""
+        """Read ``text``. Return how many of its characters belong to the call. See
+        ``CallReader``."""
         place = 0
         while place < len(text) and not (self.complete or self.broken):
             place = self._step(text, place)

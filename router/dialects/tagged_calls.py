@@ -68,21 +68,22 @@ class TaggedCalls:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """See ``CallForm``."""
+        """Markers that end a call whose arguments are malformed. See ``CallForm``."""
         return (self.end,)
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """See ``CallForm``."""
+        """All markers of the format; some may be special tokens. See ``CallForm``."""
         found = (self.before_key, *self.behind_key, self.behind_value, self.end)
         return tuple(text for text in found if re.fullmatch('<[^="]+>', text))
 
     def reader(self, tools: Mapping[str, Tool]) -> CallReader:
-        """See ``CallForm``."""
+        """Create a reader of one call. ``tools`` are those that may be called, by name. See
+        ``CallForm``."""
         return _TaggedReader(self, self._head(), tools)
 
     def write(self, name: str, arguments: Any) -> str:
-        """See ``CallForm``."""
+        """Return the text of a call, as the model writes it. See ``CallForm``."""
         values = arguments.items() if isinstance(arguments, dict) else ()
         parameters = (
             self._key(key) + (value if isinstance(value, str) else dump(value)) + self._value_end
@@ -91,7 +92,7 @@ class TaggedCalls:
         return f"{self._opened(name)}{''.join(parameters)}{self.behind}"
 
     def rules(self, rule: str, tool: Tool, special: Mapping[str, int]) -> list[str]:
-        """See ``CallForm``."""
+        """Return rules of a grammar for calls of ``tool``. See ``CallForm``."""
         properties = properties_of(tool)
         required = required_of(tool)
         check_kept(tool, tool.parameters)
@@ -201,7 +202,8 @@ class _TaggedReader(HeadReader):
         return len(text) - len(held) + before
 
     def finish(self) -> None:
-        """See ``CallReader``."""
+        """Note that the answer ended within a call that has begun. ``pieces`` then returns the text
+        that was held back. See ``CallReader``."""
         held, self._held = self._held, ""
         if self._at is _At.VALUE and self._is_text:
             self._text(held)
