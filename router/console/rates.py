@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 Key = tuple[str, ...]
-"""Key of a counter: its name and the values of its labels."""
+"""Name of a counter, followed by the values of its labels."""
 Counts = Mapping[Key, float]
 
 
@@ -30,7 +30,7 @@ class CounterWindow:
             self._samples.popleft()
 
     def clear(self) -> None:
-        """Forget all samples."""
+        """Forget all samples of the counters."""
         self._samples.clear()
 
     def growth(self, span_s: float) -> tuple[float, dict[Key, float]]:

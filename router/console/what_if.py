@@ -43,7 +43,8 @@ _MAX_BYTES_PER_S = 1e12
 _CHUNK_TOKENS = {True: 512, False: 8192}
 """Default ``chunk_tokens`` of a worker on a CPU (True) or on a GPU (False)."""
 _CPU_CHUNK_KEYS = 1 << 19
-"""The bound that ``engine.engine`` sets on the chunks of a prompt on a CPU."""
+"""Maximum of a chunk's tokens times the tokens that its last one attends to, for workers on a CPU.
+It equals the value in ``engine.build``."""
 
 
 _NOT_ASKED = {
