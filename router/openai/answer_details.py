@@ -131,11 +131,13 @@ class AnswerDetails:
         return self._prompts[place // self.options.best_of]
 
     def echo(self, place: int) -> str:
-        """Return the text of the prompt that is shown before the choice ``place``."""
+        """Return the text of the prompt that is shown before the choice with the number
+        ``place``."""
         return self._prompt(place).text
 
     def keep(self, place: int, delta: OutputDelta) -> None:
-        """Store the details of a choice's delta until ``complete`` is called."""
+        """Store the details of a delta of the choice with the number ``place``, until ``complete``
+        is called."""
         self._take_prompt_logprobs(place, delta)
         self._kept[place].scores.add(delta.scored)
         if self.options.token_ids:
@@ -148,7 +150,8 @@ class AnswerDetails:
     # Streams
 
     def chunk(self, place: int, delta: OutputDelta, *, first: bool) -> ChunkExtras:
-        """Return the fields that the details add to the event of a choice's delta."""
+        """Return the fields that the details add to the event of a delta of the choice with the
+        number ``place``."""
         self._take_prompt_logprobs(place, delta)
         options, of_choice, of_answer = self.options, "", ""
         logprobs = self._chunk_logprobs(place, delta, first=first)
