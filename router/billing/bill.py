@@ -125,8 +125,8 @@ class Sums:
         return json.dumps(told, separators=(",", ":"))
 
     def _add_usage(self, whose: tuple[str, ...], at: float, amounts: Sequence[int]) -> int:
-        """Add amounts to the operation on the usage of ``whose``, on the day of ``at``. Return the
-        operation's number, from 1."""
+        """Add ``amounts`` to the usage sums of ``whose`` (tenant, key, class and agent) on the day
+        of ``at``. Return the number, from 1, of the operation that adds them."""
         day = day_of(at)
         number = self._numbers.get((day, *whose))
         if number is None:
