@@ -82,7 +82,8 @@ class _Group:
 def grouped(
     entries: Iterable[UsageEntry], by: Sequence[Dimension]
 ) -> tuple[list[UsageRow], UsageRow]:
-    """Return a row for each group, in the order of their names, and one for all together."""
+    """Return one row per group, in the order of the groups' names, and one row with the sums over
+    all groups."""
     groups: dict[tuple[str, ...], _Group] = {}
     total = _Group()
     places = [DIMENSIONS.index(one) for one in by]

@@ -58,7 +58,8 @@ class UsageStore:
         self._unix_clock = unix_clock
 
     async def entries(self, days: Sequence[str], tenant: str | None) -> list[UsageEntry]:
-        """Return the ledger's sums of the given days, of one tenant, or of all tenants for None."""
+        """Return the ledger's sums of the given days, for one tenant. ``tenant`` None means all
+        tenants."""
         found = []
         async with _answered():
             for day in days:
@@ -91,8 +92,8 @@ class UsageStore:
         return found
 
     async def count_devices(self, devices: Mapping[str, int]) -> None:
-        """Add, for each device, the time since any router last called this method. ``devices`` is
-        the number of devices by pool."""
+        """Add, for each device, the time since any router last called this method. ``devices``
+        gives the number of devices of each pool."""
         day = usage_key(self._prefix, day_of(self._unix_clock()))
         keys = [f"{self._prefix}:usage:devices", f"{day}:devices"]
         args: list[str | int] = []
