@@ -27,8 +27,8 @@ def message_turns(body: CountTokensRequest) -> list[Turn]:
 
 
 def ending_of(turns: Sequence[Turn]) -> Ending:
-    """Return how the chat template ends the prompt. If the last message is the assistant's, the
-    answer continues it."""
+    """Return how the chat template must end the prompt. If the last message is the assistant's, the
+    answer continues that message."""
     return "open" if turns[-1]["role"] == "assistant" else "answer"
 
 

@@ -143,8 +143,8 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 def written_by_ttl(
     retentions: Sequence[Retention], cached_tokens: int, written_tokens: int
 ) -> dict[str, int]:
-    """Return how many tokens of a prompt were written to the cache, by ``ttl``. They follow the
-    tokens that were read from it."""
+    """Return how many tokens of a prompt were written to the cache, by ``ttl``. The written tokens
+    follow the ``cached_tokens`` that were read from the cache."""
     end = cached_tokens + written_tokens
     long_s = _TTLS["1h"]
     longest = max((one.tokens for one in retentions if one.ttl_s >= long_s), default=0)
