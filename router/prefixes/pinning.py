@@ -59,7 +59,7 @@ class PrefixPinning:
         store: PinStore,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Create the object that pins prefixes; ``clock`` returns Unix seconds."""
+        """Create the object that pins prefixes. ``clock`` returns Unix seconds."""
         self._service = service
         self._dispatcher = dispatcher
         self._store = store
