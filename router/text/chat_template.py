@@ -75,17 +75,18 @@ class ChatTemplate:
 
     @property
     def for_tools(self) -> ChatTemplate:
-        """The template for conversations with tools: the model's other template if it has one, else
+        """Template for conversations with tools: the model's other template if it has one, else
         this one."""
         return self._tool_use or self
 
     def reads(self, variable: str) -> bool:
-        """Return whether the template reads a variable, in its form with tools or without."""
+        """Return whether the template reads ``variable``, either in the template for tools or in
+        the one for other conversations."""
         return variable in self._names or variable in self.for_tools._names
 
     def mentions(self, text: str) -> bool:
-        """Return whether the template has ``text`` as a key or a constant, in its form with tools
-        or without."""
+        """Return whether the template has ``text`` as a key or a constant, either in the template
+        for tools or in the one for other conversations."""
         return text in self._texts or text in self.for_tools._texts
 
     async def start(self) -> None:
@@ -162,8 +163,8 @@ def load_chat_template(
 MAX_CPU_S = 5.0
 """Maximum CPU seconds of one rendering, and of compiling the template."""
 MAX_MEMORY_BYTES = 1 << 30
-"""Maximum address space of a template process, in bytes. Its own code uses 26 MiB, the largest body
-about 300."""
+"""Maximum address space of a template process, in bytes. The process's own code uses 26 MiB, and a
+rendering of the largest body about 300 MiB."""
 MAX_WAIT_S = 30.0
 """Maximum time to wait for a rendering, in seconds. It exceeds ``MAX_CPU_S``, since the machine may
 be busy."""
