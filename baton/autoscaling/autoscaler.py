@@ -32,8 +32,9 @@ from baton.config.autoscaler import AutoscalerConfig
 from baton.config.choices import Role
 
 HYSTERESIS = 0.15
-"""A role gives a worker to the other role only if its own load then is at most 1 minus this, or if
-the higher load of the two roles falls by at least this fraction."""
+"""Minimum relative gain of a change of roles. A role gives a worker to the other role only if its
+own load then is at most 1 minus this, or if the higher load of the two roles falls by at least this
+fraction."""
 GROWTH_LOOKS = 2
 """Number of consecutive looks at which a role must be short of workers before one is started."""
 
@@ -114,7 +115,8 @@ class Autoscaler:
     """Decides at each look at the cluster which actions to take."""
 
     def __init__(self, config: AutoscalerConfig, bounds: Bounds, pools: Mapping[Role, str]) -> None:
-        """``pools`` names, for each role, the only pool whose workers start in that role."""
+        """Create an autoscaler. ``pools`` names, for each role, the only pool whose workers start
+        in that role."""
         self._config = config
         self._bounds = bounds
         self._pools = pools
@@ -179,7 +181,7 @@ class Autoscaler:
         self._roles = {**{name: known[name] for name in known if name in roles}, **roles}
 
     def _settle(self, now: float) -> None:
-        """Forget what was observed before the cluster changed."""
+        """Start a cooldown at ``now``, and forget what was observed before the cluster changed."""
         self._changed_at = now
         self._needs.forget()
 
@@ -204,8 +206,8 @@ class Autoscaler:
         return now - self._changed_at >= self._config.cooldown_s
 
     def _may(self, role: Role, sign: int, now: float) -> bool:
-        """Whether a role may gain (``sign`` 1) or lose (-1) a worker: its last change had the same
-        sign, or is a cooldown ago."""
+        """Whether a role may gain (``sign`` 1) or lose (-1) a worker. It may if its last change had
+        the same sign, or is at least a cooldown ago."""
         move = self._moved[role]
         return move.sign == sign or now - move.at >= self._config.cooldown_s
 
@@ -371,7 +373,7 @@ def _load_without(balance: RoleBalance, role: Role) -> float:
 
 
 def _can_go(balance: RoleBalance, worker: WorkerFigures, role: Role) -> bool:
-    """Whether the role can lose this worker. The last one that serves must stay."""
+    """Whether the role can lose this worker. A role must keep its last worker that serves."""
     if worker.state is not WorkerState.SERVING:
         return worker.role == role or worker.state is WorkerState.FAILED
     return worker.role == role and len(balance.in_role(role, WorkerState.SERVING)) > 1

@@ -20,7 +20,7 @@ class WorkerState(StrEnum):
 
     SERVING = "serving"
     STARTING = "starting"
-    """The worker is expected to serve, or to return, in its pool's role."""
+    """The worker starts or restarts. It is expected to serve in its pool's role."""
     FAILED = "failed"
     """The worker fails to start: its slot is used and adds no capacity."""
 
@@ -82,4 +82,5 @@ class ClusterFigures:
 
     workers: tuple[WorkerFigures, ...]
     demand: Demand | None
-    """The demand; None: a part of it is unknown, or too old to act on."""
+    """The traffic and its cost since the last look. None: a part of them is unknown, or too old to
+    act on."""

@@ -28,7 +28,7 @@ class RunningMean:
     """An exponentially weighted mean of samples; None until the first one."""
 
     def __init__(self, weight: float) -> None:
-        """``weight`` is that of the newest sample, above 0 and at most 1."""
+        """Create a mean. ``weight`` is that of the newest sample, above 0 and at most 1."""
         self._weight = weight
         self.value: float | None = None
 
@@ -51,7 +51,7 @@ class TrafficCounts:
     input_tokens: float = 0.0
     """Prompt tokens of all received requests, refused ones included."""
     expected_tokens: float = 0.0
-    """Expected output tokens of these requests, refused ones included."""
+    """Expected output tokens of all received requests, refused ones included."""
     shed: float = 0.0
     """Requests refused because of a full queue or a deadline."""
     first_tokens: float = 0.0
@@ -98,8 +98,8 @@ class TrafficCounts:
 
     @classmethod
     def parse(cls, told: Mapping[str, object]) -> Self:
-        """Create totals from a dictionary that ``dataclasses.asdict`` made of them. Raises
-        ValueError, TypeError."""
+        """Create totals from ``told``, a dictionary that ``dataclasses.asdict`` made of other
+        totals. Raises ValueError, TypeError."""
         return cls(**{name: float(told[name]) for name in NAMES if name in told})  # type: ignore[arg-type]
 
 
@@ -171,7 +171,8 @@ class TrafficTracker:
         self._looked_at: float | None = None
 
     def look(self, told: Mapping[str, RouterTraffic], now: float) -> TrafficWindow | None:
-        """Return the traffic since the last look; None while it is unknown."""
+        """Return the traffic since the last look; None while it is unknown. ``told`` has the latest
+        report of each router."""
         added = []
         for name, one in told.items():
             known = self._routers.get(name)
