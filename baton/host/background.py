@@ -54,7 +54,7 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 async def watch_loop(observe: Callable[[float], None], every_s: float = LOOK_S) -> NoReturn:
-    """Observe the lag of this event loop every ``every_s``, until cancelled.
+    """Call ``observe`` with the lag of this event loop, every ``every_s`` seconds, until cancelled.
 
     Lag is how late a timer fires, in seconds, because other callbacks hold the loop.
     """
