@@ -62,7 +62,8 @@ class Principal:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """A request to keep the blocks of a prompt's leading tokens for longer than others."""
+    """A request to keep the blocks of a prompt's leading tokens for longer than other cached
+    blocks."""
 
     tokens: int
     """Number of leading tokens of the prompt. Blocks that end within them are kept."""
@@ -95,7 +96,8 @@ class SequenceSpec:
     choice: int = 0
     """Number of the first of the ``choices``. It is an input of the sampling noise."""
     priority: int = 0
-    """When blocks run out, sequences with higher numbers are preempted first."""
+    """Priority of the sequence: when blocks run out, sequences with higher numbers are preempted
+    first."""
     preemptions: int = 0
     """How often the sequence lost its blocks, at any worker."""
     hand_back: bool = False
@@ -130,7 +132,7 @@ class TokenOutput:
     error_code: str = ""
     """Code of the error that ended the sequence, see ``baton.errors``; empty: no error."""
     choice: int = 0
-    """Number of the choice that the tokens belong to."""
+    """Number of the request's choice that the tokens belong to."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Log probabilities of ``token_ids``, one each, or empty."""
     prompt_logprobs: Sequence[TokenLogprobs] = ()
