@@ -110,7 +110,7 @@ _OF_MANY: dict[str, Callable[[Any], Any]] = {
     "allowed_token_ids": tuple,
     "bad_words": lambda runs: tuple(tuple(run.ids) for run in runs),
 }
-"""How to read the fields that hold more than one value."""
+"""Functions that convert, by name, those sampling fields that hold more than one value."""
 
 
 def sampling_from_proto(message: sampling_pb2.SamplingParameters) -> SamplingParams:
