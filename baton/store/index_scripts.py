@@ -36,7 +36,7 @@ FIELD_BYTES = 48
 """Memory that one block takes on the Redis server without its workers' numbers, in bytes: the
 measured 40 to 44, and room for the table's growth."""
 _WALK_FIELDS = 256
-"""Blocks that the walker visits in one call: about 0.3 ms of the server's time."""
+"""Number of blocks that the walker visits in one call: about 0.3 ms of the server's time."""
 _WALK_REST_MS = 5
 _SAMPLE = 32
 _MAX_SAMPLES = 64

@@ -58,8 +58,8 @@ class RedisCalls:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
-        """Time the call in the context's body. Errors are raised again; a cancelled call is not
-        counted."""
+        """Time a call to Redis, made in the context's body. Errors are counted and raised again; a
+        cancelled call is not counted."""
         began = self._clock()
         try:
             yield
