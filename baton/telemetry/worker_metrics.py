@@ -261,7 +261,7 @@ class WorkerMetrics:
         )
 
     def redis_calls(self, role: str, call: str) -> RedisCalls:
-        """Return the recorder for Redis calls of one kind."""
+        """Return the recorder for Redis calls of one kind, made by a worker in ``role``."""
         return RedisCalls(
             self.redis_call_seconds.labels(role, call), self.redis_failures.labels(role, call)
         )
