@@ -31,7 +31,7 @@ from router.http.errors import error_object
 from router.inference.endpoint import Endpoint
 
 MAX_FAILURES = 5
-"""Maximum number of times that a line is tried if workers fail under it."""
+"""Maximum number of times that a request line is tried if workers fail while they run it."""
 RETRY_S = 1.0
 MAX_RETRY_S = 30.0
 
@@ -60,10 +60,10 @@ class LineRunner:
         return self._access.owner_of(Principal(batch.tenant, batch.key_id)) is not None
 
     async def run(self, batch: Batch, line: Line) -> LineResult:
-        """Run a line and return its result, however long it takes.
+        """Run a request line of a batch and return its result, however long it takes.
 
-        Cancellation aborts the line on the workers. Raises BatchHeld if the line had not begun
-        when its batch was put on hold.
+        Cancellation aborts the line on the workers. Raises BatchHeld if the line had not begun when
+        its batch was put on hold.
         """
         return result_of(line, await self._answer(batch, line))
 

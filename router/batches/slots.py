@@ -15,7 +15,7 @@ _Waiter = tuple[int, int, str, asyncio.Future[None]]
 
 
 class BatchHeld(Exception):
-    """Raised because the batch is on hold: none of its lines may begin."""
+    """Raised because a batch is on hold: none of its request lines may begin."""
 
 
 class LineSlots:
@@ -49,8 +49,8 @@ class LineSlots:
 
     @asynccontextmanager
     async def slot(self, batch: Batch) -> AsyncIterator[None]:
-        """Wait for a slot for a line, and keep it until the end of the context. Raises
-        BatchHeld."""
+        """Wait for a slot for one request line of ``batch``, and keep the slot until the end of the
+        context. Raises BatchHeld."""
         if batch.id in self._held:
             raise BatchHeld(batch.id)
         if self._free > 0 and not self._has_waiters():

@@ -60,7 +60,8 @@ class Incoming:
         self._gathered = bytearray()
 
     async def write(self, piece: bytes) -> None:
-        """Append a piece. Raises RequestTooLarge if the quota has no room for it, and OSError."""
+        """Append a piece to the upload. Raises RequestTooLarge if the quota has no room for the
+        piece, and OSError."""
         self._gathered += piece
         if len(self._gathered) >= _PIECE_BYTES:
             await self.flush()
@@ -319,7 +320,7 @@ class BatchStore:
 
 
 def _append(path: Path, data: bytes | bytearray) -> None:
-    """Append to a file that only its owner can read."""
+    """Append data to a file that only the owner of the file can read."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "ab") as file:
         file.write(data)

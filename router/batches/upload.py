@@ -41,7 +41,7 @@ class Upload:
 async def receive_upload(
     request: Request, write: Write, max_bytes: int, deadline_s: float
 ) -> Upload:
-    """Read a form, and pass its file to ``write``.
+    """Read a form that uploads a file, and pass the file to ``write``, piece by piece.
 
     Raises RequestTooLarge as early as possible, InvalidRequest, errors of ``write``, and
     ``starlette.requests.ClientDisconnect``.

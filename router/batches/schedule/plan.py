@@ -76,7 +76,7 @@ class BatchSchedule:
     starts_at: float | None = None
     """Time at which a waiting batch continues; None if the batch does not wait."""
     ends_at: float | None = None
-    """Estimated end of the batch, at most the end of its window; None: not known yet."""
+    """Estimated end of the batch, at most the end of its window; None: the end is not known yet."""
     late_lines: int = 0
     """Estimated number of lines without an answer when the window ends."""
 
@@ -179,9 +179,10 @@ def _progress(
     work_s: float, speed: float, spans: Spans, now: float, end: float
 ) -> tuple[float, float]:
     """Return how much of the work ``work_s`` is done by ``end``, in seconds of work, and the time
-    at which all of it is done, at most ``end``.
+    at which all of the work is done, at most ``end``.
 
-    Work runs at full speed within ``spans``, and at the fraction ``speed`` of it outside of them.
+    Work runs at full speed within ``spans``. Outside of ``spans`` it runs at the fraction ``speed``
+    of full speed.
     """
     done, at = 0.0, now
     for first, last in (*spans, (end, end)):
