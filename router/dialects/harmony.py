@@ -49,8 +49,7 @@ _HEADER = re.compile(
 _BEGINNINGS = (START, CHANNEL, "to=")
 _FUNCTION = re.compile(rf"to=functions\.{NAME}")
 _BETWEEN = "\n\n"
-"""Text that is put between two messages of one type, such as two of content, when they are
-joined."""
+"""Text that joins two messages of one type in an answer, such as two messages of content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,7 @@ class HarmonyParser(SteppedParser):
         self._header = ""
         """Header of a call whose body has not begun. It becomes content if there is no call."""
         self._kind: type[Content | Reasoning | Arguments] | None = None
-        """Type of the current message's text; None: its header has not ended."""
+        """Type of the current message's text; None: the header of the message has not ended."""
         if begins_in != "start":
             self._kind = Content if begins_in == "content" else self._reasoning
         self._name = ""
@@ -168,7 +167,7 @@ class HarmonyParser(SteppedParser):
         return True
 
     def _begin_call(self) -> bool:
-        """Begin a call if the body of its message starts as a JSON object, or is empty."""
+        """Begin a tool call if the body of its message starts like a JSON object, or is empty."""
         body = self._text.lstrip(WHITE)
         ends = (*ENDS, START)
         if any(one.startswith(body) and one != body for one in ends):
