@@ -99,7 +99,7 @@ def dialect_for(
     """Return the dialect that the configuration names. ``auto`` derives a format from the model.
 
     ``is_special``: whether a text is a special token of the vocabulary. Raises ConfigError if the
-    formats of calls and of reasoning do not fit together.
+    formats of tool calls and of reasoning do not fit together.
     """
     if reasoning_parser == "harmony" and tool_parser == "auto":
         tool_parser = "harmony"

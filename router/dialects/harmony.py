@@ -60,7 +60,7 @@ class HarmonyCalls:
     texts: tuple[str, ...] = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 
     def write(self, name: str, arguments: Any) -> str:
-        """Return the text of a call, as the model writes it. See ``CallWriter``."""
+        """Return the text of a tool call, as the model writes it. See ``CallWriter``."""
         return f"{_opened(name)}{dump(arguments)}{ENDS[1]}"
 
     def rules(self, rule: str, tool: Tool, special: Mapping[str, int]) -> list[str]:
@@ -89,13 +89,14 @@ class HarmonyParser(SteppedParser):
         self._tools = tools
         self._reasoning = Content if shows_reasoning else Reasoning
         self._header = ""
-        """Header of a call whose body has not begun. It becomes content if there is no call."""
+        """Header of a tool call whose body has not begun. It becomes content if there is no
+        call."""
         self._kind: type[Content | Reasoning | Arguments] | None = None
         """Type of the current message's text; None: the header of the message has not ended."""
         if begins_in != "start":
             self._kind = Content if begins_in == "content" else self._reasoning
         self._name = ""
-        """Name of the tool in the header of a call whose body has not begun."""
+        """Name of the tool in the header of a tool call whose body has not begun."""
         self._given: set[type[Content | Reasoning | Arguments]] = set()
         """Types of the pieces that earlier messages of the answer gave."""
         self._is_new = False

@@ -22,7 +22,7 @@ from router.dialects.tools import Tool
 _NAME_KEY = "name"
 _ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 _OTHER_KEYS = frozenset({"id", "type"})
-"""Keys that some models add to the JSON object of a call, and that carry no information."""
+"""Keys that some models add to the JSON object of a tool call, and that carry no information."""
 
 
 class _At(enum.Enum):
@@ -46,13 +46,13 @@ it."""
 
 
 class _Is(enum.Enum):
-    """Meaning of the value that the current key of a call's object has."""
+    """Meaning of the value that the current key of a tool call's object has."""
 
     NAME = enum.auto()
     ARGUMENTS = enum.auto()
     WRAPPED_ARGUMENTS = enum.auto()
-    """The call's arguments as null, or as JSON within a string: some models write them like
-    this."""
+    """The arguments of a tool call, written as null or as JSON within a string, as some models
+    do."""
     OTHER = enum.auto()
 
 
@@ -79,17 +79,17 @@ class ObjectReader:
 
     @property
     def in_arguments(self) -> bool:
-        """Whether the call's arguments have begun and not ended. See ``CallReader``."""
+        """Whether the tool call's arguments have begun and not ended. See ``CallReader``."""
         return self.begun and self._at is _At.IN_VALUE and self._is is _Is.ARGUMENTS
 
     def pieces(self) -> list[Piece]:
-        """Return the pieces of the answer that were found since this method was last called. See
-        ``CallReader``."""
+        """Return the pieces of the answer that the reader has found since this method was last
+        called. See ``CallReader``."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def take(self, text: str) -> int:
-        """Read ``text``. Return how many of its characters belong to the call. See
+        """Read ``text``. Return how many of its characters belong to the tool call. See
         ``CallReader``."""
         place = 0
         while place < len(text) and not (self.complete or self.broken):
@@ -101,8 +101,8 @@ class ObjectReader:
         return place
 
     def finish(self) -> None:
-        """Note that the answer ended within a call that has begun. ``pieces`` then returns the text
-        that was held back. See ``CallReader``."""
+        """Note that the answer ended within a tool call that has begun. ``pieces`` then returns the
+        text that was held back. See ``CallReader``."""
 
     def _step(self, text: str, place: int) -> int:
         if self._at in {_At.IN_KEY, _At.IN_VALUE}:
@@ -225,17 +225,17 @@ class ObjectCalls:
     """Key of the arguments in calls that are written. Readers accept both ``arguments`` and
     ``parameters``."""
     needs_arguments: bool = False
-    """Whether an object with a name but without arguments is content, not a call."""
+    """Whether an object with a name but without arguments is content, not a tool call."""
     ends: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
 
     def reader(self, tools: Mapping[str, Tool]) -> CallReader:
-        """Create a reader of one call. ``tools`` are those that may be called, by name. See
+        """Create a reader of one tool call. ``tools`` are those that may be called, by name. See
         ``CallForm``."""
         return ObjectReader(tools, needs_arguments=self.needs_arguments)
 
     def write(self, name: str, arguments: Any) -> str:
-        """Return the text of a call, as the model writes it. See ``CallForm``."""
+        """Return the text of a tool call, as the model writes it. See ``CallForm``."""
         return f"{self._opened(name)}{dump(arguments)}}}"
 
     def rules(self, rule: str, tool: Tool, special: Mapping[str, int]) -> list[str]:
@@ -258,13 +258,13 @@ class NamedCalls:
     middle: tuple[str, ...] = ()
     behind: tuple[str, ...] = ()
     id_marker: str = ""
-    """Marker of the call's id, which may precede ``middle``."""
+    """Marker of the tool call's id, which may precede ``middle``."""
     is_numbered: bool = False
-    """Whether the name is written ``functions.look_up:0``, which is also the call's id."""
+    """Whether the name is written ``functions.look_up:0``, which is also the tool call's id."""
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Markers that end a call whose arguments are malformed. See ``CallForm``."""
+        """Markers that end a tool call whose arguments are malformed. See ``CallForm``."""
         return tuple(text.strip() for text in self.behind[-1:])
 
     @property
@@ -274,12 +274,12 @@ class NamedCalls:
         return tuple(text.strip() for text in found if text)
 
     def reader(self, tools: Mapping[str, Tool]) -> CallReader:
-        """Create a reader of one call. ``tools`` are those that may be called, by name. See
+        """Create a reader of one tool call. ``tools`` are those that may be called, by name. See
         ``CallForm``."""
         return _NamedReader(self._head(), tools)
 
     def write(self, name: str, arguments: Any) -> str:
-        """Return the text of a call, as the model writes it. See ``CallForm``."""
+        """Return the text of a tool call, as the model writes it. See ``CallForm``."""
         written = f"functions.{name}:0" if self.is_numbered else name
         return self._around(written, dump(arguments))
 
@@ -324,8 +324,8 @@ class _NamedReader(HeadReader):
         return end
 
     def finish(self) -> None:
-        """Note that the answer ended within a call that has begun. ``pieces`` then returns the text
-        that was held back. See ``CallReader``."""
+        """Note that the answer ended within a tool call that has begun. ``pieces`` then returns the
+        text that was held back. See ``CallReader``."""
 
 
 def dump(value: Any) -> str:

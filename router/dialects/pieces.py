@@ -28,19 +28,20 @@ class CallStart:
 
     name: str
     id: str = ""
-    """The call's id if the model writes one."""
+    """The tool call's id if the model writes one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The next part of the latest call's arguments: JSON, unless the model has failed."""
+    """The next part of the latest tool call's arguments: JSON, unless the model has failed."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The end of the latest call. A call that is cut off by the answer's end has none."""
+    """The end of the latest tool call. There is no ``CallEnd`` for a call that is cut off by the
+    end of the answer."""
 
 
 Piece = Content | Reasoning | CallStart | Arguments | CallEnd

@@ -57,18 +57,18 @@ class TaggedCalls:
     """Tags between a parameter's name and its value."""
     behind_value: str
     behind: str
-    """The tag that ends the call, with the white space around it."""
+    """The tag that ends the tool call, with the white space around it."""
     newlines: bool = False
-    """Whether a parameter's value stands on lines of its own."""
+    """Whether the value of a parameter stands on lines of its own."""
 
     @property
     def end(self) -> str:
-        """The tag that ends the call."""
+        """The tag that ends the tool call."""
         return self.behind.strip()
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Markers that end a call whose arguments are malformed. See ``CallForm``."""
+        """Markers that end a tool call whose arguments are malformed. See ``CallForm``."""
         return (self.end,)
 
     @property
@@ -78,12 +78,12 @@ class TaggedCalls:
         return tuple(text for text in found if re.fullmatch('<[^="]+>', text))
 
     def reader(self, tools: Mapping[str, Tool]) -> CallReader:
-        """Create a reader of one call. ``tools`` are those that may be called, by name. See
+        """Create a reader of one tool call. ``tools`` are those that may be called, by name. See
         ``CallForm``."""
         return _TaggedReader(self, self._head(), tools)
 
     def write(self, name: str, arguments: Any) -> str:
-        """Return the text of a call, as the model writes it. See ``CallForm``."""
+        """Return the text of a tool call, as the model writes it. See ``CallForm``."""
         values = arguments.items() if isinstance(arguments, dict) else ()
         parameters = (
             self._key(key) + (value if isinstance(value, str) else dump(value)) + self._value_end
@@ -153,7 +153,8 @@ class _At(enum.Enum):
 
 
 class _TaggedReader(HeadReader):
-    """Reads a tagged call. Between the parameters, anything but white space breaks the call."""
+    """Reads a tool call written with tags. Between its parameters, anything but white space breaks
+    the call."""
 
     def __init__(self, form: TaggedCalls, head: re.Pattern[str], tools: Mapping[str, Tool]) -> None:
         super().__init__(head, tools)
@@ -163,7 +164,8 @@ class _TaggedReader(HeadReader):
         """Text since the latest tag that was not emitted as a piece yet."""
         self._key = ""
         self._head_text = ""
-        """The current parameter's name with the tags around it, as the model wrote them."""
+        """Text of the current parameter's name and of the tags around the name, as the model wrote
+        them."""
         self._tags = 0
         """Number of tags that were read between the current parameter's name and its value."""
         self._parameters = 0
@@ -171,7 +173,7 @@ class _TaggedReader(HeadReader):
         self._known: Mapping[str, Any] = {}
         """The schemas of the tool's arguments, by name."""
         self._seen: set[str] = set()
-        """Names of the parameters that the call has so far."""
+        """Names of the parameters that the tool call has so far."""
         self._ends: tuple[str, ...] = ()
         """Markers that end the current parameter's value."""
         self._types: frozenset[str] = frozenset()
@@ -202,8 +204,8 @@ class _TaggedReader(HeadReader):
         return len(text) - len(held) + before
 
     def finish(self) -> None:
-        """Note that the answer ended within a call that has begun. ``pieces`` then returns the text
-        that was held back. See ``CallReader``."""
+        """Note that the answer ended within a tool call that has begun. ``pieces`` then returns the
+        text that was held back. See ``CallReader``."""
         held, self._held = self._held, ""
         if self._at is _At.VALUE and self._is_text:
             self._text(held)
