@@ -144,7 +144,8 @@ class _OpenAiAnswer(ApiAnswer):
         extras: ChunkExtras = NOTHING,
         usage: openai_protocol.Usage | None = None,
     ) -> str:
-        """Build a chunk of one choice. ``usage`` replaces the usage of all tokens so far."""
+        """Build a chunk of the choice with the number ``index``. ``usage``, if given, replaces the
+        token counts of all choices so far."""
         choice = f'"index":{index},{content},"logprobs":{extras.logprobs},"finish_reason":{finish}'
         tail = self._end
         if self._options.continuous_usage:

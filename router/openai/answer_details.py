@@ -27,9 +27,10 @@ class ChunkExtras:
 
     logprobs: str = "null"
     of_choice: str = ""
-    """Fields that are added to the event's choice, each with a comma before it."""
+    """JSON fields that are added to the choice in the event, each with a comma before it."""
     of_answer: str = ""
-    """Fields that are added to the whole event, each with a comma before it."""
+    """JSON fields that are added to the event outside of its choice, each with a comma before
+    it."""
 
     @property
     def empty(self) -> bool:
@@ -41,12 +42,12 @@ NOTHING = ChunkExtras()
 
 @dataclass(slots=True)
 class EchoedPrompt:
-    """A prompt as it is shown to the client."""
+    """A prompt in the form in which its text and tokens are returned to the client."""
 
     token_ids: tuple[int, ...]
     text: str
     offsets: Sequence[int]
-    """For each token of the prompt, the number of characters before it."""
+    """For each token of the prompt, the number of characters of text before the token."""
     logprobs: Sequence[TokenLogprobs] = ()
 
 
