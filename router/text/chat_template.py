@@ -90,7 +90,7 @@ class ChatTemplate:
         return text in self._texts or text in self.for_tools._texts
 
     async def start(self) -> None:
-        """Start the process before the first rendering needs it.
+        """Start the template process before the first rendering needs it.
 
         Raises ConfigError if the template does not compile, BatonError if no process starts.
         """
@@ -174,13 +174,16 @@ they never wait for longer ones."""
 
 
 class TemplateProcess:
-    """Two processes, one for short and one for long conversations, each started when first used.
+    """Two processes that render a chat template: one for short and one for long conversations. Each
+    is started when first used.
 
-    Any thread may use it. The processes end when it is no longer referenced, or with this process.
+    Any thread may use this object. The processes end when it is no longer referenced, or with this
+    process.
     """
 
     def __init__(self, source: str) -> None:
-        """Prepare the processes for the template with the text ``source``; they start later."""
+        """Prepare the processes for the template with the text ``source``. A process starts when it
+        is first needed."""
         self._short, self._long = _Lane(source), _Lane(source)
 
     def start(self) -> Future[None]:
@@ -284,10 +287,10 @@ def _signal_name(code: int) -> str:
 
 
 class _Child:
-    """A process of ``template_program``, and the socket to it."""
+    """A template process, which runs ``template_program``, and the socket to it."""
 
     def __init__(self) -> None:
-        """Start the process. Raises BatonError if it cannot be started."""
+        """Start a template process. Raises BatonError if the process cannot be started."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -313,7 +316,7 @@ class _Child:
         return self._process.poll() is not None
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request to the process, and wait for its answer.
+        """Send a request to the template process, and wait for the answer.
 
         Raises _ChildEnded, and DeadlineExceeded after killing the process.
         """
@@ -336,8 +339,8 @@ class _Child:
         return answer
 
     def _code(self) -> int:
-        """The exit code of the process, whose end of the socket is closed: it has ended or is
-        ending."""
+        """Exit code of the template process. Read it after the process has closed its end of the
+        socket: the process has ended or is ending."""
         try:
             return self._process.wait(MAX_WAIT_S)
         except subprocess.TimeoutExpired:

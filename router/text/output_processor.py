@@ -25,7 +25,7 @@ class Detokenizer(Protocol):
     """Converts the tokens of one answer to text, one token at a time."""
 
     def step(self, token_id: int) -> str:
-        """Add a token. Return the characters that it completes, "" if none."""
+        """Add a token. Return the characters that the token completes; "" if it completes none."""
 
     def flush(self) -> str:
         """Return the text that is left at the end of the answer: U+FFFD for bytes that form no
@@ -98,7 +98,8 @@ class WindowDetokenizer:
 
 
 class MarkerDetokenizer:
-    """Adds the text of some special tokens, by id: markers that a parser looks for in the text."""
+    """Adds the text of some special tokens to the detokenized text: markers that a parser looks
+    for. The tokens are given by id."""
 
     def __init__(self, plain: Detokenizer, texts: Mapping[int, str]) -> None:
         self._plain = plain
@@ -172,7 +173,7 @@ class StopStrings:
 
 
 class OutputProcessor:
-    """Detokenizes one sequence, cuts its text at stop strings, and counts its tokens."""
+    """Detokenizes one sequence, cuts the text at stop strings, and counts the tokens."""
 
     def __init__(
         self,
