@@ -99,8 +99,8 @@ class MessagesAnswer(ApiAnswer):
         return "tool_use" if self._output.has_calls else "end_turn"
 
     def _usage(self, choice: Choice) -> dict[str, Any]:
-        """Return Anthropic's ``usage`` of a choice. It counts tokens that were read from a cache,
-        and those written to it, separately."""
+        """Return Anthropic's ``usage`` of a choice. Tokens that were read from a cache and tokens
+        that were written to a cache are counted separately."""
         cached, written = choice.cached_tokens, choice.written_tokens
         (request,) = self.requests
         return {

@@ -93,7 +93,8 @@ async def retentions_of(
     tools: ToolUse | None,
     variables: Mapping[str, Any],
 ) -> tuple[Retention, ...]:
-    """Return the retentions that a body requests for its prompt, whose tokens are ``prompt_ids``.
+    """Return the retentions that a body requests for its prompt. ``prompt_ids`` are the tokens of
+    the prompt.
 
     ``variables`` are those with which the chat template renders the prompt. Raises InvalidRequest,
     Overloaded.
@@ -121,8 +122,8 @@ def _is_end(body: MessagesRequest, one: Breakpoint) -> bool:
 
 
 def _turns_before(body: MessagesRequest, one: Breakpoint) -> list[Turn]:
-    """Return a conversation that ends at a breakpoint, or that differs from the body's only after
-    it."""
+    """Return a conversation that ends at a breakpoint, or that differs from the body's conversation
+    only after the breakpoint."""
     if one.message >= 0:
         return prefix_turns(body, one.message, one.block)
     # Many templates require a user message.
