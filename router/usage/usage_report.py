@@ -20,7 +20,7 @@ class UsageEntry:
     agent."""
 
     place: tuple[str, str, str, str, str]
-    """Day, tenant, key, class and agent, in the order of ``DIMENSIONS``."""
+    """Day, tenant, key, class and agent of the sum, in the order of ``DIMENSIONS``."""
     measure: str
     """Name of the measure, one of ``router.billing.ledger_scripts.MEASURES``."""
     amount: int
