@@ -61,8 +61,8 @@ class Budget:
 
     @property
     def slice(self) -> int:
-        """Maximum amount of this budget that a router may spend while Redis is unavailable, in
-        nanodollars."""
+        """Maximum amount of this budget, in nanodollars, that one router may spend while Redis is
+        unavailable."""
         return self.limit // _SLICE_SHARE
 
     def period(self, now: float) -> str:
@@ -202,7 +202,8 @@ class Budgets:
             )
 
     def hold(self, hold: Hold, cost: int) -> None:
-        """Record that Redis has granted ``hold`` the amount ``cost`` of each of its budgets."""
+        """Record that Redis has granted a request's ``hold`` the amount ``cost`` of each of the
+        hold's budgets."""
         hold.amount, hold.from_slices = cost, False
         hold.periods = tuple(map(self.period, hold.budgets))
 
