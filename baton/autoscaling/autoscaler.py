@@ -48,7 +48,7 @@ class ChangeRole:
     """The role that the worker takes."""
     reason: Reason
     why: str
-    """The reason for the action in words, for logs."""
+    """Reason for the action in words, for logs."""
 
     @property
     def name(self) -> str:
@@ -186,8 +186,8 @@ class Autoscaler:
         self._needs.forget()
 
     def _count_on(self, action: Action, balance: RoleBalance, now: float) -> None:
-        """Expect an action's effect at the next look, so that it does not count as an operator's
-        change."""
+        """Expect the effect of an action at the next look, so that the effect does not count as an
+        operator's change."""
         self._settle(now)
         if isinstance(action, ChangeRole):
             moves = {action.role: _Move(1, now), other(action.role): _Move(-1, now)}
@@ -263,7 +263,7 @@ class Autoscaler:
         return self._turn(balance, giver, count, reason, balance.text(), now)
 
     def _gains(self, balance: RoleBalance, taker: Role) -> bool:
-        """Whether a worker of the other role is of more use in the role ``taker``."""
+        """Whether a worker of the other role would be of more use in the role ``taker``."""
         giver, bounds, band = other(taker), self._bounds, 1 - HYSTERESIS
         if balance.load(taker) <= 1 or balance.have[taker] >= bounds.max_of[taker]:
             return False
@@ -293,7 +293,8 @@ class Autoscaler:
         return self._start(balance, role, reason, balance.text(), now)
 
     def _shrink(self, balance: RoleBalance, now: float) -> list[Action]:
-        """Return the action that drains a worker that no role needed for a cooldown."""
+        """Return the action that drains one worker, if no role needed that worker for a
+        cooldown."""
         if not self._rested(now) or balance.total <= self._bounds.min_workers:
             return []
         broken = [role for role in ROLES if self._has_broken(balance, role)]
@@ -361,13 +362,13 @@ class Autoscaler:
 
 
 def _places(balance: RoleBalance, pool: str) -> list[WorkerFigures]:
-    """Return the slots of a pool, sorted by number."""
+    """Return the figures of a pool's slots, sorted by slot number."""
     own = [one for one in balance.workers if one.pool == pool]
     return sorted(own, key=lambda one: one.number)
 
 
 def _load_without(balance: RoleBalance, role: Role) -> float:
-    """Return a role's load with one worker less."""
+    """Return the load that a role would have with one worker less."""
     left = balance.have[role] - 1
     return balance.need[role] / left if left > 0 else math.inf
 

@@ -34,7 +34,7 @@ class WorkerFigures:
     number: int
     """Number of the slot in its pool. A pool that shrinks loses its highest slot."""
     role: Role
-    """The worker's role, or the one it takes when it is up."""
+    """The role of the worker, or the role that a starting worker takes."""
     state: WorkerState
     incarnation: str = ""
     """Incarnation of the worker in the slot."""
@@ -49,7 +49,7 @@ class SloFigures:
     judged: float = 0.0
     missed: float = 0.0
     tight: float = 0.0
-    """Requests that used more than half of the SLO, including those that missed it."""
+    """Number of requests that used more than half of the SLO, including requests that missed it."""
 
 
 @dataclass(frozen=True, slots=True)

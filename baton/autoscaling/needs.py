@@ -65,7 +65,7 @@ class RoleBalance:
 
     @property
     def total(self) -> int:
-        """Slots in use, those of failed workers included."""
+        """Number of slots in use, including those of failed workers."""
         return len(self.workers)
 
     def load(self, role: Role) -> float:
@@ -143,7 +143,7 @@ class WorkerNeeds:
         self._input = RateForecast(memory_s)
         self._output = RateForecast(memory_s)
         self._extra: dict[Role, float] = dict.fromkeys(ROLES, 0.0)
-        """Number of workers that corrections add to the floor, by role."""
+        """Number of workers that corrections for missed SLOs add to the floor, by role."""
         self._missed_at: dict[Role, float] = {}
         """By role: when its SLO was last not met with ease, or a correction of its need was last
         reduced."""

@@ -47,7 +47,7 @@ class TrafficCounts:
     """Totals since a router started, or the difference between two looks."""
 
     requests: float = 0.0
-    """Requests received, refused ones included."""
+    """Number of received requests, including refused ones."""
     input_tokens: float = 0.0
     """Prompt tokens of all received requests, refused ones included."""
     expected_tokens: float = 0.0
@@ -131,7 +131,8 @@ class TrafficMeter:
         """Mean output tokens, by context-length class."""
 
     def came(self, context_class: str, prompt_tokens: int, max_tokens: int) -> None:
-        """Count a request that may have up to ``max_tokens`` output tokens."""
+        """Count a request that has just arrived, and that may have up to ``max_tokens`` output
+        tokens."""
         self.counts.requests += 1
         self.counts.input_tokens += prompt_tokens
         mean = self._lengths[context_class].value
@@ -139,7 +140,8 @@ class TrafficMeter:
         self.counts.expected_tokens += guess if mean is None else mean
 
     def ended(self, context_class: str, tokens: int) -> None:
-        """Learn the length of an answer that ended without an error."""
+        """Update the mean answer length of a context-length class with an answer that ended without
+        an error."""
         self._lengths[context_class].add(float(tokens))
 
 
@@ -192,7 +194,7 @@ class TrafficTracker:
         return TrafficWindow(now - before, TrafficCounts.total(added))
 
     def gone(self, now: float) -> list[str]:
-        """Return the routers that have been silent for ``GONE_S``."""
+        """Return the names of routers that have not reported for ``GONE_S``."""
         return [name for name, one in self._routers.items() if now - one.heard_at >= GONE_S]
 
     def _silent(self, now: float) -> bool:
