@@ -87,7 +87,8 @@ def _context(url: str, tls: TlsFiles | None) -> ssl.SSLContext | bool:
 
 @contextmanager
 def api_errors() -> Iterator[None]:
-    """Convert httpx errors to BatonErrors: no connection, no answer in time, not a URL."""
+    """Convert httpx errors in the context's body to BatonErrors: no connection, no answer in time,
+    not a URL."""
     try:
         yield
     except httpx.InvalidURL as error:

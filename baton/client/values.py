@@ -62,7 +62,7 @@ class Usage:
     written_prompt_tokens: int = 0
     """Prompt tokens that were computed and stay cached for longer because of a pin."""
     reasoning_tokens: int = 0
-    """The part of ``completion_tokens`` that is reasoning."""
+    """Number of reasoning tokens, which are part of ``completion_tokens``."""
 
 
 @dataclass(frozen=True, slots=True)
