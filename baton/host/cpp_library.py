@@ -223,7 +223,8 @@ def _takes(command: list[str], flag: str) -> bool:
 
 
 def _cpu_flags() -> bytes:
-    """Return this CPU's flags. Machines of several kinds may share a cache."""
+    """Return the flags of this CPU, for the library's name: machines with different CPUs may share
+    a cache."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:
