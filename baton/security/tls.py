@@ -103,7 +103,7 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 class Renewal:
-    """Detects that files have been replaced. Used by one thread at a time."""
+    """Detects that TLS files have been replaced. Used by one thread at a time."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
