@@ -24,7 +24,8 @@ from baton.store.index_scripts import APPLY, BEGIN, FIELD_BYTES, LOOKUP, RETIRE
 from baton.store.registry_scripts import MAX_STEP
 
 BATCH = 256
-"""Maximum hashes of one call that changes the index: about 0.4 ms of the server's time."""
+"""Maximum number of block hashes in one call that changes the index: about 0.4 ms of the server's
+time."""
 MAX_BLOCKS = 65535
 """Maximum number of leading blocks of a prompt that one lookup covers."""
 DEFAULT_MEMORY_BYTES = 256 << 20

@@ -41,7 +41,7 @@ class _RenewedConnection(redis.asyncio.SSLConnection):
 
 
 class RedisCalls:
-    """Times the calls to Redis of one kind, and counts those that failed.
+    """Measures the time of one kind of calls to Redis, and counts calls that failed.
 
     Owned by the event loop that makes the calls.
     """

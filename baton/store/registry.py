@@ -236,6 +236,6 @@ def _parse_load(load: bytes) -> LoadSnapshot:
 
 
 def _known(kind: type[WorkerRecord | LoadSnapshot], told: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of ``told`` that this version of Baton knows. A newer worker may write
-    more."""
+    """Return the fields of ``told`` that this version of Baton knows. A newer worker may write more
+    fields."""
     return {one.name: told[one.name] for one in fields(kind) if one.name in told}
