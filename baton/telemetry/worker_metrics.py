@@ -34,7 +34,7 @@ class TierSeries:
 
 
 class WorkerMetrics:
-    """The metrics of a worker process; ``worker`` is its slot's stable name."""
+    """The metrics of a worker process. The label ``worker`` is the stable name of its slot."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
