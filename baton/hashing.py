@@ -45,7 +45,8 @@ def block_hashes(
 
 
 class HashChain:
-    """The hashes of a sequence's full blocks while it grows: each block is hashed once."""
+    """Computes the hashes of a sequence's full blocks while the sequence grows. Each block is
+    hashed once."""
 
     def __init__(self) -> None:
         self._key = b""

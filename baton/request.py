@@ -77,7 +77,8 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpec:
-    """All that a worker needs to run a sequence, at its start or after a migration."""
+    """All data that a worker needs to run a sequence, at the sequence's start or after a
+    migration."""
 
     request_id: str
     attempt: int
@@ -94,7 +95,8 @@ class SequenceSpec:
     choices: int = 1
     """Number of answers that are sampled from one prompt."""
     choice: int = 0
-    """Number of the first of the ``choices``. It is an input of the sampling noise."""
+    """Number of the first of the sequence's choices among all choices of the request. It is an
+    input of the sampling noise."""
     priority: int = 0
     """Priority of the sequence: when blocks run out, sequences with higher numbers are preempted
     first."""
@@ -152,7 +154,7 @@ class FirstToken:
 
     token_id: int
     finish_reason: FinishReason | None = None
-    """Why the choice ends, if this token ends it; else None."""
+    """Reason why the choice ends, if this token ends the choice; else None."""
     logprobs: TokenLogprobs | None = None
 
 
@@ -184,8 +186,8 @@ class LoadSnapshot:
     disk_blocks: int = 0
     """Cached blocks on disk."""
     steps_in_flight: int = 0
-    """Steps that the engine has received and not finished. While there are any, ``engine_steps``
-    must grow."""
+    """Number of steps that the engine has received and not finished. While there are any,
+    ``engine_steps`` must grow."""
     prompt_tokens: int = 0
     """Prompt tokens computed since the worker started."""
     cached_prompt_tokens: int = 0
