@@ -13,16 +13,17 @@ Extra = Literal["bench", "gguf", "nixl", "otel", "tls"]
 
 
 def install_command(extra: Extra) -> str:
-    """The shell command that installs ``extra`` next to an installed Baton."""
+    """Return the shell command that installs ``extra`` next to an installed Baton."""
     return f'pip install "{DISTRIBUTION}[{extra}]"'
 
 
 @contextmanager
 def needs_extra(extra: Extra, what: str) -> Iterator[None]:
-    """Wrap imports of packages of ``extra``; ``what`` names the feature that needs them, for the
-    error.
+    """Wrap imports of packages of ``extra``. ``what`` names the feature that needs them, for the
+    error message.
 
-    Raises ConfigError, with the command that installs them, where one cannot be imported.
+    Raises ConfigError if a package cannot be imported. The message has the command that installs
+    it.
     """
     try:
         yield

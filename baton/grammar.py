@@ -41,14 +41,15 @@ class TokenMatcher(Protocol):
     """
 
     def unsafe_compute_mask_ptr(self, trg_pointer: int, trg_byte_size: int) -> None:
-        """Write the tokens that may follow as a bit mask: one bit each, lowest first, in 32-bit
-        words.
+        """Write the tokens that may follow as a bit mask: one bit per token id, lowest first, in
+        32-bit words.
 
-        Where the text may end, the tokens that end it are among them.
+        If the text may end here, the mask includes the tokens that end it.
         """
 
     def consume_token(self, sampled_token: int) -> bool:
-        """Advance by a token. Returns False for a token that may not follow, which is an error."""
+        """Advance the matcher by a token. Return False if the token may not follow; the matcher is
+        then in error."""
 
     def rollback(self, num_tokens: int) -> bool:
         """Go back by ``num_tokens`` tokens, as if they had not been consumed."""
@@ -57,13 +58,14 @@ class TokenMatcher(Protocol):
         """Whether the text is complete, so that only its end may follow."""
 
     def is_error(self) -> bool:
-        """Whether the matcher has an error."""
+        """Whether the matcher is in error."""
 
     def get_error(self) -> str:
-        """Return the error."""
+        """Return the message of the error that the matcher is in."""
 
     def deep_copy(self) -> TokenMatcher:
-        """Return a copy at the same position. Both share what they compute of the grammar."""
+        """Return a copy of the matcher at the same position. Both share what they compute about the
+        grammar."""
 
 
 def reason_in(error: str) -> str:

@@ -29,8 +29,8 @@ def block_hashes(
 ) -> list[bytes]:
     """Return the chained hashes of all full blocks of ``token_ids``.
 
-    ``known`` holds the hashes of leading blocks, which are not computed again. Token ids must lie
-    in 0 … 2³²-1.
+    ``known`` holds the hashes of the first blocks, which are then not computed again. Token ids
+    must lie in 0 … 2³²-1.
     """
     hashes = list(known)
     packed = array("I", token_ids[len(hashes) * block_size :]).tobytes()
@@ -45,14 +45,15 @@ def block_hashes(
 
 
 class HashChain:
-    """The hashes of a sequence's full blocks while it grows: each block is hashed once."""
+    """Computes the hashes of a sequence's full blocks while the sequence grows. Each block is
+    hashed once."""
 
     def __init__(self) -> None:
         self._key = b""
         self._hashes: list[bytes] = []
 
     def of(self, token_ids: Sequence[int], block_size: int, key: bytes) -> list[bytes]:
-        """Return the hashes as ``block_hashes`` does.
+        """Return the hashes of all full blocks of ``token_ids``, as ``block_hashes`` does.
 
         ``token_ids`` must begin with those of the last call.
         """

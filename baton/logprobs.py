@@ -34,7 +34,8 @@ class PackedTop(Sequence[tuple[int, float]]):
     __slots__ = ("packed",)
 
     def __init__(self, packed: bytes) -> None:
-        """``packed`` holds pairs of uint32 and fp32, little-endian."""
+        """Wrap ``packed``, pairs of a token id (uint32) and its log probability (fp32),
+        little-endian."""
         self.packed = packed
 
     @classmethod

@@ -10,13 +10,14 @@ Run = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ReasoningSpan:
-    """The tokens around a model's reasoning, and its maximum length.
+    """The tokens around a model's reasoning, and the maximum length of the reasoning.
 
-    A grammar applies after it. An answer that does not begin with ``start`` has no reasoning.
+    A grammar applies only after the reasoning. An answer that does not begin with ``start`` has no
+    reasoning.
     """
 
     ends: tuple[Run, ...]
-    """Each of these ends the reasoning; at least one, and none is empty."""
+    """Token sequences that end the reasoning: at least one sequence, and none of them is empty."""
     start: Run = ()
     """The tokens with which reasoning starts; empty: the prompt has started the reasoning."""
     budget: int | None = None

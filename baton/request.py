@@ -62,7 +62,8 @@ class Principal:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """A request to keep the blocks of a prompt's leading tokens for longer than others."""
+    """A request to keep the blocks of a prompt's leading tokens for longer than other cached
+    blocks."""
 
     tokens: int
     """Number of leading tokens of the prompt. Blocks that end within them are kept."""
@@ -76,7 +77,8 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpec:
-    """All that a worker needs to run a sequence, at its start or after a migration."""
+    """All data that a worker needs to run a sequence, at the sequence's start or after a
+    migration."""
 
     request_id: str
     attempt: int
@@ -93,9 +95,11 @@ class SequenceSpec:
     choices: int = 1
     """Number of answers that are sampled from one prompt."""
     choice: int = 0
-    """Number of the first of the ``choices``. It is an input of the sampling noise."""
+    """Number of the first of the sequence's choices among all choices of the request. It is an
+    input of the sampling noise."""
     priority: int = 0
-    """When blocks run out, sequences with higher numbers are preempted first."""
+    """Priority of the sequence: when blocks run out, sequences with higher numbers are preempted
+    first."""
     preemptions: int = 0
     """How often the sequence lost its blocks, at any worker."""
     hand_back: bool = False
@@ -130,7 +134,7 @@ class TokenOutput:
     error_code: str = ""
     """Code of the error that ended the sequence, see ``baton.errors``; empty: no error."""
     choice: int = 0
-    """Number of the choice that the tokens belong to."""
+    """Number of the request's choice that the tokens belong to."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Log probabilities of ``token_ids``, one each, or empty."""
     prompt_logprobs: Sequence[TokenLogprobs] = ()
@@ -150,7 +154,7 @@ class FirstToken:
 
     token_id: int
     finish_reason: FinishReason | None = None
-    """Why the choice ends, if this token ends it; else None."""
+    """Reason why the choice ends, if this token ends the choice; else None."""
     logprobs: TokenLogprobs | None = None
 
 
@@ -182,8 +186,8 @@ class LoadSnapshot:
     disk_blocks: int = 0
     """Cached blocks on disk."""
     steps_in_flight: int = 0
-    """Steps that the engine has received and not finished. While there are any, ``engine_steps``
-    must grow."""
+    """Number of steps that the engine has received and not finished. While there are any,
+    ``engine_steps`` must grow."""
     prompt_tokens: int = 0
     """Prompt tokens computed since the worker started."""
     cached_prompt_tokens: int = 0

@@ -19,7 +19,7 @@ SCALAR_FIELDS = (
     "frequency_penalty",
     "repetition_penalty",
 )
-"""Fields of one value each, whose name is the same here, in gRPC and in HTTP."""
+"""Fields that hold a single value. Each has the same name here, in gRPC and in HTTP."""
 
 OPTIONAL_FIELDS = ("logprobs", "prompt_logprobs")
 """Fields for which None is a valid final value: the client did not set them."""
@@ -32,36 +32,39 @@ class SamplingParams:
     temperature: float = 1.0
     """Logits are divided by the temperature; 0 takes the most likely token."""
     top_p: float = 1.0
-    """Keep the smallest set of tokens whose total probability reaches this."""
+    """Sampling keeps the smallest set of tokens whose total probability reaches this value."""
     top_k: int = 0
-    """Keep this many of the most likely tokens; 0 keeps all."""
+    """Number of most likely tokens that sampling keeps; 0 keeps all."""
     min_p: float = 0.0
-    """Keep tokens at least this fraction as likely as the most likely one."""
+    """Sampling keeps tokens that are at least this fraction as likely as the most likely token."""
     seed: int = 0
     """Seed of 64 bits. The same seed gives the same tokens."""
     stop: tuple[str, ...] = ()
-    """Text that ends the answer. The router searches for it."""
+    """Stop strings: texts that end the answer. The router searches for them."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the answer."""
+    """Token ids that end the answer when they are sampled."""
     max_tokens: int = 16
     """Maximum number of tokens to generate."""
     min_tokens: int = 0
-    """No end of sequence, stop token or stop string before this many tokens."""
+    """Number of tokens before which no end of sequence, stop token or stop string ends the
+    answer."""
     ignore_eos: bool = False
-    """Continue after the model's end-of-sequence token."""
+    """Whether generation continues after the model's end-of-sequence token."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logit of each token already generated."""
+    """Value that is subtracted once from the logit of each token that was already generated."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once for each time that the token was already generated."""
+    """Value that is subtracted from a token's logit once for each time that the token was already
+    generated."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens seen in prompt or output."""
+    """Divisor of positive logits, and factor of negative logits, of tokens that the prompt or the
+    output already contains."""
     logit_bias: tuple[tuple[int, float], ...] = field(default=())
     """Pairs of a token id and the value that is added to its logit."""
     allowed_token_ids: tuple[int, ...] = ()
     """The only tokens that may be sampled, including those that end the answer; empty: all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Runs of tokens that the output never contains, each of at least one token. The last token of
-    a run is not sampled after the others."""
+    """Sequences of token ids that the output never contains, each with at least one token. The last
+    token of a sequence is not sampled directly after the other ones."""
     grammar: Grammar | None = None
     """Grammar that the answer's text must match. It takes precedence over ``min_tokens`` and
     ``ignore_eos``: where it allows only the end, the answer ends."""

@@ -14,7 +14,8 @@ from baton.errors import ConfigError
 
 
 def valkey_binary() -> str:
-    """Return the path of the program. Raises ConfigError if there is none for this machine."""
+    """Return the path of the embedded Valkey server's program. Raises ConfigError if there is none
+    for this machine."""
     try:
         return str(get_binary_path())
     except ValkeyBinaryNotFoundError as error:

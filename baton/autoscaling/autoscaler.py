@@ -32,8 +32,9 @@ from baton.config.autoscaler import AutoscalerConfig
 from baton.config.choices import Role
 
 HYSTERESIS = 0.15
-"""A role gives a worker to the other role only if its own load then is at most 1 minus this, or if
-the higher load of the two roles falls by at least this fraction."""
+"""Minimum relative gain of a change of roles. A role gives a worker to the other role only if its
+own load then is at most 1 minus this, or if the higher load of the two roles falls by at least this
+fraction."""
 GROWTH_LOOKS = 2
 """Number of consecutive looks at which a role must be short of workers before one is started."""
 
@@ -47,7 +48,7 @@ class ChangeRole:
     """The role that the worker takes."""
     reason: Reason
     why: str
-    """The reason for the action in words, for logs."""
+    """Reason for the action in words, for logs."""
 
     @property
     def name(self) -> str:
@@ -114,7 +115,8 @@ class Autoscaler:
     """Decides at each look at the cluster which actions to take."""
 
     def __init__(self, config: AutoscalerConfig, bounds: Bounds, pools: Mapping[Role, str]) -> None:
-        """``pools`` names, for each role, the only pool whose workers start in that role."""
+        """Create an autoscaler. ``pools`` names, for each role, the only pool whose workers start
+        in that role."""
         self._config = config
         self._bounds = bounds
         self._pools = pools
@@ -179,13 +181,13 @@ class Autoscaler:
         self._roles = {**{name: known[name] for name in known if name in roles}, **roles}
 
     def _settle(self, now: float) -> None:
-        """Forget what was observed before the cluster changed."""
+        """Start a cooldown at ``now``, and forget what was observed before the cluster changed."""
         self._changed_at = now
         self._needs.forget()
 
     def _count_on(self, action: Action, balance: RoleBalance, now: float) -> None:
-        """Expect an action's effect at the next look, so that it does not count as an operator's
-        change."""
+        """Expect the effect of an action at the next look, so that the effect does not count as an
+        operator's change."""
         self._settle(now)
         if isinstance(action, ChangeRole):
             moves = {action.role: _Move(1, now), other(action.role): _Move(-1, now)}
@@ -204,8 +206,8 @@ class Autoscaler:
         return now - self._changed_at >= self._config.cooldown_s
 
     def _may(self, role: Role, sign: int, now: float) -> bool:
-        """Whether a role may gain (``sign`` 1) or lose (-1) a worker: its last change had the same
-        sign, or is a cooldown ago."""
+        """Whether a role may gain (``sign`` 1) or lose (-1) a worker. It may if its last change had
+        the same sign, or is at least a cooldown ago."""
         move = self._moved[role]
         return move.sign == sign or now - move.at >= self._config.cooldown_s
 
@@ -261,7 +263,7 @@ class Autoscaler:
         return self._turn(balance, giver, count, reason, balance.text(), now)
 
     def _gains(self, balance: RoleBalance, taker: Role) -> bool:
-        """Whether a worker of the other role is of more use in the role ``taker``."""
+        """Whether a worker of the other role would be of more use in the role ``taker``."""
         giver, bounds, band = other(taker), self._bounds, 1 - HYSTERESIS
         if balance.load(taker) <= 1 or balance.have[taker] >= bounds.max_of[taker]:
             return False
@@ -291,7 +293,8 @@ class Autoscaler:
         return self._start(balance, role, reason, balance.text(), now)
 
     def _shrink(self, balance: RoleBalance, now: float) -> list[Action]:
-        """Return the action that drains a worker that no role needed for a cooldown."""
+        """Return the action that drains one worker, if no role needed that worker for a
+        cooldown."""
         if not self._rested(now) or balance.total <= self._bounds.min_workers:
             return []
         broken = [role for role in ROLES if self._has_broken(balance, role)]
@@ -359,19 +362,19 @@ class Autoscaler:
 
 
 def _places(balance: RoleBalance, pool: str) -> list[WorkerFigures]:
-    """Return the slots of a pool, sorted by number."""
+    """Return the figures of a pool's slots, sorted by slot number."""
     own = [one for one in balance.workers if one.pool == pool]
     return sorted(own, key=lambda one: one.number)
 
 
 def _load_without(balance: RoleBalance, role: Role) -> float:
-    """Return a role's load with one worker less."""
+    """Return the load that a role would have with one worker less."""
     left = balance.have[role] - 1
     return balance.need[role] / left if left > 0 else math.inf
 
 
 def _can_go(balance: RoleBalance, worker: WorkerFigures, role: Role) -> bool:
-    """Whether the role can lose this worker. The last one that serves must stay."""
+    """Whether the role can lose this worker. A role must keep its last worker that serves."""
     if worker.state is not WorkerState.SERVING:
         return worker.role == role or worker.state is WorkerState.FAILED
     return worker.role == role and len(balance.in_role(role, WorkerState.SERVING)) > 1

@@ -20,7 +20,7 @@ class WorkerState(StrEnum):
 
     SERVING = "serving"
     STARTING = "starting"
-    """The worker is expected to serve, or to return, in its pool's role."""
+    """The worker starts or restarts. It is expected to serve in its pool's role."""
     FAILED = "failed"
     """The worker fails to start: its slot is used and adds no capacity."""
 
@@ -34,7 +34,7 @@ class WorkerFigures:
     number: int
     """Number of the slot in its pool. A pool that shrinks loses its highest slot."""
     role: Role
-    """The worker's role, or the one it takes when it is up."""
+    """The role of the worker, or the role that a starting worker takes."""
     state: WorkerState
     incarnation: str = ""
     """Incarnation of the worker in the slot."""
@@ -49,7 +49,7 @@ class SloFigures:
     judged: float = 0.0
     missed: float = 0.0
     tight: float = 0.0
-    """Requests that used more than half of the SLO, including those that missed it."""
+    """Number of requests that used more than half of the SLO, including requests that missed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,4 +82,5 @@ class ClusterFigures:
 
     workers: tuple[WorkerFigures, ...]
     demand: Demand | None
-    """The demand; None: a part of it is unknown, or too old to act on."""
+    """The traffic and its cost since the last look. None: a part of them is unknown, or too old to
+    act on."""

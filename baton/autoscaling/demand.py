@@ -14,7 +14,8 @@ from baton.autoscaling.traffic import TrafficCounts, TrafficWindow
 from baton.store.registry import WorkerRecord
 
 _SEEN_KEPT = 0.8
-"""Factor by which each look reduces the weight of earlier observations of prefill workers."""
+"""Factor by which each look at the cluster multiplies the weight of earlier observations of prefill
+workers."""
 _MAX_CORRECTION = 4.0
 """Maximum ratio between observed and calibrated step times, either way. A larger ratio reflects the
 moment more than the worker."""
@@ -32,7 +33,8 @@ class DemandReader:
     def __init__(self, slo_tpot_s: float) -> None:
         self._slo_tpot_s = slo_tpot_s
         self._seen = TrafficCounts()
-        """Observations of prefill workers and of lengths; older looks count less."""
+        """Observations of prefill workers and of prompt and answer lengths. Older observations have
+        less weight."""
 
     def read(self, traffic: TrafficWindow, records: Sequence[WorkerRecord]) -> Demand:
         """Return the demand in the window ``traffic``. ``records`` are those of the workers that
@@ -117,7 +119,8 @@ def _decode(
 
 
 def _correction(record: WorkerRecord) -> float:
-    """Return the ratio of observed to calibrated time of the latest steps."""
+    """Return the ratio of the observed time of the worker's latest steps to their calibrated
+    time."""
     load = record.load
     a, b, c = record.step_cost
     said = a + b * load.step_batch + c * load.step_context_tokens

@@ -65,7 +65,7 @@ class RoleBalance:
 
     @property
     def total(self) -> int:
-        """Slots in use, those of failed workers included."""
+        """Number of slots in use, including those of failed workers."""
         return len(self.workers)
 
     def load(self, role: Role) -> float:
@@ -101,8 +101,8 @@ class RateForecast:
     """
 
     def __init__(self, memory_s: float) -> None:
-        """A reading that is ``memory_s`` old has a weight of 1/e. The trend is damped at the same
-        rate."""
+        """Create a forecast. A reading that is ``memory_s`` old has a weight of 1/e. The trend is
+        damped at the same rate."""
         self._memory_s = memory_s
         self._level: float | None = None
         self._trend = 0.0
@@ -143,7 +143,7 @@ class WorkerNeeds:
         self._input = RateForecast(memory_s)
         self._output = RateForecast(memory_s)
         self._extra: dict[Role, float] = dict.fromkeys(ROLES, 0.0)
-        """Number of workers that corrections add to the floor, by role."""
+        """Number of workers that corrections for missed SLOs add to the floor, by role."""
         self._missed_at: dict[Role, float] = {}
         """By role: when its SLO was last not met with ease, or a correction of its need was last
         reduced."""
@@ -174,16 +174,16 @@ class WorkerNeeds:
         return balance
 
     def skip(self) -> None:
-        """Note a look at which the demand was unknown."""
+        """Note a look at the cluster at which the demand was unknown."""
         self._short_looks = dict.fromkeys(ROLES, 0)
 
     def forget(self) -> None:
-        """Drop what was observed of the cluster before it changed."""
+        """Forget the judged requests and the needs from before the cluster changed."""
         self._judged.clear()
         self._needed.clear()
 
     def short_looks(self, role: Role) -> int:
-        """Return the number of latest looks at which a role was short."""
+        """Return at how many of the latest looks in a row a role was short of workers."""
         return self._short_looks[role]
 
     def max_need(self, role: Role) -> float:
@@ -246,7 +246,8 @@ class WorkerNeeds:
         return "decode" if is_decode else "prefill"
 
     def _beyond(self, count: float, judged: float) -> bool:
-        """Whether a count exceeds the share of judged requests that ``SLO_SHARE`` allows."""
+        """Whether there are at least ``MIN_JUDGED`` judged requests, and ``count`` is more than the
+        fraction 1 - ``SLO_SHARE`` of them."""
         return judged >= MIN_JUDGED and count > (1 - SLO_SHARE) * judged
 
 

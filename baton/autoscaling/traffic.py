@@ -28,7 +28,7 @@ class RunningMean:
     """An exponentially weighted mean of samples; None until the first one."""
 
     def __init__(self, weight: float) -> None:
-        """``weight`` is that of the newest sample, above 0 and at most 1."""
+        """Create a mean. ``weight`` is that of the newest sample, above 0 and at most 1."""
         self._weight = weight
         self.value: float | None = None
 
@@ -47,11 +47,11 @@ class TrafficCounts:
     """Totals since a router started, or the difference between two looks."""
 
     requests: float = 0.0
-    """Requests received, refused ones included."""
+    """Number of received requests, including refused ones."""
     input_tokens: float = 0.0
     """Prompt tokens of all received requests, refused ones included."""
     expected_tokens: float = 0.0
-    """Expected output tokens of these requests, refused ones included."""
+    """Expected output tokens of all received requests, refused ones included."""
     shed: float = 0.0
     """Requests refused because of a full queue or a deadline."""
     first_tokens: float = 0.0
@@ -98,8 +98,8 @@ class TrafficCounts:
 
     @classmethod
     def parse(cls, told: Mapping[str, object]) -> Self:
-        """Create totals from a dictionary that ``dataclasses.asdict`` made of them. Raises
-        ValueError, TypeError."""
+        """Create totals from ``told``, a dictionary that ``dataclasses.asdict`` made of other
+        totals. Raises ValueError, TypeError."""
         return cls(**{name: float(told[name]) for name in NAMES if name in told})  # type: ignore[arg-type]
 
 
@@ -131,7 +131,8 @@ class TrafficMeter:
         """Mean output tokens, by context-length class."""
 
     def came(self, context_class: str, prompt_tokens: int, max_tokens: int) -> None:
-        """Count a request that may have up to ``max_tokens`` output tokens."""
+        """Count a request that has just arrived, and that may have up to ``max_tokens`` output
+        tokens."""
         self.counts.requests += 1
         self.counts.input_tokens += prompt_tokens
         mean = self._lengths[context_class].value
@@ -139,7 +140,8 @@ class TrafficMeter:
         self.counts.expected_tokens += guess if mean is None else mean
 
     def ended(self, context_class: str, tokens: int) -> None:
-        """Learn the length of an answer that ended without an error."""
+        """Update the mean answer length of a context-length class with an answer that ended without
+        an error."""
         self._lengths[context_class].add(float(tokens))
 
 
@@ -171,7 +173,8 @@ class TrafficTracker:
         self._looked_at: float | None = None
 
     def look(self, told: Mapping[str, RouterTraffic], now: float) -> TrafficWindow | None:
-        """Return the traffic since the last look; None while it is unknown."""
+        """Return the traffic since the last look; None while it is unknown. ``told`` has the latest
+        report of each router."""
         added = []
         for name, one in told.items():
             known = self._routers.get(name)
@@ -191,7 +194,7 @@ class TrafficTracker:
         return TrafficWindow(now - before, TrafficCounts.total(added))
 
     def gone(self, now: float) -> list[str]:
-        """Return the routers that have been silent for ``GONE_S``."""
+        """Return the names of routers that have not reported for ``GONE_S``."""
         return [name for name, one in self._routers.items() if now - one.heard_at >= GONE_S]
 
     def _silent(self, now: float) -> bool:

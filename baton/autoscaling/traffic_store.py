@@ -16,7 +16,7 @@ import redis.asyncio
 from baton.autoscaling.traffic import RouterTraffic, TrafficCounts
 
 TELL_S = 1.0
-"""Interval between two reports of a router, in seconds."""
+"""Interval between two traffic reports of a router, in seconds."""
 TTL_S = 600
 
 
@@ -31,7 +31,7 @@ class TrafficStore:
         self._key = f"baton:{{{cluster_id}}}:traffic"
 
     async def write(self, router: str, told: RouterTraffic) -> None:
-        """Replace the report of a router."""
+        """Replace the traffic report of a router."""
         value = json.dumps({"beat": told.beat, **asdict(told.counts)})
         async with self._client.pipeline(transaction=False) as calls:
             calls.hset(self._key, router, value)
@@ -39,13 +39,14 @@ class TrafficStore:
             await calls.execute()
 
     async def read(self) -> dict[str, RouterTraffic]:
-        """Return the reports by router, without those that cannot be parsed."""
+        """Return the traffic reports of all routers, by router, without those that cannot be
+        parsed."""
         told: dict[bytes, bytes] = await cast(Any, self._client.hgetall(self._key))
         parsed = {router.decode(): _parse(value) for router, value in told.items()}
         return {router: one for router, one in parsed.items() if one is not None}
 
     async def remove(self, routers: Collection[str]) -> None:
-        """Remove the reports of routers that have ended."""
+        """Remove the traffic reports of routers that have ended."""
         if routers:
             await cast(Any, self._client.hdel(self._key, *routers))
 

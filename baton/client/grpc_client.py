@@ -88,8 +88,9 @@ class _Requests(ABC, Generic[Pieces, Responses]):
     ) -> Responses:
         """Stream the protocol's messages of ``n`` answers to a text, token ids or a conversation.
 
-        Give one of the three. Each message names its choice. ``tools`` go with ``messages``.
-        Closing the generator aborts the request. Raises ValueError unless there is one input.
+        Give exactly one of ``prompt``, ``token_ids`` and ``messages``; otherwise ValueError is
+        raised. Each message in the stream names its choice. ``tools`` are only used with
+        ``messages``. Closing the generator aborts the request.
         """
         request = wire.generate_request(
             model=model or self._model,
@@ -104,7 +105,8 @@ class _Requests(ABC, Generic[Pieces, Responses]):
 
     @abstractmethod
     def _stream(self, request: pb.GenerateRequest, deadline_s: float) -> Responses:
-        """Send a request. Iterating raises BatonError."""
+        """Send a request, and return the stream of its responses. Iterating over the stream raises
+        BatonError if the call fails."""
 
     @abstractmethod
     def _pieces(self, responses: Responses) -> Pieces:
@@ -112,7 +114,8 @@ class _Requests(ABC, Generic[Pieces, Responses]):
 
 
 class Client(_Requests[Generator[Piece, None, None], Generator[pb.GenerateResponse, None, None]]):
-    """Connects on first use. Safe to share between threads. Its methods raise BatonError."""
+    """A client of a router's gRPC API, for threads. It connects on first use, and threads can share
+    it. Its methods raise BatonError."""
 
     def __init__(
         self,
@@ -122,11 +125,11 @@ class Client(_Requests[Generator[Piece, None, None], Generator[pb.GenerateRespon
         model: str = "",
         tls: TlsFiles | None = None,
     ) -> None:
-        """``address`` is the host:port of a router's gRPC listener.
+        """Create a client. ``address`` is the host:port of a router's gRPC listener.
 
         ``model`` may be empty where one model is served. ``tls`` names the CA of the router's
-        certificate, and the client's own certificate; None disables TLS. Raises ConfigError where
-        its files cannot be used.
+        certificate, and the client's own certificate; None disables TLS. Raises ConfigError if a
+        file of ``tls`` cannot be used.
         """
         super().__init__(address, api_key, model)
         self._channel = open_blocking_channel(address, tls)
@@ -158,7 +161,7 @@ class Client(_Requests[Generator[Piece, None, None], Generator[pb.GenerateRespon
         *,
         deadline_s: float = DEADLINE_S,
     ) -> Answer:
-        """Continue a conversation."""
+        """Continue a conversation, and return the complete answer."""
         return Answer.of(self.stream_chat(messages, sampling, deadline_s=deadline_s))
 
     def complete(
@@ -168,7 +171,7 @@ class Client(_Requests[Generator[Piece, None, None], Generator[pb.GenerateRespon
         *,
         deadline_s: float = DEADLINE_S,
     ) -> Answer:
-        """Continue a text, or token ids."""
+        """Continue a text or token ids, and return the complete answer."""
         return Answer.of(self.stream_completion(prompt, sampling, deadline_s=deadline_s))
 
     def _stream(
@@ -193,7 +196,8 @@ class Client(_Requests[Generator[Piece, None, None], Generator[pb.GenerateRespon
 class AsyncClient(
     _Requests[AsyncGenerator[Piece, None], AsyncGenerator[pb.GenerateResponse, None]]
 ):
-    """Does the same as ``Client`` for asyncio. Connects on first use; belongs to its event loop."""
+    """A client with the methods of ``Client``, for asyncio. It connects on first use, and belongs
+    to one event loop."""
 
     def __init__(
         self,
@@ -203,9 +207,9 @@ class AsyncClient(
         model: str = "",
         tls: TlsFiles | None = None,
     ) -> None:
-        """Takes the same arguments as ``Client``.
+        """Create a client. The arguments are those of ``Client``.
 
-        Raises ConfigError for unusable files in ``tls``.
+        Raises ConfigError if a file of ``tls`` cannot be used.
         """
         super().__init__(address, api_key, model)
         self._channel = open_channel(address, tls)
@@ -239,7 +243,7 @@ class AsyncClient(
         *,
         deadline_s: float = DEADLINE_S,
     ) -> Answer:
-        """Continue a conversation."""
+        """Continue a conversation, and return the complete answer."""
         pieces = self.stream_chat(messages, sampling, deadline_s=deadline_s)
         return Answer.of([piece async for piece in pieces])
 
@@ -250,7 +254,7 @@ class AsyncClient(
         *,
         deadline_s: float = DEADLINE_S,
     ) -> Answer:
-        """Continue a text, or token ids."""
+        """Continue a text or token ids, and return the complete answer."""
         pieces = self.stream_completion(prompt, sampling, deadline_s=deadline_s)
         return Answer.of([piece async for piece in pieces])
 

@@ -34,7 +34,8 @@ def generate_request(
     n: int = 1,
     tools: Tools | None = None,
 ) -> pb.GenerateRequest:
-    """Build a request. Raises ValueError unless there is exactly one input."""
+    """Build a request. Raises ValueError unless exactly one of ``prompt``, ``token_ids`` and
+    ``messages`` is given."""
     if sum(given is not None for given in (prompt, token_ids, messages)) != 1:
         raise ValueError("give one of prompt, token_ids and messages")
     request = pb.GenerateRequest(model=model, sampling=sampling, n=n, tools=tools)
@@ -99,7 +100,7 @@ def models(answer: pb.ListModelsResponse) -> tuple[ModelCard, ...]:
 
 
 def meant(rpc: Any, address: str) -> BatonError:
-    """Return the BatonError for a call that failed.
+    """Return the BatonError for a call to ``address`` that failed.
 
     ``rpc`` is the exception that the call raised, in the blocking or in the asyncio API.
     """

@@ -24,7 +24,7 @@ AGENT_HEADER = "x-baton-agent"
 RUN_HEADER = "x-baton-run-id"
 """Request: the client's name of the run that the request belongs to. The request log shows it."""
 ROUTER_HEADER = "x-baton-router"
-"""Response of ``/health``: the number of the router process that gave it."""
+"""Response header of ``/health``: the number of the router process that answered."""
 REQUEST_ID_HEADER = "x-request-id"
 """Request: an id that the client chooses. Response: that id, or one that the router made."""
 RETRY_AFTER_HEADER, RETRY_AFTER_MS_HEADER = "retry-after", "retry-after-ms"
@@ -42,7 +42,7 @@ def request_headers(
     run_id: str = "",
     trace: TraceContext = NO_TRACE,
 ) -> dict[str, str]:
-    """The headers of a request; arguments that are not given add none.
+    """Return the headers of a request. An argument that is not given adds no header.
 
     ``api_key``: only for clients that do not send it themselves; the `openai` package does.
     ``deadline_s``: seconds for the whole request. ``trace``: the W3C trace context of the caller.

@@ -28,7 +28,8 @@ from baton.security.tls import TlsFiles, client_context
 
 _CONNECT_S = 5.0
 _SILENCE_S = 330.0
-"""A router that sends nothing for this long counts as lost. Its own default deadline is 300 s."""
+"""Time without a byte after which a router counts as lost, in seconds. It exceeds the router's own
+default deadline of 300 s."""
 _DATA, _DONE = "data: ", "[DONE]"
 _CLASSES = classes_by_code()
 
@@ -51,7 +52,7 @@ def open_api(url: str, api_key: str = "", tls: TlsFiles | None = None) -> httpx.
 
 
 def open_async_api(url: str, api_key: str = "", tls: TlsFiles | None = None) -> httpx.AsyncClient:
-    """Does the same as ``open_api`` for one event loop."""
+    """Open an asyncio client as ``open_api`` does for threads: same arguments, same errors."""
 
     async def check(response: httpx.Response) -> None:
         if not response.is_success:
@@ -86,7 +87,8 @@ def _context(url: str, tls: TlsFiles | None) -> ssl.SSLContext | bool:
 
 @contextmanager
 def api_errors() -> Iterator[None]:
-    """Convert httpx errors to BatonErrors: no connection, no answer in time, not a URL."""
+    """Convert httpx errors in the context's body to BatonErrors: no connection, no answer in time,
+    not a URL."""
     try:
         yield
     except httpx.InvalidURL as error:
@@ -101,10 +103,10 @@ def api_errors() -> Iterator[None]:
 
 
 def error_of(response: httpx.Response) -> BatonError:
-    """Return the error that a response reports. Its message ends with the status and the API's
-    code.
+    """Return the error that a response reports. Its message ends with the HTTP status and the API's
+    error code.
 
-    The class follows the code, or the status where the code is unknown.
+    The error code selects the class of the error. If the code is unknown, the HTTP status does.
     """
     try:
         body = response.json()
@@ -133,8 +135,8 @@ def event_of(line: str) -> dict[str, Any] | None:
 
 
 def _error(body: Any, status: int | None, retry_after: float | None) -> BatonError:
-    """Build the error that ``body``, of a response or of a stream's event, reports. ``status`` is
-    None for an event."""
+    """Build the error that ``body`` reports. ``body`` is that of a response, or of an event in a
+    stream; ``status`` is None for an event."""
     error = body.get("error") if isinstance(body, dict) else None
     fields: dict[str, Any] = error if isinstance(error, dict) else {}
     code, param = fields.get("code"), fields.get("param")

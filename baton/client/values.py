@@ -37,12 +37,12 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] = ()
-    """The only tokens that may be sampled; empty: all."""
+    """The only token ids that may be sampled; empty: all token ids."""
     grammar: Grammar | None = None
     """Grammar that the answer's text must match."""
     logprobs: int | None = None
-    """Number of most likely tokens to return with each token's log probability; None: none at
-    all."""
+    """Number of most likely tokens to return with each token's log probability; None: no log
+    probabilities."""
 
     def given(self) -> dict[str, Any]:
         """Return the sampling parameters that are set, by name. None and empty values count as not
@@ -62,7 +62,7 @@ class Usage:
     written_prompt_tokens: int = 0
     """Prompt tokens that were computed and stay cached for longer because of a pin."""
     reasoning_tokens: int = 0
-    """The part of ``completion_tokens`` that is reasoning."""
+    """Number of reasoning tokens, which are part of ``completion_tokens``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Piece:
 
     text: str
     finish_reason: str | None = None
-    """Why the answer ended: ``stop`` or ``length``; None until that is known."""
+    """Reason why the answer ended: ``stop`` or ``length``; None until the answer has ended."""
     usage: Usage | None = None
     """Token counts of the request; None except in the last piece."""
     logprobs: tuple[TokenScore, ...] = ()

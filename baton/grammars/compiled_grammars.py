@@ -16,12 +16,12 @@ from baton.errors import InvalidGrammar
 from baton.grammar import Grammar, TokenMatcher, reason_in
 
 Compile = Callable[[Grammar], TokenMatcher]
-"""Compiles a grammar. Raises InvalidGrammar."""
+"""Function that compiles a grammar. It raises InvalidGrammar."""
 
 
 @dataclass(slots=True)
 class _Share:
-    """The grammars of one salt, least recently used first."""
+    """The compiled grammars of one cache salt, least recently used first."""
 
     kept: OrderedDict[Grammar, TokenMatcher] = field(default_factory=OrderedDict)
     size: int = 0
@@ -42,13 +42,13 @@ class CompiledGrammars:
         max_grammars: int = 64,
         max_bytes: int = 2 << 20,
     ) -> None:
-        """``load`` returns the compiler. It is called by ``prepare``, or else for the first
-        grammar.
+        """Create an empty cache. ``load`` returns the compiler. It is called by ``prepare``, or
+        else for the first grammar.
 
         The token masks of matchers have ``vocab_size`` bits.
 
-        Keeps up to ``max_grammars`` grammars, whose texts have up to ``max_bytes`` in all, and
-        always the latest one.
+        The cache keeps up to ``max_grammars`` grammars, whose texts have up to ``max_bytes`` in
+        all. It always keeps the latest grammar.
         """
         self.vocab_size = vocab_size
         self._load = load
@@ -56,7 +56,7 @@ class CompiledGrammars:
         self._max_bytes = max_bytes
         self._compile: Compile | None = None
         self._shares: OrderedDict[bytes, _Share] = OrderedDict()
-        """Grammars by salt, least recently used first."""
+        """Compiled grammars by cache salt, least recently used salt first."""
         self._lock = threading.Lock()
         self._compiling = threading.Lock()
 
@@ -71,13 +71,14 @@ class CompiledGrammars:
                     self._compile = self._load()
 
     def kept(self, grammar: Grammar, cache_salt: bytes = b"") -> TokenMatcher | None:
-        """Return a new matcher at the start of a text, if the cache has the grammar; else None."""
+        """Return a new matcher of a grammar, at the start of a text, if the cache has the grammar;
+        else None."""
         found = self._find(grammar, cache_salt)
         return None if found is None else found.deep_copy()
 
     def matcher(self, grammar: Grammar, cache_salt: bytes = b"") -> TokenMatcher:
-        """Return a new matcher at the start of a text. Compiles the grammar if the cache does not
-        have it.
+        """Return a new matcher of a grammar, at the start of a text. If the cache does not have the
+        grammar, compile it.
 
         Raises InvalidGrammar.
         """
@@ -119,7 +120,8 @@ class CompiledGrammars:
         )
 
     def _drop_oldest(self) -> None:
-        """Drop the least recently used grammar of the salt that holds most."""
+        """Drop the least recently used grammar of the cache salt that uses the largest share of the
+        cache."""
         cache_salt, share = max(
             self._shares.items(),
             key=lambda item: max(
@@ -135,7 +137,8 @@ class CompiledGrammars:
 def grammars_of(
     tokenizer_json: Callable[[], str], vocab_size: int, eos_ids: Sequence[int]
 ) -> CompiledGrammars:
-    """Make the cache for the tokens of one tokenizer; see ``baton.grammars.grammar_library``."""
+    """Create a cache of grammars that are compiled for the tokens of one tokenizer. See
+    ``baton.grammars.grammar_library``."""
 
     def load() -> Compile:
         try:

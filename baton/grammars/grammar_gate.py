@@ -34,7 +34,7 @@ class _Job:
     grammar: Grammar
     cache_salt: bytes
     result: asyncio.Future[TokenMatcher]
-    """The compiled grammar. Fails with InvalidGrammar."""
+    """Completes with the matcher of the compiled grammar, or fails with InvalidGrammar."""
     wanted: int = 0
     """Number of requests that wait for the grammar."""
 
@@ -45,7 +45,8 @@ class GrammarGate:
     def __init__(
         self, grammars: CompiledGrammars, observe: Callable[[float], None] = lambda seconds: None
     ) -> None:
-        """``observe`` is called with the seconds that each compilation took."""
+        """Create a gate. ``observe`` is called with the number of seconds that each compilation
+        took."""
         self._grammars = grammars
         self._observe = observe
         self._queues: OrderedDict[bytes, OrderedDict[Grammar, _Job]] = OrderedDict()
@@ -56,14 +57,14 @@ class GrammarGate:
 
     @property
     def idle(self) -> bool:
-        """Whether no grammar compiles or waits."""
+        """Whether no grammar is being compiled or waits for compilation."""
         return self._work is None or self._work.done()
 
     async def ready(
         self, grammar: Grammar | None, cache_salt: bytes, deadline: float
     ) -> TokenMatcher | None:
-        """Wait until the grammar is compiled, and return a new matcher at the start of a text; None
-        if there is no grammar.
+        """Wait until a grammar is compiled. Return a new matcher of it, at the start of a text;
+        None if ``grammar`` is None.
 
         ``deadline`` is on the monotonic clock. Raises InvalidGrammar, DeadlineExceeded, and
         Overloaded if too many grammars of the tenant wait.

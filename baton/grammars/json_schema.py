@@ -47,8 +47,8 @@ def closed_schema(schema: Any) -> Any:
 
 
 def _closed(schema: Any, open_at: frozenset[str], at: str, *, is_open: bool, depth: int) -> Any:
-    """Return one schema closed as by ``closed_schema``. ``at`` is its JSON pointer if references
-    may use that, else empty."""
+    """Return one schema, closed as ``closed_schema`` does it. ``at`` is the schema's JSON pointer
+    if references may use the pointer, else empty."""
     if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         return schema
     stays_open = is_open or at in open_at or not _is_alone(schema)
@@ -102,7 +102,8 @@ def _is_alone(schema: Mapping[str, Any]) -> bool:
 
 
 def _open_references(schema: Any) -> frozenset[str]:
-    """Return references to schemas that are combined with others somewhere."""
+    """Return references to those schemas that are combined with other schemas anywhere in
+    ``schema``."""
     found: set[str] = set()
     pending = list(_references(schema, is_open=False))
     while pending:
@@ -114,9 +115,10 @@ def _open_references(schema: Any) -> frozenset[str]:
 
 
 def _references(schema: Any, *, is_open: bool) -> Iterator[str]:
-    """Yield references of schemas that are combined with others; ``is_open``: this one is.
+    """Yield the references in ``schema`` to schemas that are combined with others. ``is_open`` is
+    true if ``schema`` itself is combined with others.
 
-    Each part is visited once, whatever combines it.
+    Each part of a schema is visited once, even if several schemas combine it.
     """
     pending = [(schema, is_open, 0)]
     while pending:

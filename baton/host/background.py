@@ -18,7 +18,8 @@ INLINE = 4096
 """Maximum work that runs on the event loop itself, in characters to tokenize or in tokens and
 numbers to write. This amount takes about two milliseconds."""
 LOOK_S = 0.1
-"""Interval between two observations of the loop's lag; every longer standstill is observed."""
+"""Interval between two observations of the event loop's lag, in seconds. Every longer standstill of
+the loop is observed."""
 
 
 def spawn(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -54,7 +55,7 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 async def watch_loop(observe: Callable[[float], None], every_s: float = LOOK_S) -> NoReturn:
-    """Observe the lag of this event loop every ``every_s``, until cancelled.
+    """Call ``observe`` with the lag of this event loop, every ``every_s`` seconds, until cancelled.
 
     Lag is how late a timer fires, in seconds, because other callbacks hold the loop.
     """
@@ -66,9 +67,9 @@ async def watch_loop(observe: Callable[[float], None], every_s: float = LOOK_S) 
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Run work of a length that a client chooses: on the event loop if it is short, else on a
+    """Run ``work``, whose length a client chooses: on the event loop if it is short, else on a
     thread.
 
-    ``size`` is its length, in the unit of ``INLINE``. Raises what ``work`` raises.
+    ``size`` is the length of the work, in the unit of ``INLINE``. Raises what ``work`` raises.
     """
     return work() if size <= INLINE else await asyncio.to_thread(work)

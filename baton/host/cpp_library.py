@@ -24,7 +24,7 @@ from baton.host.cache import cache_dir
 NATIVE = "-march=native"
 """The compiler's target for this machine's CPU."""
 Tell = Callable[[str], None]
-"""Receives a build's progress, in a few words."""
+"""Function that receives a build's progress, in a few words."""
 
 _FLAGS = ("-O3", "-std=c++20", "-ffp-contract=fast", "-Wno-psabi", "-fPIC", "-pthread")
 # GCC copies vectors of 64 bytes in pieces of 16 where the CPU's registers have 32. A 32-byte read
@@ -32,7 +32,7 @@ _FLAGS = ("-O3", "-std=c++20", "-ffp-contract=fast", "-Wno-psabi", "-fPIC", "-pt
 # than twice as long on AVX2.
 _WIDE_COPIES = "-mmove-max=256"
 _BUILD_S = 300.0
-"""Deadline of a build, in seconds."""
+"""Time limit for building the library, in seconds."""
 _WAITS_S = 330.0
 """Maximum time that a process waits for another process to build the same library, in seconds."""
 _LOOK_S = 0.02
@@ -47,7 +47,8 @@ class CppLibrary:
     """
 
     def __init__(self, folder: Path, target: str, compiler: str = "") -> None:
-        """``target`` is an ``-march`` flag. ``compiler`` is a command; empty takes $CXX, or g++.
+        """Describe a library of the sources in ``folder``. ``target`` is an ``-march`` flag.
+        ``compiler`` is a command; empty takes $CXX, or g++.
 
         Raises ConfigError with the reason if no compiler works.
         """
@@ -98,9 +99,10 @@ class CppLibrary:
 
     @contextlib.contextmanager
     def _alone(self, place: Path, tell: Tell) -> Iterator[None]:
-        """Lock the folder ``place`` for one building process, and remove it in the end.
+        """Lock the build folder ``place`` for one process within the context, and remove the folder
+        at the end.
 
-        Raises TimeoutError where another process builds for too long.
+        Raises TimeoutError if another process builds for too long.
         """
         deadline, told = time.monotonic() + _WAITS_S, -1
         while (lock := _locked(place)) is None:
@@ -151,8 +153,8 @@ def _explained(folder: Path) -> Iterator[None]:
 
 
 def _locked(place: Path) -> int | None:
-    """Make and lock a folder, and return the lock's descriptor; None while another process has
-    it."""
+    """Make and lock a folder. Return the descriptor of its lock; None while another process holds
+    the lock."""
     path = place / "lock"
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -221,7 +223,8 @@ def _takes(command: list[str], flag: str) -> bool:
 
 
 def _cpu_flags() -> bytes:
-    """Return this CPU's flags. Machines of several kinds may share a cache."""
+    """Return the flags of this CPU, for the library's name: machines with different CPUs may share
+    a cache."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:

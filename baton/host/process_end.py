@@ -14,7 +14,8 @@ log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 
 Fail: TypeAlias = Callable[[str], object]
-"""Ends the process and logs the reason, from any thread: ``fail``, or a test's recorder."""
+"""Function that ends the process and logs the reason, from any thread: ``fail``, or a test's
+recorder."""
 
 
 def fail(reason: str) -> NoReturn:

@@ -50,7 +50,8 @@ class SilenceTimer:
 
 @asynccontextmanager
 async def listening(limit_s: float) -> AsyncIterator[asyncio.Timeout]:
-    """Like ``asyncio.timeout``, but counts only seconds in which this process listened.
+    """Limit the time of the context's body, as ``asyncio.timeout`` does. Only seconds in which this
+    process listened count.
 
     Raises TimeoutError.
     """
@@ -85,6 +86,7 @@ class ListeningClock:
         return self._time + min(self._max_s, max(0.0, passed))
 
     def tick(self) -> None:
-        """Note that the owner runs. The owner calls this several times in the shortest lease."""
+        """Note that the clock's owner runs. The owner calls this several times in the shortest
+        lease."""
         self._time = self()
         self._ticked_at = self._monotonic()

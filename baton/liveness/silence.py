@@ -46,17 +46,17 @@ class SilenceWatch(Generic[Peer]):
     """Finds silent peers by counting the listener's ticks; the module's docstring has the rules."""
 
     def __init__(self, limit_s: float) -> None:
-        """A peer that gives no sign for ``limit_s`` seconds is silent."""
+        """Create a watch. A peer that gives no sign for ``limit_s`` seconds is silent."""
         self.limit_s = limit_s
         self._silences: dict[Peer, _Silence] = {}
         self._at: float | None = None
 
     def tick(self, signs: Mapping[Peer, Hashable], now: float) -> list[Peer]:
-        """Count the time since the last tick; returns the peers that are found to be silent.
+        """Count the time since the last tick. Return the peers that are found to be silent.
 
-        ``signs`` has a value for each peer that should speak, which changes whenever the peer has
-        spoken. A peer without a value is not silent. One that stays silent is found again after
-        another ``limit_s`` seconds.
+        ``signs`` has a value for each peer that should speak. A peer's value changes whenever the
+        peer has spoken. A peer without a value is not silent. A peer that stays silent is returned
+        again after another ``limit_s`` seconds.
         """
         passed = 0.0 if self._at is None else max(0.0, now - self._at)
         self._at = now

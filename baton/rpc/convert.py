@@ -85,7 +85,7 @@ _GRAMMAR_TEXTS = {
     "lark": GrammarKind.LARK,
     "structural_tag": GrammarKind.STRUCTURAL_TAG,
 }
-"""Kinds of grammar that are sent as text."""
+"""Kinds of grammar that are sent as text, by the name of the protobuf field."""
 
 
 def grammar_from_proto(message: sampling_pb2.Grammar) -> Grammar | None:
@@ -110,7 +110,7 @@ _OF_MANY: dict[str, Callable[[Any], Any]] = {
     "allowed_token_ids": tuple,
     "bad_words": lambda runs: tuple(tuple(run.ids) for run in runs),
 }
-"""How to read the fields that hold more than one value."""
+"""Functions that convert, by name, those sampling fields that hold more than one value."""
 
 
 def sampling_from_proto(message: sampling_pb2.SamplingParameters) -> SamplingParams:
@@ -129,7 +129,8 @@ def sequence_to_proto(spec: SequenceSpec) -> worker_pb2.SequenceSpec:
 
 
 def write_sequence(message: worker_pb2.SequenceSpec, spec: SequenceSpec) -> None:
-    """Write a sequence into an empty message, so that no part of another message is copied."""
+    """Write a sequence's spec into an empty message, so that no part of another message is
+    copied."""
     message.request_id = spec.request_id
     message.attempt = spec.attempt
     message.router_id = spec.router_id

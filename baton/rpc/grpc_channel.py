@@ -22,8 +22,9 @@ MESSAGE_LIMIT = 64 << 20
 """Maximum bytes of one message, in both directions. gRPC's default of 4 MiB is too small for long
 prompts."""
 GATHERED_BYTES = 4 << 20
-"""Maximum size in bytes of a message that joins several parts. Without it, all that is queued for a
-slow or stopped peer could exceed the gRPC limit. A single part may be larger."""
+"""Maximum size in bytes of a message that joins several parts. Without this maximum, one message
+with all parts queued for a slow or stopped peer could exceed the gRPC limit. A message of a single
+part may be larger."""
 
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MESSAGE_LIMIT),
@@ -31,13 +32,13 @@ _OPTIONS: list[tuple[str, int]] = [
 ]
 _NO_BOUNDS: Mapping[str, int] = MappingProxyType({})
 _CONNECT_MS, _HANDSHAKE_MS = 1_000, 2_000
-"""Timeouts of making a connection, without TLS and with it. TLS adds two round trips and some
-computation. On a busy machine 0.1 s is too short, and the caller would see an unreachable peer. A
-port without a listener is detected immediately in any case."""
+"""Time limits for making a connection without TLS and with TLS, in milliseconds. TLS adds two round
+trips and some computation. On a busy machine 0.1 s is too short, and the caller would see an
+unreachable peer. A port without a listener is detected immediately in any case."""
 PING_TIMEOUT_MS = int(1.5 * STANDSTILL_S * 1e3)
-"""A peer that answers no ping for this long is gone. This is longer than any pause, since a peer
-that stands still returns, and since gRPC's timer may fire before an answer is read.
-``SilenceWatch`` finds a silent process much sooner."""
+"""Time without an answer to a ping after which a peer counts as gone, in milliseconds. It is longer
+than any pause, since a peer that stands still returns, and since gRPC's timer may fire before an
+answer is read. ``SilenceWatch`` finds a silent process much sooner."""
 _SERVER_OPTIONS = [
     *_OPTIONS,
     # Only the bit of "identity" is set: a compressed message of some kB may expand to gigabytes.
@@ -50,8 +51,9 @@ _SERVER_OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 CLIENT_PING_MS, SERVER_PING_MS = 10_000, 30_000
-"""Intervals between two pings. A peer whose machine is gone, or that reads nothing any more, is
-disconnected after this time and ``PING_TIMEOUT_MS``. Calls would never end without it."""
+"""Intervals between two pings of a client and of a server, in milliseconds. A peer whose machine is
+gone, or that reads nothing any more, is disconnected after this time and ``PING_TIMEOUT_MS``.
+Without pings, calls to it would never end."""
 
 
 def by_size(parts: Iterable[Part], max_bytes: int = GATHERED_BYTES) -> Iterator[list[Part]]:
@@ -76,7 +78,8 @@ def open_channel(
 ) -> grpc.aio.Channel:
     """Return a channel to ``host:port``; it connects on first use. Raises ConfigError.
 
-    ``peer``: the role that the server's certificate must name; otherwise it must name the host.
+    ``peer`` is the role that the server's certificate must name. If ``peer`` is None, the
+    certificate must name the host.
     """
     if tls is None:
         return grpc.aio.insecure_channel(address, options=_client_options())
@@ -86,7 +89,8 @@ def open_channel(
 def open_blocking_channel(
     address: str, tls: TlsFiles | None = None, peer: PeerRole | None = None
 ) -> grpc.Channel:
-    """Does the same as ``open_channel`` for threads and programs without an event loop."""
+    """Return a blocking channel, for threads and programs without an event loop. Arguments and
+    errors are those of ``open_channel``."""
     if tls is None:
         return grpc.insecure_channel(address, options=_client_options())
     return grpc.secure_channel(address, _client_credentials(tls), options=_towards(peer))
@@ -100,18 +104,18 @@ def make_server(
 ) -> grpc.aio.Server:
     """Make a server without services and ports. ``shares_port``: other servers may share its port.
 
-    Every call passes the ``gates`` first. ``bounds`` are options of gRPC's core, by name, that
-    replace those of servers within the cluster. Services are found only if they register their
-    methods.
+    Every call passes the interceptors ``gates`` first. ``bounds`` are options of gRPC's core, by
+    name. They replace the options of servers within the cluster. Services are found only if they
+    register their methods.
     """
     options = {**dict(_server_options(shares_port=shares_port)), **bounds}
     return registered_server(gates, [*options.items()])
 
 
 def listen(server: grpc.aio.Server | grpc.Server, address: str, tls: TlsFiles | None = None) -> int:
-    """Have a server listen on ``host:port``; returns the port. Raises ConfigError.
+    """Make a server listen on ``host:port``, and return the port. Raises ConfigError.
 
-    With a CA among the files, clients must show a certificate of it.
+    If ``tls`` has a CA, clients must show a certificate of that CA.
     """
     try:
         if tls is None:

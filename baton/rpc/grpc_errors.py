@@ -113,8 +113,8 @@ def error_from_code(
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError, peer: str) -> errors.BatonError:
-    """Return the error that a peer reported; ``peer`` names it where the transport itself
-    failed."""
+    """Return the error that a peer reported. ``peer`` names the peer in the message if the
+    transport itself failed."""
     trailers = dict(error.trailing_metadata() or ())
     cls = _BY_CODE.get(str(trailers.get(CODE_KEY, "-")))
     message = error.details() or str(error.code())
@@ -127,9 +127,9 @@ def error_from_rpc(error: grpc.aio.AioRpcError, peer: str) -> errors.BatonError:
 
 @contextlib.contextmanager
 def call_errors(peer: str) -> Iterator[None]:
-    """Wrap the awaiting of a call: raise the error that its peer reported.
+    """Wrap the awaiting of a call to the process ``peer``: raise the error that the peer reported.
 
-    That is WorkerFailed if the channel is closed during the call.
+    The error is WorkerFailed if the channel is closed during the call.
     """
     try:
         yield
@@ -148,8 +148,8 @@ def call_errors(peer: str) -> Iterator[None]:
 async def stream_errors(
     call: grpc.aio.StreamStreamCall[RequestT, R], peer: str
 ) -> AsyncIterator[None]:
-    """Wrap the writing and reading of a stream's messages: raise the error that ended the
-    stream."""
+    """Wrap the writing and reading of a stream's messages: raise the error that ended the stream.
+    ``peer`` names the other process."""
     with call_errors(peer):
         try:
             yield
@@ -160,7 +160,8 @@ async def stream_errors(
 async def stream_ending(
     call: grpc.aio.StreamStreamCall[RequestT, R], peer: str
 ) -> errors.BatonError:
-    """Return why a stream gave no message: its peer ended it, or sent one that cannot be parsed."""
+    """Return the reason why a stream gave no message: its peer ended the stream, or sent a message
+    that cannot be parsed."""
     if not call.done():
         return errors.HandoffError(f"{peer} sent a message that cannot be read")
     code = await call.code()

@@ -16,7 +16,7 @@ import grpc.aio
 from grpc._cython import cygrpc
 
 UNKNOWN = "/baton.v1/Unknown"
-"""Stands for every method that the server does not have."""
+"""Method name that stands for every method that the server does not have."""
 
 
 def registered_server(

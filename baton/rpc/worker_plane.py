@@ -25,7 +25,8 @@ TOKEN_KEY = "baton-worker-token"  # noqa: S105 - the name of a piece of metadata
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlane:
-    """The credentials that a process shows workers and, if it is a worker, requires of callers."""
+    """The credentials that a process shows to workers. A worker also requires them of its
+    callers."""
 
     tls: TlsFiles | None = None
     """The process's own certificate and the cluster's CA; None without certificates."""
@@ -35,7 +36,8 @@ class WorkerPlane:
 
     @classmethod
     def of(cls, tls: TlsFiles | None, secret: str) -> Self:
-        """Return the plane of a process with these files, in the cluster of this secret."""
+        """Return the plane of a process with the files ``tls``, in the cluster whose secret is
+        ``secret``."""
         return cls(tls, worker_token(secret))
 
     def channel(self, address: str) -> grpc.aio.Channel:
@@ -122,7 +124,8 @@ class _TokenGate(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """See ``grpc.aio.ServerInterceptor``."""
+        """Pass a call on if it shows the cluster's token; refuse it otherwise. See
+        ``grpc.aio.ServerInterceptor``."""
         shown = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_KEY, "")
         given = shown if isinstance(shown, bytes) else shown.encode(errors="replace")
         if hmac.compare_digest(given, self._token):

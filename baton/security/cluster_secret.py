@@ -23,7 +23,7 @@ def new_secret() -> str:
 
 
 def worker_token(secret: str) -> str:
-    """Return the token that the cluster's processes show its workers, in hexadecimal digits."""
+    """Return the token, in hexadecimal digits, that the cluster's processes show to its workers."""
     return _derived(secret, "worker token").hex()
 
 

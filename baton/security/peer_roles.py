@@ -40,7 +40,7 @@ def callers_of(method: str) -> frozenset[PeerRole]:
 
 
 def refusal(context: Any, method: str) -> str:
-    """Return why a TLS caller may not call ``method``; empty where it may."""
+    """Return the reason why a TLS caller may not call ``method``; an empty text if it may."""
     shown = context.auth_context().get("x509_subject_alternative_name", ())
     roles = roles_in(name.decode(errors="replace") for name in shown)
     allowed = callers_of(method)
@@ -58,7 +58,8 @@ class PeerRoles(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """Implement ``grpc.aio.ServerInterceptor``."""
+        """Pass a call on if the caller's certificate names a role that may call its method; refuse
+        it otherwise. See ``grpc.aio.ServerInterceptor``."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None

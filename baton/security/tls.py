@@ -28,8 +28,8 @@ class TlsFiles:
     """The TLS files of one side. A certificate and its key go together."""
 
     certificate: Path | None = None
-    """The certificate that this side shows, followed by intermediate certificates. A server must
-    have one."""
+    """Path of the certificate that this side shows, followed by intermediate certificates. A server
+    must have one."""
     key: Path | None = None
     authority: Path | None = None
     """CA whose certificates are trusted. Without one, a client trusts the system's CAs, and a
@@ -103,17 +103,18 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 class Renewal:
-    """Detects that files have been replaced. Used by one thread at a time."""
+    """Detects that TLS files have been replaced. Used by one thread at a time."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
         self._seen = self._look()
 
     def came(self) -> bool:
-        """Whether the files changed since the last call that returned true, and match each other.
+        """Return whether the files have changed since the last call that returned true, and match
+        each other.
 
-        A key and its certificate are replaced one after the other. Until both are there, no change
-        is reported.
+        A key and its certificate are replaced one after the other. No change is reported until both
+        are there.
         """
         now = self._look()
         if now == self._seen:
@@ -131,16 +132,17 @@ class Renewal:
 
 
 class LiveContext:
-    """A context whose new connections use the files' current contents."""
+    """A TLS context that uses the current contents of the files for new connections."""
 
     def __init__(self, context: ssl.SSLContext, files: TlsFiles) -> None:
-        """``context`` was made from ``files``."""
+        """Keep ``context``, which was made from ``files``, up to date with them."""
         self._context = context
         self._files = files
         self._renewal = Renewal(files)
 
     def get(self) -> ssl.SSLContext:
-        """Return the context, which is always the same object, after reading changed files."""
+        """Read files that have changed, then return the TLS context, which is always the same
+        object."""
         if self._renewal.came():
             try:
                 _show(self._context, self._files)

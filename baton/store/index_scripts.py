@@ -31,12 +31,12 @@ from __future__ import annotations
 
 NAME_BYTES = 8
 TTL_S = 3600
-"""The index expires after this time without use, in seconds."""
+"""Time without use after which the prefix index expires, in seconds."""
 FIELD_BYTES = 48
 """Memory that one block takes on the Redis server without its workers' numbers, in bytes: the
 measured 40 to 44, and room for the table's growth."""
 _WALK_FIELDS = 256
-"""Blocks that the walker visits in one call: about 0.3 ms of the server's time."""
+"""Number of blocks that the walker visits in one call: about 0.3 ms of the server's time."""
 _WALK_REST_MS = 5
 _SAMPLE = 32
 _MAX_SAMPLES = 64

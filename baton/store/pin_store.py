@@ -28,7 +28,7 @@ class Pin(BaseModel):
     name: str
     """The client's name of the pin; may be empty."""
     tokens: int
-    """Tokens of the prompt; its full blocks are pinned."""
+    """Number of tokens of the pinned prompt. Only its full blocks are pinned."""
     blocks: int
     """Number of pinned hash blocks."""
     last_hash: str
@@ -49,7 +49,7 @@ class PinStore:
         cluster_id: str,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``clock`` returns Unix seconds."""
+        """Create a store of the pins of one cluster. ``clock`` returns Unix seconds."""
         self._client = client
         self._key = f"baton:{{{cluster_id}}}:pins"
         self._clock = clock
@@ -61,7 +61,7 @@ class PinStore:
         return [pin for pin in map(_parsed, told.values()) if pin and pin.expires_at > now]
 
     async def write(self, pin: Pin) -> None:
-        """Add a pin, or replace the one of its id; remove those that have expired."""
+        """Add a pin, or replace the pin with the same id. Remove pins that have expired."""
         told = await cast(Any, self._client.hgetall(self._key))
         now = self._clock()
         pins = {field: _parsed(value) for field, value in told.items()}
@@ -75,7 +75,7 @@ class PinStore:
             await calls.execute()
 
     async def remove(self, pin_id: str) -> None:
-        """Remove a pin, if it is there."""
+        """Remove the pin with this id, if it exists."""
         await cast(Any, self._client.hdel(self._key, pin_id))
 
     async def clear(self) -> None:

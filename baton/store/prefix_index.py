@@ -24,7 +24,8 @@ from baton.store.index_scripts import APPLY, BEGIN, FIELD_BYTES, LOOKUP, RETIRE
 from baton.store.registry_scripts import MAX_STEP
 
 BATCH = 256
-"""Maximum hashes of one call that changes the index: about 0.4 ms of the server's time."""
+"""Maximum number of block hashes in one call that changes the index: about 0.4 ms of the server's
+time."""
 MAX_BLOCKS = 65535
 """Maximum number of leading blocks of a prompt that one lookup covers."""
 DEFAULT_MEMORY_BYTES = 256 << 20
@@ -51,9 +52,9 @@ class PrefixIndex:
         *,
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
     ) -> None:
-        """``memory_bytes`` is the index's maximum size.
+        """Create the prefix index of a cluster. ``memory_bytes`` is its maximum size.
 
-        If workers differ, the value of the one that sent a snapshot last applies.
+        If workers pass different values, that of the worker that sent a snapshot last applies.
         """
         self._client = client
         self._state = f"baton:{{{cluster_id}}}:index"
@@ -87,7 +88,8 @@ class PrefixIndex:
         return bool(await cast(Any, self._apply(keys=self._keys, args=[*head, *changes])))
 
     async def begin(self, incarnation: str) -> bytes:
-        """Forget a worker's entries; its next batch has the sequence number 0.
+        """Forget the entries of a worker in the index. The worker's next batch has the sequence
+        number 0.
 
         Returns the name of the snapshot that begins.
         """
@@ -109,7 +111,7 @@ class PrefixIndex:
         return name, sequence
 
     async def collect(self, incarnation: str) -> None:
-        """Forget an incarnation of a worker. Its entries no longer count.
+        """Forget an incarnation of a worker, so that its entries in the index no longer count.
 
         Later calls of ``apply`` with ``tend`` drop the entries.
         """
@@ -135,8 +137,8 @@ class PrefixIndex:
         return IndexSize(blocks, blocks * FIELD_BYTES + int(state[1] or 0))
 
     async def lookup(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """Return how many leading blocks of ``hashes`` each incarnation holds; absent means
-        none."""
+        """Return how many leading blocks of ``hashes`` each incarnation holds. An incarnation that
+        holds none is absent."""
         if not hashes:
             return {}
         asked = b"".join(hashes[:MAX_BLOCKS])
@@ -151,7 +153,8 @@ class PrefixIndex:
 
 
 def _step() -> int:
-    """Return a random step to the table's next version, for a server whose clock is behind."""
+    """Return a random amount by which the version of the table of numbers grows if the server's
+    clock is behind it."""
     return 1 + secrets.randbelow(MAX_STEP)
 
 
@@ -162,9 +165,9 @@ def _names(table: bytes) -> dict[int, str]:
 
 
 def _decoded(groups: bytes, names: dict[int, str]) -> dict[str, int]:
-    """Parse a lookup's answer: groups of depth, count, numbers.
+    """Parse a lookup's answer, which consists of groups of depth, count and worker numbers.
 
-    Numbers without a name are left out.
+    Numbers without a name in ``names`` are left out.
     """
     held: dict[str | None, int] = {}
     at = 0

@@ -41,7 +41,7 @@ class _RenewedConnection(redis.asyncio.SSLConnection):
 
 
 class RedisCalls:
-    """Times the calls to Redis of one kind, and counts those that failed.
+    """Measures the time of one kind of calls to Redis, and counts calls that failed.
 
     Owned by the event loop that makes the calls.
     """
@@ -58,8 +58,8 @@ class RedisCalls:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
-        """Time the call in the context's body. Errors are raised again; a cancelled call is not
-        counted."""
+        """Time a call to Redis, made in the context's body. Errors are counted and raised again; a
+        cancelled call is not counted."""
         began = self._clock()
         try:
             yield

@@ -52,9 +52,9 @@ class WorkerRecord:
     ``context`` is the mean number of tokens that they attend to: those before them, and n/2. They
     come from a calibration at the worker's start, alone on its host; zeros where none was made."""
     step_cost: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Coefficients a, b, c of a + b*batch + c*context_tokens, the milliseconds of a decode step.
-    ``batch`` sequences attend to ``context_tokens`` in all. The source is that of
-    ``prefill_cost``."""
+    """Coefficients a, b, c of a + b*batch + c*context_tokens, the milliseconds of a decode step. In
+    the step, ``batch`` sequences attend to ``context_tokens`` tokens in all. The coefficients come
+    from the same calibration as ``prefill_cost``."""
     block_bytes: int = 0
     """Bytes of a KV block, on all ranks together."""
     quantization: str = ""
@@ -66,7 +66,8 @@ class WorkerRecord:
     drafter: str = ""
     """Speculative method: ngram, draft, eagle or medusa; empty: none."""
     state: str = "ready"
-    """``ready``, or ``DRAINING``: the worker takes no new sequences, and its running ones move."""
+    """``ready``, or ``DRAINING``: the worker takes no new sequences, and its running ones end or
+    migrate."""
     load: LoadSnapshot = field(default_factory=LoadSnapshot)
 
 
@@ -91,10 +92,10 @@ class Registry:
         return f"{self._prefix}:worker:{incarnation}"
 
     async def put(self, record: WorkerRecord, ttl_s: float, *, renew: bool = False) -> bool:
-        """Write or renew a record, which expires ``ttl_s`` seconds after the last call.
+        """Write or renew a worker's record. It expires ``ttl_s`` seconds after the last call.
 
-        Returns False, without writing, if a record to ``renew`` has expired although other workers
-        could write. The other processes then count this worker as dead.
+        With ``renew``, a record that has expired although other workers could write is not written
+        again, and the result is False. The other processes then count this worker as dead.
         """
         parts = asdict(record)
         load = parts.pop("load")
@@ -149,9 +150,9 @@ class Registry:
         return (await self.read())[1]
 
     async def forget(self, incarnation: str) -> None:
-        """Remove a dead incarnation from the list, once its index entries are collected.
+        """Remove a dead incarnation from the list of workers, once its index entries are collected.
 
-        A live one stays.
+        An incarnation that is alive stays in the list.
         """
         keys = [*self._keys[1:], self._keys[0], self._key(incarnation)]
         await cast(Any, self._forget(keys=keys, args=[incarnation]))
@@ -178,12 +179,13 @@ class _View:
     entries: Mapping[str, _Entry] = field(default_factory=dict)
     dead: frozenset[str] = frozenset()
     complete: bool = True
-    """Whether the copy has everything that the server has."""
+    """Whether this copy has every record that the server has."""
 
     def advanced(
         self, version: bytes, total: bytes, dead: Sequence[bytes], changes: Sequence[bytes]
     ) -> _View:
-        """Return the view after a READ (baton/store/registry_scripts.py)."""
+        """Return the copy of the registry that follows from this one and an answer of the script
+        ``READ``."""
         entries, follows = dict(self.entries), True
         for name, changed, written, load, record in zip(
             *(changes[part::5] for part in range(5)), strict=True
@@ -234,6 +236,6 @@ def _parse_load(load: bytes) -> LoadSnapshot:
 
 
 def _known(kind: type[WorkerRecord | LoadSnapshot], told: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of ``told`` that this version of Baton knows. A newer worker may write
-    more."""
+    """Return the fields of ``told`` that this version of Baton knows. A newer worker may write more
+    fields."""
     return {one.name: told[one.name] for one in fields(kind) if one.name in told}

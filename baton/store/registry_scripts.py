@@ -22,9 +22,9 @@ from __future__ import annotations
 _TTL_S = 3600
 """Time after which the keys of a dead cluster expire, in seconds."""
 SUM_MODULUS = 1 << 41
-"""Versions are added up modulo this: Lua's numbers are exact below 2^53."""
+"""Modulus of the sum of versions: Lua's numbers are exact below 2^53."""
 MAX_STEP = 1 << 20
-"""Maximum step from a version to the next where the clock is behind."""
+"""Maximum step from a version to the next one if the server's clock is behind the version."""
 
 _COMMON = f"""
 local TTL_S, SUM_MODULUS = {_TTL_S}, {SUM_MODULUS}

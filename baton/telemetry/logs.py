@@ -21,7 +21,7 @@ _request: ContextVar[tuple[str, str]] = ContextVar("request", default=("", ""))
 
 
 def formatter(kind: str) -> logging.Formatter:
-    """Return the formatter of a ``log_format``: ``text`` or ``json``."""
+    """Return the formatter for the configured ``log_format``, which is ``text`` or ``json``."""
     if kind == "text":
         return logging.Formatter(TEXT)
     return _RequestJson(
@@ -45,7 +45,7 @@ class ErrorRow:
     """
 
     def __init__(self, log: logging.Logger, what: str) -> None:
-        """``what`` names the failed work in the log."""
+        """Log to ``log``, where ``what`` names the work that fails."""
         self._log = log
         self._what = what
         self._count = 0
@@ -53,7 +53,7 @@ class ErrorRow:
     @contextmanager
     def caught(self) -> Iterator[None]:
         """Catch an exception of the context's body, and log it if it is the first in a row. A
-        success ends the row and logs its length."""
+        success ends the row and logs the number of its errors."""
         try:
             yield
         except Exception:
@@ -77,7 +77,8 @@ def of_request(request_id: str, trace_id: str = "") -> Iterator[None]:
 
 
 class _RequestJson(JsonFormatter):
-    """Adds the ids of ``of_request``. A line's own fields take precedence."""
+    """Adds the ids of ``of_request`` to the fields of a JSON log line. A line's own fields take
+    precedence."""
 
     def process_log_record(self, log_data: dict[str, object]) -> dict[str, object]:
         request_id, trace_id = _request.get()

@@ -30,9 +30,9 @@ in files of that folder, and each of them can show the sums. The counts outlive 
 
 @dataclass(frozen=True, slots=True)
 class ClassSeries:
-    """The series of one context-length class.
+    """The metric series of one context-length class.
 
-    They are looked up once, since every token needs them.
+    They are looked up once per class, since every token needs them.
     """
 
     time_to_first_token: Histogram
@@ -232,7 +232,8 @@ class RouterMetrics:
 
 
 class _SharedFolder(MultiProcessCollector):
-    """Skips files that were just created, or whose process died before it wrote any data."""
+    """Reads the metric files of a shared folder. It skips files that were just created, or whose
+    process died before it wrote any data."""
 
     def collect(self) -> Iterable[Metric]:
         files = [str(file) for file in Path(self._path).glob("*.db") if _has_begun(file)]
@@ -248,7 +249,7 @@ def _has_begun(file: Path) -> bool:
 
 
 class SupervisorMetrics:
-    """The series of the supervisor; ``worker`` is a slot's stable name."""
+    """The metric series of the supervisor. The label ``worker`` is a slot's stable name."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry

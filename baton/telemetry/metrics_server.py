@@ -27,7 +27,7 @@ _ROLES = "baton.roles"
 
 
 class MetricsServer:
-    """Serves the page from its own threads, until ``stop``."""
+    """Serves a process's /metrics page from its own threads, until ``stop``."""
 
     def __init__(self, host: str, registry: CollectorRegistry, tls: TlsFiles | None = None) -> None:
         """Listen on a free port of ``host``.
@@ -73,7 +73,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         return shaken, address
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log the error. ``socketserver`` would print a stack trace."""
+        """Log an error of a connection. ``socketserver`` would print a stack trace."""
         log.debug("sending a page of metrics failed", exc_info=True)
 
 
@@ -89,7 +89,7 @@ class _Handler(WSGIRequestHandler):
         return environ
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing. ``http.server`` would print each request."""
+        """Log nothing for a request. ``http.server`` would print each one."""
 
 
 def _for_readers(page: Any) -> Callable[[dict[str, Any], Any], Iterable[bytes]]:

@@ -56,9 +56,9 @@ def start_tracing(
 ) -> None:
     """Start sending spans to ``endpoint``, as ``service.name`` and ``service.instance.id``.
 
-    Nothing happens if ``endpoint`` is empty. ``ratio`` is the fraction of requests that are traced,
-    of those without a traceparent; a traceparent decides for its own request. ``processor`` takes
-    the spans in place of an exporter. Raises RuntimeError if tracing is already on, and ConfigError
+    Nothing happens if ``endpoint`` is empty. A traceparent decides whether its own request is
+    traced. Of the requests without one, the fraction ``ratio`` is traced. ``processor`` takes the
+    spans in place of an exporter. Raises RuntimeError if tracing is already on, and ConfigError
     without the extra ``otel``.
     """
     if not endpoint:
@@ -83,9 +83,9 @@ def start_tracing(
 
 
 def end_tracing() -> None:
-    """Send the remaining spans within two seconds, and stop; idempotent.
+    """Send the remaining spans within two seconds, and stop tracing; idempotent.
 
-    Blocks: not on an event loop.
+    The call blocks, so do not make it on an event loop.
     """
     provider = _tracing.provider
     _tracing.provider, _tracing.tracer = None, trace.NoOpTracer()
@@ -95,7 +95,8 @@ def end_tracing() -> None:
 
 
 def check_tracing() -> None:
-    """Raises ConfigError where the extra ``otel``, which sends spans, is not installed."""
+    """Check that the extra ``otel``, which sends spans, is installed. Raises ConfigError if it is
+    not."""
     with needs_extra("otel", "otlp_endpoint"):
         import_module("opentelemetry.sdk.trace.export")
         import_module("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
@@ -123,7 +124,8 @@ def begin_span(
     began_at: float | None = None,
     attributes: Mapping[str, Attribute] | None = None,
 ) -> Span:
-    """Begin a span that lasts until its ``end``. ``began_at`` is of ``time.monotonic``; None: now.
+    """Begin a span that lasts until its ``end`` is called. ``began_at`` is a time of
+    ``time.monotonic``; None means now.
 
     A ``parent`` that is not a valid W3C Trace Context is ignored.
     """
@@ -161,7 +163,8 @@ def trace_id_of(span: Span) -> str:
 
 
 def fail_span(span: Span, error: BaseException | None) -> None:
-    """Mark a span as failed, with the error's code; None: the work was abandoned."""
+    """Mark a span as failed, with the error's code. ``error`` None means that the work was
+    abandoned."""
     if not span.is_recording():
         return
     code = "aborted" if error is None else type(error).__name__

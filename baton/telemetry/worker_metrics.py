@@ -34,7 +34,7 @@ class TierSeries:
 
 
 class WorkerMetrics:
-    """The metrics of a worker process; ``worker`` is its slot's stable name."""
+    """The metrics of a worker process. The label ``worker`` is the stable name of its slot."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
@@ -261,7 +261,7 @@ class WorkerMetrics:
         )
 
     def redis_calls(self, role: str, call: str) -> RedisCalls:
-        """Return the recorder for Redis calls of one kind."""
+        """Return the recorder for Redis calls of one kind, made by a worker in ``role``."""
         return RedisCalls(
             self.redis_call_seconds.labels(role, call), self.redis_failures.labels(role, call)
         )

@@ -293,7 +293,8 @@ class OperatorServicer(cache_pb2_grpc.OperatorServiceServicer):
         self._access = access
 
     def add_to(self, server: grpc.aio.Server) -> str:
-        """See ``router.grpc.call.Service``."""
+        """Add the operators' service to a server that is not started yet. Return the service's full
+        name. See ``router.grpc.call.Service``."""
         cache_pb2_grpc.add_OperatorServiceServicer_to_server(self, server)
         return cache_pb2.DESCRIPTOR.services_by_name["OperatorService"].full_name
 
@@ -301,7 +302,7 @@ class OperatorServicer(cache_pb2_grpc.OperatorServiceServicer):
     async def GetCacheStats(  # noqa: N802 - gRPC's name
         self, request: cache_pb2.GetCacheStatsRequest, context: Context
     ) -> cache_pb2.GetCacheStatsResponse:
-        """See cache.proto."""
+        """Return the statistics of all KV caches as a message of cache.proto."""
         self._access.check(metadata_of(context), "admin")
         return _stats_message(await self._control.stats())
 
@@ -309,7 +310,8 @@ class OperatorServicer(cache_pb2_grpc.OperatorServiceServicer):
     async def DropCaches(  # noqa: N802 - gRPC's name
         self, request: cache_pb2.DropCachesRequest, context: Context
     ) -> cache_pb2.DropCachesResponse:
-        """See cache.proto."""
+        """Drop the unused cached blocks of all workers, and return the results as a message of
+        cache.proto."""
         with grpc_call(self._access, context, "drop cache", "all workers"):
             dropped = await self._control.drop()
         return _dropped_message(dropped)

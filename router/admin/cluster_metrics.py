@@ -74,8 +74,8 @@ def _unite(family: Metric) -> None:
 
 
 class _Collected:
-    """Stands in for a registry: it has the method that prometheus_client's ``generate_latest``
-    calls."""
+    """Stands in for a metrics registry: it has the method that prometheus_client's
+    ``generate_latest`` calls."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = list(families)

@@ -190,7 +190,8 @@ class WorkerOperatorServicer(control_pb2_grpc.WorkerOperatorServiceServicer):
         self._deadline_s = config.drain_deadline_s
 
     def add_to(self, server: grpc.aio.Server) -> str:
-        """See ``router.grpc.call.Service``."""
+        """Add the operators' service to a server that is not started yet. Return the service's full
+        name. See ``router.grpc.call.Service``."""
         control_pb2_grpc.add_WorkerOperatorServiceServicer_to_server(self, server)
         return control_pb2.DESCRIPTOR.services_by_name["WorkerOperatorService"].full_name
 
@@ -198,7 +199,7 @@ class WorkerOperatorServicer(control_pb2_grpc.WorkerOperatorServiceServicer):
     async def DrainWorker(  # noqa: N802 - gRPC's name
         self, request: control_pb2.DrainWorkerRequest, context: Context
     ) -> control_pb2.DrainWorkerResponse:
-        """See control.proto."""
+        """Drain a worker; control.proto describes the messages."""
         deadline_s = self._deadline(request)
         with grpc_call(self._access, context, "drain", request.slot, force=request.force):
             empty = await self._control.drain(request.slot, deadline_s, force=request.force)
@@ -208,7 +209,7 @@ class WorkerOperatorServicer(control_pb2_grpc.WorkerOperatorServiceServicer):
     async def ChangeWorkerRole(  # noqa: N802 - gRPC's name
         self, request: control_pb2.ChangeWorkerRoleRequest, context: Context
     ) -> control_pb2.ChangeWorkerRoleResponse:
-        """See control.proto."""
+        """Restart a worker in the other role; control.proto describes the messages."""
         deadline_s, role = self._deadline(request), request.role
         with grpc_call(
             self._access, context, "change role", request.slot, role=role, force=request.force
@@ -222,7 +223,7 @@ class WorkerOperatorServicer(control_pb2_grpc.WorkerOperatorServiceServicer):
     async def ScalePool(  # noqa: N802 - gRPC's name
         self, request: control_pb2.ScalePoolRequest, context: Context
     ) -> control_pb2.ScalePoolResponse:
-        """See control.proto."""
+        """Set the number of workers of a pool; control.proto describes the messages."""
         count = request.count
         with grpc_call(
             self._access, context, "scale", request.pool, count=count, force=request.force

@@ -40,9 +40,10 @@ class WorkerStatus:
     running: int
     """Number of sequences in the worker's batch."""
     waiting: int
-    """Number of sequences that wait for a place in the worker's batch."""
+    """Number of sequences that wait to enter the worker's batch."""
     is_last: bool
-    """Whether no other worker of the same role is ready. Then a drain needs ``force``."""
+    """Whether no other worker of the same role is ready, so that draining this worker needs
+    ``force``."""
 
 
 class WorkerControl:

@@ -112,7 +112,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class LineResult:
-    """The outcome of a line, as stored in a result file."""
+    """The outcome of one request line of a batch, as stored in a result file."""
 
     number: int
     ok: bool

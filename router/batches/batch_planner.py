@@ -26,7 +26,8 @@ class BatchPlanner:
         weights: Mapping[str, float],
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Create a planner; ``model`` is the served model's id, ``weights`` those of tenants."""
+        """Create a planner. ``model`` is the served model's id; ``weights`` gives the weight of
+        each tenant."""
         self._store = store
         self._model = model
         self._hours = hours
@@ -43,7 +44,8 @@ class BatchPlanner:
         return self._plan(works, progress.tokens_per_s)
 
     async def look(self, now: float) -> dict[str, BatchSchedule]:
-        """Learn the speed of batches, and plan. ``now`` is monotonic, in seconds."""
+        """Update the learned speed of batches from their progress. Then return the schedules of the
+        batches in progress, by id. ``now`` is monotonic, in seconds."""
         works = await self._store.ask(Database.works, self._model)
         progress = await self._store.ask(Database.progress, self._model)
         speed = progress.tokens_per_s

@@ -29,7 +29,7 @@ MAX_UNFINISHED_OF_TENANT = 100
 MAX_ENDED_OF_TENANT = 1000
 """Maximum number of ended batches that are kept per tenant; the oldest are deleted first."""
 MAX_PLANNED = 1024
-"""Maximum number of batches planned at a time, those with the earliest window ends."""
+"""Maximum number of batches planned at a time. Batches whose windows end first are chosen."""
 _RETRY_S = 60.0
 _IS_NEEDED = (
     "EXISTS (SELECT 1 FROM batches WHERE input_file_id = files.id"  # noqa: S608 - our own names
@@ -54,10 +54,12 @@ class NoSpace(Exception):
 
 
 class Database:
-    """One connection. Raises ``sqlite3.Error`` if the disk fails."""
+    """One connection to the table of files and batches. Its methods raise ``sqlite3.Error`` if the
+    disk fails."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create ``path``, whose folder must exist. Raises ConfigError."""
+        """Open the database file ``path``, or create it. Its folder must exist. Raises
+        ConfigError."""
         self._connection = open_tables(path)
 
     def close(self) -> None:
@@ -66,7 +68,8 @@ class Database:
     # Files
 
     def reserve(self, upload_id: str, tenant: str, size: int, ahead: int, quota: Quota) -> int:
-        """See ``router.batches.quota.reserve``."""
+        """Reserve storage room for an upload, and return the number of reserved bytes. See
+        ``router.batches.quota.reserve``."""
         with change(self._connection) as connection:
             return reserve(connection, upload_id, tenant, size, ahead, quota)
 
@@ -108,8 +111,8 @@ class Database:
         ascending: bool,
         now: int = 0,
     ) -> list[StoredFile]:
-        """Return a tenant's files that follow the file with the id ``after``, of one purpose or of
-        any ("").
+        """Return a page of a tenant's files: those that follow the file with the id ``after``, and
+        have the purpose ``purpose`` ("" for any).
 
         Files that have expired by ``now`` are not included.
         """
@@ -158,10 +161,10 @@ class Database:
     # Batches
 
     def add_batch(self, batch: Batch) -> None:
-        """Add a batch, and delete the tenant's oldest ended ones if it has too many.
+        """Add a batch. If the tenant then has too many ended batches, delete its oldest ended ones.
 
-        Raises NotFound if its file does not exist, InvalidRequest if that is not an input file, and
-        Overloaded if the tenant has too many unfinished batches.
+        Raises NotFound if the batch's input file does not exist, InvalidRequest if that file is not
+        an input file, and Overloaded if the tenant has too many unfinished batches.
         """
         with change(self._connection) as connection:
             (unfinished,) = connection.execute(
@@ -190,7 +193,8 @@ class Database:
             self._insert("batches", row)
 
     def batch(self, batch_id: str, tenant: str | None = None) -> Batch:
-        """Return a batch; with ``tenant`` only if it belongs to that tenant. Raises NotFound."""
+        """Return a batch. If ``tenant`` is given, the batch must belong to that tenant. Raises
+        NotFound."""
         found = self._connection.execute(f"{_SELECT_BATCH} WHERE id = ?", (batch_id,)).fetchone()
         batch = None if found is None else _batch(found)
         if batch is None or tenant not in (None, batch.tenant):
@@ -230,10 +234,10 @@ class Database:
         return [_batch(row) for row in rows.fetchall()]
 
     def to_be_run(self, free: Free, model: str, *, of_tenant: int, limit: int) -> list[Batch]:
-        """Return batches that a process may run, of a model: the first of each tenant, then the
-        second of each, and so on.
+        """Return up to ``limit`` batches of a model that this process may run. The first batch of
+        each tenant comes before the second one of any tenant, and so on.
 
-        At most ``of_tenant`` per tenant, ordered by the end of their windows.
+        A tenant has at most ``of_tenant`` batches in the list: those whose windows end first.
         """
         where, values = free.clause()
         columns = ", ".join(_BATCH_COLUMNS)
@@ -286,7 +290,8 @@ class Database:
     # Methods for the owner of a batch
 
     def claim(self, batch: Batch, owner: str) -> Batch | None:
-        """Become the owner of a batch, unless its owner has changed since it was read."""
+        """Make ``owner`` the owner of a batch, and return the changed batch. Return None if the
+        batch has ended, or if its owner has changed since ``batch`` was read."""
         with change(self._connection):
             now = self.batch(batch.id)
             if (now.owner, now.beat, now.epoch) != (batch.owner, batch.beat, batch.epoch):
@@ -302,12 +307,14 @@ class Database:
             connection.execute("UPDATE batches SET beat = beat + 1 WHERE owner = ?", (owner,))
 
     def release(self, owner: str) -> None:
-        """Release all batches of ``owner``, so that others need not wait for its lease to end."""
+        """Release all batches of ``owner``, so that other processes need not wait until the owner's
+        lease ends."""
         with change(self._connection) as connection:
             connection.execute("UPDATE batches SET owner = '' WHERE owner = ?", (owner,))
 
     def move(self, held: Batch, /, **changes: Any) -> Batch:
-        """Change a batch if its status is that of ``held``. Raises LeaseLost, StatusChanged."""
+        """Change fields of a batch if its status is still that of ``held``, the caller's copy.
+        Raises LeaseLost, StatusChanged."""
         with change(self._connection):
             batch = self._held(held)
             if batch.status is not held.status:
@@ -382,8 +389,8 @@ class Database:
             return replace(batch, **changes)
 
     def _held(self, held: Batch) -> Batch:
-        """Return the batch ``held`` as it is in the table now, within a transaction. Raises
-        LeaseLost."""
+        """Return the current state, in the table, of the batch ``held``. The caller must be in a
+        transaction. Raises LeaseLost if another process owns the batch now."""
         batch = self.batch(held.id)
         if (batch.owner, batch.epoch) != (held.owner, held.epoch):
             raise LeaseLost(held.id)

@@ -26,7 +26,7 @@ _STRINGS_AND_MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"|[,\[{]', re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One request of a batch's input file."""
+    """One request line of a batch's input file."""
 
     number: int
     """Number of the line in the file, from 1; blank lines count too."""
@@ -57,7 +57,8 @@ class BadLine(Exception):
 
 
 def read_line(number: int, raw: bytes, max_bytes: int) -> Line:
-    """Parse one line of at most ``max_bytes``, as for the body of a request. Raises BadLine."""
+    """Parse one request line of at most ``max_bytes``, with the limits for the body of an HTTP
+    request. Raises BadLine."""
     if len(raw) > max_bytes:
         raise _bad(number, "line_too_large", f"the line is larger than {max_bytes} bytes")
     if _has_too_many_values(raw):
@@ -86,7 +87,7 @@ def read_line(number: int, raw: bytes, max_bytes: int) -> Line:
 
 
 def _has_too_many_values(raw: bytes) -> bool:
-    """Return whether the line has too many commas and brackets outside its strings."""
+    """Return whether a request line has too many commas and brackets outside its strings."""
     if sum(map(raw.count, _MARKS)) <= MAX_LINE_VALUES:
         return False
     marks = (found[0] in _MARKS for found in _STRINGS_AND_MARKS.finditer(raw))

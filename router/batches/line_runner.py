@@ -31,14 +31,14 @@ from router.http.errors import error_object
 from router.inference.endpoint import Endpoint
 
 MAX_FAILURES = 5
-"""Maximum number of times that a line is tried if workers fail under it."""
+"""Maximum number of times that a request line is tried if workers fail while they run it."""
 RETRY_S = 1.0
 MAX_RETRY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class LineAnswer:
-    """The HTTP status and body that a line got."""
+    """The HTTP status and body of the answer to one request line of a batch."""
 
     status: int
     request_id: str
@@ -60,10 +60,10 @@ class LineRunner:
         return self._access.owner_of(Principal(batch.tenant, batch.key_id)) is not None
 
     async def run(self, batch: Batch, line: Line) -> LineResult:
-        """Run a line and return its result, however long it takes.
+        """Run a request line of a batch and return its result, however long it takes.
 
-        Cancellation aborts the line on the workers. Raises BatchHeld if the line had not begun
-        when its batch was put on hold.
+        Cancellation aborts the line on the workers. Raises BatchHeld if the line had not begun when
+        its batch was put on hold.
         """
         return result_of(line, await self._answer(batch, line))
 
@@ -82,7 +82,7 @@ class LineRunner:
             await asyncio.sleep(wait_s)
 
     async def _answer_of(self, caller: Caller, batch: Batch, line: Line) -> LineAnswer:
-        """Run a line that already counts against the key's limits."""
+        """Run a request line of a batch, after it was counted against the key's limits."""
         failures, wait_s = 0, RETRY_S
         while True:
             request_id = secrets.token_hex(16)
@@ -105,7 +105,8 @@ class LineRunner:
 
 
 def result_of(line: Line, answer: LineAnswer) -> LineResult:
-    """Build a line of the output file, or of the error file."""
+    """Convert the answer to a request line to its result, for the batch's output file or error
+    file."""
     response = {
         "status_code": answer.status,
         "request_id": answer.request_id,
@@ -128,7 +129,7 @@ def result_of(line: Line, answer: LineAnswer) -> LineResult:
 
 
 def expired_result(line: Line) -> LineResult:
-    """Build the result of a line without an answer at the end of its batch's window."""
+    """Build the result of a request line that has no answer when its batch's window ends."""
     error = {
         "code": "batch_expired",
         "message": "This request was not answered before the completion window ended.",

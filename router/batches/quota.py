@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from baton.errors import RequestTooLarge
 
 MAX_FILES_OF_TENANT = 1000
-"""Maximum number of files of a tenant, with uploads in progress. Results of batches may exceed it.
-"""
+"""Maximum number of files of a tenant, including uploads in progress. Result files of batches may
+exceed this number."""
 
 
 @dataclass(frozen=True, slots=True)

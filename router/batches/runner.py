@@ -44,9 +44,12 @@ from router.batches.tables import Free
 log = logging.getLogger(__name__)
 
 LEASE_S = 10.0
-"""An owner whose beat has not changed for this many seconds counts as dead; it beats every second.
+"""Time without a change of an owner's beat after which the owner counts as dead, in seconds. A live
+owner's beat changes every second.
+
 Each process watches the beats itself. Times in the database would be wrong after the machine's
-clock was set, and a monotonic clock restarts with the machine."""
+clock was set, and a monotonic clock restarts with the machine.
+"""
 POLL_S = 1.0
 """Interval at which a process reads the table of batches and increases its beat as an owner, in
 seconds."""
@@ -59,10 +62,11 @@ MAX_OF_A_TENANT = 4
 _LINES_AT_ONCE = 64
 """Number of lines that are read from a batch's file, or recorded as expired, at a time."""
 _REST_S = 10.0
-"""Pause before a batch that could not be run is tried again, in seconds. A full disk is an
-example."""
+"""Pause before a batch that could not be run is tried again, in seconds. A batch cannot be run
+while the disk is full, for example."""
 _BYTES_AT_ONCE = 8 << 20
-"""Maximum bytes that are read at a time, beyond one line."""
+"""Number of bytes after which a piece of a batch's input file ends, with the request line that
+reaches it."""
 MAX_ENDING = 16
 """Maximum number of batches that are ended at a time."""
 _FINAL = {
@@ -89,7 +93,7 @@ class _Run:
 
 
 class BatchRunner:
-    """Runs the batches of one router process, by the rules in the module's docstring."""
+    """Runs the batches of one router process, as the docstring of this module describes."""
 
     def __init__(
         self,
@@ -190,7 +194,7 @@ class BatchRunner:
         await self._choose(owners)
 
     async def _choose(self, owners: Sequence[str]) -> None:
-        """Claim the batches that this process should run, and release the others."""
+        """Claim the batches that this process should run, and release its other batches."""
         waiting = [name for name, one in self._schedules.items() if one.state is SpeedState.WAITING]
         ending = [name for name, run in self._runs.items() if run.ending]
         chosen = await self._store.ask(
@@ -230,7 +234,8 @@ class BatchRunner:
                 self._begin(claimed)
 
     def _end_of(self, batch: Batch) -> tuple[BatchStatus, tuple[Fault, ...]] | None:
-        """Return the status with which a batch ends now, and why; None: it goes on."""
+        """Return the status with which a batch ends now, and the faults that it reports; None if
+        the batch continues."""
         if batch.status in _FINAL:
             return _FINAL[batch.status], ()
         if self._unix_clock() >= batch.expires_at:
@@ -313,7 +318,7 @@ class BatchRunner:
         log.info("batch %s is %s", batch.id, status)
 
     async def _fail(self, batch: Batch, faults: Sequence[Fault]) -> None:
-        """End a batch with its results so far."""
+        """End a batch with its results so far, and report ``faults``."""
         await self._store.finish(batch, BatchStatus.FAILED, self._now(), faults)
 
     async def _fail_without_space(self, batch: Batch) -> None:
@@ -334,8 +339,8 @@ class BatchRunner:
             return find_faults(file, self._max_line_bytes, batch.endpoint, self._model)
 
     async def _run_lines(self, batch: Batch, path: Path, pace: Pace) -> bool:
-        """Run the lines of a batch that have no result yet. Return False if the batch was put on
-        hold before the last one."""
+        """Run the request lines of a batch that have no result yet. Return False if the batch was
+        put on hold before the last line began."""
         done = await self._store.ask(Database.done_lines, batch.id)
         lines = _Lines(path, self._max_line_bytes)
         places = asyncio.Semaphore(self._max_in_flight)
@@ -399,7 +404,7 @@ class _Lines:
         self._lines: Iterator[Line] = read_lines(self._file, max_bytes)
 
     def take(self) -> list[Line]:
-        """Return the next lines of the file; an empty list at its end."""
+        """Return the next request lines of the file; an empty list at the end of the file."""
         taken: list[Line] = []
         began = self._file.tell()
         for line in itertools.islice(self._lines, _LINES_AT_ONCE):

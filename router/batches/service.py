@@ -62,7 +62,8 @@ class BatchService:
     # Files
 
     def incoming(self, tenant: str) -> AbstractAsyncContextManager[Incoming]:
-        """See ``BatchStore.incoming``."""
+        """Receive a new file of a tenant. It is removed at the end of the context, unless it is
+        kept. See ``BatchStore.incoming``."""
         return self._store.incoming(tenant)
 
     async def add_file(

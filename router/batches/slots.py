@@ -15,7 +15,7 @@ _Waiter = tuple[int, int, str, asyncio.Future[None]]
 
 
 class BatchHeld(Exception):
-    """Raised because the batch is on hold: none of its lines may begin."""
+    """Raised because a batch is on hold: none of its request lines may begin."""
 
 
 class LineSlots:
@@ -26,7 +26,8 @@ class LineSlots:
     """
 
     def __init__(self, count: int, weights: Mapping[str, float]) -> None:
-        """Create ``count`` slots; ``weights`` are those of tenants, 1 for others."""
+        """Create ``count`` slots. ``weights`` gives the weights of tenants; a tenant that is not in
+        it has weight 1."""
         self._free = count
         self._weights = weights
         self._taken: Counter[str] = Counter()
@@ -48,8 +49,8 @@ class LineSlots:
 
     @asynccontextmanager
     async def slot(self, batch: Batch) -> AsyncIterator[None]:
-        """Wait for a slot for a line, and keep it until the end of the context. Raises
-        BatchHeld."""
+        """Wait for a slot for one request line of ``batch``, and keep the slot until the end of the
+        context. Raises BatchHeld."""
         if batch.id in self._held:
             raise BatchHeld(batch.id)
         if self._free > 0 and not self._has_waiters():

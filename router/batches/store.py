@@ -60,13 +60,15 @@ class Incoming:
         self._gathered = bytearray()
 
     async def write(self, piece: bytes) -> None:
-        """Append a piece. Raises RequestTooLarge if the quota has no room for it, and OSError."""
+        """Append a piece to the upload. Raises RequestTooLarge if the quota has no room for the
+        piece, and OSError."""
         self._gathered += piece
         if len(self._gathered) >= _PIECE_BYTES:
             await self.flush()
 
     async def flush(self) -> None:
-        """Write the buffered data to disk. Raises as ``write`` does."""
+        """Write the buffered data to disk. Raises RequestTooLarge if the quota has no room for it,
+        and OSError."""
         data, self._gathered = self._gathered, bytearray()
         size = self.size + len(data)
         if size > self._room:
@@ -130,7 +132,8 @@ class BatchStore:
 
     @contextlib.asynccontextmanager
     async def incoming(self, tenant: str) -> AsyncIterator[Incoming]:
-        """Receive a new file of a tenant; it is removed at the end of the block, unless it is kept.
+        """Receive a new file of a tenant. The file is removed at the end of the context, unless it
+        is kept.
 
         Raises Overloaded if there are too many uploads.
         """
@@ -152,7 +155,8 @@ class BatchStore:
     async def keep(
         self, incoming: Incoming, filename: str, purpose: str, expires_s: int | None
     ) -> StoredFile:
-        """See ``Incoming.keep``."""
+        """Turn an upload into a file that expires after ``expires_s`` seconds. See
+        ``Incoming.keep``."""
         now = int(self._unix_clock())
         expires_at = _expiry(now, expires_s)
         file = StoredFile(
@@ -316,7 +320,7 @@ class BatchStore:
 
 
 def _append(path: Path, data: bytes | bytearray) -> None:
-    """Append to a file that only its owner can read."""
+    """Append data to a file that only the owner of the file can read."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "ab") as file:
         file.write(data)

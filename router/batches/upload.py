@@ -25,7 +25,7 @@ _MAX_NAME_CHARACTERS = 255
 _MAX_DIGITS = 12
 
 Write = Callable[[bytes], Awaitable[None]]
-"""Receives the next piece of the file."""
+"""Function that receives the next piece of an uploaded file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Upload:
 async def receive_upload(
     request: Request, write: Write, max_bytes: int, deadline_s: float
 ) -> Upload:
-    """Read a form, and pass its file to ``write``.
+    """Read a form that uploads a file, and pass the file to ``write``, piece by piece.
 
     Raises RequestTooLarge as early as possible, InvalidRequest, errors of ``write``, and
     ``starlette.requests.ClientDisconnect``.

@@ -19,7 +19,7 @@ nanodollars; see ``ledger_scripts``."""
 
 @dataclass(frozen=True, slots=True)
 class HeldBudget:
-    """A budget that a request drew on: the request held its own maximum cost there."""
+    """A budget on which a request has held its own maximum cost."""
 
     kind: str
     name: str
@@ -39,7 +39,8 @@ class Bill:
     at: int
     """End of the request, in Unix seconds."""
     entry: str
-    """Name under which the request holds amounts of budgets; empty: it holds none."""
+    """Name under which Redis keeps the amounts of budgets that the request holds; empty: the
+    request holds none."""
     budgets: tuple[HeldBudget, ...]
     lines: tuple[BillLine, ...]
 
@@ -125,8 +126,8 @@ class Sums:
         return json.dumps(told, separators=(",", ":"))
 
     def _add_usage(self, whose: tuple[str, ...], at: float, amounts: Sequence[int]) -> int:
-        """Add amounts to the operation on the usage of ``whose``, on the day of ``at``. Return the
-        operation's number, from 1."""
+        """Add ``amounts`` to the usage sums of ``whose`` (tenant, key, class and agent) on the day
+        of ``at``. Return the number, from 1, of the operation that adds them."""
         day = day_of(at)
         number = self._numbers.get((day, *whose))
         if number is None:
@@ -160,8 +161,8 @@ class Sums:
         known["holds"].append(entry)
 
     def _place(self, keys: list[str]) -> int:
-        """Add Redis keys that follow each other, unless they are known. Return the position of the
-        first one among all keys, from 1 as in Lua."""
+        """Add Redis keys that follow each other to the keys of the script, unless they are there.
+        Return the position of the first one among all keys, from 1 as in Lua."""
         place = self._places.get(keys[0])
         if place is None:
             place = self._places[keys[0]] = len(self.keys) + 1

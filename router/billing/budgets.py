@@ -44,8 +44,8 @@ class Budget:
     """Maximum cost per period of the budget, in nanodollars."""
     warn_at: int
     slow_at: int
-    """Spent nanodollars from which requests run in the background; if equal to the limit, they
-    never do."""
+    """Spent nanodollars from which the requests of the key or tenant run in the background. If this
+    equals the limit, they never do."""
     every: BudgetPeriod
 
     @classmethod
@@ -61,8 +61,8 @@ class Budget:
 
     @property
     def slice(self) -> int:
-        """Maximum amount of this budget that a router may spend while Redis is unavailable, in
-        nanodollars."""
+        """Maximum amount of this budget, in nanodollars, that one router may spend while Redis is
+        unavailable."""
         return self.limit // _SLICE_SHARE
 
     def period(self, now: float) -> str:
@@ -154,7 +154,8 @@ class Budgets:
         requests hold."""
 
     def of(self, key: KeyConfig) -> tuple[Budget, ...]:
-        """Return the budgets that a request of a key counts against."""
+        """Return the budgets that a request of an API key counts against: those of the key and of
+        its tenant."""
         found = (Budget.of("key", key), self._of_tenants.get(key.tenant))
         return tuple(one for one in found if one is not None)
 
@@ -201,7 +202,8 @@ class Budgets:
             )
 
     def hold(self, hold: Hold, cost: int) -> None:
-        """Record that Redis has granted ``hold`` the amount ``cost`` of each of its budgets."""
+        """Record that Redis has granted a request's ``hold`` the amount ``cost`` of each of the
+        hold's budgets."""
         hold.amount, hold.from_slices = cost, False
         hold.periods = tuple(map(self.period, hold.budgets))
 
@@ -224,8 +226,9 @@ class Budgets:
         self.correct(hold.budgets, cost)
 
     def correct(self, budgets: Sequence[Budget], amount: int) -> None:
-        """Change by ``amount`` what requests have taken from this router's slices. It is negative
-        if a bill is lower than the amount held, or has reached Redis."""
+        """Add ``amount`` to what requests have taken from this router's slices of ``budgets``, in
+        nanodollars. It is negative if a bill is lower than the amount held, or has reached
+        Redis."""
         for budget in budgets:
             self._slice(budget).unreported += amount
 

@@ -22,7 +22,7 @@ _SUFFIX = ".bills"
 _PIECE_BYTES = 64 << 10
 """Maximum size of the bills that are reported together, in bytes; one bill has some 300."""
 _LARGE_BYTES = 1 << 20
-"""Size in bytes above which a journal's file is emptied as soon as Redis has all of its bills."""
+"""Size in bytes above which a journal's file is emptied as soon as Redis has all bills in it."""
 
 
 class Journal:
@@ -30,8 +30,8 @@ class Journal:
     Methods raise OSError."""
 
     def __init__(self, path: Path | None, descriptor: int) -> None:
-        """Open a journal. ``path`` None: the file is in memory, and is lost when the process
-        ends."""
+        """Open a journal of bills. ``path`` None: the file is in memory, and is lost when the
+        process ends."""
         self._path = path
         self._file = descriptor
         self._size = os.fstat(descriptor).st_size
@@ -96,7 +96,7 @@ class Journal:
         return piece[: piece.rfind(b"\n") + 1].splitlines(keepends=True)
 
     def read_over(self, lines: list[bytes]) -> None:
-        """Skip bills that Redis has received. They must be the first ones that ``lines``
+        """Skip bills that Redis has received. They must be the first bills that ``lines`` has
         returned."""
         self._read_to += sum(map(len, lines))
         if not self.has_more and self._size > _LARGE_BYTES:

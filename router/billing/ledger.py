@@ -36,8 +36,8 @@ PAUSE_S = 0.2
 """Time for which a router collects bills before it reports them to Redis together, in seconds."""
 AWAY_S = 1.0
 CLOSE_S = 2.0
-"""Maximum time for reporting bills at the end of a process, in seconds. The bills that are left
-stay in its journal."""
+"""Maximum time for reporting bills to Redis at the end of a process, in seconds. Bills that are
+left stay in the process's journal."""
 OTHER_TENANTS = "other"
 """Metric label that stands for tenants that are not in the configuration."""
 

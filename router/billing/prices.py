@@ -29,7 +29,7 @@ class TokenPrices:
 
 @dataclass(frozen=True, slots=True)
 class BillLine:
-    """A line of a bill: tokens of one class, and their cost."""
+    """A line of a bill: tokens of one class of requests, and the cost of these tokens."""
 
     context_class: str
     input_tokens: int
@@ -40,7 +40,8 @@ class BillLine:
 
     @property
     def costs(self) -> tuple[int, int, int]:
-        """Nanodollars for computed prompt tokens, cached prompt tokens, and output tokens."""
+        """Cost in nanodollars of the computed prompt tokens, the cached prompt tokens, and the
+        output tokens."""
         prices = self.prices
         computed = self.input_tokens - self.cached_tokens
         return (
@@ -56,7 +57,7 @@ class BillLine:
 
 
 class PriceTable:
-    """The token prices of every class."""
+    """The token prices of each class: of the context-length classes, and of background requests."""
 
     def __init__(self, config: Config) -> None:
         self._class_of: Callable[[int], str] = config.class_of
@@ -69,7 +70,8 @@ class PriceTable:
         return any(one != TokenPrices(0, 0, 0) for one in (self._usual, *self._own.values()))
 
     def class_of(self, request: GenerationRequest) -> str:
-        """Return the class by which a request is billed."""
+        """Return the class by whose prices a request is billed: the class of background work, or
+        the request's context-length class."""
         if request.background:
             return BACKGROUND_CLASS
         return self._class_of(len(request.prompt_ids))
@@ -77,7 +79,8 @@ class PriceTable:
     def line(
         self, context_class: str, input_tokens: int, cached_tokens: int, output_tokens: int
     ) -> BillLine:
-        """Build a line of a bill. At most all of the prompt's tokens count as cached."""
+        """Build a line of a bill. If ``cached_tokens`` exceeds the prompt's tokens, all of them
+        count as cached."""
         prices = self._own.get(context_class, self._usual)
         cached = min(cached_tokens, input_tokens)
         return BillLine(context_class, input_tokens, cached, output_tokens, prices)

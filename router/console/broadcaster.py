@@ -50,8 +50,8 @@ class SnapshotBroadcaster:
 
     @asynccontextmanager
     async def viewer(self) -> AsyncIterator[None]:
-        """Count as a viewer within the context, so that snapshots are collected. Raises Overloaded,
-        Unavailable."""
+        """Count the caller as a viewer within the context, so that snapshots are collected. Raises
+        Overloaded, Unavailable."""
         if self.viewers >= MAX_VIEWERS:
             raise Overloaded(
                 f"{MAX_VIEWERS} viewers are the maximum; close another console", retry_after=10.0
@@ -70,7 +70,8 @@ class SnapshotBroadcaster:
                 await self._rest()
 
     async def after(self, version: int) -> tuple[int, str]:
-        """Wait for a snapshot newer than ``version`` (0: any). Return its version and JSON.
+        """Wait for a snapshot with a higher version than ``version``; 0 accepts any snapshot.
+        Return its version and JSON.
 
         Raises Unavailable when the router stops.
         """

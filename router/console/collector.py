@@ -124,7 +124,7 @@ def read_router(metrics: RouterMetrics) -> tuple[dict[Key, float], dict[Key, flo
 
 
 def load_of(link: WorkerLink) -> LoadSnapshot:
-    """Return the load of a worker as its stream reported it, if it did; the registry's copy may be
-    a heartbeat old."""
+    """Return the load of a worker that its stream reported last. Before the first report, return
+    the load in the registry, which may be a heartbeat old."""
     load = link.engine_load
     return load if isinstance(load, LoadSnapshot) else convert.load_from_proto(load)

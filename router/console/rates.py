@@ -12,25 +12,26 @@ from dataclasses import dataclass
 from itertools import islice
 
 Key = tuple[str, ...]
-"""Key of a counter: its name and the values of its labels."""
+"""Name of a counter, followed by the values of its labels."""
 Counts = Mapping[Key, float]
 
 
 class CounterWindow:
-    """The samples of counters in the last ``span_s`` seconds, and the one before them."""
+    """The samples of counters in the last ``span_s`` seconds, and the last sample before that
+    time."""
 
     def __init__(self, span_s: float) -> None:
         self._span_s = span_s
         self._samples: deque[tuple[float, Counts]] = deque()
 
     def add(self, now: float, counts: Counts) -> None:
-        """Add a sample of all counters, later than those before it."""
+        """Add a sample of all counters. It must be later than all samples before it."""
         self._samples.append((now, counts))
         while len(self._samples) > 2 and now - self._samples[1][0] >= self._span_s:
             self._samples.popleft()
 
     def clear(self) -> None:
-        """Forget all samples."""
+        """Forget all samples of the counters."""
         self._samples.clear()
 
     def growth(self, span_s: float) -> tuple[float, dict[Key, float]]:

@@ -316,15 +316,16 @@ def _worker(seen: ObservedWorker, page: WorkerPage) -> WorkerView:
 
 
 def _place(worker: WorkerView) -> tuple[bool, str, int, str]:
-    """Return the sort key of a worker: prefill workers come first, and slots of a pool are sorted
-    by number."""
+    """Return the sort key of a worker. Prefill workers come first, and the slots of a pool are
+    sorted by number."""
     pool, _, number = worker.slot.rpartition("-")
     is_numbered = number.isdecimal()
     return worker.role != "prefill", pool, int(number) if is_numbered else -1, worker.slot
 
 
 def _pools(workers: Sequence[WorkerView], config: Config) -> tuple[PoolView, ...]:
-    """Return the pools; the configured ones come first, even those without workers."""
+    """Return the pools of the cluster. The configured pools come first, including those without
+    workers."""
     members: dict[str, list[WorkerView]] = {pool.name: [] for pool in config.pools}
     for worker in workers:
         members.setdefault(worker.pool, []).append(worker)
@@ -459,7 +460,7 @@ def _percentiles(counts: Mapping[Key, float], *begin: str) -> Percentiles | None
 
 
 def _good_share(growth: _Growth, context_class: str = "") -> float | None:
-    """Return the share of good requests, of all classes or of one."""
+    """Return the share of requests that met every SLO. ``context_class`` "" means all classes."""
     due = sum(_ended(growth, outcome, context_class) for outcome in ("ok", "shed", "error"))
     good = _sum(growth.grown, "goodput_requests", *([context_class] if context_class else []))
     return min(1.0, good / due) if due else None

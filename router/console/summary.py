@@ -62,8 +62,8 @@ class _Fill:
 
 
 class SummaryWindow:
-    """Samples of counters and of how full batches are, and the figures computed from them. Plain
-    data, no clock."""
+    """Samples of counters and of the decode batches' fill, and the figures computed from them.
+    Plain data, no clock."""
 
     def __init__(self) -> None:
         self._window = CounterWindow(WINDOW_S)
@@ -71,7 +71,8 @@ class SummaryWindow:
         self._counts: Counts = {}
 
     def add(self, now: float, counts: Counts, fill: float | None) -> None:
-        """Add a sample, later than those before it; ``fill`` None: there are no decode workers."""
+        """Add a sample, later than all samples before it. ``fill`` is None if there are no decode
+        workers."""
         self._window.add(now, counts)
         self._counts = counts
         self._fills = [one for one in self._fills if now - one.at < WINDOW_S]

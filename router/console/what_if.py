@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 
 DEADLINE_S = 20.0
 _END_S = 5.0
-"""Maximum time that the router waits for the end of a program that it has killed, in seconds."""
+"""Maximum time that the router waits, after killing the program that answers what-if questions,
+until it has ended, in seconds."""
 _LAST_LINE = 500
 """Maximum characters of a failed program's last line in an error."""
 TRAFFIC_S = 600.0
@@ -43,7 +44,8 @@ _MAX_BYTES_PER_S = 1e12
 _CHUNK_TOKENS = {True: 512, False: 8192}
 """Default ``chunk_tokens`` of a worker on a CPU (True) or on a GPU (False)."""
 _CPU_CHUNK_KEYS = 1 << 19
-"""The bound that ``engine.engine`` sets on the chunks of a prompt on a CPU."""
+"""Maximum of a chunk's tokens times the tokens that its last one attends to, for workers on a CPU.
+It equals the value in ``engine.build``."""
 
 
 _NOT_ASKED = {
@@ -254,8 +256,8 @@ class WhatIfProgram:
         return cls(command) if command else None
 
     async def ask(self, question: WhatIfQuestion) -> WhatIfAnswer:
-        """Run the program on a question, and return its answer. Raises Overloaded while it runs for
-        another question, DeadlineExceeded, BatonError."""
+        """Run the program on a question, and return its answer. Raises Overloaded while the program
+        runs for another question, DeadlineExceeded, BatonError."""
         if self.is_busy:
             raise Overloaded(
                 "another what-if question is running; try again when it has ended", retry_after=2.0

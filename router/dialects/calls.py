@@ -14,15 +14,15 @@ from router.dialects.tools import Tool
 NAME = r"(?P<name>[A-Za-z0-9_-]{1,64})"
 """Regular expression that matches the name of a tool."""
 MAX_HEAD_CHARACTERS = 512
-"""Maximum number of characters of a call before its arguments. A text with a longer head is not a
-call."""
+"""Maximum number of characters of a tool call before its arguments. A text with a longer head is
+not a call."""
 
 
 class CallReader(Protocol):
     """Reads one tool call, whose text arrives in parts, up to the end of its arguments.
 
     A call has begun once the text certainly is a call: from then on the reader returns pieces of
-    it. A reader that finds no call of an offered tool is ``broken``.
+    the call. A reader that finds no call of an offered tool is ``broken``.
     """
 
     begun: bool
@@ -31,21 +31,22 @@ class CallReader(Protocol):
 
     @property
     def raw(self) -> str:
-        """The text that was read before the call began, or after its arguments."""
+        """The text that was read before the tool call began, or after its arguments."""
 
     @property
     def in_arguments(self) -> bool:
-        """Whether the call's arguments have begun and not ended."""
+        """Whether the tool call's arguments have begun and not ended."""
 
     def take(self, text: str) -> int:
-        """Read ``text``. Return how many of its characters belong to the call."""
+        """Read ``text``. Return how many of its characters belong to the tool call."""
 
     def pieces(self) -> list[Piece]:
-        """Return the pieces of the answer that were found since this method was last called."""
+        """Return the pieces of the answer that the reader has found since this method was last
+        called."""
 
     def finish(self) -> None:
-        """Note that the answer ended within a call that has begun. ``pieces`` then returns the text
-        that was held back."""
+        """Note that the answer ended within a tool call that has begun. ``pieces`` then returns the
+        text that was held back."""
 
 
 class CallWriter(Protocol):
@@ -57,7 +58,7 @@ class CallWriter(Protocol):
         """All markers of the format; some may be special tokens."""
 
     def write(self, name: str, arguments: Any) -> str:
-        """Return the text of a call, as the model writes it."""
+        """Return the text of a tool call, as the model writes it."""
 
     def rules(self, rule: str, tool: Tool, special: Mapping[str, int]) -> list[str]:
         """Return rules of a grammar for calls of ``tool``. The first one, named ``rule``, matches
@@ -74,17 +75,17 @@ class CallForm(CallWriter, Protocol):
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Markers that end a call whose arguments are malformed."""
+        """Markers that end a tool call whose arguments are malformed."""
 
     def reader(self, tools: Mapping[str, Tool]) -> CallReader:
-        """Create a reader of one call. ``tools`` are those that may be called, by name."""
+        """Create a reader of one tool call. ``tools`` are those that may be called, by name."""
 
 
 class HeadReader(abc.ABC):
     """Reads calls that begin with a name between markers, found by a regular expression."""
 
     def __init__(self, head: re.Pattern[str], tools: Mapping[str, Tool]) -> None:
-        """Create a reader. ``head`` matches the text before a call's arguments; it has a group
+        """Create a reader. ``head`` matches the text before a tool call's arguments; it has a group
         ``name``, and optionally a group ``id``."""
         self._head = head
         self._tools = tools
@@ -96,16 +97,18 @@ class HeadReader(abc.ABC):
 
     @property
     def in_arguments(self) -> bool:
-        """See ``CallReader``."""
+        """Whether the tool call's arguments have begun and not ended. See ``CallReader``."""
         return self.begun and not self.complete
 
     def pieces(self) -> list[Piece]:
-        """See ``CallReader``."""
+        """Return the pieces of the answer that the reader has found since this method was last
+        called. See ``CallReader``."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def take(self, text: str) -> int:
-        """See ``CallReader``."""
+        """Read ``text``. Return how many of its characters belong to the tool call. See
+        ``CallReader``."""
         if self.begun:
             return self._take_arguments(text)
         known = len(self.raw)
@@ -119,7 +122,8 @@ class HeadReader(abc.ABC):
 
     @abc.abstractmethod
     def finish(self) -> None:
-        """See ``CallReader``."""
+        """Note that the answer ended within a tool call that has begun. ``pieces`` then returns the
+        text that was held back. See ``CallReader``."""
 
     @abc.abstractmethod
     def _begin(self, tool: Tool) -> None:
@@ -127,12 +131,13 @@ class HeadReader(abc.ABC):
 
     @abc.abstractmethod
     def _take_arguments(self, text: str) -> int:
-        """Read ``text``, which begins within the arguments of a call. Return how many of its
+        """Read ``text``, which begins within the arguments of a tool call. Return how many of its
         characters belong to them."""
 
     def _take_head(self, text: str) -> int:
-        """Read the head of a call: the text before its arguments. Return the position in ``raw`` at
-        which the head ends; if it has not ended, how many characters of ``text`` were taken."""
+        """Read the head of a tool call: the text before its arguments. Return the position in
+        ``raw`` at which the head ends; if it has not ended, how many characters of ``text`` were
+        taken."""
         room = MAX_HEAD_CHARACTERS - len(self.raw)
         self.raw += text[:room]
         found = self._head.match(self.raw)

@@ -79,7 +79,8 @@ REASONING_FORMATS = {form.name: form for form in (THINK, MISTRAL, HARMONY_REASON
 def reasoning_for(
     name: ReasoningParserName, template: ChatTemplate | None
 ) -> ReasoningFormat | None:
-    """Return the format called ``name``; ``auto`` finds it by the markers in the chat template."""
+    """Return the format of reasoning called ``name``. For ``auto``, find the format by the markers
+    in the chat template."""
     if name != "auto":
         return REASONING_FORMATS.get(name)
     if template is None:
@@ -95,10 +96,10 @@ def dialect_for(
     template: ChatTemplate | None,
     is_special: Callable[[str], bool],
 ) -> Dialect:
-    """Return the dialect that the configuration names; ``auto`` derives it from the model.
+    """Return the dialect that the configuration names. ``auto`` derives a format from the model.
 
     ``is_special``: whether a text is a special token of the vocabulary. Raises ConfigError if the
-    formats of calls and of reasoning do not fit together.
+    formats of tool calls and of reasoning do not fit together.
     """
     if reasoning_parser == "harmony" and tool_parser == "auto":
         tool_parser = "harmony"

@@ -25,12 +25,13 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 def openai_id() -> str:
-    """Create a call id in OpenAI's format."""
+    """Create the id of a tool call in OpenAI's format."""
     return "call_" + "".join(secrets.choice(_LETTERS) for _ in range(24))
 
 
 def mistral_id() -> str:
-    """Create a call id of nine letters and digits: Mistral's chat templates reject any other."""
+    """Create the id of a tool call as nine letters and digits: Mistral's chat templates reject any
+    other id."""
     return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
 
@@ -40,15 +41,16 @@ class ToolFormat(abc.ABC):
 
     name: str
     form: CallWriter
-    """How the format writes one call."""
+    """How the format writes one tool call."""
     before: str
     """Text that the model writes before the first call of an answer."""
     between: str | None
-    """Text between two calls; None: an answer ends with its first call, so it has no second one."""
+    """Text between two calls; None: an answer ends with its first tool call, so it has no second
+    one."""
     behind: str
     """Text that the model writes after the last call of an answer."""
     how_to_call: str
-    """The part of the system message's instructions that shows how to write a call."""
+    """The part of the system message's instructions that shows how to write a tool call."""
     result_frame: tuple[str, str] = ("<tool_response>\n", "\n</tool_response>")
     """Text around a tool's result, for a model whose chat template has no role for it."""
     new_id: Callable[[], str] = openai_id
@@ -73,7 +75,8 @@ class ToolFormat(abc.ABC):
         )
 
     def written(self, calls: Sequence[tuple[str, Any]]) -> str:
-        """Return the text of calls, each a name and arguments, as the model writes them."""
+        """Return the text of ``calls``, each a tool name and arguments, as the model writes tool
+        calls."""
         texts = (self.form.write(name, given) for name, given in calls)
         return self.before + (self.between or "").join(texts) + self.behind
 
@@ -82,7 +85,7 @@ class ToolFormat(abc.ABC):
         return text.join(self.result_frame)
 
     def calls_grammar(self, use: ToolUse, special: Mapping[str, int]) -> Grammar:
-        """Return a grammar of one call, or of several if ``use`` allows it, each fitting its
+        """Return a grammar of one tool call, or of several if ``use`` allows it, each fitting its
         schema.
 
         ``special``: ids of the markers that are special tokens. Raises InvalidRequest for a strict
@@ -118,15 +121,17 @@ class MarkedFormat(ToolFormat):
     markers: Markers
     form: CallForm
     reads: CallForm | None = None
-    """Another form of calls that models may write. It is read, but never written into prompts."""
+    """Another form of tool calls that models may write. Calls in that form are read, but never
+    written into prompts."""
 
     def parser(self, tools: Mapping[str, Tool]) -> AnswerParser:
-        """See ``ToolFormat``."""
+        """Create a parser for one answer, which may call ``tools``, by name. See ``ToolFormat``."""
         return ToolParser(self.markers, self.form, self.reads, tools)
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """See ``ToolFormat``."""
+        """All markers of the format. The parser needs their text even if they are special tokens.
+        See ``ToolFormat``."""
         markers = self.markers
         found = (markers.opening, markers.closing, *markers.behind_call, *self.form.texts)
         if self.reads is not None:
@@ -134,7 +139,8 @@ class MarkedFormat(ToolFormat):
         return tuple(dict.fromkeys(text for text in found if text))
 
     def free_grammar(self, use: ToolUse, special: Mapping[str, int]) -> Grammar | None:
-        """See ``ToolFormat``."""
+        """Return a grammar of text in which each opening marker begins a tool call that fits its
+        schema. See ``ToolFormat``."""
         opening = self.markers.opening
         if self.between is None or self.markers.bare or not self.before.startswith(opening):
             return None

@@ -49,8 +49,7 @@ _HEADER = re.compile(
 _BEGINNINGS = (START, CHANNEL, "to=")
 _FUNCTION = re.compile(rf"to=functions\.{NAME}")
 _BETWEEN = "\n\n"
-"""Text that is put between two messages of one type, such as two of content, when they are
-joined."""
+"""Text that joins two messages of one type in an answer, such as two messages of content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +60,12 @@ class HarmonyCalls:
     texts: tuple[str, ...] = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 
     def write(self, name: str, arguments: Any) -> str:
-        """See ``CallWriter``."""
+        """Return the text of a tool call, as the model writes it. See ``CallWriter``."""
         return f"{_opened(name)}{dump(arguments)}{ENDS[1]}"
 
     def rules(self, rule: str, tool: Tool, special: Mapping[str, int]) -> list[str]:
-        """See ``CallWriter``."""
+        """Return rules of a grammar for calls of ``tool``. The first one, named ``rule``, matches
+        what ``write`` returns. See ``CallWriter``."""
         start, opened = literal(f"{START}assistant", special), literal(_opened(tool.name), special)
         return [f"{rule}: ({start})? {opened} {rule}_arguments", *arguments_rule(rule, tool)]
 
@@ -89,13 +89,14 @@ class HarmonyParser(SteppedParser):
         self._tools = tools
         self._reasoning = Content if shows_reasoning else Reasoning
         self._header = ""
-        """Header of a call whose body has not begun. It becomes content if there is no call."""
+        """Header of a tool call whose body has not begun. It becomes content if there is no
+        call."""
         self._kind: type[Content | Reasoning | Arguments] | None = None
-        """Type of the current message's text; None: its header has not ended."""
+        """Type of the current message's text; None: the header of the message has not ended."""
         if begins_in != "start":
             self._kind = Content if begins_in == "content" else self._reasoning
         self._name = ""
-        """Name of the tool in the header of a call whose body has not begun."""
+        """Name of the tool in the header of a tool call whose body has not begun."""
         self._given: set[type[Content | Reasoning | Arguments]] = set()
         """Types of the pieces that earlier messages of the answer gave."""
         self._is_new = False
@@ -167,7 +168,7 @@ class HarmonyParser(SteppedParser):
         return True
 
     def _begin_call(self) -> bool:
-        """Begin a call if the body of its message starts as a JSON object, or is empty."""
+        """Begin a tool call if the body of its message starts like a JSON object, or is empty."""
         body = self._text.lstrip(WHITE)
         ends = (*ENDS, START)
         if any(one.startswith(body) and one != body for one in ends):
@@ -200,7 +201,7 @@ class HarmonyFormat(ToolFormat):
     """The format of gpt-oss's tool calls, which are messages of an answer."""
 
     def parser(self, tools: Mapping[str, Tool]) -> AnswerParser:
-        """See ``ToolFormat``."""
+        """Create a parser for one answer, which may call ``tools``, by name. See ``ToolFormat``."""
         return HarmonyParser(tools, "start", shows_reasoning=False)
 
 

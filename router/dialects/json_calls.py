@@ -22,7 +22,7 @@ from router.dialects.tools import Tool
 _NAME_KEY = "name"
 _ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 _OTHER_KEYS = frozenset({"id", "type"})
-"""Keys that some models add to the JSON object of a call, and that carry no information."""
+"""Keys that some models add to the JSON object of a tool call, and that carry no information."""
 
 
 class _At(enum.Enum):
@@ -46,13 +46,13 @@ it."""
 
 
 class _Is(enum.Enum):
-    """Meaning of the value that the current key of a call's object has."""
+    """Meaning of the value that the current key of a tool call's object has."""
 
     NAME = enum.auto()
     ARGUMENTS = enum.auto()
     WRAPPED_ARGUMENTS = enum.auto()
-    """The call's arguments as null, or as JSON within a string: some models write them like
-    this."""
+    """The arguments of a tool call, written as null or as JSON within a string, as some models
+    do."""
     OTHER = enum.auto()
 
 
@@ -79,16 +79,18 @@ class ObjectReader:
 
     @property
     def in_arguments(self) -> bool:
-        """See ``CallReader``."""
+        """Whether the tool call's arguments have begun and not ended. See ``CallReader``."""
         return self.begun and self._at is _At.IN_VALUE and self._is is _Is.ARGUMENTS
 
     def pieces(self) -> list[Piece]:
-        """See ``CallReader``."""
+        """Return the pieces of the answer that the reader has found since this method was last
+        called. See ``CallReader``."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def take(self, text: str) -> int:
-        """See ``CallReader``."""
+        """Read ``text``. Return how many of its characters belong to the tool call. See
+        ``CallReader``."""
         place = 0
         while place < len(text) and not (self.complete or self.broken):
             begun, inside = self.begun, self.in_arguments
@@ -99,7 +101,8 @@ class ObjectReader:
         return place
 
     def finish(self) -> None:
-        """See ``CallReader``."""
+        """Note that the answer ended within a tool call that has begun. ``pieces`` then returns the
+        text that was held back. See ``CallReader``."""
 
     def _step(self, text: str, place: int) -> int:
         if self._at in {_At.IN_KEY, _At.IN_VALUE}:
@@ -222,20 +225,21 @@ class ObjectCalls:
     """Key of the arguments in calls that are written. Readers accept both ``arguments`` and
     ``parameters``."""
     needs_arguments: bool = False
-    """Whether an object with a name but without arguments is content, not a call."""
+    """Whether an object with a name but without arguments is content, not a tool call."""
     ends: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
 
     def reader(self, tools: Mapping[str, Tool]) -> CallReader:
-        """See ``CallForm``."""
+        """Create a reader of one tool call. ``tools`` are those that may be called, by name. See
+        ``CallForm``."""
         return ObjectReader(tools, needs_arguments=self.needs_arguments)
 
     def write(self, name: str, arguments: Any) -> str:
-        """See ``CallForm``."""
+        """Return the text of a tool call, as the model writes it. See ``CallForm``."""
         return f"{self._opened(name)}{dump(arguments)}}}"
 
     def rules(self, rule: str, tool: Tool, special: Mapping[str, int]) -> list[str]:
-        """See ``CallForm``."""
+        """Return rules of a grammar for calls of ``tool``. See ``CallForm``."""
         opened = literal(self._opened(tool.name), special)
         return [f'{rule}: {opened} {rule}_arguments "}}"', *arguments_rule(rule, tool)]
 
@@ -254,32 +258,33 @@ class NamedCalls:
     middle: tuple[str, ...] = ()
     behind: tuple[str, ...] = ()
     id_marker: str = ""
-    """Marker of the call's id, which may precede ``middle``."""
+    """Marker of the tool call's id, which may precede ``middle``."""
     is_numbered: bool = False
-    """Whether the name is written ``functions.look_up:0``, which is also the call's id."""
+    """Whether the name is written ``functions.look_up:0``, which is also the tool call's id."""
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """See ``CallForm``."""
+        """Markers that end a tool call whose arguments are malformed. See ``CallForm``."""
         return tuple(text.strip() for text in self.behind[-1:])
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """See ``CallForm``."""
+        """All markers of the format; some may be special tokens. See ``CallForm``."""
         found = (*self.before_name, self.id_marker, *self.middle, *self.behind)
         return tuple(text.strip() for text in found if text)
 
     def reader(self, tools: Mapping[str, Tool]) -> CallReader:
-        """See ``CallForm``."""
+        """Create a reader of one tool call. ``tools`` are those that may be called, by name. See
+        ``CallForm``."""
         return _NamedReader(self._head(), tools)
 
     def write(self, name: str, arguments: Any) -> str:
-        """See ``CallForm``."""
+        """Return the text of a tool call, as the model writes it. See ``CallForm``."""
         written = f"functions.{name}:0" if self.is_numbered else name
         return self._around(written, dump(arguments))
 
     def rules(self, rule: str, tool: Tool, special: Mapping[str, int]) -> list[str]:
-        """See ``CallForm``."""
+        """Return rules of a grammar for calls of ``tool``. See ``CallForm``."""
         before, between = (
             literal("".join(self.before_name), special),
             literal("".join(self.middle), special),
@@ -319,7 +324,8 @@ class _NamedReader(HeadReader):
         return end
 
     def finish(self) -> None:
-        """See ``CallReader``."""
+        """Note that the answer ended within a tool call that has begun. ``pieces`` then returns the
+        text that was held back. See ``CallReader``."""
 
 
 def dump(value: Any) -> str:

@@ -13,7 +13,7 @@ _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _LITERAL = re.compile(r"[-+.0-9a-zA-Z]*")
 _LITERALS = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
 _MAX_LITERAL = 1024
-"""Maximum characters of a number. A longer one is malformed."""
+"""Maximum number of characters of a number in JSON. A longer number is malformed."""
 
 
 class _At(enum.Enum):

@@ -28,8 +28,8 @@ class OutputCall:
 
 
 class ParsedOutput:
-    """Parses one choice while it is generated. ``reasoning``, ``content`` and ``calls`` are those
-    so far."""
+    """Parses one choice of an answer while it is generated. ``reasoning``, ``content`` and
+    ``calls`` hold what was found so far."""
 
     def __init__(
         self, dialect: Dialect, use: ToolUse | None, begins_in: AnswerPart = "start"
@@ -47,9 +47,10 @@ class ParsedOutput:
         self.calls: list[OutputCall] = []
 
     def feed(self, text: str, *, last: bool) -> list[Piece]:
-        """Parse the next part of the text. Return its pieces; ``last``: no more text follows.
+        """Parse the next part of the text, and return the pieces in it. ``last`` is true if no more
+        text follows.
 
-        If the request allows only one call, later ones are dropped.
+        If the request allows only one tool call, later ones are dropped.
         """
         pieces = self._parser.feed(text)
         if last:

@@ -35,15 +35,15 @@ class Markers:
 
     opening: str
     closing: str = ""
-    """Marker that closes a block of calls; empty: the block ends with its last call."""
+    """Marker that closes a block of tool calls; empty: the block ends with its last call."""
     also: tuple[str, ...] = ()
-    """Texts that begin a call, and that open a block if the model omits ``opening``."""
+    """Texts that begin a tool call, and that open a block if the model omits ``opening``."""
     behind_call: tuple[str, ...] = ()
-    """Markers after each call's arguments; any of them may be missing."""
+    """Markers after each tool call's arguments; any of them may be missing."""
     separators: str = ""
-    """Characters allowed between calls, in addition to white space."""
+    """Characters allowed between tool calls, in addition to white space."""
     bare: str = ""
-    """Characters with which an answer may begin a call without a marker."""
+    """Characters with which an answer may begin a tool call without a marker."""
     repeats: bool = False
     """Whether calls may follow each other without a marker or separator."""
 
@@ -60,7 +60,7 @@ class _State(enum.Enum):
 
 
 class ToolParser(SteppedParser):
-    """An ``AnswerParser`` that finds calls. Text that may still begin a call is held back."""
+    """An ``AnswerParser`` that finds tool calls. Text that may still begin a call is held back."""
 
     def __init__(
         self,
@@ -81,17 +81,17 @@ class ToolParser(SteppedParser):
         self._tools = tools
         self._state = _State.START if markers.bare else _State.OUTSIDE
         self._raw = ""
-        """Held text since the opening marker, or since the last call. It becomes content if no call
-        follows."""
+        """Held text since the opening marker, or since the last tool call. It becomes content if no
+        call follows."""
         self._space = ""
         """Held white space, which is content only if more content follows."""
         self._in_list = False
         self._called = False
         self._calls_here = False
-        """Whether a call has followed the latest opening marker."""
+        """Whether a tool call has followed the latest opening marker."""
         self._reader: CallReader = form.reader(tools)
         self._behind: tuple[str, ...] = ()
-        """Markers that may still follow the call's arguments."""
+        """Markers that may still follow the tool call's arguments."""
         self._steps: dict[_State, Callable[[], bool]] = {
             _State.START: self._start,
             _State.OUTSIDE: self._outside,
@@ -127,7 +127,7 @@ class ToolParser(SteppedParser):
         self._space += text[len(shown) :]
 
     def _give_up(self) -> None:
-        """Turn the held text into content: it is not a call."""
+        """Turn the held text into content: it is not a tool call."""
         raw, self._raw = self._raw, ""
         self._content(raw)
         self._state = self._after_calls if self._calls_here else _State.OUTSIDE
@@ -142,7 +142,7 @@ class ToolParser(SteppedParser):
         self._text = rest
 
     def _start(self) -> bool:
-        """Parse the beginning of the answer, where a call needs no marker."""
+        """Parse the beginning of the answer, where a tool call needs no marker."""
         self._take_white()
         if not self._text:
             return False
@@ -156,11 +156,11 @@ class ToolParser(SteppedParser):
         return self._to_marker((), self._content)
 
     def _tail(self) -> bool:
-        """Parse the text after the last call, up to the closing marker."""
+        """Parse the text after the last tool call, up to the closing marker."""
         return self._to_marker((self._markers.closing,), self._content)
 
     def _spill(self) -> bool:
-        """Emit malformed arguments of a call as they are, up to the next marker."""
+        """Emit malformed arguments of a tool call as they are, up to the next marker."""
         ends = (*self._form.ends, *self._other.ends)
         if self._markers.closing:
             ends = (*ends, self._markers.closing)
@@ -204,7 +204,8 @@ class ToolParser(SteppedParser):
         return True
 
     def _enter(self) -> bool:
-        """Parse the text after a marker or a separator: the next call, or the list around it."""
+        """Parse the text after a marker or a separator: the next tool call, or the list around
+        it."""
         self._take_white()
         if not self._text:
             return False
@@ -259,7 +260,7 @@ class ToolParser(SteppedParser):
         return reader.complete or reader.broken
 
     def _give_back(self, raw: str) -> None:
-        """Turn a marker without a call into content, and parse the text after it again."""
+        """Turn a marker without a tool call into content, and parse the text after it again."""
         if len(raw) > MAX_HEAD_CHARACTERS:
             # Do not parse a long text twice: the time would be quadratic.
             self._raw += raw
@@ -271,7 +272,7 @@ class ToolParser(SteppedParser):
         self._give_up()
 
     def _skip_behind(self) -> bool:
-        """Skip the markers that follow the arguments of a call."""
+        """Skip the markers that follow the arguments of a tool call."""
         self._take_white()
         for place, marker in enumerate(self._behind):
             if self._text.startswith(marker):
@@ -284,7 +285,7 @@ class ToolParser(SteppedParser):
         return True
 
     def _between(self) -> bool:
-        """Parse the text after a call: another call, or the end of the block."""
+        """Parse the text after a tool call: another call, or the end of the block."""
         self._take_white()
         if not self._text:
             return False

@@ -28,19 +28,20 @@ class CallStart:
 
     name: str
     id: str = ""
-    """The call's id if the model writes one."""
+    """The tool call's id if the model writes one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The next part of the latest call's arguments: JSON, unless the model has failed."""
+    """The next part of the latest tool call's arguments: JSON, unless the model has failed."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The end of the latest call. A call that is cut off by the answer's end has none."""
+    """The end of the latest tool call. There is no ``CallEnd`` for a call that is cut off by the
+    end of the answer."""
 
 
 Piece = Content | Reasoning | CallStart | Arguments | CallEnd
@@ -69,14 +70,16 @@ class SteppedParser(abc.ABC):
         self._pieces: list[Piece] = []
 
     def feed(self, text: str) -> list[Piece]:
-        """See ``AnswerParser``."""
+        """Parse the next part of the answer. Return the pieces that are now certain. See
+        ``AnswerParser``."""
         self._text += text
         while self._text and self._step():
             pass
         return self._taken()
 
     def finish(self) -> list[Piece]:
-        """See ``AnswerParser``."""
+        """End the answer. Return the pieces of the text that was held back. See
+        ``AnswerParser``."""
         rest, self._text = self._text, ""
         self._end(rest)
         return self._taken()
@@ -98,11 +101,13 @@ class PlainParser:
     """A parser for answers without markers: all text is content."""
 
     def feed(self, text: str) -> list[Piece]:
-        """See ``AnswerParser``."""
+        """Parse the next part of the answer. Return the pieces that are now certain. See
+        ``AnswerParser``."""
         return [Content(text)] if text else []
 
     def finish(self) -> list[Piece]:
-        """See ``AnswerParser``."""
+        """End the answer. Return the pieces of the text that was held back. See
+        ``AnswerParser``."""
         return []
 
 

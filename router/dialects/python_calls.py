@@ -51,16 +51,18 @@ class PythonCalls:
     texts: tuple[str, ...] = ()
 
     def reader(self, tools: Mapping[str, Tool]) -> CallReader:
-        """See ``CallForm``."""
+        """Create a reader of one tool call. ``tools`` are those that may be called, by name. See
+        ``CallForm``."""
         return _PythonReader(tools)
 
     def write(self, name: str, arguments: Any) -> str:
-        """See ``CallForm``."""
+        """Return the text of a tool call, as the model writes it. See ``CallForm``."""
         given = arguments.items() if isinstance(arguments, dict) else ()
         return f"{name}({', '.join(f'{key}={_literal(value)}' for key, value in given)})"
 
     def rules(self, rule: str, tool: Tool, special: Mapping[str, int]) -> list[str]:
-        """See ``CallForm``. Required arguments come first, then the others, each in order."""
+        """Return rules of a grammar for calls of ``tool``. See ``CallForm``. Required arguments
+        come first, then the others, each in order."""
         properties = properties_of(tool)
         required = required_of(tool)
         check_kept(tool, tool.parameters)
@@ -106,14 +108,15 @@ def _value(schema: Any, tool: Tool) -> str:
 
 
 class _PythonReader:
-    """Reads a whole call before it emits any part of it: only then is the text certainly a call."""
+    """Reads a whole tool call before it emits any part of the call: only then is the text certainly
+    a call."""
 
     def __init__(self, tools: Mapping[str, Tool]) -> None:
         self._tools = tools
         self._pieces: list[Piece] = []
         self._texts: list[str] = []
         self._open: list[str] = []
-        """Brackets that are open; the first one is the call's own parenthesis."""
+        """Brackets that are open; the first one is the tool call's own parenthesis."""
         self._name = ""
         self._quote = ""
         self._escaped = False
@@ -123,24 +126,28 @@ class _PythonReader:
 
     @property
     def raw(self) -> str:
-        """See ``CallReader``."""
+        """The text that was read before the tool call began, or after its arguments. See
+        ``CallReader``."""
         return "" if self.begun else self._name + "".join(self._texts)
 
     @property
     def in_arguments(self) -> bool:
-        """See ``CallReader``."""
+        """Whether the tool call's arguments have begun and not ended. See ``CallReader``."""
         return False
 
     def pieces(self) -> list[Piece]:
-        """See ``CallReader``."""
+        """Return the pieces of the answer that the reader has found since this method was last
+        called. See ``CallReader``."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def finish(self) -> None:
-        """See ``CallReader``."""
+        """Note that the answer ended within a tool call that has begun. ``pieces`` then returns the
+        text that was held back. See ``CallReader``."""
 
     def take(self, text: str) -> int:
-        """See ``CallReader``."""
+        """Read ``text``. Return how many of its characters belong to the tool call. See
+        ``CallReader``."""
         place = 0
         while place < len(text) and not (self.complete or self.broken):
             place = self._step(text, place)
@@ -216,7 +223,7 @@ def json_of_literal(text: str) -> str:
 
 
 def keywords(text: str) -> list[tuple[str, str]]:
-    """Return the keyword arguments of a call, each a name and JSON. Raises NotALiteral."""
+    """Return the keyword arguments of a tool call, each a name and JSON. Raises NotALiteral."""
     return _LiteralReader(text).keywords()
 
 
@@ -251,8 +258,8 @@ class _LiteralReader:
         return self._text[place : place + 1]
 
     def keywords(self) -> list[tuple[str, str]]:
-        """Read the keyword arguments between a call's parentheses. Return each as its name and its
-        value as JSON."""
+        """Read the keyword arguments between a tool call's parentheses. Return each as its name and
+        its value as JSON."""
         found: dict[str, str] = {}
         while self.peek():
             name = _KEYWORD.match(self._text, self._place)

@@ -49,7 +49,8 @@ class ReasoningFormat:
         return prompt.rstrip(WHITE).endswith(self.start)
 
     def is_open_in(self, message: str) -> bool:
-        """Return whether ``message``, which the answer continues, ends within its reasoning."""
+        """Return whether ``message``, an assistant's message that the answer continues, ends within
+        its reasoning."""
         return message.rfind(self.start) > message.rfind(self.end)
 
 

@@ -57,32 +57,33 @@ class TaggedCalls:
     """Tags between a parameter's name and its value."""
     behind_value: str
     behind: str
-    """The tag that ends the call, with the white space around it."""
+    """The tag that ends the tool call, with the white space around it."""
     newlines: bool = False
-    """Whether a parameter's value stands on lines of its own."""
+    """Whether the value of a parameter stands on lines of its own."""
 
     @property
     def end(self) -> str:
-        """The tag that ends the call."""
+        """The tag that ends the tool call."""
         return self.behind.strip()
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """See ``CallForm``."""
+        """Markers that end a tool call whose arguments are malformed. See ``CallForm``."""
         return (self.end,)
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """See ``CallForm``."""
+        """All markers of the format; some may be special tokens. See ``CallForm``."""
         found = (self.before_key, *self.behind_key, self.behind_value, self.end)
         return tuple(text for text in found if re.fullmatch('<[^="]+>', text))
 
     def reader(self, tools: Mapping[str, Tool]) -> CallReader:
-        """See ``CallForm``."""
+        """Create a reader of one tool call. ``tools`` are those that may be called, by name. See
+        ``CallForm``."""
         return _TaggedReader(self, self._head(), tools)
 
     def write(self, name: str, arguments: Any) -> str:
-        """See ``CallForm``."""
+        """Return the text of a tool call, as the model writes it. See ``CallForm``."""
         values = arguments.items() if isinstance(arguments, dict) else ()
         parameters = (
             self._key(key) + (value if isinstance(value, str) else dump(value)) + self._value_end
@@ -91,7 +92,7 @@ class TaggedCalls:
         return f"{self._opened(name)}{''.join(parameters)}{self.behind}"
 
     def rules(self, rule: str, tool: Tool, special: Mapping[str, int]) -> list[str]:
-        """See ``CallForm``."""
+        """Return rules of a grammar for calls of ``tool``. See ``CallForm``."""
         properties = properties_of(tool)
         required = required_of(tool)
         check_kept(tool, tool.parameters)
@@ -152,7 +153,8 @@ class _At(enum.Enum):
 
 
 class _TaggedReader(HeadReader):
-    """Reads a tagged call. Between the parameters, anything but white space breaks the call."""
+    """Reads a tool call written with tags. Between its parameters, anything but white space breaks
+    the call."""
 
     def __init__(self, form: TaggedCalls, head: re.Pattern[str], tools: Mapping[str, Tool]) -> None:
         super().__init__(head, tools)
@@ -162,7 +164,8 @@ class _TaggedReader(HeadReader):
         """Text since the latest tag that was not emitted as a piece yet."""
         self._key = ""
         self._head_text = ""
-        """The current parameter's name with the tags around it, as the model wrote them."""
+        """Text of the current parameter's name and of the tags around the name, as the model wrote
+        them."""
         self._tags = 0
         """Number of tags that were read between the current parameter's name and its value."""
         self._parameters = 0
@@ -170,7 +173,7 @@ class _TaggedReader(HeadReader):
         self._known: Mapping[str, Any] = {}
         """The schemas of the tool's arguments, by name."""
         self._seen: set[str] = set()
-        """Names of the parameters that the call has so far."""
+        """Names of the parameters that the tool call has so far."""
         self._ends: tuple[str, ...] = ()
         """Markers that end the current parameter's value."""
         self._types: frozenset[str] = frozenset()
@@ -201,7 +204,8 @@ class _TaggedReader(HeadReader):
         return len(text) - len(held) + before
 
     def finish(self) -> None:
-        """See ``CallReader``."""
+        """Note that the answer ended within a tool call that has begun. ``pieces`` then returns the
+        text that was held back. See ``CallReader``."""
         held, self._held = self._held, ""
         if self._at is _At.VALUE and self._is_text:
             self._text(held)

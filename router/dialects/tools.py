@@ -14,14 +14,14 @@ from baton.errors import InvalidRequest, UnsupportedParameter
 
 MAX_TOOLS = 128
 MAX_CALLS = 128
-"""Maximum number of calls in a message."""
+"""Maximum number of tool calls in a message."""
 MAX_TOOL_CHARACTERS = 1 << 18
 """Maximum size of all definitions of a request together, as JSON."""
 Mode = Literal["none", "auto", "required"]
 _MODES: tuple[Mode, ...] = ("none", "auto", "required")
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _SHOWN_CHARACTERS = 64
-"""Maximum number of characters of a client's tool name that an error message shows."""
+"""Maximum number of characters that an error message shows of a tool name from a client."""
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -54,7 +54,7 @@ class ToolUse:
     required: bool = False
     """Whether the answer must call at least one tool."""
     single: bool = False
-    """Whether the answer may have only one call."""
+    """Whether the answer may have only one tool call."""
     characters: int = 0
     """Size of all tools' definitions as JSON, in characters."""
 
@@ -104,13 +104,13 @@ MessageToolCalls = Annotated[list[MessageToolCall], Field(fail_fast=True, max_le
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """A request's choice among its tools."""
+    """The settings of ``tool_choice`` and parallel tool calls in a request."""
 
     mode: Mode = "auto"
     names: frozenset[str] | None = None
     """The tools that may be called; None: all of them."""
     single: bool = False
-    """Whether the answer may have at most one call."""
+    """Whether the answer may have at most one tool call."""
 
 
 _ANY_TOOL = ToolChoice()

@@ -72,21 +72,22 @@ class EmbeddingsAnswer(ApiAnswer):
         self._vectors: dict[int, Vector] = {}
 
     def events(self, prompt: int, delta: OutputDelta) -> bytes:
-        """See ``ApiAnswer``."""
+        """Raise AssertionError: embeddings are never streamed. See ``ApiAnswer``."""
         raise AssertionError("embeddings are not streamed")
 
     def last_events(self) -> bytes:
-        """See ``ApiAnswer``."""
+        """Raise AssertionError: embeddings are never streamed. See ``ApiAnswer``."""
         raise AssertionError("embeddings are not streamed")
 
     def keep(self, prompt: int, delta: OutputDelta) -> None:
-        """See ``ApiAnswer``."""
+        """Count a prompt's delta, and store it for ``whole``. See ``ApiAnswer``."""
         self.choices[prompt].add(delta, keep_text=False)
         if delta.embedding:
             self._vectors[prompt] = shortened(delta.embedding, self._dimensions)
 
     def whole(self) -> Mapping[str, Any]:
-        """See ``ApiAnswer``."""
+        """Return the body of an answer that is not streamed. Long lists in it are ``Items``. See
+        ``ApiAnswer``."""
         encode = _base64 if self._body.encoding_format == "base64" else _numbers
         tokens = sum(len(request.prompt_ids) for request in self.requests)
         data = (

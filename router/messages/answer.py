@@ -34,7 +34,8 @@ class MessagesAnswer(ApiAnswer):
         self._output = MessageOutput(dialect, use, request.begins_in)
 
     def events(self, prompt: int, delta: OutputDelta) -> bytes:
-        """See ``ApiAnswer``."""
+        """Count a prompt's delta. Return its server-sent events; empty if the client sees nothing
+        of it. See ``ApiAnswer``."""
         (choice,) = self.choices
         is_first = not choice.begun
         choice.add(delta, keep_text=False)
@@ -46,7 +47,7 @@ class MessagesAnswer(ApiAnswer):
         return encode_named(events)
 
     def last_events(self) -> bytes:
-        """See ``ApiAnswer``."""
+        """Return the last events of a stream whose requests have not failed. See ``ApiAnswer``."""
         (choice,) = self.choices
         delta = {
             "stop_reason": self._stop_reason(choice),
@@ -60,15 +61,16 @@ class MessagesAnswer(ApiAnswer):
         )
 
     def failure(self, error: BatonError) -> bytes:
-        """See ``ApiAnswer``."""
+        """Return the last event of a stream whose requests have failed. See ``ApiAnswer``."""
         return encode_named([anthropic_error(error)])
 
     def keep(self, prompt: int, delta: OutputDelta) -> None:
-        """See ``ApiAnswer``."""
+        """Count a prompt's delta, and store it for ``whole``. See ``ApiAnswer``."""
         self.choices[0].add(delta, keep_text=True)
 
     def whole(self) -> dict[str, Any]:
-        """See ``ApiAnswer``."""
+        """Return the body of an answer that is not streamed. Long lists in it are ``Items``. See
+        ``ApiAnswer``."""
         (choice,) = self.choices
         self._output.feed(choice.text, last=True)
         return {
@@ -97,8 +99,8 @@ class MessagesAnswer(ApiAnswer):
         return "tool_use" if self._output.has_calls else "end_turn"
 
     def _usage(self, choice: Choice) -> dict[str, Any]:
-        """Return Anthropic's ``usage`` of a choice. It counts tokens that were read from a cache,
-        and those written to it, separately."""
+        """Return Anthropic's ``usage`` of a choice. Tokens that were read from a cache and tokens
+        that were written to a cache are counted separately."""
         cached, written = choice.cached_tokens, choice.written_tokens
         (request,) = self.requests
         return {

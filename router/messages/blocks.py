@@ -27,16 +27,16 @@ def message_turns(body: CountTokensRequest) -> list[Turn]:
 
 
 def ending_of(turns: Sequence[Turn]) -> Ending:
-    """Return how the chat template ends the prompt. If the last message is the assistant's, the
-    answer continues it."""
+    """Return how the chat template must end the prompt. If the last message is the assistant's, the
+    answer continues that message."""
     return "open" if turns[-1]["role"] == "assistant" else "answer"
 
 
 def prefix_turns(body: CountTokensRequest, message: int, block: int = 0) -> list[Turn]:
     """Return the turns of a body up to and including a block of one of its messages.
 
-    ``message`` is the number of that message. -1 takes only the system message; a number after the
-    last message takes all. Raises as ``message_turns`` does.
+    ``message`` is the number of that message. The number -1 takes only the system message; a number
+    after the last message takes all messages. Raises as ``message_turns`` does.
     """
     turns: list[Turn] = []
     system = _system(body.system)

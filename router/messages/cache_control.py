@@ -93,7 +93,8 @@ async def retentions_of(
     tools: ToolUse | None,
     variables: Mapping[str, Any],
 ) -> tuple[Retention, ...]:
-    """Return the retentions that a body requests for its prompt, whose tokens are ``prompt_ids``.
+    """Return the retentions that a body requests for its prompt. ``prompt_ids`` are the tokens of
+    the prompt.
 
     ``variables`` are those with which the chat template renders the prompt. Raises InvalidRequest,
     Overloaded.
@@ -121,8 +122,8 @@ def _is_end(body: MessagesRequest, one: Breakpoint) -> bool:
 
 
 def _turns_before(body: MessagesRequest, one: Breakpoint) -> list[Turn]:
-    """Return a conversation that ends at a breakpoint, or that differs from the body's only after
-    it."""
+    """Return a conversation that ends at a breakpoint, or that differs from the body's conversation
+    only after the breakpoint."""
     if one.message >= 0:
         return prefix_turns(body, one.message, one.block)
     # Many templates require a user message.
@@ -143,8 +144,8 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 def written_by_ttl(
     retentions: Sequence[Retention], cached_tokens: int, written_tokens: int
 ) -> dict[str, int]:
-    """Return how many tokens of a prompt were written to the cache, by ``ttl``. They follow the
-    tokens that were read from it."""
+    """Return how many tokens of a prompt were written to the cache, by ``ttl``. The written tokens
+    follow the ``cached_tokens`` that were read from the cache."""
     end = cached_tokens + written_tokens
     long_s = _TTLS["1h"]
     longest = max((one.tokens for one in retentions if one.ttl_s >= long_s), default=0)

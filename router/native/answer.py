@@ -57,20 +57,22 @@ class GenerateAnswer(ApiAnswer):
         self._ended_at = [received_at] * len(requests)
 
     def events(self, prompt: int, delta: OutputDelta) -> bytes:
-        """See ``ApiAnswer``."""
+        """Count a prompt's delta. Return its server-sent events; empty if the client sees nothing
+        of it. See ``ApiAnswer``."""
         self._add(prompt, delta, keep_text=False)
         return encode_events([to_json({"text": delta.text})]) if delta.text else b""
 
     def last_events(self) -> bytes:
-        """See ``ApiAnswer``."""
+        """Return the last events of a stream whose requests have not failed. See ``ApiAnswer``."""
         return encode_events([to_json(self._generated(0).model_dump()), DONE])
 
     def keep(self, prompt: int, delta: OutputDelta) -> None:
-        """See ``ApiAnswer``."""
+        """Count a prompt's delta, and store it for ``whole``. See ``ApiAnswer``."""
         self._add(prompt, delta, keep_text=True)
 
     def whole(self) -> Mapping[str, Any]:
-        """See ``ApiAnswer``."""
+        """Return the body of an answer that is not streamed. Long lists in it are ``Items``. See
+        ``ApiAnswer``."""
         results = [self._generated(place) for place in range(len(self.requests))]
         if not self._is_batch:
             return results[0].model_dump()

@@ -72,7 +72,8 @@ class _OpenAiAnswer(ApiAnswer):
         self._end = '],"usage":null}' if options.usage else "]}"
 
     def events(self, prompt: int, delta: OutputDelta) -> bytes:
-        """See ``ApiAnswer``."""
+        """Count a prompt's delta. Return its server-sent events; empty if the client sees nothing
+        of it. See ``ApiAnswer``."""
         place, delta = self._placed(prompt, delta)
         choice = self.choices[place]
         first = not choice.begun
@@ -83,19 +84,19 @@ class _OpenAiAnswer(ApiAnswer):
         return encode_events(payloads) if payloads else b""
 
     def last_events(self) -> bytes:
-        """See ``ApiAnswer``."""
+        """Return the last events of a stream whose requests have not failed. See ``ApiAnswer``."""
         return encode_events([self._usage_chunk(), DONE] if self._options.usage else [DONE])
 
     def keep(self, prompt: int, delta: OutputDelta) -> None:
-        """See ``ApiAnswer``."""
+        """Count a prompt's delta, and store it for ``whole``. See ``ApiAnswer``."""
         place, delta = self._placed(prompt, delta)
         self.choices[place].add(delta, keep_text=True)
         if self._details is not None:
             self._details.keep(place, delta)
 
     def whole(self) -> Mapping[str, Any]:
-        """See ``ApiAnswer``. The usage covers all generated choices, whether they are returned or
-        not."""
+        """Return the body of an answer that is not streamed; see ``ApiAnswer``. The usage covers
+        all generated choices, whether they are returned or not."""
         details = self._details
         if details is None:
             return self._body(self.choices).model_dump()
@@ -107,8 +108,8 @@ class _OpenAiAnswer(ApiAnswer):
 
     @abc.abstractmethod
     def _chunks(self, place: int, delta: OutputDelta, *, first: bool) -> list[str]:
-        """Return the events for a delta of the choice ``place``, each as JSON; an empty list if
-        there is nothing to show."""
+        """Return the events for a delta of the choice with the number ``place``, each as JSON; an
+        empty list if there is nothing to show."""
 
     @abc.abstractmethod
     def _body(self, choices: Sequence[Choice]) -> BaseModel:
@@ -143,7 +144,8 @@ class _OpenAiAnswer(ApiAnswer):
         extras: ChunkExtras = NOTHING,
         usage: openai_protocol.Usage | None = None,
     ) -> str:
-        """Build a chunk of one choice. ``usage`` replaces the usage of all tokens so far."""
+        """Build a chunk of the choice with the number ``index``. ``usage``, if given, replaces the
+        token counts of all choices so far."""
         choice = f'"index":{index},{content},"logprobs":{extras.logprobs},"finish_reason":{finish}'
         tail = self._end
         if self._options.continuous_usage:

@@ -27,9 +27,10 @@ class ChunkExtras:
 
     logprobs: str = "null"
     of_choice: str = ""
-    """Fields that are added to the event's choice, each with a comma before it."""
+    """JSON fields that are added to the choice in the event, each with a comma before it."""
     of_answer: str = ""
-    """Fields that are added to the whole event, each with a comma before it."""
+    """JSON fields that are added to the event outside of its choice, each with a comma before
+    it."""
 
     @property
     def empty(self) -> bool:
@@ -41,12 +42,12 @@ NOTHING = ChunkExtras()
 
 @dataclass(slots=True)
 class EchoedPrompt:
-    """A prompt as it is shown to the client."""
+    """A prompt in the form in which its text and tokens are returned to the client."""
 
     token_ids: tuple[int, ...]
     text: str
     offsets: Sequence[int]
-    """For each token of the prompt, the number of characters before it."""
+    """For each token of the prompt, the number of characters of text before the token."""
     logprobs: Sequence[TokenLogprobs] = ()
 
 
@@ -131,11 +132,13 @@ class AnswerDetails:
         return self._prompts[place // self.options.best_of]
 
     def echo(self, place: int) -> str:
-        """Return the text of the prompt that is shown before the choice ``place``."""
+        """Return the text of the prompt that is shown before the choice with the number
+        ``place``."""
         return self._prompt(place).text
 
     def keep(self, place: int, delta: OutputDelta) -> None:
-        """Store the details of a choice's delta until ``complete`` is called."""
+        """Store the details of a delta of the choice with the number ``place``, until ``complete``
+        is called."""
         self._take_prompt_logprobs(place, delta)
         self._kept[place].scores.add(delta.scored)
         if self.options.token_ids:
@@ -148,7 +151,8 @@ class AnswerDetails:
     # Streams
 
     def chunk(self, place: int, delta: OutputDelta, *, first: bool) -> ChunkExtras:
-        """Return the fields that the details add to the event of a choice's delta."""
+        """Return the fields that the details add to the event of a delta of the choice with the
+        number ``place``."""
         self._take_prompt_logprobs(place, delta)
         options, of_choice, of_answer = self.options, "", ""
         logprobs = self._chunk_logprobs(place, delta, first=first)

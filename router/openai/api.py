@@ -185,8 +185,8 @@ def _chat_sampling(body: ChatCompletionRequest) -> SamplingInput:
 
 
 def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
-    """Return the prompts of a completion's body as a list, also if it gives only one. Each is a
-    text or a list of token ids."""
+    """Return the prompts of a completion's body as a list, even if the body gives only one prompt.
+    Each prompt is a text or a list of token ids."""
     if isinstance(prompt, str):
         return [prompt]
     if prompt and isinstance(prompt[0], int):

@@ -35,19 +35,20 @@ class AnswerOptions:
     best_of: int = 1
     """Number of answers to each prompt that are generated."""
     logprobs: int | None = None
-    """Number of top tokens returned with each token's log probability; None: no log probabilities.
-    """
+    """Number of most likely tokens returned with each token's log probability; None: no log
+    probabilities."""
     prompt_logprobs: int | None = None
-    """Number of top tokens returned with the log probability of each prompt token, in a field of
-    its own; None: none."""
+    """Number of most likely tokens returned with the log probability of each prompt token, in a
+    field of their own; None: no log probabilities of the prompt."""
     echo: bool = False
     """Whether the prompt precedes each answer."""
     token_ids: bool = False
     """Whether the token ids of prompt and answer are returned."""
     usage: bool = False
-    """Whether the stream ends with the usage."""
+    """Whether the stream ends with an event that has the token counts of the request
+    (``usage``)."""
     continuous_usage: bool = False
-    """Whether every event of the stream has the usage up to it."""
+    """Whether every event of the stream has the token counts up to it (``usage``)."""
     no_answer: bool = False
     """Whether only the prompt is returned. The one token that is sampled is neither shown nor
     counted."""
@@ -105,8 +106,8 @@ def completion_options(body: CompletionRequest, prompts: int) -> AnswerOptions:
 
 
 def scoring(options: AnswerOptions) -> tuple[int | None, int | None]:
-    """Return for how many top tokens workers must compute log probabilities: first at the answer's
-    positions, then at the prompt's. None: no log probabilities."""
+    """Return two numbers of most likely tokens for which workers must compute log probabilities: at
+    the answer's positions, and at the prompt's. None means no log probabilities."""
     logprobs = options.logprobs
     if logprobs is None and options.best_of > options.n:
         logprobs = 0

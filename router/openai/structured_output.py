@@ -17,7 +17,7 @@ from router.openai.structural_tag import structural_tag
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _FORMATS = "text, json_object, json_schema or structural_tag"
 _OF_NOTHING = frozenset({"disable_additional_properties"})
-"""Options of ``structured_outputs`` that are accepted because they change nothing."""
+"""Options of ``structured_outputs`` that are accepted because they have no effect on the answer."""
 
 
 class GrammarFields(Protocol):

@@ -34,8 +34,8 @@ class TokenShapes:
     def completion(
         self, scored: Iterable[ScoredToken], after: int = 0, top: int = 0
     ) -> dict[str, Iterator[Any]]:
-        """Return the columns of ``logprobs`` in a completion. Its text begins ``after`` characters
-        of the shown prompt.
+        """Return the columns of ``logprobs`` in a completion. ``after`` is the number of characters
+        of the shown prompt before the completion's text.
 
         ``scored`` is read once per column. The token that ends the answer has an entry too, so that
         there is one for each generated token.

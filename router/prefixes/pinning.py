@@ -42,7 +42,8 @@ _RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """The result of pinning: the pin, and the tokens that were processed for it."""
+    """The result of pinning a prefix: the pin, and the numbers of tokens that were processed for
+    it."""
 
     pin: Pin
     cached_tokens: int
@@ -59,7 +60,7 @@ class PrefixPinning:
         store: PinStore,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Create the object that pins prefixes; ``clock`` returns Unix seconds."""
+        """Create the object that pins prefixes. ``clock`` returns Unix seconds."""
         self._service = service
         self._dispatcher = dispatcher
         self._store = store

@@ -63,7 +63,8 @@ class ResponsesAnswer(ApiAnswer):
         self._output = ResponseOutput(dialect, use, request.begins_in)
 
     def events(self, prompt: int, delta: OutputDelta) -> bytes:
-        """See ``ApiAnswer``."""
+        """Count a prompt's delta. Return its server-sent events; empty if the client sees nothing
+        of it. See ``ApiAnswer``."""
         (choice,) = self.choices
         events: list[Fields] = []
         if not choice.begun:
@@ -78,12 +79,12 @@ class ResponsesAnswer(ApiAnswer):
         return self._numbered([*events, *self._output.feed(delta.text, last=last, cut=cut)])
 
     def last_events(self) -> bytes:
-        """See ``ApiAnswer``."""
+        """Return the last events of a stream whose requests have not failed. See ``ApiAnswer``."""
         whole = self._final(self.choices[0])
         return self._numbered([{"type": f"response.{whole['status']}", "response": whole}])
 
     def failure(self, error: BatonError) -> bytes:
-        """See ``ApiAnswer``."""
+        """Return the last event of a stream whose requests have failed. See ``ApiAnswer``."""
         code = "server_error"
         if error.http_status < _OUR_FAULT:
             code = "rate_limit_exceeded" if error.http_status == 429 else "invalid_prompt"
@@ -95,11 +96,12 @@ class ResponsesAnswer(ApiAnswer):
         return self._numbered([{"type": "response.failed", "response": failed}])
 
     def keep(self, prompt: int, delta: OutputDelta) -> None:
-        """See ``ApiAnswer``."""
+        """Count a prompt's delta, and store it for ``whole``. See ``ApiAnswer``."""
         self.choices[0].add(delta, keep_text=True)
 
     def whole(self) -> Fields:
-        """See ``ApiAnswer``."""
+        """Return the body of an answer that is not streamed. Long lists in it are ``Items``. See
+        ``ApiAnswer``."""
         (choice,) = self.choices
         cut = choice.finish_reason is FinishReason.LENGTH
         self._output.feed(choice.text, last=True, cut=cut)

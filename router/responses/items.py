@@ -58,8 +58,8 @@ def _add(turns: list[Turn], item: Mapping[str, Any], where: str) -> None:
 
 
 def _reasoning(item: Mapping[str, Any], where: str) -> str:
-    """Return the text of a reasoning item of an earlier answer; empty if another server encrypted
-    it."""
+    """Return the text of a reasoning item of an earlier answer; empty if another server has
+    encrypted the text."""
     content = item.get("content")
     if content is None:
         return ""
@@ -80,8 +80,8 @@ def _message(item: Mapping[str, Any], where: str) -> Turn:
 
 
 def _add_call(turns: list[Turn], item: Mapping[str, Any], where: str) -> None:
-    """Add a function call to the assistant's last message, so that one message has all calls of an
-    answer and the text before them."""
+    """Add a function call to the assistant's last message. One message then has all calls of an
+    answer, and the text before the calls."""
     name = _string(item, "name", where)
     check_name(name, f"{where}.name")
     arguments = _string(item, "arguments", where)

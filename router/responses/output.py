@@ -21,8 +21,8 @@ Fields = dict[str, Any]
 
 
 class ResponseOutput:
-    """The output items of one answer while it is generated. ``items`` are those in their final
-    form."""
+    """The output items of one answer while it is generated. ``items`` holds the items in their
+    final form."""
 
     def __init__(self, dialect: Dialect, use: ToolUse | None, begins_in: AnswerPart) -> None:
         """Create the state before the first text. ``begins_in`` is the part of the answer in which

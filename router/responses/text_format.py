@@ -13,8 +13,8 @@ PLAIN: dict[str, Any] = {"type": "text"}
 
 
 def text_format(text: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Check the field ``text`` and return its ``format`` as the client gave it. Raises
-    InvalidRequest and UnsupportedParameter."""
+    """Check the field ``text`` of a body, and return the ``format`` in it as the client gave it.
+    Raises InvalidRequest and UnsupportedParameter."""
     if text is None:
         return PLAIN
     if text.get("verbosity") not in (None, "medium"):

@@ -75,21 +75,22 @@ class ChatTemplate:
 
     @property
     def for_tools(self) -> ChatTemplate:
-        """The template for conversations with tools: the model's other template if it has one, else
+        """Template for conversations with tools: the model's other template if it has one, else
         this one."""
         return self._tool_use or self
 
     def reads(self, variable: str) -> bool:
-        """Return whether the template reads a variable, in its form with tools or without."""
+        """Return whether the template reads ``variable``, either in the template for tools or in
+        the one for other conversations."""
         return variable in self._names or variable in self.for_tools._names
 
     def mentions(self, text: str) -> bool:
-        """Return whether the template has ``text`` as a key or a constant, in its form with tools
-        or without."""
+        """Return whether the template has ``text`` as a key or a constant, either in the template
+        for tools or in the one for other conversations."""
         return text in self._texts or text in self.for_tools._texts
 
     async def start(self) -> None:
-        """Start the process before the first rendering needs it.
+        """Start the template process before the first rendering needs it.
 
         Raises ConfigError if the template does not compile, BatonError if no process starts.
         """
@@ -162,8 +163,8 @@ def load_chat_template(
 MAX_CPU_S = 5.0
 """Maximum CPU seconds of one rendering, and of compiling the template."""
 MAX_MEMORY_BYTES = 1 << 30
-"""Maximum address space of a template process, in bytes. Its own code uses 26 MiB, the largest body
-about 300."""
+"""Maximum address space of a template process, in bytes. The process's own code uses 26 MiB, and a
+rendering of the largest body about 300 MiB."""
 MAX_WAIT_S = 30.0
 """Maximum time to wait for a rendering, in seconds. It exceeds ``MAX_CPU_S``, since the machine may
 be busy."""
@@ -173,13 +174,16 @@ they never wait for longer ones."""
 
 
 class TemplateProcess:
-    """Two processes, one for short and one for long conversations, each started when first used.
+    """Two processes that render a chat template: one for short and one for long conversations. Each
+    is started when first used.
 
-    Any thread may use it. The processes end when it is no longer referenced, or with this process.
+    Any thread may use this object. The processes end when it is no longer referenced, or with this
+    process.
     """
 
     def __init__(self, source: str) -> None:
-        """Prepare the processes for the template with the text ``source``; they start later."""
+        """Prepare the processes for the template with the text ``source``. A process starts when it
+        is first needed."""
         self._short, self._long = _Lane(source), _Lane(source)
 
     def start(self) -> Future[None]:
@@ -283,10 +287,10 @@ def _signal_name(code: int) -> str:
 
 
 class _Child:
-    """A process of ``template_program``, and the socket to it."""
+    """A template process, which runs ``template_program``, and the socket to it."""
 
     def __init__(self) -> None:
-        """Start the process. Raises BatonError if it cannot be started."""
+        """Start a template process. Raises BatonError if the process cannot be started."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -312,7 +316,7 @@ class _Child:
         return self._process.poll() is not None
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request to the process, and wait for its answer.
+        """Send a request to the template process, and wait for the answer.
 
         Raises _ChildEnded, and DeadlineExceeded after killing the process.
         """
@@ -335,8 +339,8 @@ class _Child:
         return answer
 
     def _code(self) -> int:
-        """The exit code of the process, whose end of the socket is closed: it has ended or is
-        ending."""
+        """Exit code of the template process. Read it after the process has closed its end of the
+        socket: the process has ended or is ending."""
         try:
             return self._process.wait(MAX_WAIT_S)
         except subprocess.TimeoutExpired:

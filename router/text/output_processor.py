@@ -25,7 +25,7 @@ class Detokenizer(Protocol):
     """Converts the tokens of one answer to text, one token at a time."""
 
     def step(self, token_id: int) -> str:
-        """Add a token. Return the characters that it completes, "" if none."""
+        """Add a token. Return the characters that the token completes; "" if it completes none."""
 
     def flush(self) -> str:
         """Return the text that is left at the end of the answer: U+FFFD for bytes that form no
@@ -98,7 +98,8 @@ class WindowDetokenizer:
 
 
 class MarkerDetokenizer:
-    """Adds the text of some special tokens, by id: markers that a parser looks for in the text."""
+    """Adds the text of some special tokens to the detokenized text: markers that a parser looks
+    for. The tokens are given by id."""
 
     def __init__(self, plain: Detokenizer, texts: Mapping[int, str]) -> None:
         self._plain = plain
@@ -120,8 +121,8 @@ class StopStrings:
     """
 
     def __init__(self, stop: Sequence[str], *, include: bool = False) -> None:
-        """Create a filter for the strings ``stop``. ``include``: the stop string that is found is
-        passed too."""
+        """Create a filter for the stop strings ``stop``. ``include``: whether the stop string that
+        is found is part of the passed text."""
         self._include = include
         self._stop = tuple(stop)
         self._longest = max(map(len, self._stop), default=0)
@@ -148,7 +149,7 @@ class StopStrings:
         return text[:keep]
 
     def rest(self) -> str:
-        """Return the text that is still held back when the answer ends."""
+        """Return the text that the filter still holds back when the answer ends."""
         held, self._held = self._held, ""
         return held
 
@@ -172,7 +173,7 @@ class StopStrings:
 
 
 class OutputProcessor:
-    """Detokenizes one sequence, cuts its text at stop strings, and counts its tokens."""
+    """Detokenizes one sequence, cuts the text at stop strings, and counts the tokens."""
 
     def __init__(
         self,
@@ -186,10 +187,10 @@ class OutputProcessor:
     ) -> None:
         """Create a processor of one sequence.
 
-        ``hidden_ids``: tokens that count, but whose text is not shown: those that end the sequence.
-        ``min_tokens``: stop strings end the text only after this number of tokens, as stop tokens
-        do in the engine. ``include_stop``: the text includes the stop string. ``reasoning`` counts
-        the tokens of reasoning; None: there are none.
+        ``hidden_ids`` are tokens that end the sequence: they count, but their text is not shown.
+        ``min_tokens`` is the number of tokens before which no stop string ends the text; the engine
+        treats stop tokens in the same way. ``include_stop`` is true if the text includes the stop
+        string. ``reasoning`` counts the tokens of reasoning; None: there are none.
         """
         self._reasoning = reasoning
         self._detokenizer = detokenizer
@@ -200,7 +201,7 @@ class OutputProcessor:
         self._scores = False
         """Whether tokens come with log probabilities; set by the first ones."""
         self._read = 0
-        """Number of characters of text that all tokens so far gave."""
+        """Number of characters in the text of all tokens so far."""
         self._shown = 0
         self._unshown: list[ScoredToken] = []
         """Scored tokens whose text is not shown yet."""
@@ -284,10 +285,10 @@ class OutputProcessor:
         return counted, shown
 
     def _newly_shown(self) -> tuple[ScoredToken, ...]:
-        """Return the scored tokens whose text the client has now begun to receive. At an end that
-        cuts no text, return all that are left.
+        """Return the scored tokens whose text the client has now begun to receive. If the sequence
+        has ended and no text was cut, return all tokens that are left.
 
-        A token with part of a character is returned with the token that completes it.
+        A token with a part of a character is returned with the token that completes the character.
         """
         all_of_them = self._finished and not self.stopped
         count = len(self._unshown)

@@ -47,7 +47,8 @@ class ReasoningCounter:
             self._look_for_end()
 
     def finish(self) -> None:
-        """Note that the answer ended, so that text that is held back was no marker."""
+        """Note that the answer has ended: held-back text that might have become a marker now counts
+        as ordinary text."""
         if self._part is _Part.INSIDE or (self._part is _Part.BEFORE and self._is_open):
             self.count += len(self._starts)
         self._part = _Part.BEHIND

@@ -85,7 +85,7 @@ def _rendered(
     template: jinja2.Template, variables: dict[str, Any], limit: int
 ) -> dict[str, str | int]:
     """Render the template to at most ``limit`` characters. Return the answer for the router: the
-    text, or why there is none."""
+    text, or the reason why there is no text."""
     pieces: list[str] = []
     size = 0
     try:

@@ -24,10 +24,11 @@ from router.text.output_processor import (
 )
 
 PIECE_CHARACTERS = 1 << 18
-"""Size of the pieces, in characters, in which the tokens of a longer text are counted before it is
-tokenized as a whole."""
+"""Size of the pieces of a long text, in characters. The tokens of such a text are counted piece by
+piece before the text is tokenized as a whole."""
 PIECES_SHARE = 0.95
-"""Lower bound on the tokens of a text, as a fraction of the sum over its pieces."""
+"""Lower bound on the number of tokens of a text, as a fraction of the sum over the pieces of the
+text."""
 _CONTEXT_TOKENS = 8
 """Number of tokens at the prompt's end that influence the text of the answer's first token."""
 
@@ -66,7 +67,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Read a model's folder. Raises ConfigError with the name of a bad file."""
+        """Read the tokenizer from a model's folder. Raises ConfigError with the name of a bad
+        file."""
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise ConfigError(f"{folder} has no tokenizer.json")

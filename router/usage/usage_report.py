@@ -20,7 +20,7 @@ class UsageEntry:
     agent."""
 
     place: tuple[str, str, str, str, str]
-    """Day, tenant, key, class and agent, in the order of ``DIMENSIONS``."""
+    """Day, tenant, key, class and agent of the sum, in the order of ``DIMENSIONS``."""
     measure: str
     """Name of the measure, one of ``router.billing.ledger_scripts.MEASURES``."""
     amount: int
@@ -82,7 +82,8 @@ class _Group:
 def grouped(
     entries: Iterable[UsageEntry], by: Sequence[Dimension]
 ) -> tuple[list[UsageRow], UsageRow]:
-    """Return a row for each group, in the order of their names, and one for all together."""
+    """Return one row per group, in the order of the groups' names, and one row with the sums over
+    all groups."""
     groups: dict[tuple[str, ...], _Group] = {}
     total = _Group()
     places = [DIMENSIONS.index(one) for one in by]

@@ -58,7 +58,8 @@ class UsageStore:
         self._unix_clock = unix_clock
 
     async def entries(self, days: Sequence[str], tenant: str | None) -> list[UsageEntry]:
-        """Return the ledger's sums of the given days, of one tenant, or of all tenants for None."""
+        """Return the ledger's sums of the given days, for one tenant. ``tenant`` None means all
+        tenants."""
         found = []
         async with _answered():
             for day in days:
@@ -79,8 +80,8 @@ class UsageStore:
                 yield (tenant, api_key, context_class, agent), letter, int(amount)
 
     async def device_seconds(self, days: Sequence[str]) -> dict[str, float]:
-        """Return the device seconds of each pool on the given days: the time of its devices, added
-        up."""
+        """Return the device seconds of each pool on the given days: the sum of the time over the
+        pool's devices."""
         found: dict[str, float] = {}
         async with _answered():
             for day in days:
@@ -91,8 +92,8 @@ class UsageStore:
         return found
 
     async def count_devices(self, devices: Mapping[str, int]) -> None:
-        """Add, for each device, the time since any router last called this method. ``devices`` is
-        the number of devices by pool."""
+        """Add, for each device, the time since any router last called this method. ``devices``
+        gives the number of devices of each pool."""
         day = usage_key(self._prefix, day_of(self._unix_clock()))
         keys = [f"{self._prefix}:usage:devices", f"{day}:devices"]
         args: list[str | int] = []
@@ -102,8 +103,8 @@ class UsageStore:
             await self._devices(keys=keys, args=args)
 
     async def used(self, budget: Budget) -> int:
-        """Return how many nanodollars of a budget are spent, or held by running requests, in its
-        current period."""
+        """Return how many nanodollars of a budget are spent, or held by running requests, in the
+        current period of the budget."""
         period = budget.period(self._unix_clock())
         async with _answered():
             told: Any = await self._client.hmget(
@@ -167,8 +168,8 @@ def _feedback_of(record: Mapping[str, Any]) -> Feedback | None:
 
 
 def _changes(before: Feedback | None, now: Feedback) -> dict[str, int]:
-    """Return by how much the ledger's sums change when feedback is given or replaced, by the
-    letters of their measures."""
+    """Return the changes to the ledger's sums when feedback is given or replaced, by the letters of
+    the measures. ``before`` is None if there was no feedback."""
     changes: dict[str, int] = {}
     for feedback, sign in ((before, -1), (now, 1)):
         if feedback is None:

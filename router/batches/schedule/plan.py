@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from baton.config.daily_hours import DailyHours, seconds_of
 
 MARGIN = 1.25
-"""Safety factor on the predicted time: the slack of later hours is not known."""
+"""Safety factor by which the predicted remaining time of a batch is multiplied, because the slack
+of later hours is not known."""
 MIN_LINES = 8
 """Minimum number of finished lines from which the tokens of the other lines are estimated."""
 
@@ -75,7 +76,7 @@ class BatchSchedule:
     starts_at: float | None = None
     """Time at which a waiting batch continues; None if the batch does not wait."""
     ends_at: float | None = None
-    """Estimated end of the batch, at most the end of its window; None: not known yet."""
+    """Estimated end of the batch, at most the end of its window; None: the end is not known yet."""
     late_lines: int = 0
     """Estimated number of lines without an answer when the window ends."""
 
@@ -90,8 +91,9 @@ def plan_batches(
     """Plan all batches; return the schedule of each by id.
 
     ``tokens_per_s`` is the measured speed of all batches together at full speed; None while it is
-    not known. ``hours`` None is the whole day. ``weights`` are those of tenants, 1 for others. A
-    batch of unknown size or speed runs at full speed: its first lines show how long it takes.
+    not known. ``hours`` None means the whole day. ``weights`` gives the weights of tenants; a
+    tenant that is not in it has weight 1. A batch of unknown size or speed runs at full speed: its
+    first lines show how long it takes.
     """
     by_tenant: dict[str, list[BatchWork]] = defaultdict(list)
     for work in sorted(works, key=lambda one: (one.expires_at, one.id)):
@@ -177,9 +179,10 @@ def _progress(
     work_s: float, speed: float, spans: Spans, now: float, end: float
 ) -> tuple[float, float]:
     """Return how much of the work ``work_s`` is done by ``end``, in seconds of work, and the time
-    at which all of it is done, at most ``end``.
+    at which all of the work is done, at most ``end``.
 
-    Work runs at full speed within ``spans``, and at the fraction ``speed`` of it outside of them.
+    Work runs at full speed within ``spans``. Outside of ``spans`` it runs at the fraction ``speed``
+    of full speed.
     """
     done, at = 0.0, now
     for first, last in (*spans, (end, end)):

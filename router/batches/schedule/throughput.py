@@ -9,12 +9,12 @@ from dataclasses import dataclass
 MIN_S = 10.0
 """Minimum length of a measurement, in seconds."""
 MIN_LINES = 8
-"""Minimum number of lines that must end during a measurement."""
+"""Minimum number of request lines of batches that must end during a measurement of their speed."""
 NEW_SHARE = 0.3
 """Weight of a new measurement in the learned speed; the earlier ones have the rest."""
 BEHIND = 0.8
-"""Batches that reach less than this fraction of their pace count as measured at full speed: they
-use all of the available slack."""
+"""Fraction of the requested rate. Batches that reach less than it already use all of the available
+slack, so their rate counts as measured at full speed."""
 
 
 @dataclass(frozen=True, slots=True)
