@@ -28,7 +28,8 @@ class ExpertNames:
     """How a mixture-of-experts family names its experts' tensors, and the fields of config.json."""
 
     block: str
-    """Name of the module with the router and the experts in tensor names, in place of ``mlp``."""
+    """The part of tensor names that stands for the module with the router and the experts. In a
+    dense model, this part is ``mlp``."""
     gate: str
     up: str
     down: str

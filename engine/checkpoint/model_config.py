@@ -135,8 +135,8 @@ def load_model_config(folder: Path, max_model_len: int = 0) -> ModelConfig:
 
 
 def _bounded(path: Path, context: int, max_model_len: int) -> int:
-    """Return the context to serve, in tokens: ``max_model_len``, or the model's own ``context``.
-    Raises ConfigError."""
+    """Return the context to serve, in tokens: ``max_model_len``, or the model's own ``context`` if
+    that is 0. Raises ConfigError if ``max_model_len`` exceeds ``context``."""
     if max_model_len > context:
         raise ConfigError(
             f"max_model_len is {max_model_len}, and the model's context is {context} tokens"
