@@ -57,8 +57,8 @@ def _fits(model: DecoderModel, cache: KvGroup) -> bool:
 
 
 def _multiplies(weight: torch.Tensor | QuantizedWeight) -> bool:
-    """Whether the C++ code can multiply with this weight: its inputs must form pairs, each within
-    one group."""
+    """Whether the C++ code can multiply with this weight. It reads inputs in pairs, and both inputs
+    of a pair must be in the same group."""
     even = weight.shape[1] % 2 == 0
     if isinstance(weight, torch.Tensor):
         return even
