@@ -21,8 +21,8 @@ from engine.sampling.sampling import SampleRow
 from engine.scheduling.plan import NewSequence
 
 _AHEAD = 32
-"""Masks are made from this many tokens before the end of a reasoning budget. One step brings
-fewer."""
+"""Number of tokens before the end of a reasoning budget from which on masks are made. A step adds
+fewer tokens than this."""
 
 
 class GrammarRows:
@@ -34,8 +34,8 @@ class GrammarRows:
         """State of each sequence's answer by sequence id; the error text if its grammar has
         failed."""
         self._begins: dict[int, int] = {}
-        """Output length from which a sequence's draws need masks, by sequence id. It has only
-        sequences without a grammar."""
+        """Output length from which a sequence's draws need masks, by sequence id. Sequences with a
+        grammar are absent, because all of their draws need masks."""
 
     def learn(self, new: NewSequence) -> None:
         """Add a sequence that has a grammar or a reasoning budget; others are ignored."""

@@ -129,8 +129,8 @@ class ModelRunner:
         return self._speculation
 
     def takes_prompt(self) -> bool:
-        """Whether a drafter should process one more sequence's prompt while it is computed. Any
-        thread may call this."""
+        """Whether a drafter should process the prompt of one more sequence while the model computes
+        that prompt. Any thread may call this."""
         speculation = self._speculation
         return speculation is not None and speculation.takes_prompt()
 
@@ -188,16 +188,16 @@ class ModelRunner:
         return tuple((place, why) for place, why in found if why)
 
     def _drafted(self, rows: Iterable[PlanRow]) -> list[PlanRow]:
-        """Set each row's start to its sequence's newest token, and add drafts that are worth their
-        time."""
+        """Set each row's start to its sequence's newest token, and add the drafts that are expected
+        to gain more time than they cost."""
         placed = self._undrafted(rows)
         if self._speculation is None:
             return placed
         return self._speculation.extend(placed, self._known)
 
     def _undrafted(self, rows: Iterable[PlanRow]) -> list[PlanRow]:
-        """Set each row's start to its sequence's newest token, where the row computes only that
-        token."""
+        """Return the rows without drafts. A row that computes only its sequence's newest token is
+        moved to that token."""
         return [self._placed(row) for row in rows]
 
     def _placed(self, row: PlanRow) -> PlanRow:
@@ -277,7 +277,7 @@ class ModelRunner:
         return work
 
     def _is_bound(self, sequence_id: int) -> bool:
-        """Whether a sequence's next draws need masks."""
+        """Whether the draws for a sequence in the next step need masks."""
         known = self._known[sequence_id]
         return self._grammars.binds(sequence_id, len(known.token_ids) - known.prompt_length)
 
