@@ -76,8 +76,8 @@ class KvGroup:
     def stored(
         self, blocks: torch.Tensor, slots: torch.Tensor, layer: int | None = None
     ) -> torch.Tensor:
-        """Read the bytes of the tokens in the given blocks and slots, [tokens] each, of one layer
-        or of all (None).
+        """Read the KV bytes of tokens in one layer, or in all layers (None). ``blocks`` and
+        ``slots``, both [tokens], have each token's block and slot.
 
         Returns uint8 [tokens, bytes]: the codes, then their scales, if there are any.
         """
@@ -95,8 +95,8 @@ class KvGroup:
         found: torch.Tensor,
         layer: int | None = None,
     ) -> None:
-        """Write bytes that ``stored`` has returned, from this cache or one of the same shape, into
-        the given blocks and slots."""
+        """Write KV bytes of tokens into the given blocks and slots. ``found`` is a result of
+        ``stored`` of this cache, or of another cache with the same shape."""
         layers = slice(None) if layer is None else layer
         _, every, _, heads, _, dim = self.data.shape
         shape = (len(found), *(() if layer is not None else (every,)), 2, heads)
