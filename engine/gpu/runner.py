@@ -184,8 +184,8 @@ class GpuRunner(ModelRunner):
         return self._gpu.start(step_of(self._step_rows(rows), work), draws, masks)
 
     def _extended(self, plan: StepPlan, rows: list[PlanRow], waits: bool) -> list[PlanRow]:
-        """Add the drafts that are expected to pay to the rows. If drafts are likely, this waits
-        until all tokens are known.
+        """Add to the rows the drafts that are expected to pay. If such drafts are likely, this
+        method first waits until all tokens are known.
 
         ``waits``: true if all tokens are known already.
         """
@@ -216,8 +216,8 @@ class GpuRunner(ModelRunner):
         self._gpu.warm_up()
 
     def _waited_for(self, step: _Step, rows: Sequence[PlanRow], found: StepResult) -> Ending:
-        """Make the ending of a step that has already ended. It returns the result without
-        waiting."""
+        """Make the function that ``start`` returns for a step that has already ended. It returns
+        the step's result without waiting."""
         seconds, failed = self._ended(step), self._failed(step.plan.rows)
         accepted = accepted_of(rows, found)
         result = replace(
@@ -253,8 +253,8 @@ class GpuRunner(ModelRunner):
                 self._drafts.observe(found.batch, found.drafted, found.seconds)
 
     def _settle(self, running: int) -> None:
-        """Wait for steps, and replace their placeholders by token ids, except for the last
-        ``running`` steps.
+        """Wait for all steps except the last ``running`` ones, and replace the placeholders of
+        these steps by token ids.
 
         Raises the error of a failed step. In that case, the placeholders of all running steps are
         removed.
@@ -272,15 +272,15 @@ class GpuRunner(ModelRunner):
                 sequence[place] = token
 
     def _name_tokens(self, step: _Step, started: StartedStep, draws: list[SampleRow]) -> None:
-        """Append the placeholder of its sampled token to each sequence; either to all of them or to
-        none."""
+        """Append to each sequence the placeholder of the token that the step samples for it. Either
+        all sequences of the step get a placeholder, or none does."""
         places = tuple((draw.token_ids, len(draw.token_ids)) for draw in draws)
         self._unsettled.append(_Unsettled(step, started, places))
         for number, (sequence, _) in enumerate(places):
             sequence.append(-1 - number)
 
     def _cut_off(self) -> None:
-        """Remove the placeholders of all tokens that have not arrived from their sequences."""
+        """Remove from all sequences the placeholders of tokens that have not arrived."""
         for unsettled in reversed(self._unsettled):
             for sequence, place in unsettled.places:
                 del sequence[place:]

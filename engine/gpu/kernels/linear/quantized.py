@@ -37,8 +37,8 @@ _HARDWARE_FP8 = 89
 
 _LEAST = 16
 _MAX_UNITS = 4
-"""Maximum number of units (runs of inputs under one scale) per step, each with its own products.
-Larger batches use fewer, because their sums take more registers."""
+"""Maximum number of units (consecutive inputs that share a scale) that a program multiplies at a
+time. Larger batches use fewer units, because their sums take more registers."""
 _PROGRAMS = 264
 """Target number of programs: two for each multiprocessor of an H200. It is constant, so that the
 inputs are split in the same way on every GPU."""
@@ -52,10 +52,10 @@ twice as many, so that activations are read half as often."""
 class GpuWeight:
     """A quantized weight in the layout of the kernel.
 
-    ``codes`` is uint8 [units, outputs, bytes]: a unit is a run of ``unit`` inputs under one scale,
-    and codes that are read together are adjacent. In int4 the low halves of a unit's bytes are its
-    first inputs, and the high halves are the rest. ``scales`` is fp32 [groups, outputs]; ``mins``
-    has the same form, or is None.
+    ``codes`` is uint8 [units, outputs, bytes]. A unit consists of ``unit`` consecutive inputs that
+    share a scale. Codes that are read together are adjacent. In int4 the low halves of a unit's
+    bytes are its first inputs, and the high halves are the rest. ``scales`` is fp32 [groups,
+    outputs]; ``mins`` has the same form, or is None.
     """
 
     kind: Kind
