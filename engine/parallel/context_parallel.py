@@ -55,8 +55,8 @@ class SlotMapping:
 
 @dataclass(frozen=True, slots=True)
 class StepSpread:
-    """The KV that this rank sends and receives in one step: number and slots of its own and of
-    other ranks' tokens."""
+    """Describes the KV that this rank sends and receives in one step, by numbers and slots: for its
+    own tokens, and for those of other ranks."""
 
     own: SlotMapping
     widest: int
@@ -80,8 +80,8 @@ class ContextExchange:
     def begin(
         self, rows: Sequence[PlanRow], shards: Sequence[ContextShard], cache: KvGroup
     ) -> None:
-        """Begin a step whose ranks compute the rows in ``shards``. Until ``end`` is called,
-        ``spread`` exchanges each layer's KV."""
+        """Begin a step; ``shards`` has the part of its rows that each rank computes. Until ``end``
+        is called, ``spread`` exchanges each layer's KV."""
         device = cache.data.device
         widest = max(len(shard.tokens) for shard in shards)
         mapping = SlotMapping.of(rows, cache.block_size, device)
@@ -100,7 +100,8 @@ class ContextExchange:
         )
 
     def end(self) -> None:
-        """End the step that ``begin`` began: ``spread`` has no effect until the next one."""
+        """End the step that ``begin`` began. Until the next call of ``begin``, ``spread`` has no
+        effect."""
         self._spread = None
 
     def spread(self, cache: KvGroup, layer: int) -> None:
@@ -154,8 +155,8 @@ class StepPart:
     outputs: tuple[int, ...] = ()
     """Indexes in the whole step's outputs of those that this rank computes."""
     gathers: bool = False
-    """Whether rank 0 must collect outputs from other ranks. Usually it has them all: they are the
-    last tokens of rows."""
+    """Whether rank 0 must collect outputs from other ranks. Usually rank 0 computes all outputs
+    itself, because they are those of the last tokens of rows."""
 
 
 class ContextSteps:
@@ -232,8 +233,7 @@ class ContextModel:
 
     @property
     def layers_done(self) -> int:
-        """Number of layers whose KV is complete on rank 0, whose cache then has it for all
-        tokens."""
+        """Number of layers for which rank 0's cache has the KV of all tokens of the step."""
         return self._model.layers_done
 
     def clear_progress(self) -> None:

@@ -69,7 +69,7 @@ class Greeting:
     token: str
     rank: int
     process: str
-    """Name of the rank's process, for the code that has to end it."""
+    """Name of the rank's process, which other code uses to end the process."""
 
 
 class LeaderChannel:
@@ -213,7 +213,8 @@ class LeaderChannel:
             self._closed.wait(BEAT_S / 2)
 
     def _take(self, rank: int, said: bytearray) -> None:
-        """Process the complete frames in a rank's buffer ``said``, and remove them."""
+        """Process the complete frames in ``said``, the buffer of bytes that a rank has sent, and
+        remove them from it."""
         while len(said) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(said)
             end = _LENGTH.size + length
@@ -332,8 +333,8 @@ class FollowerChannel:
                 return frame
 
     def _wait(self, read: int) -> None:
-        """Check at a timeout how long nothing has arrived; ``read`` is the number of bytes of the
-        current message.
+        """At a timeout, check for how long no bytes have arrived. ``read`` is the number of bytes
+        of the current frame that have arrived.
 
         Raises TimeoutError once nothing has arrived for ``SILENT_LEADER_S`` seconds.
         """

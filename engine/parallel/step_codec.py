@@ -36,8 +36,8 @@ class Kind(IntEnum):
     STEP = 1
     """Compute this rank's part of a step."""
     DRAWING_STEP = 2
-    """Compute this rank's part of a step, and receive the tokens that rank 0 samples: the next step
-    may refer to them."""
+    """Compute this rank's part of a step, and receive the tokens that rank 0 samples, because the
+    next step may refer to these tokens."""
     COPY = 3
     """Copy KV blocks."""
     WARM_UP = 4

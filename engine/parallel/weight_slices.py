@@ -29,8 +29,8 @@ ReadSpan = Callable[[int, range], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The runs of a tensor along one dimension that a rank has, in order. Without runs: the whole
-    tensor."""
+    """The ranges of a tensor, along one dimension, that a rank holds, in order. If there are no
+    ranges, the rank holds the whole tensor."""
 
     dim: int = 0
     runs: tuple[range, ...] = ()
@@ -47,7 +47,8 @@ class Cut:
     def quantized(self, weight: QuantizedWeight) -> QuantizedWeight:
         """Copy the rank's part of a quantized matrix into its own memory.
 
-        Raises ValueError if a run of inputs cuts a group, unless a row has only one.
+        Raises ValueError if a range of inputs cuts a quantization group, unless each row of the
+        matrix has only one group.
         """
         if not self.runs:
             return weight.clone()
