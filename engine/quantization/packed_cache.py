@@ -23,7 +23,7 @@ from engine.quantization.tensor_file import PADDING, write_tensors
 
 DEFAULT_LIMIT = 64 << 30
 """Maximum bytes of all files of the cache together: room for a few models of 8 billion weights, or
-one of 70 in int4."""
+for one of 70 billion weights in int4."""
 _WAIT_S = 1800.0
 """Maximum seconds that a worker waits while another one builds a file: the largest models take
 minutes."""

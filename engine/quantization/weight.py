@@ -22,8 +22,8 @@ _FP8_MAX = 448.0
 _HALF_MAX = 65504.0
 _MIN_GROUP = 16
 _PIECE_VALUES = 1 << 20
-"""Number of values that are in fp32 at a time while a tensor is quantized, which bounds the memory
-for it."""
+"""Maximum number of values that are in fp32 at a time while a tensor is quantized, which bounds the
+memory use."""
 _SHRINKS = tuple(1.0 - 0.025 * step for step in range(13))
 """Fractions of a group's range that int4 quantization tries, from 1.0 to 0.7."""
 _HALF_LOSS, _HALF_STEP = 2.0**-9, 2.0**-12
@@ -109,7 +109,8 @@ class QuantizedWeight:
         )
 
     def inputs(self, run: range) -> QuantizedWeight:
-        """Select a run of inputs, that is, of columns of the matrix. The result is a view.
+        """Select a range of consecutive inputs, that is, of the matrix's columns. The result is a
+        view.
 
         Rows with only one scale may be cut anywhere, since a part of a row keeps the scale. Raises
         ValueError if ``run`` cuts a group or a byte of ``int4``, or if columns are not in the order
@@ -267,8 +268,8 @@ def _nibbles(groups: torch.Tensor, scale: torch.Tensor, least: torch.Tensor) -> 
 def _least_squares(
     groups: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, least: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fit a line through the points (code, weight) of each group. Returns scales and minimums; a
-    group whose codes are all equal keeps the given ones."""
+    """For each group, fit a straight line through the points (code, weight). Returns scales and
+    minimums; a group whose codes are all equal keeps the given scale and minimum."""
     mean_code, mean = codes.mean(-1, keepdim=True), groups.mean(-1, keepdim=True)
     centred = codes - mean_code
     spread = centred.square().sum(-1, keepdim=True)
