@@ -77,8 +77,8 @@ class GrammarState:
         min_tokens: int = 0,
         never: Iterable[int] = (),
     ) -> None:
-        """The tokens ``stop_ids`` may not be drawn before ``min_tokens``; the tokens ``never`` may
-        not be drawn at all.
+        """The tokens ``stop_ids`` may not be drawn before the output has ``min_tokens`` tokens. The
+        tokens ``never`` may not be drawn at all.
 
         Both are allowed if the grammar allows no other token.
         """

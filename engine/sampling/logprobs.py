@@ -21,7 +21,7 @@ class Scored:
     """Row of the step's logits from which the log probability is computed."""
     token_id: int
     top: int
-    """Number of the most likely tokens that are reported in addition to this token."""
+    """Number of most likely tokens to report in addition to this token."""
 
 
 Scorer = Callable[[torch.Tensor, Sequence[Scored]], list[TokenLogprobs]]

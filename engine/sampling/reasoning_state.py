@@ -39,7 +39,7 @@ class ReasoningState:
         """Output tokens up to the end of the reasoning; tokens after it are only in the grammar's
         state."""
         self._over = False
-        """Whether the end of the reasoning is among the tracked tokens."""
+        """Whether the tracked tokens contain the end of the reasoning."""
 
     @property
     def length(self) -> int:
