@@ -59,7 +59,7 @@ class CacheListener(Protocol):
         """The pool calls this when a sequence or ticket pins a cached block."""
 
     def evicted(self, block: int) -> None:
-        """The pool calls this when it evicts a cached block; the block's memory is reused."""
+        """The pool calls this when it evicts a cached block, whose memory is about to be reused."""
 
 
 class BlockPool:
@@ -114,8 +114,8 @@ class BlockPool:
         )
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """Return the cached blocks of the longest leading run of ``hashes`` that the pool has. Pins
-        nothing."""
+        """Return the blocks of the longest leading run of ``hashes`` for which the pool has blocks.
+        These blocks are not pinned."""
         blocks = []
         for digest in hashes:
             block = self._block_of.get(digest)
@@ -139,8 +139,8 @@ class BlockPool:
         return self._hash_of[block], self._leading_of.get(block, ())
 
     def evictable(self, blocks: Iterable[int]) -> int:
-        """Count the blocks among ``blocks`` that have no user; pinning them would make fewer
-        available."""
+        """Count the blocks among ``blocks`` that have no user. Pinning one of these reduces the
+        number of available blocks."""
         return sum(1 for block in blocks if self._references[block] == 0)
 
     def is_shared(self, block: int) -> bool:
@@ -318,8 +318,8 @@ class BlockPool:
         return count
 
     def quarantine(self, blocks: Iterable[int]) -> None:
-        """Reserve used blocks to which a writer elsewhere may still write. Each has one user and no
-        hash."""
+        """Reserve used blocks to which a writer elsewhere may still write. Each of these blocks
+        must have one user and no hash."""
         for block in blocks:
             if self._references[block] != 1 or block in self._hash_of:
                 raise ValueError(f"block {block} cannot be quarantined: it is shared or findable")
@@ -327,7 +327,7 @@ class BlockPool:
             self._quarantined.add(block)
 
     def end_quarantine(self, blocks: Iterable[int]) -> None:
-        """Make quarantined blocks free. No writer may write to them any more."""
+        """Make quarantined blocks free. Call this only when no writer can still write to them."""
         for block in blocks:
             self._quarantined.remove(block)
             self._free.append(block)

@@ -35,8 +35,8 @@ class Copy:
         self.slot = slot
         self.readers = 0
         self.dropped = False
-        """Whether the copy can no longer be found; its slot is free once nothing reads or writes
-        it."""
+        """Whether the copy can no longer be found. Its slot becomes free when no read or write of
+        the copy is in progress."""
 
 
 class BlockTier:

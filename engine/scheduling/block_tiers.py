@@ -208,8 +208,8 @@ class BlockTiers:
     # Loads from the tiers
 
     def find(self, hashes: Iterable[bytes]) -> list[Found]:
-        """Locate the blocks of the longest leading run of ``hashes`` that the pool or a tier has.
-        Pins nothing."""
+        """Locate the blocks of the longest leading run of ``hashes`` for which the pool or a tier
+        has a block. These blocks are not pinned."""
         run = []
         for digest in hashes:
             found = self._find(digest)
@@ -236,8 +236,8 @@ class BlockTiers:
                 found.tier.touch(found.digest)
 
     def end_load(self, run: Iterable[Found], bad: Iterable[bytes] = ()) -> None:
-        """Let the tiers replace the copies again that ``begin_load`` kept. Copies with hashes in
-        ``bad`` are damaged, and are dropped."""
+        """Undo a call of ``begin_load``: the tiers may replace the copies of these blocks again.
+        Copies with hashes in ``bad`` are damaged, and are dropped."""
         damaged = set(bad)
         for found in run:
             if found.tier is None or found.copy is None:
@@ -300,7 +300,7 @@ class BlockTiers:
         return all(tier.is_idle for tier in self.tiers)
 
     def check(self) -> None:
-        """Assert that the books of the pool and the tiers agree."""
+        """Assert that the records of the pool and the tiers agree."""
         for tier, bare in zip(self.tiers, self._bare_copies, strict=True):
             tier.check()
             assert all(tier.find(digest) is copy for digest, copy in bare.items()), "a lost copy"

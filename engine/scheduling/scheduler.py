@@ -87,8 +87,7 @@ class Scheduler:
 
     @property
     def decoding(self) -> list[Sequence]:
-        """Running sequences that get a token from their next step, so that clients wait for that
-        step."""
+        """Running sequences whose next step samples a token, so that clients wait for that step."""
         return [s for s in self.running if s.target - s.scheduled == 1 and not s.prefill_only]
 
     @property
@@ -260,7 +259,7 @@ class Scheduler:
         """Allocate blocks for a sequence's draft tokens, if more are free than the running
         sequences may soon need.
 
-        The sequence keeps the blocks for its next tokens.
+        If the step does not use these blocks, the sequence keeps them for its next tokens.
         """
         if not self._bounds.may_draft(sequence):
             return
@@ -302,8 +301,8 @@ class Scheduler:
         return handed_back
 
     def _strip_last_in_line(self, returns_here: ReturnsHere | None) -> bool:
-        """Preempt the last waiting sequence that has blocks, other than the first. Without this,
-        both could wait for blocks forever."""
+        """Preempt the last waiting sequence that has blocks; the first waiting sequence is
+        excluded. Without this, the two could wait for each other's blocks forever."""
         if self.waiting and self.waiting[0].returning:
             return False
         for sequence in reversed(self.waiting):

@@ -92,12 +92,13 @@ class Sequence:
         self.computed = 0
         """Number of leading tokens whose KV is in the cache."""
         self.scheduled = 0
-        """Value of ``computed`` once the plans in flight have ended."""
+        """Value that ``computed`` has after all plans in flight have ended."""
         self.pending = 0
         """Number of steps in flight that sample for this sequence. The engine may have their
         tokens; the scheduler does not yet."""
         self.highest = 0
-        """Maximum number of tokens once the plans in flight have ended, including draft tokens."""
+        """Maximum number of tokens that the sequence can have after all plans in flight have ended,
+        including draft tokens."""
         self.in_flight = 0
         """Number of plans in flight that have a row for this sequence."""
         self.cached_tokens = 0
@@ -222,8 +223,8 @@ class SchedulerLimits:
     hash_block_size: int = 0
     """Number of tokens in a hash block, a divisor of ``block_size``; 0 means ``block_size``."""
     scored_tokens: int = SCORED_TOKENS
-    """Maximum number of prompt tokens that are scored in a step, over all its prompts. A prompt
-    that exceeds what is left still scores one token."""
+    """Maximum number of prompt tokens that are scored in a step, over all its prompts. Once this
+    number is used up, each further prompt in the step still scores one token."""
     draft_tokens: int = 0
     """Maximum number of tokens that the engine drafts for one sequence in a step; 0 without
     speculation."""
@@ -286,8 +287,8 @@ class SequenceBounds:
         return -(-tokens // self._limits.block_size)
 
     def may_draft(self, sequence: Sequence) -> bool:
-        """Whether a sequence's next step may include draft tokens: the step only samples its next
-        token.
+        """Whether a sequence's next step may include draft tokens. It may if the step computes only
+        the sequence's newest token.
 
         The first new token is never combined with drafts, so that it is sent at once.
         """
