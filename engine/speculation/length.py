@@ -47,22 +47,23 @@ _RATE = 0.15
 _MOST = 2.0
 """Maximum ratio of a measured duration to its estimate; a longer measurement is cut to this."""
 _ROW_SHARE = 0.03
-"""Assumed cost on a CPU of verifying one more draft token, as a share of the step without drafts,
-until it is measured. It is low, so that drafts are tried."""
+"""Assumed cost on a CPU of verifying one more draft token, until this cost is measured. It is a
+share of the duration of a step without drafts. It is low, so that drafts are tried."""
 _SLOPE_SHARE = 0.5
 """Assumed cost of a draft token, as a share of the cost of one more sequence in the step. It is
 used if steps with fewer and with more sequences were measured. Rows may be cheap up to some number
 and expensive after it."""
 _KEPT_STEPS = 200
-"""Number of steps for which an estimate is valid per observation, for up to ``_MAX_SEEN``
-observations. Then it is dropped, so that a measurement from a bad moment is repeated."""
+"""Number of steps for which each observation keeps an estimate valid; at most ``_MAX_SEEN``
+observations count. Older estimates are dropped, so that a measurement from a bad moment is
+repeated."""
 _MAX_SEEN = 10
 _FIRST_REACH = 4
 """Maximum draft tokens of a step until steps with drafts were measured. Afterwards, the maximum is
 twice the largest measured number plus this many."""
 _EXACT = 16
-"""Numbers up to this one have estimates of their own; larger ones are rounded to multiples of
-four."""
+"""Each number of sequences or draft tokens up to this one has its own estimate. Larger numbers are
+rounded to multiples of four, which share one."""
 
 
 @dataclass(slots=True)
@@ -88,8 +89,8 @@ class DraftCosts:
         self._step = 0
 
     def observe(self, batch: int, drafted: int, seconds: float) -> None:
-        """Record the duration of a step that decoded ``batch`` sequences and verified ``drafted``
-        draft tokens."""
+        """Record the duration of a step. ``batch`` is the number of sequences that it decoded, and
+        ``drafted`` is the number of draft tokens that it verified."""
         self._step += 1
         known, count = self._found.setdefault(_rounded(batch), {}), _rounded(drafted)
         estimate = known.get(count)
@@ -158,7 +159,8 @@ def towards(known: float | None, found: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A sequence's draft as ``DraftLength`` sees it: number of tokens and their evidence."""
+    """A sequence's draft, reduced to what ``DraftLength`` needs: the number of tokens and their
+    evidence."""
 
     sequence_id: int
     evidence: int
@@ -172,7 +174,8 @@ class DraftLength:
     """Chooses how many tokens of each draft a step verifies."""
 
     def __init__(self, costs: DraftCosts | None = None) -> None:
-        """``costs`` holds the measured step durations; pass one in order to share it."""
+        """``costs`` holds the measured step durations. Pass an existing object to share its
+        measurements."""
         self._costs = costs or DraftCosts()
         self._levels = [_Level(_guess(level)) for level in range(_LEVELS)]
         self._records: dict[int, _Record] = {}
@@ -209,7 +212,8 @@ class DraftLength:
         return lengths
 
     def observe(self, batch: int, drafted: int, seconds: float) -> None:
-        """Record the duration of a step that decoded ``batch`` sequences and computed no prompt."""
+        """Record the duration of a step that computed no prompt. ``batch`` is the number of
+        sequences that it decoded."""
         self._costs.observe(batch, drafted, seconds)
 
     def verified(self, sequence_id: int, evidence: int, drafted: int, kept: int) -> None:

@@ -70,8 +70,8 @@ class ModelDrafter(Protocol):
         """Maximum number of tokens that the drafter can draft at once."""
 
     def backlog(self, query: DraftQuery) -> int | None:
-        """Number of tokens that the drafter must process before it can draft for a sequence,
-        without the last one.
+        """Number of tokens that the drafter must process before it can draft for a sequence. The
+        sequence's last token does not count.
 
         None if the drafter cannot draft for the sequence, now or ever.
         """
@@ -135,8 +135,8 @@ class FilledSlots:
                     filled[block] = 0
 
     def count(self, row: PlanRow, tokens: int) -> int:
-        """Count the first tokens, up to ``tokens``, of a row's sequence that all have the drafter's
-        KV."""
+        """Count the leading tokens of a row's sequence that have the drafter's KV; at most
+        ``tokens`` are counted."""
         size, found = self._size, tokens
         place = min(tokens, self._known.get(row.sequence_id, 0)) // size
         for block in row.block_table[place : -(-tokens // size)]:

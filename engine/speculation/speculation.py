@@ -199,7 +199,8 @@ class StepSpeculation(Protocol):
         by id."""
 
     def takes_prompt(self) -> bool:
-        """Whether the drafter should process one more sequence's prompt while it is computed."""
+        """Whether the drafter should process the prompt of one more sequence while the target model
+        computes that prompt."""
 
     def verified(self, sequence_id: int, drafted: int, kept: int) -> None:
         """Record that a step accepted the first ``kept`` of a sequence's ``drafted`` draft
@@ -213,7 +214,8 @@ class StepSpeculation(Protocol):
         """Process a computed step whose tokens are sampled; see ``ModelDrafter.computed``."""
 
     def observe(self, batch: int, drafted: int, seconds: float) -> None:
-        """Record the total duration of a step in which only ``batch`` sequences decoded."""
+        """Record the total duration of a step without prompts; ``batch`` is the number of sequences
+        that decoded."""
 
     def forget(self, sequence_id: int) -> None:
         """Drop the state of a sequence that has ended."""
@@ -296,8 +298,8 @@ class Speculation:
             self._length.verified(sequence_id, evidence, drafted, kept)
 
     def observe(self, batch: int, drafted: int, seconds: float) -> None:
-        """Record the duration of a step that decoded ``batch`` sequences and verified ``drafted``
-        draft tokens."""
+        """Record the duration of a step. ``batch`` is the number of sequences that it decoded, and
+        ``drafted`` is the number of draft tokens that it verified."""
         self._length.observe(batch, drafted, seconds)
 
     def forget(self, sequence_id: int) -> None:
@@ -310,7 +312,7 @@ class Speculation:
         return False
 
     def computed(self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None) -> None:
-        """Do nothing; the runner does not call it, because ``watches`` is false."""
+        """Do nothing. The runner does not call this method, because ``watches`` is false."""
 
     def use_threads(self, threads: int) -> None:
         """Do nothing: a drafter without a model uses no threads."""

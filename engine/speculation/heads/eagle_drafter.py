@@ -221,8 +221,9 @@ class EagleDrafter(CachedDrafter):
         """Collect the target's layer inputs for all parts' rows: fp32 [tokens, feature_layers,
         hidden_size].
 
-        Each row gets those of the token before it. The head's C++ code makes the features. Torch's
-        threads would busy-wait afterwards on the cores that the model needs next.
+        Each row gets the layer inputs for the token before the row's own token. The head's C++ code
+        makes the features. Torch's threads would busy-wait afterwards on the cores that the model
+        needs next.
         """
         found = []
         for part in parts:
@@ -279,7 +280,7 @@ def _part(row: PlanRow, tokens: Sequence[int], start: int, end: int) -> _Part:
 
 
 def _last_places(parts: Iterable[_Part]) -> list[int]:
-    """Index in the head's step of each part's last token."""
+    """For each part, the index of its last token among the tokens of the head's step."""
     places, end = [], 0
     for part in parts:
         end += part.row.count

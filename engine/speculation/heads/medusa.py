@@ -166,8 +166,8 @@ def _token_ids(config: MedusaConfig, weights: Mapping[str, Matrix]) -> torch.Ten
 
 
 _MAX_DECODED = 16
-"""Maximum tokens of a row that decodes; a longer row is a chunk of a prompt
-(``MAX_DRAFT_TOKENS``)."""
+"""Maximum tokens of a row that decodes; it is above 1 + ``MAX_DRAFT_TOKENS``. A longer row is a
+chunk of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
