@@ -31,7 +31,7 @@ class ExpertsConfig:
     normalized: bool
     """Whether the weights of a token's experts are divided by their sum."""
     layers: frozenset[int]
-    """Numbers of the layers that have experts; the others have one MLP."""
+    """Numbers of the layers that have experts. Every other layer has one MLP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,10 @@ class ModelConfig:
     attention_scale: float
     """Factor by which the products of queries and keys are multiplied."""
     attention_softcap: float
-    """Limit c of attention scores: a score s becomes c * tanh(s / c). 0: scores are unchanged."""
+    """Limit c of attention scores: a score s becomes c * tanh(s / c). 0 means that scores are
+    unchanged."""
     logits_softcap: float
-    """Limit c of logits: a logit s becomes c * tanh(s / c). 0: logits are unchanged."""
+    """Limit c of logits: a logit s becomes c * tanh(s / c). 0 means that logits are unchanged."""
     windows: tuple[int, ...]
     """For each layer, the number of tokens that a query attends to, including its own; 0 means
     all."""
