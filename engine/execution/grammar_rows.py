@@ -111,8 +111,9 @@ class GrammarRows:
     def masked(self, sequence_ids: Sequence[int], draws: list[SampleRow]) -> list[SampleRow]:
         """Add masks to a step's draws; ``sequence_ids`` has the sequence id of each draw.
 
-        Draws of one sequence are adjacent. They are the first draws of its choices, which share
-        their tokens, or the draws of a draft, whose tokens extend those of the first draw.
+        Draws of one sequence are adjacent. Either they draw the first tokens of its choices, all
+        after the same tokens. Or they verify a draft, and each draw follows one more draft token
+        than the draw before.
         """
         if not self._states:
             return draws

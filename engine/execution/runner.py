@@ -282,7 +282,8 @@ class ModelRunner:
         return self._grammars.binds(sequence_id, len(known.token_ids) - known.prompt_length)
 
     def _kept(self, rows: Sequence[PlanRow], drawn: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Select each row's accepted tokens from those drawn, and append them to its sequence.
+        """From the drawn tokens, select the accepted tokens of each row, and append them to the
+        row's sequence.
 
         For a row with a draft, these are the tokens up to the first rejected draft token. For a row
         with several choices, they are the first tokens of the choices.
