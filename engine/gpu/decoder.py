@@ -91,8 +91,8 @@ class GpuStepModel:
         capture: Capture | None = None,
         leader: Leader | None = None,
     ) -> None:
-        """``capture`` captures steps as CUDA graphs; None: no step is captured. ``leader`` sends
-        each step to the other ranks.
+        """``capture`` captures steps as CUDA graphs; if it is None, no step is captured. ``leader``
+        sends each step to the other ranks.
 
         With deterministic weights, a row's logits depend only on its sequence, bit for bit.
         """

@@ -100,8 +100,8 @@ class GpuRunner(ModelRunner):
         self._drafts = speculation
         self._unsettled: list[_Unsettled] = []
         self._begun = True
-        """Whether the last step was started without an error. Otherwise, its sampled tokens may
-        have overwritten those to which placeholders refer."""
+        """Whether the last step was started without an error. If not, the tokens that it sampled
+        may have overwritten the tokens to which placeholders refer."""
         self._ends = threading.Lock()
         """Lock that is held briefly by a thread that has seen a step's end: the engine thread, or
         one that waits for a result."""
@@ -132,8 +132,8 @@ class GpuRunner(ModelRunner):
         return ending
 
     def _begin(self, plan: StepPlan, running: int) -> Ending:
-        """Start a step; tokens of the last ``running`` steps may still be placeholders. See
-        ``start``."""
+        """Start a step, as described in ``start``. ``running`` is the number of latest steps whose
+        tokens may still be placeholders."""
         began = time.perf_counter()
         # First: new sequences arrive only once, and must not be lost with an earlier step.
         self._take_news(plan)
@@ -144,7 +144,7 @@ class GpuRunner(ModelRunner):
         return partial(_spread, ending, left_out) if left_out else ending
 
     def _begin_rows(self, plan: StepPlan, began: float) -> Ending:
-        """Start a step whose rows can all be computed. See ``start``."""
+        """Start a step whose rows can all be computed, as described in ``start``."""
         rows = self._undrafted(plan.rows)
         work = self._gather(rows)
         # A mask depends on the tokens themselves.
@@ -212,7 +212,8 @@ class GpuRunner(ModelRunner):
         return {number: draw.mask for number, draw in masked if draw.mask is not None}
 
     def capture(self) -> None:
-        """Capture the decode steps of the usual sizes; see ``GpuStepModel.warm_up``."""
+        """Compile the kernels, and capture decode steps of the usual sizes as CUDA graphs, by
+        ``GpuStepModel.warm_up``."""
         self._gpu.warm_up()
 
     def _waited_for(self, step: _Step, rows: Sequence[PlanRow], found: StepResult) -> Ending:

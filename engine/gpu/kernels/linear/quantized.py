@@ -44,8 +44,8 @@ _PROGRAMS = 264
 inputs are split in the same way on every GPU."""
 _MAX_SPLITS = 8
 _NARROW = 64
-"""Number of outputs that a program computes: those of one matrix instruction. Larger batches use
-twice as many, so that activations are read half as often."""
+"""Number of outputs that a program computes, which is that of one matrix instruction. For larger
+batches, a program computes twice as many, so that activations are read half as often."""
 
 
 @dataclass(frozen=True, slots=True)
