@@ -78,8 +78,8 @@ class DecoderModel:
     """Layer of an EAGLE head that makes a feature from the inputs of some of the target's layers
     (engine/speculation/heads/eagle_model.py)."""
     rank: RankModel | None = None
-    """Operations that this rank does together with the others; None if the model is on one rank
-    (engine/parallel/)."""
+    """Operations that this rank does together with the other ranks (engine/parallel/); None if the
+    model is on one rank."""
     context: ContextExchange | None = None
     """Exchanges the KV of tokens between ranks that divide prompts; None without context
     parallelism."""

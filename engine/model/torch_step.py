@@ -63,8 +63,8 @@ class TorchStepModel:
             self.layers_done = layer + 1
 
     def use_threads(self, threads: int) -> None:
-        """Do nothing, because a change has no use: torch keeps the threads that it has started, and
-        they busy-wait on cores that other processes need."""
+        """Do nothing. Torch keeps the threads that it has started, and these busy-wait on cores
+        that other threads need."""
 
     def _batch(self, step: StepInput) -> StepTokens:
         size = self._cache.block_size

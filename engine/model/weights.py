@@ -175,8 +175,8 @@ class _TensorFiles:
     def __init__(self, paths: list[Path], stack: ExitStack, *, stay_open: bool) -> None:
         """``stack`` closes the files when it is closed.
 
-        With ``stay_open`` false, each tensor is mapped separately: what was read of a file then
-        does not count as this process's memory any more.
+        If ``stay_open`` is false, each tensor is mapped separately, so that bytes which were read
+        no longer count as this process's memory.
         """
         self._files: dict[str, tuple[Path, Any]] = {}
         for path in paths:
