@@ -150,10 +150,10 @@ class StepPart:
 
     step: StepInput
     tokens: tuple[int, ...] = ()
-    """Indexes in the whole step of the tokens that this rank computes; empty if the step is not
-    divided."""
+    """Indexes, among the tokens of the whole step, of the tokens that this rank computes; empty if
+    the step is not divided."""
     outputs: tuple[int, ...] = ()
-    """Indexes in the whole step's outputs of those that this rank computes."""
+    """Indexes, among the outputs of the whole step, of the outputs that this rank computes."""
     gathers: bool = False
     """Whether rank 0 must collect outputs from other ranks. Usually rank 0 computes all outputs
     itself, because they are those of the last tokens of rows."""

@@ -37,8 +37,8 @@ from engine.parallel.step_codec import (
 from engine.sampling.step import StepInput, StepModel, StepOutput
 
 FORM_S = 300.0
-"""Maximum seconds for which a rank waits for the others at the start: some may start their
-processes later than others."""
+"""Maximum seconds for which a rank waits for the other ranks at the start. Processes of some ranks
+may start later than those of others."""
 _STORE_BYTES = 4
 
 CopyBlocks: TypeAlias = Callable[[Sequence[tuple[int, int]]], None]
@@ -174,8 +174,8 @@ class FollowerModel(Protocol):
 
 
 class Follower:
-    """Connection of a rank other than 0 to rank 0: receives steps and has them computed. Used by
-    one thread."""
+    """Connection of a rank other than 0 to rank 0. It receives steps and passes them to a
+    ``FollowerModel``. Used by one thread."""
 
     def __init__(
         self, address: GroupAddress, rank: int, ranks: int, deadline_s: float, process: str = ""
