@@ -53,8 +53,8 @@ class QuantizedWeight:
     """Number of inputs that share a scale; it divides the number of inputs."""
     columns: torch.Tensor | None = None
     """Order of the stored columns, int64 [in]: column j belongs to input ``columns[j]`` (GPTQ's
-    act-order), so that a kernel uses ``x[:, columns]``. None: columns are in the order of the
-    inputs."""
+    act-order), so that a kernel uses ``x[:, columns]``. None means that columns are in the order of
+    the inputs."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS or self.codes.dtype != torch.uint8 or self.codes.dim() != 2:
@@ -165,7 +165,8 @@ def dequantize(weight: QuantizedWeight, rows: torch.Tensor | None = None) -> tor
     """Dequantize a weight to fp32 [out, in], with the columns in the order of the inputs: the
     reference for every kernel.
 
-    ``rows`` has the numbers of the rows to return, int64 [n], as for an embedding; None: all.
+    ``rows`` has the numbers of the rows to return, int64 [n], as for an embedding; None means all
+    rows.
     """
     codes, scales, mins = weight.codes, weight.scales, weight.mins
     if rows is not None:
