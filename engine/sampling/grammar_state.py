@@ -96,8 +96,8 @@ class GrammarState:
 
     @property
     def length(self) -> int:
-        """Number of tokens of the text that must match the grammar, without those counted by
-        ``before``."""
+        """Number of tokens of the text that must match the grammar. Tokens before that text
+        (``before``) are not included."""
         return self._taken + self._behind
 
     def advance(self, token_ids: Iterable[int]) -> None:
