@@ -400,7 +400,7 @@ def victim_of(candidates: Several[Sequence], pool: BlockPool, block_size: int) -
 def recompute_cost(sequence: Sequence, pool: BlockPool, block_size: int) -> float:
     """Estimate the cost of resuming a sequence after a preemption, in tokens to compute.
 
-    Full blocks that it shares with other sequences stay in the pool, and cost nothing.
+    Full blocks that the sequence shares with others stay in the pool, and cost nothing.
     """
     full = sequence.block_table[: sequence.registered]
     own = sum(not pool.is_shared(block) for block in full)

@@ -30,7 +30,7 @@ class Spill:
     """A copy that has to be made from the pool, or from a tier, to the next lower tier."""
 
     source: BlockTier | None
-    """The tier to copy from; None: the pool."""
+    """The tier to copy from; None means the pool."""
     place: int
     """Block number in the pool, or slot number in the source tier."""
     target: BlockTier
@@ -102,7 +102,8 @@ class BlockTiers:
 
     @property
     def wants_spill(self) -> bool:
-        """Whether blocks or copies should now be copied to a lower tier: see ``next_spill``."""
+        """Whether blocks or copies should now be copied to a lower tier. ``next_spill`` returns the
+        first of them."""
         return self._pool_is_behind() or any(
             self._is_behind(level) for level in range(len(self.tiers) - 1)
         )
@@ -255,8 +256,8 @@ class BlockTiers:
         return self.pool.total + sum(tier.total for tier in self.tiers)
 
     def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the hashes stored and those removed since the last call, in pool and tiers
-        together."""
+        """Return the hashes that were stored and the hashes that were removed since the last call,
+        in pool and tiers together."""
         stored, removed = self.pool.drain_changes()
         changed, self._changed = self._changed, {}
         gone = [digest for digest in removed if not self._holds(digest)]

@@ -18,7 +18,8 @@ from engine.scheduling.sequence import SchedulerLimits, Sequence, SequenceBounds
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence that the engine does not have: a new one, or one that it has dropped."""
+    """A sequence that the engine does not have, because the sequence is new or the engine has
+    dropped it."""
 
     sequence_id: int
     token_ids: tuple[int, ...]
@@ -60,7 +61,8 @@ class PlanRow:
     tokens; 0 means no drafts."""
     choices: int = 1
     """Number of choices that sample their first token from this row's logits, each with its own
-    noise. The first choice is the row's sequence; the others become new sequences."""
+    noise. The first choice is the row's sequence, and each further choice becomes a new
+    sequence."""
     scored: int = 0
     """Number of leading tokens of the row for which the log probability of the following prompt
     token is computed."""

@@ -407,8 +407,8 @@ class Scheduler:
             sequence.compute_s += row.count * token_s
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
-        """End the sequences of a failed step. Returns those that had not left the scheduler
-        before."""
+        """End the sequences of a failed step. Returns the sequences that had not left the scheduler
+        earlier."""
         flight = self._plans[plan.step]
         while flight.land(self._leaving) is not None:
             pass
@@ -498,8 +498,8 @@ class Scheduler:
         """Start a sibling (``fork``), which shares its parent's full blocks and gets one block of
         its own.
 
-        Its first step writes into its own block, into which the parent's last, partial block is
-        copied first. If there is no block for it, or the parent was preempted, the fork's KV is
+        The parent's last, partial block is copied into that block before the sibling's first step
+        writes to it. If no block is available, or the parent was preempted, the fork's KV is
         computed again.
         """
         if parent not in self._giving_back and self._has_spare(parent):
