@@ -22,7 +22,7 @@ _FIRST_GUESS = (0.2, 0.4, 0.55, 0.65, 0.7, 0.75, 0.8, 0.85)
 _GUESS_WEIGHT = 4.0
 """Weight of the assumed probabilities, as a number of measured tokens."""
 _KEPT_TOKENS = 500.0
-"""Number of the latest tokens of an evidence level over which its acceptance rate is averaged."""
+"""Number of latest draft tokens over which the acceptance rate of an evidence level is averaged."""
 _CLASS_BOUNDS = (2, 4, 8)
 """Lower bounds of the evidence classes by which a sequence's own acceptance rates are kept."""
 _LEVEL_WEIGHT = 3.0
@@ -34,8 +34,9 @@ _SUREST = 0.98
 _MIN_LIKELY = 0.02
 """Minimum probability of acceptance for a draft token after the first to be considered."""
 _GAIN_ALONE, _GAIN = 1.02, 1.1
-"""Minimum gain in tokens per second over a step without drafts: for one sequence, and for several.
-With many drafts, those with overestimated gains are selected, so the required gain is higher."""
+"""Minimum gain in tokens per second over a step without drafts, if one sequence drafts and if
+several do. Among many drafts, the selected ones often have overestimated gains, so the required
+gain is higher."""
 _PROBE_SHARE = 0.01
 """Share of the time that may be spent on drafts that are not expected to pay."""
 MAX_IN_A_STEP = 48
@@ -51,8 +52,8 @@ _ROW_SHARE = 0.03
 share of the duration of a step without drafts. It is low, so that drafts are tried."""
 _SLOPE_SHARE = 0.5
 """Assumed cost of a draft token, as a share of the cost of one more sequence in the step. It is
-used if steps with fewer and with more sequences were measured. Rows may be cheap up to some number
-and expensive after it."""
+used if steps with fewer and with more sequences were measured. Up to some number, additional rows
+may be cheap, and beyond it expensive."""
 _KEPT_STEPS = 200
 """Number of steps for which each observation keeps an estimate valid; at most ``_MAX_SEEN``
 observations count. Older estimates are dropped, so that a measurement from a bad moment is
@@ -74,8 +75,8 @@ class _Estimate:
 
 
 class DraftCosts:
-    """Learned duration of a step by its number of decoding sequences and of draft tokens that it
-    verifies.
+    """Learned durations of steps, by the number of sequences that decode and the number of draft
+    tokens that are verified.
 
     It is learned from measured steps. A step of few rows is bound by memory, and one of many by
     arithmetic. Where one becomes the other, and how abruptly, depends on the model and the machine.

@@ -54,7 +54,7 @@ class ComputedRow:
 
 
 class ModelDrafter(Protocol):
-    """Drafts tokens for all sequences of an engine with a model of its own."""
+    """Uses a model of its own to draft tokens for all sequences of an engine."""
 
     @property
     def name(self) -> str:
@@ -164,7 +164,8 @@ class FilledSlots:
 
 
 class CachedDrafter:
-    """Base class of drafters whose KV is in the cache's group ``drafter``; see ``ModelDrafter``."""
+    """Base class of drafters whose KV is in the cache group ``drafter``, with methods of
+    ``ModelDrafter``."""
 
     def __init__(self, steps: StepModel, filled: FilledSlots) -> None:
         """``steps`` computes over the cache's group ``drafter``; ``filled`` records which slots of

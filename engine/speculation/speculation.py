@@ -142,8 +142,8 @@ class _Index:
 
 
 def _match_length(token_ids: list[int], end: int, last: int) -> int:
-    """Length of the common suffix of the tokens up to ``end`` and those up to ``last``, both
-    included. At least the last two are known to be equal."""
+    """Length of the common suffix of two parts of ``token_ids``, at most ``_LONGEST``. The parts
+    end with the tokens at the indexes ``end`` and ``last``. Their last two tokens must be equal."""
     most = min(_LONGEST, end + 1)
     length = 2
     while length < most and token_ids[end - length] == token_ids[last - length]:
@@ -211,7 +211,8 @@ class StepSpeculation(Protocol):
         rows: Sequence[ComputedRow],
         hidden: torch.Tensor | None,
     ) -> None:
-        """Process a computed step whose tokens are sampled; see ``ModelDrafter.computed``."""
+        """Let the drafter process a step that the target has computed and whose tokens are
+        sampled."""
 
     def observe(self, batch: int, drafted: int, seconds: float) -> None:
         """Record the total duration of a step without prompts; ``batch`` is the number of sequences
@@ -235,8 +236,8 @@ class Speculation:
     hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, drafter: Drafter, length: DraftLength | None = None) -> None:
-        """``length`` chooses how many tokens of each draft are verified; None: chosen from measured
-        durations."""
+        """``length`` chooses how many tokens of each draft are verified. With None, the number is
+        chosen from measured durations."""
         self._drafter = drafter
         self._length = length or DraftLength()
         self._drafts: dict[int, Draft] = {}

@@ -133,8 +133,8 @@ class ModelDraftLength(DraftLength):
         return self.pays or self._prompts % _PROMPT_EVERY == 0
 
     def looks(self, rows: int) -> bool:
-        """Whether to consider drafts before a step of ``rows`` rows, by a call of ``wanted``. It
-        must be called once before every step."""
+        """Whether the caller should consider drafts for a step of ``rows`` rows, and call
+        ``wanted``. ``looks`` must be called once before every step."""
         if rows != self._rows:
             self._rows, self._idle = rows, 0
         self._idle += 1

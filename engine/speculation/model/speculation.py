@@ -27,8 +27,8 @@ class ModelSpeculation:
     watches = True
 
     def __init__(self, model: ModelDrafter, length: ModelDraftLength | None = None) -> None:
-        """``length`` chooses how many tokens each sequence drafts; None: chosen from measured
-        durations."""
+        """``length`` chooses how many tokens each sequence drafts. With None, the number is chosen
+        from measured durations."""
         self.model = model
         self.length = length or ModelDraftLength()
         self._drafting_s = 0.0
