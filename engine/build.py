@@ -52,8 +52,8 @@ def build_engine(
 ) -> Engine:
     """Load the model, and build the engine. Memory for the KV blocks is allocated by ``allocate``.
 
-    If there are several ``ranks``, this is rank 0: it loads its shard, and sends steps to the
-    others.
+    With several ``ranks``, this process is rank 0: it loads its shard, and sends each step to the
+    other ranks.
 
     Raises ConfigError with the setting to change, and WorkerFailed if another rank is lost.
     """
@@ -222,8 +222,8 @@ def _check_deterministic(step_model: StepModel, settings: EngineSettings) -> Non
     """Raise ConfigError if a row's bits depend on the batch in which it is computed.
 
     The C++ decoder always adds the products of a row in an order that depends only on the row. So
-    determinism costs nothing on the CPU. The GPU decoder selects such kernels on request. Torch's
-    matrix products split their sums by the shape of the batch.
+    determinism costs nothing on the CPU. On a GPU, the decoder uses kernels with such an order if
+    ``settings.deterministic`` is set. In torch, the order depends on the batch's shape.
     """
     if not isinstance(step_model, TorchStepModel):
         return

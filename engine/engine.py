@@ -93,7 +93,7 @@ class Engine:
     grammars: CompiledGrammars
     """Compiles and keeps grammars for the tokens of the model's tokenizer.json."""
     storage: Storage | None = None
-    """Bytes per weight and per token of KV; None if there are no weights."""
+    """Number of bytes per weight, and per token of KV; None if there are no weights."""
     quantization: str = ""
     """Quantization of most of the weights: int8, int4 or fp8; empty if they are not quantized."""
 
