@@ -69,8 +69,8 @@ class Family:
 
 
 def family_of(fields: ConfigFields) -> tuple[str, Family]:
-    """Return the architecture's name in config.json and its entry in ``FAMILIES``. Raises
-    ConfigError if it is not supported."""
+    """Return the name of the architecture in config.json, and the entry of ``FAMILIES`` for it.
+    Raises ConfigError if the architecture is not supported."""
     named = fields.get("architectures", [])
     architecture = named[0] if isinstance(named, list) and named else "?"
     family = FAMILIES.get(architecture) if isinstance(architecture, str) else None

@@ -63,7 +63,8 @@ class ModelConfig:
     """Whether queries and keys are normalized before their rotation: each head separately
     (``head``), or all heads of a token together (``full``)."""
     embedding_scale: float
-    """Factor by which embeddings are multiplied; it is rounded to the weights' type later."""
+    """Factor by which embeddings are multiplied. The model rounds this factor to the weights'
+    type."""
     attention_scale: float
     """Factor by which the products of queries and keys are multiplied."""
     attention_softcap: float
