@@ -181,7 +181,8 @@ class CpuDecoder:
         return packed.get_or_build(f"{key}-cpu{LAYOUT_VERSION}", build)
 
     def _keep(self, tensor: torch.Tensor | None) -> int | None:
-        """Convert a tensor to fp32 and keep it alive. Returns its address; None for None."""
+        """Convert a tensor to fp32, and keep the result alive. Returns the address of the result;
+        None if ``tensor`` is None."""
         if tensor is None:
             return None
         tensor = tensor.float().contiguous()

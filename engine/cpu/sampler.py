@@ -126,8 +126,8 @@ class CpuSampler:
         return list(tokens)
 
     def _described(self, row: SampleRow, ids: array[int], biases: array[float]) -> _Draw:
-        """Make the draw parameters of a row. The tokens and biases to which they refer are appended
-        to ``ids`` and ``biases``."""
+        """Make the draw parameters of a row. The tokens and biases to which the parameters refer
+        are appended to ``ids`` and ``biases``."""
         s = row.sampling
         position = len(row.token_ids)
         at, biases_at = len(ids), len(biases)
