@@ -87,7 +87,8 @@ class ModelRunner:
         return with_left_out(result, left_out)
 
     def start(self, plan: StepPlan) -> Ending:
-        """Start a step. Returns a function that waits for its end; any thread may call it."""
+        """Start a step. Returns a function that waits for the step's end; any thread may call this
+        function."""
         result = self.run(plan)
         return lambda: result
 
