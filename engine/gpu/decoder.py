@@ -181,7 +181,8 @@ class GpuStepModel:
         return self._brought(drawn)
 
     def _part(self, step: StepInput) -> AbstractContextManager[StepPart | None]:
-        """Context in which this rank computes its part of a step; None if it has no part."""
+        """Context in which this rank computes its part of a step; its value is None if the rank has
+        no part."""
         if self._context is None:
             return nullcontext(StepPart(step))
         return self._context.part(step)
@@ -330,9 +331,9 @@ class GpuStepModel:
         )
 
     def _host_buffer(self, shape: StepShape) -> torch.Tensor:
-        """Allocate host memory for a step's input tensors; it is pinned if there is a GPU.
+        """Allocate host memory for a step's input tensors. The memory is pinned if there is a GPU.
 
-        torch's allocator does not reuse the memory until its copy to the GPU has ended.
+        torch's allocator does not reuse this memory before the copy to the GPU has ended.
         """
         pinned = self._device.type == "cuda"
         return torch.empty(buffer_bytes(shape), dtype=torch.uint8, pin_memory=pinned)

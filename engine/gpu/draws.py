@@ -50,8 +50,8 @@ def draw_of(row: SampleRow) -> Draw:
 def keep_allowed(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     """Set logits, fp32 [rows, vocab], to -inf for each token that its draw may not take.
 
-    Which tokens a draw may take is defined by ``engine.sampling.sampling``. Here it is computed for
-    all rows at once, and the host does not wait for the GPU.
+    Which tokens a draw may take is defined by ``engine.sampling.sampling``. This function does it
+    for all rows at once, and the host does not wait for the GPU.
     """
     numbers = [n for n, draw in enumerate(draws) if draw.limited]
     if not numbers:

@@ -14,7 +14,7 @@ import torch
 
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]
-"""Captures work as a CUDA graph: runs it once, and returns a function that runs it again."""
+"""Captures work as a CUDA graph: runs the work once, and returns a function that runs it again."""
 
 _BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 _BATCH_STEP = 32

@@ -74,8 +74,8 @@ class StepLimits:
     """Whether experts are computed one after another, so that no step is captured."""
     deterministic: bool = False
     ranks: int = 1
-    """Number of ranks that divide the model. Each computes its plan from its own shard's
-    configuration."""
+    """Number of ranks that divide the model. Each rank computes a memory plan from the
+    configuration of its own shard."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,8 +54,8 @@ class _Step:
     """Whether the step was started only after the previous one had ended."""
     drafted: int = 0
     seconds: float | None = None
-    """Duration of the step in seconds: from the end of the previous step, or from its own start.
-    None until it has ended."""
+    """Duration of the step in seconds, from the end of the previous step, or from this step's start
+    if that was later. None until the step has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,8 @@ class GpuRunner(ModelRunner):
         one that waits for a result."""
         self._last_end = 0.0
         self._measured: deque[_Measured] = deque()
-        """Durations of steps, which are added with the lock ``_ends`` held. The engine thread
-        removes them."""
+        """Durations of steps. The thread that adds one must hold the lock ``_ends``. The engine
+        thread removes them."""
         self._late = False
         """Whether the GPU was already idle when the last step was started."""
 
