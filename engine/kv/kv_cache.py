@@ -130,7 +130,8 @@ class DrafterGroup(KvGroup):
     """The drafter's part of all KV blocks, with the number of filled slots of each block.
 
     A drafter processes a token later than the target model, or never, because it may have been
-    switched off. The number is in the block, so that it moves with the block.
+    switched off. The number of filled slots is stored in the block, so that it moves with the
+    block.
     """
 
     def __init__(self, parts: torch.Tensor, config: ModelConfig, size: int, dtype: torch.dtype):
@@ -143,7 +144,8 @@ class DrafterGroup(KvGroup):
 
 
 class KvCache(KvGroup):
-    """The KV blocks of an engine. As a ``KvGroup``, it is the target model's part of them.
+    """The KV blocks of an engine. The base class ``KvGroup`` gives access to the target model's
+    part of the blocks.
 
     The engine thread writes them. Other threads may read and write blocks that no plan in flight
     names.
