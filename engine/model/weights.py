@@ -108,8 +108,8 @@ def iterate_weights(
 def bytes_per_weight(weights: Iterable[tuple[str, Weight]]) -> tuple[float, float]:
     """Mean number of bytes of a weight, including scales: (in the layers' matrices, in the head).
 
-    A model without its own head uses its embedding as the head. If there are no such weights, the
-    number is 0.
+    If the model has no separate head, its embedding is the head. A number is 0 if there are no
+    weights of that kind.
     """
     values, held = 0, 0
     embedding = head = 0.0
