@@ -60,13 +60,13 @@ class StepSpread:
 
     own: SlotMapping
     widest: int
-    """Maximum number of tokens on any rank. All ranks pad to it, because they must gather the same
-    shape."""
+    """Maximum number of tokens on any rank. All ranks pad their tensors to this number, because
+    gathered tensors must have the same shape."""
     kept: torch.Tensor
     """Indexes of other ranks' tokens, without padding, among the [ranks * widest] gathered tokens;
     int64."""
     others: SlotMapping
-    """Slots of the tokens in ``kept``, in which their KV is stored on this rank."""
+    """Slots in which this rank stores the KV of the tokens in ``kept``."""
 
 
 class ContextExchange:
@@ -170,8 +170,8 @@ class ContextSteps:
 
     @contextmanager
     def part(self, step: StepInput) -> Iterator[StepPart | None]:
-        """Context in which this rank computes its part of the step; None if it has none. At its
-        end, all ranks have the KV.
+        """Context in which this rank computes its part of the step; its value is None if the rank
+        has no part. At the context's end, all ranks have the KV.
 
         Raises WorkerFailed if a rank is lost.
         """

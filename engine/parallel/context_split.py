@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from engine.scheduling.plan import PlanRow
 
 MIN_TOKENS = 32
-"""Minimum number of tokens per rank for which a step is divided; for fewer, exchanging KV at each
-layer costs more than it saves."""
+"""Minimum number of tokens per rank for which a step is divided among ranks. With fewer tokens, the
+exchange of KV at each layer costs more time than the division saves."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,8 +97,8 @@ def _run(count: int, rank: int, ranks: int) -> range:
 
 
 def _piece(size: int, ranks: int) -> int:
-    """Choose the size of the pieces into which ``size`` is divided: the largest power of two up to
-    ``_LARGEST_PIECE`` that divides it and gives each rank at least one piece."""
+    """Choose the size of the pieces into which ``size`` is divided. It is the largest power of two,
+    up to ``_LARGEST_PIECE``, that divides ``size`` and gives each rank at least one piece."""
     piece = _LARGEST_PIECE
     while piece > 1 and (size % piece or size // piece < ranks):
         piece //= 2

@@ -40,7 +40,7 @@ import and load without a break, and no step waits for it. A shorter limit would
 from starting on a busy host."""
 SILENT_LEADER_S = 60.0
 """Seconds without a frame after which rank 0 counts as lost. Rank 0 may pause for a while and
-continue, like a worker with one rank. After this time, its host is gone."""
+continue, like a worker with one rank. After this time, the host of rank 0 is assumed to be gone."""
 _LEADER_TICKS = 4
 """Number of times that a rank checks for frames from rank 0 within ``SILENT_LEADER_S``."""
 _LENGTH = struct.Struct("<I")

@@ -112,8 +112,8 @@ class StepReader:
     def _rows(
         self, heads: npt.NDArray[np.void], numbers: Sequence[int]
     ) -> tuple[tuple[PlanRow, ...], int]:
-        """Decode a step's rows. Returns them and the index in ``numbers`` after their block
-        tables."""
+        """Decode a step's rows. Returns the rows, and the index in ``numbers`` of the first number
+        after their block tables."""
         tables: dict[int, tuple[int, ...]] = {}
         rows: list[PlanRow] = []
         end = 0
