@@ -27,8 +27,8 @@ memory use."""
 _SHRINKS = tuple(1.0 - 0.025 * step for step in range(13))
 """Fractions of a group's range that int4 quantization tries, from 1.0 to 0.7."""
 _HALF_LOSS, _HALF_STEP = 2.0**-9, 2.0**-12
-"""Maximum change of a scale for which fp16 is used: relative to the scale, or to the largest scale.
-Only subnormals and infinities exceed it."""
+"""Maximum change of a scale by rounding to fp16 for which fp16 is used: relative to the scale
+itself, or to the largest scale. Only scales that become subnormal or infinite change more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
