@@ -64,8 +64,8 @@ def masks_of(state: AnswerState, draft_tokens: Sequence[int] = ()) -> npt.NDArra
 class GrammarState:
     """Tracks a grammar's matcher along a sequence's output. Implements ``AnswerState``.
 
-    When the grammar's text is complete, it stays complete. A step that was planned meanwhile may
-    draw more tokens; they are counted and not matched.
+    Once the text is complete in the grammar, it stays complete. A step that was already planned may
+    still draw tokens; these are counted but not matched.
     """
 
     def __init__(

@@ -32,8 +32,8 @@ change the logits."""
 def token_logprobs(logits: torch.Tensor, wanted: Sequence[Scored]) -> list[TokenLogprobs]:
     """Compute log probabilities in plain torch, on any device. Implements ``Scorer``.
 
-    Equally likely tokens are ordered by id. If not all of them fit among the most likely, it is
-    undefined which ones are reported.
+    Equally likely tokens are ordered by id. If ``top`` leaves out some of several equally likely
+    tokens, it is undefined which of these tokens are reported.
     """
     if not wanted:
         return []

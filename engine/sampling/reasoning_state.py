@@ -26,7 +26,7 @@ class ReasoningState:
         stop_ids: Iterable[int] = (),
         grammar: GrammarState | None = None,
     ) -> None:
-        """``grammar`` is a state at its start; it applies to the text after the reasoning.
+        """``grammar`` must be at its start. It applies to the text after the reasoning.
 
         With a grammar, the tokens ``stop_ids`` are not allowed within the reasoning.
         """

@@ -38,7 +38,7 @@ class StepInput:
     """Features for an EAGLE head, fp32 [tokens, hidden_size]."""
     states: torch.Tensor | None = None
     """Inputs of the target's layers, fp32 [tokens, layers, hidden_size]. An EAGLE head computes its
-    features from them; set instead of ``features``."""
+    features from these inputs. Either this field or ``features`` is set."""
 
 
 @dataclass(frozen=True, slots=True)
