@@ -75,14 +75,14 @@ class BlockPool:
         self._retained_cached: OrderedDict[int, None] = OrderedDict()
         """Cached blocks whose hashes are retained."""
         self._ttl_of: dict[int, float] = {}
-        """Seconds for which a block stays cached after its last use; a block without an entry never
-        expires."""
+        """For each block with a TTL, the seconds for which it stays cached after its last use. A
+        block without an entry never expires."""
         self._newly_cached: dict[int, None] = {}
         """Cached blocks that have an entry in ``_ttl_of`` and were added since the last call of
         ``expire``."""
         self._expiring: dict[float, OrderedDict[int, float]] = {}
-        """Cached blocks by their TTL in seconds. Each maps to its expiry time; the first to expire
-        is first."""
+        """For each TTL in seconds, the cached blocks with this TTL and their expiry times, in order
+        of expiry."""
         self._quarantined: set[int] = set()
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
@@ -298,8 +298,8 @@ class BlockPool:
     def expire(self, now: float) -> int:
         """Forget the cached blocks whose last use is longer ago than their TTL.
 
-        Returns their number. The time counts from the first call after the last use; retention
-        counts as use. ``now`` is in seconds, on any monotonic clock.
+        Returns their number. The TTL counts from the first call of ``expire`` after the block's
+        last use; retention counts as use. ``now`` is in seconds, on any monotonic clock.
         """
         for block in self._newly_cached:
             ttl_s = self._ttl_of[block]
@@ -372,7 +372,7 @@ class BlockPool:
 
 
 PATIENCE = 3
-"""After a sequence was preempted this many times, it comes before all others, whatever their
+"""Number of preemptions after which a sequence is preempted only after all others, whatever their
 priorities. So even a sequence of the lowest priority ends."""
 CACHED_SHARE = 0.25
 """Cost of recomputing a token whose block may still be in the prefix cache, relative to a token

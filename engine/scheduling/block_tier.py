@@ -122,8 +122,8 @@ class BlockTier:
         return copy, victim
 
     def end_write(self, copy: Copy) -> bool:
-        """Complete a copy. Returns whether it can be found, which is false if it was dropped
-        meanwhile."""
+        """Complete a copy. Returns whether the copy can be found: false if it was dropped while it
+        was written."""
         if copy.dropped:
             self._end_forgotten(copy)
             return False

@@ -66,8 +66,8 @@ class BlockTiers:
         """Cached blocks of the pool that the first tier has no copy of, the longest unused
         first."""
         self._bare_copies: list[OrderedDict[bytes, Copy]] = [OrderedDict() for _ in self.tiers]
-        """For each tier, its copies that the next lower tier lacks, in about the order of their
-        last use."""
+        """For each tier, the copies that this tier has and the next lower tier lacks, in about the
+        order of their last use."""
         self._turn = len(self.tiers) - 1
         """Level from which the latest copy was made: 0 is the pool, 1 the first tier."""
         self._spilling: dict[int, Spill] = {}
@@ -78,8 +78,8 @@ class BlockTiers:
     # Events of the pool
 
     def idle(self, block: int) -> None:
-        """Note that a block of the pool became cached: copy it to the first tier unless it is
-        there."""
+        """Note that a block of the pool became cached, so that it is copied to the first tier
+        unless that tier has it."""
         digest, _ = self.pool.contents(block)
         for tier in self.tiers:
             tier.touch(digest)
@@ -89,7 +89,8 @@ class BlockTiers:
             self._bare[block] = None
 
     def busy(self, block: int) -> None:
-        """Note that a cached block of the pool was pinned: it needs no copy while it is in use."""
+        """Note that a cached block of the pool was pinned. While the block is in use, no copy of it
+        is needed."""
         self._bare.pop(block, None)
 
     def evicted(self, block: int) -> None:
@@ -166,10 +167,11 @@ class BlockTiers:
         return copy
 
     def end_spill(self, spill: Spill, *, failed: bool = False, damaged: bool = False) -> bool:
-        """Record that a copy to a lower tier was made. Returns whether it can be found now.
+        """Record that the copying of a block to a lower tier has ended. Returns whether the new
+        copy can be found now.
 
-        ``failed``: true if its slot could not be written. ``damaged``: true if the bytes read were
-        wrong.
+        ``failed``: true if the slot of the new copy could not be written. ``damaged``: true if the
+        bytes read were wrong.
         """
         if spill.source is None:
             is_whole = self._spilling.pop(spill.place, None) is spill

@@ -36,8 +36,8 @@ from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.sequence import SchedulerLimits, Sequence, SequenceBounds, SequenceUpdate
 
 ReturnsHere = Callable[[Sequence], bool]
-"""Decides where a preempted sequence resumes: true if here, with its blocks from an offload tier;
-false if it may be handed back to its router."""
+"""Decides where a preempted sequence resumes. True: on this worker, with its blocks from an offload
+tier. False: it may be handed back to its router."""
 
 
 class Scheduler:
@@ -227,7 +227,7 @@ class Scheduler:
         return self._send(rows) if rows else None
 
     def _send(self, rows: ScheduledStep) -> StepPlan:
-        """Make the plan of these rows, and record it as in flight."""
+        """Make the step plan from ``rows``, and record the plan as in flight."""
         plan = rows.make_plan(self._step + 1, tuple(self._dropped))
         rows.mark_planned()
         self._step += 1
@@ -330,8 +330,8 @@ class Scheduler:
     def _next_in_line(self, *, prompts: bool) -> Sequence | None:
         """Return the first queued sequence that can get its blocks, or that has them already.
 
-        Without ``prompts``, return only a sequence that decodes at once: it need not wait until a
-        prompt ahead of it is admitted.
+        If ``prompts`` is false, return only a sequence that can decode at once. Such a sequence
+        need not wait until prompts ahead of it are admitted.
         """
         for sequence in self.waiting:
             if not prompts and (
@@ -347,7 +347,7 @@ class Scheduler:
 
     def _take_blocks(self, sequence: Sequence) -> bool:
         """Give a sequence the cached blocks of its longest known prefix, and new blocks for the
-        rest. Returns whether it has all."""
+        rest. Returns whether the sequence has all blocks that it needs."""
         if not sequence.block_table:
             hits = self._prefix_cache.prefix_of(sequence)
             missing = self._bounds.blocks_for(sequence.target) - len(hits)

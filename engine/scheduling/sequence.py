@@ -112,8 +112,8 @@ class Sequence:
         self.preempted = False
         self.preemptions = spec.preemptions
         self.returning = False
-        """Whether the blocks of the preempted sequence are being loaded from an offload tier; it
-        keeps its position in the queue."""
+        """Whether the sequence was preempted and its blocks are being loaded from an offload tier.
+        The sequence keeps its position in the queue."""
         self.finish_reason: FinishReason | None = None
         self.choice = choice
         self.siblings: tuple[Sequence, ...] = ()
@@ -132,7 +132,7 @@ class Sequence:
     def follow(self, matcher: TokenMatcher | None) -> None:
         """Set the grammar of this sequence and its siblings. Call it before they are queued.
 
-        ``matcher`` is at the start of an answer. It is copied and not changed.
+        ``matcher`` must be at the start of an answer. It is copied, and not changed.
         """
         for choice in (self, *self.siblings):
             choice.matcher = matcher
