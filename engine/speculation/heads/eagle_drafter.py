@@ -43,8 +43,8 @@ layer."""
 
 @dataclass(slots=True)
 class _Waiting:
-    """Target layer inputs of a sequence's latest tokens, for which the head has not computed its
-    rows yet."""
+    """Inputs of the target's layers for the latest tokens of a sequence. The head has not computed
+    its rows for these tokens yet."""
 
     start: int
     """Position of the first of these tokens in the sequence."""

@@ -96,7 +96,8 @@ def _power_of_two(count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A sequence that may draft, with its maximum draft and its backlog in tokens."""
+    """A sequence that may draft, with the maximum length of its draft and the length of its
+    backlog, both in tokens."""
 
     sequence_id: int
     most: int
