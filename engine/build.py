@@ -263,8 +263,8 @@ Draft = SmallModel | EagleHead | MedusaHeads
 
 
 def _load_draft(loaded: LoadedModel) -> Draft | None:
-    """Load the model or heads of the drafter, if it has any. Raises ConfigError if they are not
-    supported."""
+    """Load the draft model or heads, if the drafter has any. Raises ConfigError if the model or
+    heads are not supported."""
     source, target = loaded.source, loaded.model
     settings, device, dtype = source.settings, source.device, source.dtype
     if drafter_of(settings, device) not in ("draft", *HEADS):

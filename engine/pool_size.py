@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def pool_blocks(loaded: LoadedModel, draft: ModelConfig | None) -> int:
-    """Compute the number of KV blocks for which every rank has room. Raises ConfigError if these
-    are too few.
+    """Compute the number of KV blocks for which every rank has room. Raises ConfigError if this
+    number is too small.
 
     ``draft`` is the drafter's configuration, if it has KV.
     """
