@@ -25,7 +25,8 @@ _LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """How a mixture-of-experts family names its experts' tensors, and the fields of config.json."""
+    """The names that a mixture-of-experts family uses: for the tensors of experts in a checkpoint,
+    and for fields in config.json that describe experts."""
 
     block: str
     """The part of tensor names that stands for the module with the router and the experts. In a

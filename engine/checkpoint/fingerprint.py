@@ -157,8 +157,8 @@ def _identity(file: int) -> str:
 
 
 def _load(path: Path) -> Hashes:
-    """Load the stored hashes of a folder. Empty if they cannot be read, so that the files are
-    hashed again."""
+    """Load the stored hashes of a folder. Returns an empty result if the hashes cannot be read, so
+    that the files are hashed again."""
     try:
         found = json.loads(path.read_text())
         return {str(name): str(value) for name, value in found.items()}
