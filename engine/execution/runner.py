@@ -108,7 +108,7 @@ class ModelRunner:
         self.model.clear_progress()
 
     def use_threads(self, threads: int) -> None:
-        """Set the number of threads for the next steps, if the model can change it between
+        """Set the number of threads for the next steps, if the model can change this number between
         steps."""
         self.model.use_threads(threads)
         if self._speculation is not None:
@@ -117,7 +117,7 @@ class ModelRunner:
             self._sampler.use_threads(threads)
 
     def share_cores(self, share: CoreShare) -> None:
-        """Share the host's cores with other engines on it, if the model supports that."""
+        """Share the host's cores with other engines on the host, if the model supports that."""
         if isinstance(self.model, CpuDecoder):
             self.model.share_cores(share)
         if self._speculation is not None:
