@@ -20,7 +20,7 @@ class Draw:
     keys: tuple[int, int]
     """Keys of the noise (``engine.sampling.noise.noise_keys``)."""
     top_k: int
-    """Number of the most likely tokens that may be drawn; 0 means all."""
+    """Only this number of most likely tokens may be drawn; 0 means that all tokens may be drawn."""
     top_p: float
     min_p: float
 

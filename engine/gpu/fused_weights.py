@@ -149,8 +149,8 @@ GpuMlp = FusedMlp | StackedExperts | SeparateExperts
 
 @dataclass(frozen=True, slots=True)
 class GpuLayer:
-    """The weights of one layer for GPU kernels: as ``engine.model.model.Layer``, with query, key
-    and value fused, and gate and up fused."""
+    """The weights of one layer for GPU kernels. They are those of ``engine.model.model.Layer``,
+    with query, key and value fused, and gate and up fused."""
 
     attention_norm: torch.Tensor | None
     query_key_value: GpuLinear

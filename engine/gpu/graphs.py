@@ -89,8 +89,8 @@ class DecodeGraphs:
     def warm_sizes(self) -> Iterator[Bucket]:
         """Iterate over the sizes that are captured before requests arrive.
 
-        The largest of all sizes comes first. Other captures reuse its memory, so later captures
-        take no more memory.
+        The largest of all sizes comes first. All other captures reuse the memory of the largest
+        one, so they need no additional memory.
         """
         lengths = [size for size in self._lengths if size <= _WARM_LENGTH] or self._lengths[:1]
         if self.largest.longest not in lengths:

@@ -27,8 +27,8 @@ from engine.gpu.kernels.launch import (
 Kind = Literal["int8", "int4", "fp8"]
 
 MAX_ROWS = 64
-"""Maximum rows of ``quantized_linear``. A larger product is limited by arithmetic, so dequantized
-weights and a plain product are faster."""
+"""Maximum rows of ``quantized_linear``. For more rows, the product is limited by arithmetic, so a
+plain product with dequantized weights is faster than this kernel."""
 
 _FP8 = 2
 _INT4 = 4
