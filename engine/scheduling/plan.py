@@ -232,8 +232,8 @@ class ScheduledStep:
             sequence.in_flight += 1
 
     def land(self, left: Container[Sequence]) -> int | None:
-        """Mark the plan as ended for its next sequence. Returns the index of that sequence's row;
-        None if no row is left.
+        """Mark the step as ended for the next sequence of its plan. Returns the index of that
+        sequence's row; None if no row is left.
 
         ``left`` contains the sequences that have left the scheduler.
         """

@@ -54,7 +54,7 @@ class Scheduler:
         self.preemptions = 0
         self._leaving: set[Sequence] = set()
         self._giving_back: dict[Sequence, None] = {}
-        """Sequences that have left or were preempted, and still have blocks.
+        """Sequences that have left the scheduler or were preempted, and still have blocks.
 
         Their blocks are not released yet, because a plan in flight may write to them.
         """
@@ -370,9 +370,11 @@ class Scheduler:
     # Results
 
     def complete(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
-        """Apply a step's result. Sequences that have left meanwhile are not reported.
+        """Apply a step's result. Sequences that have left the scheduler since the step was planned
+        are not reported.
 
-        If this raises, nothing of the step has been reported, and ``fail`` ends it.
+        If this method raises, no result of the step has been reported, and the caller must end the
+        step with ``fail``.
         """
         updates = []
         flight = self._plans[plan.step]

@@ -86,7 +86,8 @@ class Sequence:
         self.token_ids: list[int] = list(spec.token_ids)
         self.block_table: list[int] = []
         self.hashes: list[bytes] = []
-        """Hashes of the sequence's full hash blocks, computed as far as they were needed."""
+        """Hashes of the sequence's full hash blocks. Only hashes that were needed so far have been
+        computed."""
         self.registered = 0
         """Number of leading blocks that are registered in the prefix cache."""
         self.computed = 0
@@ -94,8 +95,8 @@ class Sequence:
         self.scheduled = 0
         """Value that ``computed`` has after all plans in flight have ended."""
         self.pending = 0
-        """Number of steps in flight that sample for this sequence. The engine may have their
-        tokens; the scheduler does not yet."""
+        """Number of steps in flight that sample for this sequence. The engine may already have the
+        tokens of these steps; the scheduler does not have them yet."""
         self.highest = 0
         """Maximum number of tokens that the sequence can have after all plans in flight have ended,
         including draft tokens."""
@@ -194,7 +195,7 @@ class SequenceUpdate:
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Log probabilities, one entry for each new token; empty if they are not wanted."""
     failure: str = ""
-    """Why the sequence could not continue and has ended; empty if it can."""
+    """Why the sequence could not continue and has ended; empty if it did not fail."""
     lost: bool = False
     """Whether the sequence has ended because an earlier step failed and the sequence lacks that
     step's tokens."""
