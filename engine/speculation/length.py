@@ -24,7 +24,8 @@ _GUESS_WEIGHT = 4.0
 _KEPT_TOKENS = 500.0
 """Number of latest draft tokens over which the acceptance rate of an evidence level is averaged."""
 _CLASS_BOUNDS = (2, 4, 8)
-"""Lower bounds of the evidence classes by which a sequence's own acceptance rates are kept."""
+"""Lower bounds of the classes of evidence. For each sequence, an acceptance rate is kept for each
+class."""
 _LEVEL_WEIGHT = 3.0
 """Weight of the acceptance rate of all sequences, as a number of tokens of the sequence's own
 record."""
@@ -46,7 +47,8 @@ MAX_IN_A_STEP = 48
 _RATE = 0.15
 """Weight of the newest measurement in the estimate of a step's duration."""
 _MOST = 2.0
-"""Maximum ratio of a measured duration to its estimate; a longer measurement is cut to this."""
+"""Maximum ratio of a measured duration to the estimated duration. A longer measurement is reduced
+to this ratio."""
 _ROW_SHARE = 0.03
 """Assumed cost on a CPU of verifying one more draft token, until this cost is measured. It is a
 share of the duration of a step without drafts. It is low, so that drafts are tried."""
@@ -152,7 +154,8 @@ def _rounded(count: int) -> int:
 
 
 def towards(known: float | None, found: float) -> float:
-    """Move an estimate toward a measurement. ``known`` is None if it is the first measurement."""
+    """Move the estimate ``known`` toward the measurement ``found``. ``known`` is None if ``found``
+    is the first measurement."""
     if known is None:
         return found
     return known + _RATE * (min(found, _MOST * known) - known)

@@ -38,7 +38,7 @@ class DraftQuery:
 
 @dataclass(frozen=True, slots=True)
 class ComputedRow:
-    """A row that the target has computed, as its result is passed to a drafter."""
+    """A row that the target has computed, in the form in which it is passed to a drafter."""
 
     row: PlanRow
     """The computed row, including its draft tokens."""
@@ -92,9 +92,9 @@ class ModelDrafter(Protocol):
         """Process a step that the target has computed. ``hidden`` has the inputs of
         ``hidden_layers``.
 
-        ``prompts``: true if the drafter should process the computed prompt tokens at once. Other
-        tokens may wait for the next draft. Returns the number of tokens that were processed at
-        once.
+        ``prompts``: true if the drafter must process the computed prompt tokens in this call. It
+        may process other tokens later, before the next draft. Returns the number of tokens that it
+        has processed in this call.
         """
 
     def forget(self, sequence_id: int) -> None:

@@ -121,8 +121,9 @@ class _Index:
                 earlier.append(-1)
 
     def longest_match(self, token_ids: list[int]) -> tuple[int, int]:
-        """Find the longest earlier match of the sequence's end. Returns the match's end and length,
-        the latest on a tie; length 0 if there is none."""
+        """Find the longest earlier match of the sequence's end. Returns the position of the match's
+        end, and its length. On a tie, the latest match is returned. The length is 0 if there is no
+        match."""
         last = len(token_ids) - 1
         if last < 1:
             return 0, 0
@@ -152,8 +153,8 @@ def _match_length(token_ids: list[int], end: int, last: int) -> int:
 
 
 def _continued(token_ids: list[int], end: int, count: int) -> list[int]:
-    """Return the ``count`` tokens that follow position ``end``. After the sequence's last token,
-    the draft itself is repeated.
+    """Return the ``count`` tokens that follow position ``end``. If the sequence has fewer tokens
+    after ``end``, these tokens are repeated.
 
     So a repeated passage continues to be repeated, however short it is.
     """
@@ -169,8 +170,8 @@ DRAFTERS = ("none", "ngram", "draft", "eagle", "medusa")
 TOKEN_DRAFTERS = ("none", "ngram")
 """Names of the speculative methods that use only a sequence's tokens, and no model."""
 MAX_DRAFT_TOKENS = 13
-"""Maximum draft tokens of a sequence in a step. With the sequence's own token, they fit one pass of
-linear.h."""
+"""Maximum draft tokens of a sequence in a step. Together with the sequence's last token, these fit
+one pass of the matrix product in linear.h."""
 
 CostsOf = Callable[[int, int, int], list[float] | None]
 """Estimates the costs of steps with 0, 1, … draft tokens; see ``DraftLength.choose``. Arguments:

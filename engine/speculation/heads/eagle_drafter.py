@@ -31,8 +31,8 @@ from engine.speculation.model_drafter import (
 from engine.speculation.speculation import MAX_DRAFT_TOKENS
 
 _MAX_WAITING = 16
-"""Maximum number of a sequence's tokens whose head rows wait until the sequence drafts; computing
-this many costs little more than computing one."""
+"""Maximum number of a sequence's tokens whose head rows are computed only when the sequence drafts.
+Computing this many rows costs little more than computing one."""
 _MAX_MISSING = 16
 """Maximum number of head rows that may have zeros in place of features. With more, the head has too
 little input, and does not draft."""
@@ -165,10 +165,10 @@ class EagleDrafter(CachedDrafter):
     def computed(
         self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None, *, prompts: bool
     ) -> int:
-        """Process a step that the target has computed. Returns the number of tokens that were
-        processed at once.
+        """Process a step that the target has computed. Returns the number of tokens that the
+        drafter has processed in this call.
 
-        Computed prompt tokens are always processed at once. Their features are too large to be
+        Computed prompt tokens are always processed in this call. Their features are too large to be
         kept, and processing takes a fiftieth of the model's time. Answer tokens are processed when
         they fill a block, since the block may then be sent, or when many wait.
         """
@@ -237,8 +237,8 @@ class EagleDrafter(CachedDrafter):
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _forget_before(self, sequence_id: int, position: int) -> None:
-        """Drop a sequence's stored layer inputs of tokens before ``position``: the rows that use
-        them are computed."""
+        """Drop a sequence's stored layer inputs of tokens before ``position``, because the head's
+        rows that use these inputs have been computed."""
         waiting = self._waiting.get(sequence_id)
         if waiting is not None and waiting.start < position:
             kept = waiting.between(position, waiting.end).clone()

@@ -111,8 +111,8 @@ class DraftModel(CachedDrafter):
     def computed(
         self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None, *, prompts: bool
     ) -> int:
-        """Process a step that the target has computed. Returns the number of tokens that were
-        processed at once.
+        """Process a step that the target has computed. Returns the number of tokens that the
+        drafter has processed in this call.
 
         The draft model has not computed the KV of a draft's last token, because it only sampled
         that token.

@@ -23,8 +23,8 @@ _SPREAD_STEPS = 32
 _RATE = 0.05
 """Weight of the latest step in the average of whether drafts were expected to pay."""
 _MIN_PAYING = 0.25
-"""Minimum share of the latest steps in which drafts were expected to gain, for drafting to count as
-worthwhile."""
+"""Minimum share of the latest steps in which drafts were expected to pay. Below this share,
+drafting does not count as worthwhile."""
 _TRIALS = 16
 """Number of initial drafts that are made in any case, to measure the drafter's cost and
 acceptance."""
@@ -43,7 +43,8 @@ worker counts twice: when blocks are reserved, and when they have arrived."""
 
 
 _STEP_SHARE = 0.1
-"""Assumed duration of a drafter's step, as a share of the target's step, until it is measured."""
+"""Assumed duration of a drafter's step, as a share of the duration of a target's step. It is used
+until the drafter's step is measured."""
 _TOKENS_A_STEP = 8
 """Assumed number of backlog tokens that take as long as one step of the drafter, until it is
 measured: a step of few tokens is bound by memory."""
@@ -120,7 +121,8 @@ class ModelDraftLength(DraftLength):
         self._idle = 0
         """Number of consecutive steps of ``_rows`` rows in which no sequence drafted."""
         self._unpaid = 0
-        """Number of steps for which no time was yet added to the saved-up time for trial drafts."""
+        """Number of recent steps that have not yet been counted in the saved-up time for trial
+        drafts."""
 
     @property
     def pays(self) -> bool:
