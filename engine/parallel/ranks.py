@@ -61,7 +61,8 @@ class Leader:
 
     @property
     def lost(self) -> Future[str]:
-        """Future that gets a reason once the group of ranks is unusable. Any thread may use it."""
+        """Future whose result is the reason why the group of ranks has become unusable. Any thread
+        may use it."""
         return self._channel.lost
 
     def fail(self, reason: str) -> None:
@@ -170,7 +171,7 @@ class FollowerModel(Protocol):
         samples."""
 
     def warm_up(self) -> None:
-        """Compile and capture what is needed before requests, as rank 0 does."""
+        """Compile kernels and capture decode steps before requests arrive, as rank 0 does."""
 
 
 class Follower:

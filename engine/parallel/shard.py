@@ -37,8 +37,8 @@ class ModelShard:
 
     @property
     def counted_kv_heads(self) -> range:
-        """The KV heads of this rank that no lower rank has. So each head of the model counts once
-        over all ranks."""
+        """The KV heads of this rank that no rank with a lower number has. So each KV head of the
+        model counts once over all ranks."""
         held = self.kv_heads
         first = next((h for h in held if self._first_holder(h) == self.rank), held.stop)
         return range(first, held.stop)

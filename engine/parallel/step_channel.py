@@ -88,7 +88,7 @@ class LeaderChannel:
         self._sending = threading.Lock()
         self._closed = threading.Event()
         self.lost: Future[str] = Future()
-        """Future that gets a reason once the group of ranks is unusable."""
+        """Future whose result is the reason why the group of ranks has become unusable."""
         self._ready: dict[int, Future[str]] = {rank: Future() for rank in range(1, ranks)}
         self._watcher: threading.Thread | None = None
 

@@ -41,7 +41,7 @@ class Kind(IntEnum):
     COPY = 3
     """Copy KV blocks."""
     WARM_UP = 4
-    """Warm up: compile and capture what a GPU needs before requests."""
+    """Warm up: on a GPU, compile kernels and capture decode steps before requests arrive."""
 
 
 @dataclass(frozen=True, slots=True)

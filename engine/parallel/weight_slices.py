@@ -86,8 +86,8 @@ class WeightSlices:
         self._columns = {"o_proj": query, "down_proj": shard.inner}
 
     def of(self, name: str) -> Cut | None:
-        """Return the part of the tensor or matrix ``name`` that the rank has; None if it has
-        none."""
+        """Return the part of the tensor or matrix ``name`` that the rank has; None if the rank has
+        no part of it."""
         if not name.startswith((*self._family.tensor_prefixes, *_HEADS)):
             return None
         if _FUSED_EXPERTS.search(name):
@@ -104,8 +104,8 @@ class WeightSlices:
         return Cut(0, self._rows.get(layer, ()))
 
     def quantized(self, name: str, weight: QuantizedWeight) -> QuantizedWeight | None:
-        """Copy the rank's part of the quantized matrix ``name``; None if it has none. Raises
-        ConfigError."""
+        """Copy the rank's part of the quantized matrix ``name``; None if the rank has no part of
+        it. Raises ConfigError."""
         cut = self.of(name)
         try:
             return None if cut is None else cut.quantized(weight)
