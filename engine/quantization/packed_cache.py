@@ -121,7 +121,8 @@ class PackedCache:
 
 
 def _load(path: Path) -> dict[str, torch.Tensor] | None:
-    """Map a file's tensors; None if the file is absent, damaged or of another key."""
+    """Map a file's tensors. Returns None if the file is absent or damaged, or was written for
+    another key."""
     if not path.is_file():
         return None
     try:
