@@ -47,7 +47,7 @@ class BlockTier:
         self._held: OrderedDict[bytes, Copy] = OrderedDict()
         self._writing: dict[bytes, Copy] = {}
         self._forgotten = 0
-        """Number of copies that are dropped while they are still being read or written."""
+        """Number of dropped copies that are still being read or written."""
         self._free: list[int] = []
         self._used = 0
         """Number of slots that were used at least once. It is also the number of the next unused
