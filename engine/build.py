@@ -42,9 +42,9 @@ from engine.speculation.model_drafter import FilledSlots, ModelDrafter, Sampler
 from engine.speculation.speculation import MAX_DRAFT_TOKENS, StepSpeculation, make_speculation
 
 _CHUNK_KEYS = {"cpu": 1 << 19, "cuda": 0}
-"""Maximum of a chunk's tokens times the keys that its last token attends to; 0 means no limit. On a
-CPU, it allows 512 tokens up to a context of 1024, and fewer after that, so that a step stays
-short."""
+"""Maximum product, for each type of device, of a chunk's number of tokens and the number of keys
+that its last token attends to; 0 means no limit. On a CPU, a chunk may have 512 tokens up to a
+context of 1024, and fewer in a longer context, so that a step stays short."""
 
 
 def build_engine(
@@ -52,8 +52,8 @@ def build_engine(
 ) -> Engine:
     """Load the model, and build the engine. Memory for the KV blocks is allocated by ``allocate``.
 
-    If there are several ``ranks``, this is rank 0: it loads its shard, and sends steps to the
-    others.
+    With several ``ranks``, this process is rank 0: it loads its shard, and sends each step to the
+    other ranks.
 
     Raises ConfigError with the setting to change, and WorkerFailed if another rank is lost.
     """
@@ -138,16 +138,18 @@ def _assembled(loaded: LoadedModel, draft: Draft | None, runner: ModelRunner, na
 def _fingerprint(weights: str, kv: str, arithmetic: str, drafter: str, rotation: str) -> str:
     """Compute an engine's fingerprint: 32 hex digits.
 
-    It covers the weights' and the drafter's fingerprints, and the name of the KV type. ``drafter``
-    is empty if no drafter has KV. ``rotation`` is empty if rotary factors are the model's own.
+    ``weights`` and ``drafter`` are fingerprints of weights; ``drafter`` is empty if no drafter has
+    KV. ``kv`` is the name of the KV type. ``arithmetic`` names hardware and software, and is empty
+    unless results must be deterministic. ``rotation`` is empty if the model's rotary factors are
+    unchanged.
     """
     text = f"{weights}:{kv}:{arithmetic}" + (f":{drafter}" if drafter else "") + rotation
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _rotation(settings: EngineSettings, config: ModelConfig) -> str:
-    """Name the rotary factors for the fingerprint if ``max_model_len`` may have changed them; else
-    empty."""
+    """Return a name of the rotary factors for the fingerprint if ``max_model_len`` may have changed
+    these factors; otherwise, an empty string."""
     scalings = (rope.scaling for rope in config.ropes)
     short = any(
         isinstance(one, LongRopeScaling) and config.context_length <= one.original_context
@@ -157,8 +159,8 @@ def _rotation(settings: EngineSettings, config: ModelConfig) -> str:
 
 
 def _arithmetic(device: torch.device) -> str:
-    """Name for the fingerprint what decides the last bits: the GPU model and torch, or the build of
-    the CPU's decoder."""
+    """Return a name, for the fingerprint, of the hardware and software that determine the last bits
+    of results: the GPU model and torch, or the build of the CPU's decoder."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     return f"cpu {library_build()}"
@@ -209,7 +211,7 @@ def _step_model(model: DecoderModel, cache: KvGroup, name: str) -> StepModel:
 
 
 def _torch_model(model: DecoderModel, cache: KvGroup) -> StepModel:
-    """Make a step model in plain torch. It covers all ranks if they divide prompts."""
+    """Make a step model in plain torch. If ranks divide prompts, it runs each step on all ranks."""
     found = TorchStepModel(model, cache, cache.data.device)
     if model.context is None:
         return found
@@ -220,8 +222,8 @@ def _check_deterministic(step_model: StepModel, settings: EngineSettings) -> Non
     """Raise ConfigError if a row's bits depend on the batch in which it is computed.
 
     The C++ decoder always adds the products of a row in an order that depends only on the row. So
-    determinism costs nothing on the CPU. The GPU decoder selects such kernels on request. Torch's
-    matrix products split their sums by the shape of the batch.
+    determinism costs nothing on the CPU. On a GPU, the decoder uses kernels with such an order if
+    ``settings.deterministic`` is set. In torch, the order depends on the batch's shape.
     """
     if not isinstance(step_model, TorchStepModel):
         return
@@ -250,7 +252,7 @@ class SmallModel:
     """Fingerprint of the draft model's weights."""
 
     def drafter(self, target: DecoderModel, cache: KvCache, sampler: Sampler) -> ModelDrafter:
-        """Make the drafter from the draft model, over the cache's group ``drafter``."""
+        """Make the drafter from the draft model. Its KV is in the cache group ``drafter``."""
         assert cache.drafter is not None, "a draft model has a group of the cache"
         step_model = _step_model(self.model, cache.drafter, self.name)
         filled = FilledSlots(cache.drafter)
@@ -261,8 +263,8 @@ Draft = SmallModel | EagleHead | MedusaHeads
 
 
 def _load_draft(loaded: LoadedModel) -> Draft | None:
-    """Load the model or heads of the drafter, if it has any. Raises ConfigError if they are not
-    supported."""
+    """Load the draft model or heads, if the drafter has any. Raises ConfigError if the model or
+    heads are not supported."""
     source, target = loaded.source, loaded.model
     settings, device, dtype = source.settings, source.device, source.dtype
     if drafter_of(settings, device) not in ("draft", *HEADS):

@@ -41,7 +41,8 @@ class EngineSettings:
     """Number of CPU threads that compute; 0 means torch's default."""
     block_size: int = 16
     kv_pool_bytes: int = 1 << 30
-    """Memory for KV blocks on the CPU, in bytes. On a GPU, ``gpu_memory_fraction`` decides."""
+    """Memory for KV blocks on the CPU, in bytes. On a GPU, ``gpu_memory_fraction`` determines the
+    pool's size instead."""
     gpu_memory_fraction: float = 0.9
     """Share of the GPU's memory that this engine may use for weights, KV blocks and steps
     together."""
@@ -71,8 +72,8 @@ class EngineSettings:
     """Folder of the draft model for the drafter ``draft``, or of the heads for ``eagle`` and
     ``medusa``. A draft model's weights keep the type of the files."""
     max_model_len: int = 0
-    """Maximum tokens of a sequence; the KV pool must have room for them. 0: the model's own limit,
-    or less if the pool is smaller."""
+    """Maximum tokens of a sequence; the KV pool must have room for one such sequence. 0 means the
+    model's own limit, or the number of tokens that fit the pool if that is smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class Engine:
     grammars: CompiledGrammars
     """Compiles and keeps grammars for the tokens of the model's tokenizer.json."""
     storage: Storage | None = None
-    """Bytes per weight and per token of KV; None if there are no weights."""
+    """Number of bytes per weight, and per token of KV; None if there are no weights."""
     quantization: str = ""
     """Quantization of most of the weights: int8, int4 or fp8; empty if they are not quantized."""
 

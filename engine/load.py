@@ -83,7 +83,8 @@ def model_source(settings: EngineSettings, *, ranked: bool) -> ModelSource:
 def load_model(source: ModelSource, group: RankGroup | None) -> LoadedModel:
     """Load the model, or the part of it that belongs to this rank of ``group``. Raises ConfigError.
 
-    Only the result refers to the weights, so that weights are freed once they are packed or fused.
+    Only the returned object refers to the weights, so that each weight is freed once it is packed
+    or fused.
     """
     settings, device = source.settings, source.device
     model, per_weight, kind = _decoder(source, group)

@@ -32,7 +32,7 @@ class OfflineOutput:
 def generate(engine: Engine, specs: Iterable[SequenceSpec]) -> list[OfflineOutput]:
     """Generate the answers to all specs, batched by the scheduler.
 
-    A spec with several choices has the same number of answers, one after another.
+    A spec with several choices has one answer for each choice, one after another.
     """
     ids = itertools.count()
     first = [make_sequence(engine, next(ids), spec, next_id=lambda: next(ids)) for spec in specs]

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def pool_blocks(loaded: LoadedModel, draft: ModelConfig | None) -> int:
-    """Compute the number of KV blocks for which every rank has room. Raises ConfigError if these
-    are too few.
+    """Compute the number of KV blocks for which every rank has room. Raises ConfigError if this
+    number is too small.
 
     ``draft`` is the drafter's configuration, if it has KV.
     """
@@ -75,10 +75,10 @@ def _mib(size: int) -> str:
 
 
 def _gathered_blocks(loaded: LoadedModel) -> int:
-    """Number of KV blocks that are left out, because the ranks' exchange of a layer's KV needs
-    their memory.
+    """Number of KV blocks to leave out of the pool: the ranks need their memory when they exchange
+    a layer's KV.
 
-    The exchange has all copies of a step's KV for one layer at a time.
+    For one layer at a time, the exchange holds several copies of the KV of a step's tokens.
     """
     settings = loaded.source.settings
     tokens = chunk_tokens(settings, loaded.source.device, loaded.context_ranks)

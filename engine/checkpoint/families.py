@@ -25,10 +25,12 @@ _LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """How a mixture-of-experts family names its experts' tensors, and the fields of config.json."""
+    """The names that a mixture-of-experts family uses: for the tensors of experts in a checkpoint,
+    and for fields in config.json that describe experts."""
 
     block: str
-    """Name of the module with the router and the experts in tensor names, in place of ``mlp``."""
+    """The part of tensor names that stands for the module with the router and the experts. In a
+    dense model, this part is ``mlp``."""
     gate: str
     up: str
     down: str
@@ -68,8 +70,8 @@ class Family:
 
 
 def family_of(fields: ConfigFields) -> tuple[str, Family]:
-    """Return the architecture's name in config.json and its entry in ``FAMILIES``. Raises
-    ConfigError if it is not supported."""
+    """Return the name of the architecture in config.json, and the entry of ``FAMILIES`` for it.
+    Raises ConfigError if the architecture is not supported."""
     named = fields.get("architectures", [])
     architecture = named[0] if isinstance(named, list) and named else "?"
     family = FAMILIES.get(architecture) if isinstance(architecture, str) else None

@@ -32,15 +32,15 @@ _MAX_THREADS = 4
 _MAX_KEPT = 1000
 """Maximum number of files whose hashes are stored; the latest ones are kept."""
 _SETTLED_NS = 2_000_000_000
-"""Nanoseconds after its last write from which a file's hash may be stored: some file systems count
-whole seconds, so an earlier second write might leave the times unchanged."""
+"""Minimum nanoseconds from a file's last write until its hash may be stored. Some file systems
+count whole seconds, so a second write within this time might leave the file's times unchanged."""
 
 Hashes: TypeAlias = dict[str, str]
 
 
 class Fingerprint:
     """Computes the fingerprint of a model's files in background threads. The end of the ``with``
-    block stops them."""
+    block stops these threads."""
 
     def __init__(
         self,
@@ -157,8 +157,8 @@ def _identity(file: int) -> str:
 
 
 def _load(path: Path) -> Hashes:
-    """Load the stored hashes of a folder. Empty if they cannot be read, so that the files are
-    hashed again."""
+    """Load the stored hashes of a folder. Returns an empty result if the hashes cannot be read, so
+    that the files are hashed again."""
     try:
         found = json.loads(path.read_text())
         return {str(name): str(value) for name, value in found.items()}

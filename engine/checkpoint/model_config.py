@@ -31,7 +31,7 @@ class ExpertsConfig:
     normalized: bool
     """Whether the weights of a token's experts are divided by their sum."""
     layers: frozenset[int]
-    """Numbers of the layers that have experts; the others have one MLP."""
+    """Numbers of the layers that have experts. Every other layer has one MLP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,15 @@ class ModelConfig:
     """Whether queries and keys are normalized before their rotation: each head separately
     (``head``), or all heads of a token together (``full``)."""
     embedding_scale: float
-    """Factor by which embeddings are multiplied; it is rounded to the weights' type later."""
+    """Factor by which embeddings are multiplied. The model rounds this factor to the weights'
+    type."""
     attention_scale: float
     """Factor by which the products of queries and keys are multiplied."""
     attention_softcap: float
-    """Limit c of attention scores: a score s becomes c * tanh(s / c). 0: scores are unchanged."""
+    """Limit c of attention scores: a score s becomes c * tanh(s / c). 0 means that scores are
+    unchanged."""
     logits_softcap: float
-    """Limit c of logits: a logit s becomes c * tanh(s / c). 0: logits are unchanged."""
+    """Limit c of logits: a logit s becomes c * tanh(s / c). 0 means that logits are unchanged."""
     windows: tuple[int, ...]
     """For each layer, the number of tokens that a query attends to, including its own; 0 means
     all."""
@@ -135,8 +137,8 @@ def load_model_config(folder: Path, max_model_len: int = 0) -> ModelConfig:
 
 
 def _bounded(path: Path, context: int, max_model_len: int) -> int:
-    """Return the context to serve, in tokens: ``max_model_len``, or the model's own ``context``.
-    Raises ConfigError."""
+    """Return the context to serve, in tokens: ``max_model_len``, or the model's own ``context`` if
+    that is 0. Raises ConfigError if ``max_model_len`` exceeds ``context``."""
     if max_model_len > context:
         raise ConfigError(
             f"max_model_len is {max_model_len}, and the model's context is {context} tokens"

@@ -31,8 +31,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """Rotary scaling that divides each frequency by a factor of its own (Ding et al., LongRoPE,
-    2024).
+    """Rotary scaling with a separate divisor for each frequency (Ding et al., LongRoPE, 2024).
 
     If the served context exceeds ``original_context``, ``long_factors`` apply to every position,
     however short a prompt is: cached keys must not change when their sequence grows.

@@ -57,8 +57,8 @@ def _fits(model: DecoderModel, cache: KvGroup) -> bool:
 
 
 def _multiplies(weight: torch.Tensor | QuantizedWeight) -> bool:
-    """Whether the C++ code can multiply with this weight: its inputs must form pairs, each within
-    one group."""
+    """Whether the C++ code can multiply with this weight. It reads inputs in pairs, and both inputs
+    of a pair must be in the same group."""
     even = weight.shape[1] % 2 == 0
     if isinstance(weight, torch.Tensor):
         return even
@@ -181,7 +181,8 @@ class CpuDecoder:
         return packed.get_or_build(f"{key}-cpu{LAYOUT_VERSION}", build)
 
     def _keep(self, tensor: torch.Tensor | None) -> int | None:
-        """Convert a tensor to fp32 and keep it alive. Returns its address; None for None."""
+        """Convert a tensor to fp32, and keep the result alive. Returns the address of the result;
+        None if ``tensor`` is None."""
         if tensor is None:
             return None
         tensor = tensor.float().contiguous()

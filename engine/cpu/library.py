@@ -40,10 +40,11 @@ def library_build() -> str:
 
 @dataclass(frozen=True, slots=True)
 class CoreShare:
-    """An engine's part in sharing its host's cores with other engines: see board.h."""
+    """What an engine needs in order to share its host's cores with other engines; board.h explains
+    the fields."""
 
     lines: int
-    """Address of the shared board, on which all engines of the host note their load; it stays
+    """Address of the shared memory in which all engines of the host record their load. It stays
     mapped as long as the decoder runs."""
     count: int
     mine: int

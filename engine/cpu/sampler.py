@@ -126,8 +126,8 @@ class CpuSampler:
         return list(tokens)
 
     def _described(self, row: SampleRow, ids: array[int], biases: array[float]) -> _Draw:
-        """Make the draw parameters of a row. The tokens and biases to which they refer are appended
-        to ``ids`` and ``biases``."""
+        """Make the draw parameters of a row. The tokens and biases to which the parameters refer
+        are appended to ``ids`` and ``biases``."""
         s = row.sampling
         position = len(row.token_ids)
         at, biases_at = len(ids), len(biases)
@@ -153,8 +153,8 @@ class CpuSampler:
     def _lists(
         self, row: SampleRow, ids: array[int], biases: array[float]
     ) -> tuple[int, int, int, int, int]:
-        """Append to ``ids`` and ``biases`` what a row's penalties and biases need. Returns the
-        numbers of prompt, output, forbidden, biased and allowed tokens."""
+        """Append to ``ids`` and ``biases`` the token ids and numbers that a row's penalties and
+        biases use. Returns the numbers of prompt, output, forbidden, biased and allowed tokens."""
         s, output = row.sampling, row.token_ids[row.prompt_length :]
         repeats = s.repetition_penalty != 1.0
         prompt = self._prompts.unique(row) if repeats else array("i")

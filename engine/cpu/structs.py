@@ -150,8 +150,8 @@ class Step(ctypes.Structure):
 
 
 def address(values: torch.Tensor | npt.NDArray[np.generic] | None) -> int | None:
-    """Return the memory address of ``values``, which must be contiguous and be kept alive; None for
-    None."""
+    """Return the memory address of ``values``; None if ``values`` is None. ``values`` must be
+    contiguous, and the caller must keep them alive."""
     if values is None:
         return None
     if isinstance(values, torch.Tensor):

@@ -21,8 +21,8 @@ from engine.sampling.sampling import SampleRow
 from engine.scheduling.plan import NewSequence
 
 _AHEAD = 32
-"""Masks are made from this many tokens before the end of a reasoning budget. One step brings
-fewer."""
+"""Number of tokens before the end of a reasoning budget from which on masks are made. A step adds
+fewer tokens than this."""
 
 
 class GrammarRows:
@@ -34,8 +34,8 @@ class GrammarRows:
         """State of each sequence's answer by sequence id; the error text if its grammar has
         failed."""
         self._begins: dict[int, int] = {}
-        """Output length from which a sequence's draws need masks, by sequence id. It has only
-        sequences without a grammar."""
+        """Output length from which a sequence's draws need masks, by sequence id. Sequences with a
+        grammar are absent, because all of their draws need masks."""
 
     def learn(self, new: NewSequence) -> None:
         """Add a sequence that has a grammar or a reasoning budget; others are ignored."""
@@ -111,8 +111,9 @@ class GrammarRows:
     def masked(self, sequence_ids: Sequence[int], draws: list[SampleRow]) -> list[SampleRow]:
         """Add masks to a step's draws; ``sequence_ids`` has the sequence id of each draw.
 
-        Draws of one sequence are adjacent. They are the first draws of its choices, which share
-        their tokens, or the draws of a draft, whose tokens extend those of the first draw.
+        Draws of one sequence are adjacent. Either they draw the first tokens of its choices, all
+        after the same tokens. Or they verify a draft, and each draw follows one more draft token
+        than the draw before.
         """
         if not self._states:
             return draws

@@ -87,7 +87,8 @@ class ModelRunner:
         return with_left_out(result, left_out)
 
     def start(self, plan: StepPlan) -> Ending:
-        """Start a step. Returns a function that waits for its end; any thread may call it."""
+        """Start a step. Returns a function that waits for the step's end; any thread may call this
+        function."""
         result = self.run(plan)
         return lambda: result
 
@@ -107,7 +108,7 @@ class ModelRunner:
         self.model.clear_progress()
 
     def use_threads(self, threads: int) -> None:
-        """Set the number of threads for the next steps, if the model can change it between
+        """Set the number of threads for the next steps, if the model can change this number between
         steps."""
         self.model.use_threads(threads)
         if self._speculation is not None:
@@ -116,7 +117,7 @@ class ModelRunner:
             self._sampler.use_threads(threads)
 
     def share_cores(self, share: CoreShare) -> None:
-        """Share the host's cores with other engines on it, if the model supports that."""
+        """Share the host's cores with other engines on the host, if the model supports that."""
         if isinstance(self.model, CpuDecoder):
             self.model.share_cores(share)
         if self._speculation is not None:
@@ -129,8 +130,8 @@ class ModelRunner:
         return self._speculation
 
     def takes_prompt(self) -> bool:
-        """Whether a drafter should process one more sequence's prompt while it is computed. Any
-        thread may call this."""
+        """Whether a drafter should process the prompt of one more sequence while the model computes
+        that prompt. Any thread may call this."""
         speculation = self._speculation
         return speculation is not None and speculation.takes_prompt()
 
@@ -188,16 +189,16 @@ class ModelRunner:
         return tuple((place, why) for place, why in found if why)
 
     def _drafted(self, rows: Iterable[PlanRow]) -> list[PlanRow]:
-        """Set each row's start to its sequence's newest token, and add drafts that are worth their
-        time."""
+        """Set each row's start to its sequence's newest token, and add the drafts that are expected
+        to gain more time than they cost."""
         placed = self._undrafted(rows)
         if self._speculation is None:
             return placed
         return self._speculation.extend(placed, self._known)
 
     def _undrafted(self, rows: Iterable[PlanRow]) -> list[PlanRow]:
-        """Set each row's start to its sequence's newest token, where the row computes only that
-        token."""
+        """Return the rows without drafts. A row that computes only its sequence's newest token is
+        moved to that token."""
         return [self._placed(row) for row in rows]
 
     def _placed(self, row: PlanRow) -> PlanRow:
@@ -277,12 +278,13 @@ class ModelRunner:
         return work
 
     def _is_bound(self, sequence_id: int) -> bool:
-        """Whether a sequence's next draws need masks."""
+        """Whether the draws for a sequence in the next step need masks."""
         known = self._known[sequence_id]
         return self._grammars.binds(sequence_id, len(known.token_ids) - known.prompt_length)
 
     def _kept(self, rows: Sequence[PlanRow], drawn: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Select each row's accepted tokens from those drawn, and append them to its sequence.
+        """From the drawn tokens, select the accepted tokens of each row, and append them to the
+        row's sequence.
 
         For a row with a draft, these are the tokens up to the first rejected draft token. For a row
         with several choices, they are the first tokens of the choices.

@@ -41,8 +41,8 @@ Masks = Callable[[], dict[int, Mask]]
 logits."""
 
 _CHUNKS = (2, 8, 16, 32, 128)
-"""Chunk sizes, in tokens, that warm-up runs: their attention uses different tile sizes, for any
-number of heads per group."""
+"""Chunk sizes, in tokens, that warm-up runs, so that attention kernels with different tile sizes
+are compiled, whatever the number of heads per group is."""
 
 
 def gpu_decoder(
@@ -59,7 +59,7 @@ def gpu_decoder(
 
 @dataclass(frozen=True, slots=True)
 class StartedStep:
-    """A step that the GPU has been given and that may still be running."""
+    """A step whose work is queued on the GPU; it may still be running."""
 
     _drawn: torch.Tensor
     """Sampled tokens on the host, int64 [outputs]; valid once ``_ended`` has occurred."""
@@ -91,8 +91,8 @@ class GpuStepModel:
         capture: Capture | None = None,
         leader: Leader | None = None,
     ) -> None:
-        """``capture`` captures steps as CUDA graphs; None: no step is captured. ``leader`` sends
-        each step to the other ranks.
+        """``capture`` captures steps as CUDA graphs; if it is None, no step is captured. ``leader``
+        sends each step to the other ranks.
 
         With deterministic weights, a row's logits depend only on its sequence, bit for bit.
         """
@@ -141,7 +141,8 @@ class GpuStepModel:
             return self._run_whole(step)
 
     def _run_whole(self, step: StepInput) -> StepOutput:
-        """Run a step, which the ranks of a context-parallel worker divide."""
+        """Run a step. In a context-parallel worker, the ranks divide the step, and this rank runs
+        its part."""
         return self._found(step) if self._context is None else self._context.run(step, self._found)
 
     def _found(self, step: StepInput) -> StepOutput:
@@ -160,11 +161,11 @@ class GpuStepModel:
     def start(
         self, step: StepInput, draws: Sequence[Draw], masks: Masks | None = None
     ) -> StartedStep:
-        """Start a step that samples a token for each output, as ``draws`` say, from the tokens that
-        ``masks`` allow.
+        """Start a step that samples a token for each output. ``draws`` has the sampling parameters
+        of each output, and ``masks`` returns the allowed tokens.
 
         An input token of -1 - n is a placeholder for the token that the previously started step
-        samples for its output n. At most ``max_rows`` outputs.
+        samples for its output n. A step has at most ``max_rows`` outputs.
         """
         with self._leading(step, draws=True):
             with self._part(step) as part:
@@ -180,7 +181,8 @@ class GpuStepModel:
         return self._brought(drawn)
 
     def _part(self, step: StepInput) -> AbstractContextManager[StepPart | None]:
-        """Context in which this rank computes its part of a step; None if it has no part."""
+        """Context in which this rank computes its part of a step; its value is None if the rank has
+        no part."""
         if self._context is None:
             return nullcontext(StepPart(step))
         return self._context.part(step)
@@ -329,9 +331,9 @@ class GpuStepModel:
         )
 
     def _host_buffer(self, shape: StepShape) -> torch.Tensor:
-        """Allocate host memory for a step's input tensors; it is pinned if there is a GPU.
+        """Allocate host memory for a step's input tensors. The memory is pinned if there is a GPU.
 
-        torch's allocator does not reuse the memory until its copy to the GPU has ended.
+        torch's allocator does not reuse this memory before the copy to the GPU has ended.
         """
         pinned = self._device.type == "cuda"
         return torch.empty(buffer_bytes(shape), dtype=torch.uint8, pin_memory=pinned)

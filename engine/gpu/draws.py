@@ -20,7 +20,7 @@ class Draw:
     keys: tuple[int, int]
     """Keys of the noise (``engine.sampling.noise.noise_keys``)."""
     top_k: int
-    """Number of the most likely tokens that may be drawn; 0 means all."""
+    """Only this number of most likely tokens may be drawn; 0 means that all tokens may be drawn."""
     top_p: float
     min_p: float
 
@@ -50,8 +50,8 @@ def draw_of(row: SampleRow) -> Draw:
 def keep_allowed(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     """Set logits, fp32 [rows, vocab], to -inf for each token that its draw may not take.
 
-    Which tokens a draw may take is defined by ``engine.sampling.sampling``. Here it is computed for
-    all rows at once, and the host does not wait for the GPU.
+    Which tokens a draw may take is defined by ``engine.sampling.sampling``. This function does it
+    for all rows at once, and the host does not wait for the GPU.
     """
     numbers = [n for n, draw in enumerate(draws) if draw.limited]
     if not numbers:

@@ -120,8 +120,8 @@ class Forward:
         post_norm: torch.Tensor | None,
         norm: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Add the last sublayer's output ``added`` to the residual stream, and normalize the sum
-        for the next sublayer.
+        """Add ``added``, the output of the previous sublayer, to the residual stream, and normalize
+        the sum for the next sublayer.
 
         Returns [tokens, hidden_size] in the weights' type.
         """

@@ -85,7 +85,7 @@ class QuantizedLinear:
 
 
 def _outputs(weight: GpuWeight, rows: slice) -> GpuWeight:
-    """Select the rows of a quantized weight that belong to some outputs; no data is copied."""
+    """Select the part of a quantized weight for the outputs ``rows``; no data is copied."""
     return replace(
         weight,
         codes=weight.codes[:, rows],
@@ -95,8 +95,8 @@ def _outputs(weight: GpuWeight, rows: slice) -> GpuWeight:
 
 
 class SeveralLinears:
-    """Linear layers with the same input whose weights cannot be fused, computed one after
-    another."""
+    """Linear layers that have the same input and are computed one after another, because their
+    weights cannot be fused."""
 
     def __init__(self, layers: Sequence[GpuLinear]) -> None:
         self._layers = layers
@@ -149,8 +149,8 @@ GpuMlp = FusedMlp | StackedExperts | SeparateExperts
 
 @dataclass(frozen=True, slots=True)
 class GpuLayer:
-    """The weights of one layer for GPU kernels: as ``engine.model.model.Layer``, with query, key
-    and value fused, and gate and up fused."""
+    """The weights of one layer for GPU kernels. They are those of ``engine.model.model.Layer``,
+    with query, key and value fused, and gate and up fused."""
 
     attention_norm: torch.Tensor | None
     query_key_value: GpuLinear

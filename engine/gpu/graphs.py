@@ -14,14 +14,14 @@ import torch
 
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]
-"""Captures work as a CUDA graph: runs it once, and returns a function that runs it again."""
+"""Captures work as a CUDA graph: runs the work once, and returns a function that runs it again."""
 
 _BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 _BATCH_STEP = 32
-"""Difference between captured batch sizes from 64 on."""
+"""Difference between one captured batch size and the next, for sizes of 64 and more."""
 _SHORTEST = 1024
-"""Smallest captured sequence length, in tokens. Longer ones are powers of two, so that the grid of
-attention is at most twice the needed size."""
+"""Smallest captured sequence length, in tokens. Longer captured lengths are powers of two, so that
+the attention kernel's grid is at most twice the needed size."""
 _WARM_LENGTH = 4096
 """Maximum sequence length, in tokens, of the graphs that are captured before requests arrive."""
 
@@ -59,7 +59,8 @@ class DecodeGraphs:
     def __init__(
         self, compute: Callable[[Bucket], None], capture: Capture, max_rows: int, context: int
     ) -> None:
-        """``compute`` runs a step of a given size on persistent tensors; it is what is captured."""
+        """``compute`` runs a step of a given size on persistent tensors. Each captured graph
+        contains one call of it."""
         self._compute = compute
         self._capture = capture
         self._batches = batch_sizes(max_rows)
@@ -88,8 +89,8 @@ class DecodeGraphs:
     def warm_sizes(self) -> Iterator[Bucket]:
         """Iterate over the sizes that are captured before requests arrive.
 
-        The largest of all sizes comes first. Other captures reuse its memory, so later captures
-        take no more memory.
+        The largest of all sizes comes first. All other captures reuse the memory of the largest
+        one, so they need no additional memory.
         """
         lengths = [size for size in self._lengths if size <= _WARM_LENGTH] or self._lengths[:1]
         if self.largest.longest not in lengths:

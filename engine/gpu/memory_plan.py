@@ -27,8 +27,8 @@ GRAPH_LAYER_BYTES = 256 << 10
 """Bytes of GPU memory for the CUDA graph nodes of one layer in a captured step. An estimate, not a
 measurement."""
 _FRAGMENTS = 8
-"""Fragmentation: one byte in this number of bytes of a step's tensors is lost in the allocator's
-segments."""
+"""Assumed fragmentation: the allocator loses one byte for each group of this number of bytes in a
+step's tensors."""
 
 _FLOAT = 4
 _ROUNDED = 4096
@@ -36,7 +36,7 @@ _ROUNDED = 4096
 _SAMPLED = 56
 """Bytes per logit while tokens are sampled with top-p (engine/gpu/draws.py). These are five
 tensors: logits, the logits of limited rows, scores and sorted scores, each fp32, and an int64
-order. The sort needs 32 more: two copies of (row, place), 8 bytes each, its own keys, and an
+order. The sort needs 32 more: two copies of (row, index), 8 bytes each, its own keys, and an
 exchange buffer."""
 _RANK = 64
 """Bytes per token of the vocabulary, for all rows together: the token's rank, and rounding of
@@ -48,8 +48,8 @@ _PAIR = 96
 """Bytes per pair (token, expert), without the rows of activations: choices, factors, order,
 positions, and a sort."""
 _SPLIT_OUTPUTS = 264 * 64
-"""Maximum of (outputs times splits) in ``quantized_linear``, in addition to the number of
-outputs."""
+"""Bound for the scratch memory of ``quantized_linear``: its outputs times its splits exceed the
+number of outputs by at most this number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ class StepLimits:
     """Whether experts are computed one after another, so that no step is captured."""
     deterministic: bool = False
     ranks: int = 1
-    """Number of ranks that divide the model. Each computes its plan from its own shard's
-    configuration."""
+    """Number of ranks that divide the model. Each rank computes a memory plan from the
+    configuration of its own shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ class MemoryPlan:
     step: int
     """Bytes of the tensors of the largest step that is not captured, including sampling."""
     captured: int
-    """Bytes of the tensors between the kernels of the largest captured step; all CUDA graphs share
-    them."""
+    """Bytes of the temporary tensors of the largest captured step; all CUDA graphs share this
+    memory."""
     fixed: int
     """Bytes of the inputs and outputs of captured steps, which are persistent."""
     nodes: int
@@ -256,8 +256,8 @@ def _linear(limits: StepLimits, rows: int, inputs: int, outputs: int) -> int:
 def _head(
     config: ModelConfig, limits: StepLimits, tokens: int, outputs: int, *, captured: bool
 ) -> int:
-    """Compute the bytes of the last norm and the head over ``outputs`` tokens, or of embeddings
-    over all states."""
+    """Compute the bytes of a step's end: the last norm, and the larger of the logits of ``outputs``
+    tokens and the embeddings of all tokens."""
     hidden, vocab, size = config.hidden_size, config.vocab_size, limits.itemsize
     states = tokens * hidden * (_FLOAT + size)
     chosen = outputs * hidden * (2 * _FLOAT + size)

@@ -54,8 +54,8 @@ class _Step:
     """Whether the step was started only after the previous one had ended."""
     drafted: int = 0
     seconds: float | None = None
-    """Duration of the step in seconds: from the end of the previous step, or from its own start.
-    None until it has ended."""
+    """Duration of the step in seconds, from the end of the previous step, or from this step's start
+    if that was later. None until the step has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +100,15 @@ class GpuRunner(ModelRunner):
         self._drafts = speculation
         self._unsettled: list[_Unsettled] = []
         self._begun = True
-        """Whether the last step was started without an error. Otherwise, its sampled tokens may
-        have overwritten those to which placeholders refer."""
+        """Whether the last step was started without an error. If not, the tokens that it sampled
+        may have overwritten the tokens to which placeholders refer."""
         self._ends = threading.Lock()
         """Lock that is held briefly by a thread that has seen a step's end: the engine thread, or
         one that waits for a result."""
         self._last_end = 0.0
         self._measured: deque[_Measured] = deque()
-        """Durations of steps, which are added with the lock ``_ends`` held. The engine thread
-        removes them."""
+        """Durations of steps. The thread that adds one must hold the lock ``_ends``. The engine
+        thread removes them."""
         self._late = False
         """Whether the GPU was already idle when the last step was started."""
 
@@ -132,8 +132,8 @@ class GpuRunner(ModelRunner):
         return ending
 
     def _begin(self, plan: StepPlan, running: int) -> Ending:
-        """Start a step; tokens of the last ``running`` steps may still be placeholders. See
-        ``start``."""
+        """Start a step, as described in ``start``. ``running`` is the number of latest steps whose
+        tokens may still be placeholders."""
         began = time.perf_counter()
         # First: new sequences arrive only once, and must not be lost with an earlier step.
         self._take_news(plan)
@@ -144,7 +144,7 @@ class GpuRunner(ModelRunner):
         return partial(_spread, ending, left_out) if left_out else ending
 
     def _begin_rows(self, plan: StepPlan, began: float) -> Ending:
-        """Start a step whose rows can all be computed. See ``start``."""
+        """Start a step whose rows can all be computed, as described in ``start``."""
         rows = self._undrafted(plan.rows)
         work = self._gather(rows)
         # A mask depends on the tokens themselves.
@@ -184,8 +184,8 @@ class GpuRunner(ModelRunner):
         return self._gpu.start(step_of(self._step_rows(rows), work), draws, masks)
 
     def _extended(self, plan: StepPlan, rows: list[PlanRow], waits: bool) -> list[PlanRow]:
-        """Add the drafts that are expected to pay to the rows. If drafts are likely, this waits
-        until all tokens are known.
+        """Add to the rows the drafts that are expected to pay. If such drafts are likely, this
+        method first waits until all tokens are known.
 
         ``waits``: true if all tokens are known already.
         """
@@ -212,12 +212,13 @@ class GpuRunner(ModelRunner):
         return {number: draw.mask for number, draw in masked if draw.mask is not None}
 
     def capture(self) -> None:
-        """Capture the decode steps of the usual sizes; see ``GpuStepModel.warm_up``."""
+        """Compile the kernels, and capture decode steps of the usual sizes as CUDA graphs, by
+        ``GpuStepModel.warm_up``."""
         self._gpu.warm_up()
 
     def _waited_for(self, step: _Step, rows: Sequence[PlanRow], found: StepResult) -> Ending:
-        """Make the ending of a step that has already ended. It returns the result without
-        waiting."""
+        """Make the function that ``start`` returns for a step that has already ended. It returns
+        the step's result without waiting."""
         seconds, failed = self._ended(step), self._failed(step.plan.rows)
         accepted = accepted_of(rows, found)
         result = replace(
@@ -253,8 +254,8 @@ class GpuRunner(ModelRunner):
                 self._drafts.observe(found.batch, found.drafted, found.seconds)
 
     def _settle(self, running: int) -> None:
-        """Wait for steps, and replace their placeholders by token ids, except for the last
-        ``running`` steps.
+        """Wait for all steps except the last ``running`` ones, and replace the placeholders of
+        these steps by token ids.
 
         Raises the error of a failed step. In that case, the placeholders of all running steps are
         removed.
@@ -272,15 +273,15 @@ class GpuRunner(ModelRunner):
                 sequence[place] = token
 
     def _name_tokens(self, step: _Step, started: StartedStep, draws: list[SampleRow]) -> None:
-        """Append the placeholder of its sampled token to each sequence; either to all of them or to
-        none."""
+        """Append to each sequence the placeholder of the token that the step samples for it. Either
+        all sequences of the step get a placeholder, or none does."""
         places = tuple((draw.token_ids, len(draw.token_ids)) for draw in draws)
         self._unsettled.append(_Unsettled(step, started, places))
         for number, (sequence, _) in enumerate(places):
             sequence.append(-1 - number)
 
     def _cut_off(self) -> None:
-        """Remove the placeholders of all tokens that have not arrived from their sequences."""
+        """Remove from all sequences the placeholders of tokens that have not arrived."""
         for unsettled in reversed(self._unsettled):
             for sequence, place in unsettled.places:
                 del sequence[place:]

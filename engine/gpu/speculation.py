@@ -23,16 +23,17 @@ from engine.speculation.speculation import (
 )
 
 _ROW_SHARE = 0.002
-"""Assumed cost of verifying one more draft token on a GPU, as a share of the step without drafts,
-until it is measured. A GPU reads the weights for a hundred rows in the time of one row."""
+"""Assumed cost of verifying one more draft token on a GPU, until this cost is measured. It is a
+share of the duration of a step without drafts. A GPU reads the weights for a hundred rows in the
+time of one row."""
 
 
 _FEW = 4
 """Minimum number of measured steps without drafts before steps with drafts are compared with
 them."""
 _BELIEVED_STEPS = 256
-"""Number of requests for which the measurements of steps without drafts are valid. Then some steps
-are run without drafts, at most one in a hundred, since their duration changes with the sequences'
+"""How often a measured duration of steps without drafts may be used. After that, some steps run
+without drafts, at most one in a hundred, to measure it again: it changes with the sequences'
 lengths."""
 _OVERLAP_REACH = 4
 """Maximum draft tokens in the first steps that are tried, in addition to one per sequence. A step
@@ -46,7 +47,7 @@ class _Plain:
     seconds: float
     seen: int = 1
     asked: int = 0
-    """How often this duration was requested since it was last measured."""
+    """How often this duration was used since it was last measured."""
 
 
 class OverlapCosts:
@@ -66,7 +67,7 @@ class OverlapCosts:
         """``waiting`` has the measured durations of steps that did not overlap, with and without
         drafts.
 
-        The caller adds measurements to it.
+        The caller adds further measurements to ``waiting``.
         """
         self._waiting = waiting
         self._overlapping: dict[int, _Plain] = {}
@@ -160,13 +161,13 @@ class OverlapSpeculation(Speculation):
     def extend_overlapping(
         self, rows: Sequence[PlanRow], known: Mapping[int, RunnerSequence]
     ) -> list[PlanRow]:
-        """Add the drafts that are expected to pay to the rows of a step that would overlap without
-        them. No token may be a placeholder."""
+        """Add to a step's rows the drafts that are expected to pay. Without drafts, the step would
+        overlap the previous one. No token may be a placeholder."""
         return self.extend(rows, known, self._step_costs)
 
     def observe_overlapping(self, batch: int, seconds: float) -> None:
-        """Record that a step without drafts that overlapped ended ``seconds`` after the previous
-        one."""
+        """Record that a step without drafts ended ``seconds`` after the end of the previous step,
+        which it overlapped."""
         self._costs.observe(batch, seconds)
 
     def forget(self, sequence_id: int) -> None:
@@ -177,8 +178,8 @@ class OverlapSpeculation(Speculation):
         return self._costs.seconds(batch, rows, most, first=False)
 
     def _guess(self, row: PlanRow, token_ids: list[int]) -> Proposal | None:
-        """Search for a draft after a sequence's last known token. If the token after that is a
-        placeholder, the draft's first token is kept as a guess of it."""
+        """Search for a draft after a sequence's last known token. If a placeholder follows that
+        token, the draft's first token is kept as a guess of the placeholder's token."""
         self._compare(row.sequence_id, token_ids)
         most = row.limit - len(token_ids) - 1
         if most <= 0:

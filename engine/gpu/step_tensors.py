@@ -65,10 +65,10 @@ class StepTensors:
     lengths: torch.Tensor
     """Number of tokens to which each row of one token attends, int32 [singles]; 0 for padding."""
     query_starts: torch.Tensor
-    """Index of the first token of each chunk among the chunks' tokens, and last their number; int32
-    [chunks + 1]."""
+    """For each chunk, the index of its first token among the tokens of all chunks. The last entry
+    is the number of these tokens; int32 [chunks + 1]."""
     contexts: torch.Tensor
-    """Number of tokens of the sequence before each chunk, int32 [chunks]."""
+    """For each chunk, the number of tokens that precede it in its sequence, int32 [chunks]."""
     tables: torch.Tensor
     """Block tables of the rows, int32 [singles + chunks, width]."""
     temperatures: torch.Tensor

@@ -76,8 +76,8 @@ class KvGroup:
     def stored(
         self, blocks: torch.Tensor, slots: torch.Tensor, layer: int | None = None
     ) -> torch.Tensor:
-        """Read the bytes of the tokens in the given blocks and slots, [tokens] each, of one layer
-        or of all (None).
+        """Read the KV bytes of tokens in one layer, or in all layers (None). ``blocks`` and
+        ``slots``, both [tokens], have each token's block and slot.
 
         Returns uint8 [tokens, bytes]: the codes, then their scales, if there are any.
         """
@@ -95,8 +95,8 @@ class KvGroup:
         found: torch.Tensor,
         layer: int | None = None,
     ) -> None:
-        """Write bytes that ``stored`` has returned, from this cache or one of the same shape, into
-        the given blocks and slots."""
+        """Write KV bytes of tokens into the given blocks and slots. ``found`` is a result of
+        ``stored`` of this cache, or of another cache with the same shape."""
         layers = slice(None) if layer is None else layer
         _, every, _, heads, _, dim = self.data.shape
         shape = (len(found), *(() if layer is not None else (every,)), 2, heads)
@@ -130,7 +130,8 @@ class DrafterGroup(KvGroup):
     """The drafter's part of all KV blocks, with the number of filled slots of each block.
 
     A drafter processes a token later than the target model, or never, because it may have been
-    switched off. The number is in the block, so that it moves with the block.
+    switched off. The number of filled slots is stored in the block, so that it moves with the
+    block.
     """
 
     def __init__(self, parts: torch.Tensor, config: ModelConfig, size: int, dtype: torch.dtype):
@@ -143,7 +144,8 @@ class DrafterGroup(KvGroup):
 
 
 class KvCache(KvGroup):
-    """The KV blocks of an engine. As a ``KvGroup``, it is the target model's part of them.
+    """The KV blocks of an engine. The base class ``KvGroup`` gives access to the target model's
+    part of the blocks.
 
     The engine thread writes them. Other threads may read and write blocks that no plan in flight
     names.

@@ -66,9 +66,9 @@ class AttentionMeta:
     decode_rows: torch.Tensor
     """Batch rows of the sequences with one query token, int64 [sequences]."""
     decode_tables: torch.Tensor
-    """Block tables of these sequences, int64 [sequences, blocks], each padded with one of its own
-    blocks. Masked values still enter the sum with weight 0, and another sequence's block could
-    contain an overflow."""
+    """Block tables of the sequences with one query token, int64 [sequences, blocks]. Each table is
+    padded with one of its own blocks. Masked values still enter the sum with weight 0, and another
+    sequence's block could contain an overflow."""
     decode_lengths: torch.Tensor
     """Number of keys that each sequence with one query token attends to, int64 [sequences]."""
     decode_mask: torch.Tensor
@@ -79,8 +79,8 @@ class AttentionMeta:
 def attention_meta(
     rows: tuple[PlanRow, ...], block_size: int, device: torch.device
 ) -> AttentionMeta:
-    """Make the attention metadata of a plan's rows. The rows' query tokens are in the batch one row
-    after another."""
+    """Make the attention metadata of a plan's rows. The batch has the query tokens of the first
+    row, then those of the second, and so on."""
     chunks: list[ChunkMeta] = []
     singles: list[tuple[int, PlanRow]] = []
     first = 0

@@ -62,7 +62,7 @@ def gated_mlp(mlp: GatedMlp, x: torch.Tensor, activation: Activation) -> torch.T
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of a mixture-of-experts layer, and the router that chooses some for each
+    """The experts of a mixture-of-experts layer, and the router that chooses a few experts for each
     token."""
 
     router: Linear

@@ -78,8 +78,8 @@ class DecoderModel:
     """Layer of an EAGLE head that makes a feature from the inputs of some of the target's layers
     (engine/speculation/heads/eagle_model.py)."""
     rank: RankModel | None = None
-    """Operations that this rank does together with the others; None if the model is on one rank
-    (engine/parallel/)."""
+    """Operations that this rank does together with the other ranks (engine/parallel/); None if the
+    model is on one rank."""
     context: ContextExchange | None = None
     """Exchanges the KV of tokens between ranks that divide prompts; None without context
     parallelism."""
@@ -93,7 +93,8 @@ class DecoderModel:
     ) -> None:
         """``weights`` maps Hugging Face's tensor names to weights.
 
-        With several ranks (``rank`` is set), ``config`` and ``weights`` are its shard of the model.
+        With several ranks (``rank`` is set), ``config`` and ``weights`` are this rank's shard of
+        the model.
 
         Raises ConfigError if a weight is missing or its shape differs from ``config``.
         """
@@ -269,7 +270,7 @@ def _prefix(config: ModelConfig, tensors: NamedTensors) -> str:
 
 
 def _vocabulary(config: ModelConfig, rank: RankModel | None) -> int:
-    """Number of vocabulary rows that this rank has of the embedding and the head."""
+    """Number of rows (vocabulary tokens) of the embedding and the head that this rank holds."""
     return config.vocab_size if rank is None else len(rank.shard.vocabulary)
 
 
@@ -365,7 +366,8 @@ def _experts(
     base: str,
     held: range,
 ) -> Experts:
-    """Load the experts of a layer, from one tensor for each or fused as transformers 5 stores them.
+    """Load the experts of a layer. The checkpoint has separate tensors for each expert, or fused
+    tensors as transformers 5 stores them.
 
     ``held`` has the numbers of the experts whose weights this rank has.
     """

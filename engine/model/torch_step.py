@@ -63,7 +63,8 @@ class TorchStepModel:
             self.layers_done = layer + 1
 
     def use_threads(self, threads: int) -> None:
-        """Do nothing, because torch keeps its threads; they busy-wait on cores that others need."""
+        """Do nothing. Torch keeps the threads that it has started, and these busy-wait on cores
+        that other threads need."""
 
     def _batch(self, step: StepInput) -> StepTokens:
         size = self._cache.block_size

@@ -35,7 +35,7 @@ _ROUTERS = ("gate", "router")
 chosen expert costs more than a rounding error."""
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _PIECE_VALUES = 1 << 22
-"""Number of values that are dequantized at a time, which bounds the memory for it."""
+"""Maximum number of values that are dequantized at a time, which bounds the memory use."""
 
 
 def load_weights(
@@ -108,8 +108,8 @@ def iterate_weights(
 def bytes_per_weight(weights: Iterable[tuple[str, Weight]]) -> tuple[float, float]:
     """Mean number of bytes of a weight, including scales: (in the layers' matrices, in the head).
 
-    A model without its own head uses its embedding as the head. If there are no such weights, the
-    number is 0.
+    If the model has no separate head, its embedding is the head. A number is 0 if there are no
+    weights of that kind.
     """
     values, held = 0, 0
     embedding = head = 0.0
@@ -175,8 +175,8 @@ class _TensorFiles:
     def __init__(self, paths: list[Path], stack: ExitStack, *, stay_open: bool) -> None:
         """``stack`` closes the files when it is closed.
 
-        With ``stay_open`` false, each tensor is mapped separately: what was read of a file then
-        does not count as this process's memory any more.
+        If ``stay_open`` is false, each tensor is mapped separately, so that bytes which were read
+        no longer count as this process's memory.
         """
         self._files: dict[str, tuple[Path, Any]] = {}
         for path in paths:
@@ -230,7 +230,8 @@ def _read_errors(path: Path) -> Iterator[None]:
 def _stored(
     files: _TensorFiles, layout: CheckpointFormat | None, slices: WeightSlices | None
 ) -> Iterator[tuple[str, Weight]]:
-    """Yield every weight as its file holds it, or the part of ``slices``, in the files' order."""
+    """Yield every weight as its file holds it, in the files' order. With ``slices``, yield only the
+    part of each weight that they select."""
     owners = {} if layout is None else _owners(files, layout)
     done: set[str] = set()
     for name in files:
@@ -260,7 +261,8 @@ def _owners(files: _TensorFiles, layout: CheckpointFormat) -> dict[str, str]:
 def _read_part(
     files: _TensorFiles, layout: CheckpointFormat, module: str, slices: WeightSlices | None
 ) -> QuantizedWeight | None:
-    """Read a quantized matrix, or the part of ``slices``; None if the part is empty."""
+    """Read a quantized matrix, or only the part that ``slices`` select; None if that part is
+    empty."""
     name = f"{module}.weight"
     if slices is None:
         return _read(files, layout, module)

@@ -55,18 +55,18 @@ class SlotMapping:
 
 @dataclass(frozen=True, slots=True)
 class StepSpread:
-    """The KV that this rank sends and receives in one step: number and slots of its own and of
-    other ranks' tokens."""
+    """Describes the KV that this rank sends and receives in one step, by numbers and slots: for its
+    own tokens, and for those of other ranks."""
 
     own: SlotMapping
     widest: int
-    """Maximum number of tokens on any rank. All ranks pad to it, because they must gather the same
-    shape."""
+    """Maximum number of tokens on any rank. All ranks pad their tensors to this number, because
+    gathered tensors must have the same shape."""
     kept: torch.Tensor
     """Indexes of other ranks' tokens, without padding, among the [ranks * widest] gathered tokens;
     int64."""
     others: SlotMapping
-    """Slots of the tokens in ``kept``, in which their KV is stored on this rank."""
+    """Slots in which this rank stores the KV of the tokens in ``kept``."""
 
 
 class ContextExchange:
@@ -80,8 +80,8 @@ class ContextExchange:
     def begin(
         self, rows: Sequence[PlanRow], shards: Sequence[ContextShard], cache: KvGroup
     ) -> None:
-        """Begin a step whose ranks compute the rows in ``shards``. Until ``end`` is called,
-        ``spread`` exchanges each layer's KV."""
+        """Begin a step; ``shards`` has the part of its rows that each rank computes. Until ``end``
+        is called, ``spread`` exchanges each layer's KV."""
         device = cache.data.device
         widest = max(len(shard.tokens) for shard in shards)
         mapping = SlotMapping.of(rows, cache.block_size, device)
@@ -100,7 +100,8 @@ class ContextExchange:
         )
 
     def end(self) -> None:
-        """End the step that ``begin`` began: ``spread`` has no effect until the next one."""
+        """End the step that ``begin`` began. Until the next call of ``begin``, ``spread`` has no
+        effect."""
         self._spread = None
 
     def spread(self, cache: KvGroup, layer: int) -> None:
@@ -149,13 +150,13 @@ class StepPart:
 
     step: StepInput
     tokens: tuple[int, ...] = ()
-    """Indexes in the whole step of the tokens that this rank computes; empty if the step is not
-    divided."""
+    """Indexes, among the tokens of the whole step, of the tokens that this rank computes; empty if
+    the step is not divided."""
     outputs: tuple[int, ...] = ()
-    """Indexes in the whole step's outputs of those that this rank computes."""
+    """Indexes, among the outputs of the whole step, of the outputs that this rank computes."""
     gathers: bool = False
-    """Whether rank 0 must collect outputs from other ranks. Usually it has them all: they are the
-    last tokens of rows."""
+    """Whether rank 0 must collect outputs from other ranks. Usually rank 0 computes all outputs
+    itself, because they are those of the last tokens of rows."""
 
 
 class ContextSteps:
@@ -169,8 +170,8 @@ class ContextSteps:
 
     @contextmanager
     def part(self, step: StepInput) -> Iterator[StepPart | None]:
-        """Context in which this rank computes its part of the step; None if it has none. At its
-        end, all ranks have the KV.
+        """Context in which this rank computes its part of the step; its value is None if the rank
+        has no part. At the context's end, all ranks have the KV.
 
         Raises WorkerFailed if a rank is lost.
         """
@@ -232,8 +233,7 @@ class ContextModel:
 
     @property
     def layers_done(self) -> int:
-        """Number of layers whose KV is complete on rank 0, whose cache then has it for all
-        tokens."""
+        """Number of layers for which rank 0's cache has the KV of all tokens of the step."""
         return self._model.layers_done
 
     def clear_progress(self) -> None:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from engine.scheduling.plan import PlanRow
 
 MIN_TOKENS = 32
-"""Minimum number of tokens per rank for which a step is divided; for fewer, exchanging KV at each
-layer costs more than it saves."""
+"""Minimum number of tokens per rank for which a step is divided among ranks. With fewer tokens, the
+exchange of KV at each layer costs more time than the division saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,8 @@ class ContextShard:
     """The part of a step's rows that one rank of a context-parallel worker computes."""
 
     rows: tuple[PlanRow, ...]
-    """Runs of the step's rows, as rows with the same block tables."""
+    """This rank's pieces of the step's rows. Each piece is a row with the block table of the whole
+    row."""
     tokens: tuple[int, ...]
     """Indexes in the step of the tokens in ``rows``, in the same order."""
 
@@ -57,7 +58,8 @@ def shards_of(rows: Sequence[PlanRow], ranks: int) -> list[ContextShard]:
 
 
 def _runs(count: int, rank: int, ranks: int) -> list[range]:
-    """Choose a rank's part of a row with ``count`` tokens: at most two runs, none of them empty."""
+    """Choose a rank's part of a row with ``count`` tokens: at most two ranges of consecutive
+    tokens, none of them empty."""
     pieces = 2 * ranks
     front, back = (
         range(number * count // pieces, (number + 1) * count // pieces)

@@ -23,8 +23,8 @@ from torch.distributed.distributed_c10d import Store
 from baton.errors import ConfigError, WorkerFailed
 
 COLLECTIVE_S = 30.0
-"""Timeout of a collective operation, in seconds. After it, the operation has failed: a rank is
-gone, or does not respond."""
+"""Timeout of a collective operation, in seconds. An operation that takes longer has failed, because
+a rank is gone or does not respond."""
 _TCP_STORE: Any = torch.distributed.TCPStore  # type: ignore[attr-defined]
 _NCCL_SETTINGS = {
     # The group's owner ends the process; torch's monitors would do it without a message.

@@ -21,8 +21,8 @@ class RankModel:
     group: RankGroup
 
     def embed(self, table: torch.Tensor | QuantizedWeight, token_ids: torch.Tensor) -> torch.Tensor:
-        """Look up the embeddings of tokens: fp32 [tokens, hidden_size]. ``table`` is the rank's
-        part of the vocabulary.
+        """Look up the embeddings of tokens: fp32 [tokens, hidden_size]. ``table`` has the
+        embeddings of the rank's part of the vocabulary.
 
         The sum is exact: one rank has the row of a token, and the others add zeros.
         """
@@ -83,7 +83,7 @@ class RankModel:
 
     def best(self, own: torch.Tensor) -> list[int]:
         """Find the most likely token of each row over all ranks' logits; the lowest id on a tie.
-        Only rank 0 gets them.
+        Only rank 0 gets these tokens.
 
         ``own`` has the logits of the rank's part of the vocabulary. Other ranks return an empty
         list.

@@ -37,8 +37,8 @@ from engine.parallel.step_codec import (
 from engine.sampling.step import StepInput, StepModel, StepOutput
 
 FORM_S = 300.0
-"""Maximum seconds for which a rank waits for the others at the start: some may start their
-processes later than others."""
+"""Maximum seconds for which a rank waits for the other ranks at the start. Processes of some ranks
+may start later than those of others."""
 _STORE_BYTES = 4
 
 CopyBlocks: TypeAlias = Callable[[Sequence[tuple[int, int]]], None]
@@ -61,7 +61,8 @@ class Leader:
 
     @property
     def lost(self) -> Future[str]:
-        """Future that gets a reason once the group of ranks is unusable. Any thread may use it."""
+        """Future whose result is the reason why the group of ranks has become unusable. Any thread
+        may use it."""
         return self._channel.lost
 
     def fail(self, reason: str) -> None:
@@ -170,12 +171,12 @@ class FollowerModel(Protocol):
         samples."""
 
     def warm_up(self) -> None:
-        """Compile and capture what is needed before requests, as rank 0 does."""
+        """Compile kernels and capture decode steps before requests arrive, as rank 0 does."""
 
 
 class Follower:
-    """Connection of a rank other than 0 to rank 0: receives steps and has them computed. Used by
-    one thread."""
+    """Connection of a rank other than 0 to rank 0. It receives steps and passes them to a
+    ``FollowerModel``. Used by one thread."""
 
     def __init__(
         self, address: GroupAddress, rank: int, ranks: int, deadline_s: float, process: str = ""

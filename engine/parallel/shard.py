@@ -37,8 +37,8 @@ class ModelShard:
 
     @property
     def counted_kv_heads(self) -> range:
-        """The KV heads of this rank that no lower rank has. So each head of the model counts once
-        over all ranks."""
+        """The KV heads of this rank that no rank with a lower number has. So each KV head of the
+        model counts once over all ranks."""
         held = self.kv_heads
         first = next((h for h in held if self._first_holder(h) == self.rank), held.stop)
         return range(first, held.stop)
@@ -97,8 +97,8 @@ def _run(count: int, rank: int, ranks: int) -> range:
 
 
 def _piece(size: int, ranks: int) -> int:
-    """Choose the size of the pieces into which ``size`` is divided: the largest power of two up to
-    ``_LARGEST_PIECE`` that divides it and gives each rank at least one piece."""
+    """Choose the size of the pieces into which ``size`` is divided. It is the largest power of two,
+    up to ``_LARGEST_PIECE``, that divides ``size`` and gives each rank at least one piece."""
     piece = _LARGEST_PIECE
     while piece > 1 and (size % piece or size // piece < ranks):
         piece //= 2

@@ -40,7 +40,7 @@ import and load without a break, and no step waits for it. A shorter limit would
 from starting on a busy host."""
 SILENT_LEADER_S = 60.0
 """Seconds without a frame after which rank 0 counts as lost. Rank 0 may pause for a while and
-continue, like a worker with one rank. After this time, its host is gone."""
+continue, like a worker with one rank. After this time, the host of rank 0 is assumed to be gone."""
 _LEADER_TICKS = 4
 """Number of times that a rank checks for frames from rank 0 within ``SILENT_LEADER_S``."""
 _LENGTH = struct.Struct("<I")
@@ -69,7 +69,7 @@ class Greeting:
     token: str
     rank: int
     process: str
-    """Name of the rank's process, for the code that has to end it."""
+    """Name of the rank's process, which other code uses to end the process."""
 
 
 class LeaderChannel:
@@ -88,7 +88,7 @@ class LeaderChannel:
         self._sending = threading.Lock()
         self._closed = threading.Event()
         self.lost: Future[str] = Future()
-        """Future that gets a reason once the group of ranks is unusable."""
+        """Future whose result is the reason why the group of ranks has become unusable."""
         self._ready: dict[int, Future[str]] = {rank: Future() for rank in range(1, ranks)}
         self._watcher: threading.Thread | None = None
 
@@ -213,7 +213,8 @@ class LeaderChannel:
             self._closed.wait(BEAT_S / 2)
 
     def _take(self, rank: int, said: bytearray) -> None:
-        """Process the complete frames in a rank's buffer ``said``, and remove them."""
+        """Process the complete frames in ``said``, the buffer of bytes that a rank has sent, and
+        remove them from it."""
         while len(said) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(said)
             end = _LENGTH.size + length
@@ -332,8 +333,8 @@ class FollowerChannel:
                 return frame
 
     def _wait(self, read: int) -> None:
-        """Check at a timeout how long nothing has arrived; ``read`` is the number of bytes of the
-        current message.
+        """At a timeout, check for how long no bytes have arrived. ``read`` is the number of bytes
+        of the current frame that have arrived.
 
         Raises TimeoutError once nothing has arrived for ``SILENT_LEADER_S`` seconds.
         """

@@ -36,12 +36,12 @@ class Kind(IntEnum):
     STEP = 1
     """Compute this rank's part of a step."""
     DRAWING_STEP = 2
-    """Compute this rank's part of a step, and receive the tokens that rank 0 samples: the next step
-    may refer to them."""
+    """Compute this rank's part of a step, and receive the tokens that rank 0 samples, because the
+    next step may refer to these tokens."""
     COPY = 3
     """Copy KV blocks."""
     WARM_UP = 4
-    """Warm up: compile and capture what a GPU needs before requests."""
+    """Warm up: on a GPU, compile kernels and capture decode steps before requests arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +112,8 @@ class StepReader:
     def _rows(
         self, heads: npt.NDArray[np.void], numbers: Sequence[int]
     ) -> tuple[tuple[PlanRow, ...], int]:
-        """Decode a step's rows. Returns them and the index in ``numbers`` after their block
-        tables."""
+        """Decode a step's rows. Returns the rows, and the index in ``numbers`` of the first number
+        after their block tables."""
         tables: dict[int, tuple[int, ...]] = {}
         rows: list[PlanRow] = []
         end = 0

@@ -29,8 +29,8 @@ ReadSpan = Callable[[int, range], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The runs of a tensor along one dimension that a rank has, in order. Without runs: the whole
-    tensor."""
+    """The ranges of a tensor, along one dimension, that a rank holds, in order. If there are no
+    ranges, the rank holds the whole tensor."""
 
     dim: int = 0
     runs: tuple[range, ...] = ()
@@ -47,7 +47,8 @@ class Cut:
     def quantized(self, weight: QuantizedWeight) -> QuantizedWeight:
         """Copy the rank's part of a quantized matrix into its own memory.
 
-        Raises ValueError if a run of inputs cuts a group, unless a row has only one.
+        Raises ValueError if a range of inputs cuts a quantization group, unless each row of the
+        matrix has only one group.
         """
         if not self.runs:
             return weight.clone()
@@ -85,8 +86,8 @@ class WeightSlices:
         self._columns = {"o_proj": query, "down_proj": shard.inner}
 
     def of(self, name: str) -> Cut | None:
-        """Return the part of the tensor or matrix ``name`` that the rank has; None if it has
-        none."""
+        """Return the part of the tensor or matrix ``name`` that the rank has; None if the rank has
+        no part of it."""
         if not name.startswith((*self._family.tensor_prefixes, *_HEADS)):
             return None
         if _FUSED_EXPERTS.search(name):
@@ -103,8 +104,8 @@ class WeightSlices:
         return Cut(0, self._rows.get(layer, ()))
 
     def quantized(self, name: str, weight: QuantizedWeight) -> QuantizedWeight | None:
-        """Copy the rank's part of the quantized matrix ``name``; None if it has none. Raises
-        ConfigError."""
+        """Copy the rank's part of the quantized matrix ``name``; None if the rank has no part of
+        it. Raises ConfigError."""
         cut = self.of(name)
         try:
             return None if cut is None else cut.quantized(weight)

@@ -62,8 +62,8 @@ def affine_weight(
 def _sorted(
     codes: torch.Tensor, groups: torch.Tensor | None, group: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Sort the codes' inputs so that the inputs of a group are adjacent. Returns the codes and the
-    order of the inputs; None as order if they are sorted already."""
+    """Sort the columns (inputs) of ``codes`` so that the inputs of a group are adjacent. Returns
+    the codes, and the order of the inputs; this order is None if the inputs are sorted already."""
     if groups is None:
         return codes, None
     plain = torch.arange(codes.shape[1], device=codes.device) // group
@@ -78,8 +78,8 @@ def _sorted(
 
 
 def narrowed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Convert all tensors to fp16 if that is exact for each of them, else to fp32. The results are
-    contiguous."""
+    """Convert all tensors to fp16 if this changes no value in any of them, and otherwise to fp32.
+    The results are contiguous."""
     halves = tuple(tensor.half().contiguous() for tensor in tensors)
     full = tuple(tensor.float().contiguous() for tensor in tensors)
     exact = all(torch.equal(half.float(), one) for half, one in zip(halves, full, strict=True))

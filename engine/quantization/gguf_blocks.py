@@ -18,7 +18,7 @@ import torch
 from engine.quantization.weight import QuantizedWeight, QuantKind, concat_rows, pack_nibbles
 
 _PIECE_VALUES = 1 << 22
-"""Number of values whose codes are unpacked at a time, which bounds the memory for it."""
+"""Maximum number of weights that are unpacked at a time, which bounds the memory use."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from engine.quantization.tensor_file import PADDING, write_tensors
 
 DEFAULT_LIMIT = 64 << 30
 """Maximum bytes of all files of the cache together: room for a few models of 8 billion weights, or
-one of 70 in int4."""
+for one of 70 billion weights in int4."""
 _WAIT_S = 1800.0
 """Maximum seconds that a worker waits while another one builds a file: the largest models take
 minutes."""
@@ -121,7 +121,8 @@ class PackedCache:
 
 
 def _load(path: Path) -> dict[str, torch.Tensor] | None:
-    """Map a file's tensors; None if the file is absent, damaged or of another key."""
+    """Map a file's tensors. Returns None if the file is absent or damaged, or was written for
+    another key."""
     if not path.is_file():
         return None
     try:

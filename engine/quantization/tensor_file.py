@@ -25,8 +25,8 @@ PADDING = "__padding"
 holes."""
 
 _HEADER_ROOM = 1 << 18
-"""Bytes reserved at the file's start for the header, which is known only at the end. It usually
-fits."""
+"""Bytes reserved at the file's start for the header, which is known only at the end. The header
+usually fits into them."""
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",

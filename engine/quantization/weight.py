@@ -22,13 +22,13 @@ _FP8_MAX = 448.0
 _HALF_MAX = 65504.0
 _MIN_GROUP = 16
 _PIECE_VALUES = 1 << 20
-"""Number of values that are in fp32 at a time while a tensor is quantized, which bounds the memory
-for it."""
+"""Maximum number of values that are in fp32 at a time while a tensor is quantized, which bounds the
+memory use."""
 _SHRINKS = tuple(1.0 - 0.025 * step for step in range(13))
 """Fractions of a group's range that int4 quantization tries, from 1.0 to 0.7."""
 _HALF_LOSS, _HALF_STEP = 2.0**-9, 2.0**-12
-"""Maximum change of a scale for which fp16 is used: relative to the scale, or to the largest scale.
-Only subnormals and infinities exceed it."""
+"""Maximum change of a scale by rounding to fp16 for which fp16 is used: relative to the scale
+itself, or to the largest scale. Only scales that become subnormal or infinite change more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,8 +53,8 @@ class QuantizedWeight:
     """Number of inputs that share a scale; it divides the number of inputs."""
     columns: torch.Tensor | None = None
     """Order of the stored columns, int64 [in]: column j belongs to input ``columns[j]`` (GPTQ's
-    act-order), so that a kernel uses ``x[:, columns]``. None: columns are in the order of the
-    inputs."""
+    act-order), so that a kernel uses ``x[:, columns]``. None means that columns are in the order of
+    the inputs."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS or self.codes.dtype != torch.uint8 or self.codes.dim() != 2:
@@ -109,7 +109,8 @@ class QuantizedWeight:
         )
 
     def inputs(self, run: range) -> QuantizedWeight:
-        """Select a run of inputs, that is, of columns of the matrix. The result is a view.
+        """Select a range of consecutive inputs, that is, of the matrix's columns. The result is a
+        view.
 
         Rows with only one scale may be cut anywhere, since a part of a row keeps the scale. Raises
         ValueError if ``run`` cuts a group or a byte of ``int4``, or if columns are not in the order
@@ -164,7 +165,8 @@ def dequantize(weight: QuantizedWeight, rows: torch.Tensor | None = None) -> tor
     """Dequantize a weight to fp32 [out, in], with the columns in the order of the inputs: the
     reference for every kernel.
 
-    ``rows`` has the numbers of the rows to return, int64 [n], as for an embedding; None: all.
+    ``rows`` has the numbers of the rows to return, int64 [n], as for an embedding; None means all
+    rows.
     """
     codes, scales, mins = weight.codes, weight.scales, weight.mins
     if rows is not None:
@@ -267,8 +269,8 @@ def _nibbles(groups: torch.Tensor, scale: torch.Tensor, least: torch.Tensor) -> 
 def _least_squares(
     groups: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, least: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fit a line through the points (code, weight) of each group. Returns scales and minimums; a
-    group whose codes are all equal keeps the given ones."""
+    """For each group, fit a straight line through the points (code, weight). Returns scales and
+    minimums; a group whose codes are all equal keeps the given scale and minimum."""
     mean_code, mean = codes.mean(-1, keepdim=True), groups.mean(-1, keepdim=True)
     centred = codes - mean_code
     spread = centred.square().sum(-1, keepdim=True)

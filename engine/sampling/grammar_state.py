@@ -64,8 +64,8 @@ def masks_of(state: AnswerState, draft_tokens: Sequence[int] = ()) -> npt.NDArra
 class GrammarState:
     """Tracks a grammar's matcher along a sequence's output. Implements ``AnswerState``.
 
-    When the grammar's text is complete, it stays complete. A step that was planned meanwhile may
-    draw more tokens; they are counted and not matched.
+    Once the text is complete in the grammar, it stays complete. A step that was already planned may
+    still draw tokens; these are counted but not matched.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class GrammarState:
         min_tokens: int = 0,
         never: Iterable[int] = (),
     ) -> None:
-        """The tokens ``stop_ids`` may not be drawn before ``min_tokens``; the tokens ``never`` may
-        not be drawn at all.
+        """The tokens ``stop_ids`` may not be drawn before the output has ``min_tokens`` tokens. The
+        tokens ``never`` may not be drawn at all.
 
         Both are allowed if the grammar allows no other token.
         """
@@ -96,8 +96,8 @@ class GrammarState:
 
     @property
     def length(self) -> int:
-        """Number of tokens of the text that must match the grammar, without those counted by
-        ``before``."""
+        """Number of tokens of the text that must match the grammar. Tokens before that text
+        (``before``) are not included."""
         return self._taken + self._behind
 
     def advance(self, token_ids: Iterable[int]) -> None:

@@ -21,7 +21,7 @@ class Scored:
     """Row of the step's logits from which the log probability is computed."""
     token_id: int
     top: int
-    """Number of the most likely tokens that are reported in addition to this token."""
+    """Number of most likely tokens to report in addition to this token."""
 
 
 Scorer = Callable[[torch.Tensor, Sequence[Scored]], list[TokenLogprobs]]
@@ -32,8 +32,8 @@ change the logits."""
 def token_logprobs(logits: torch.Tensor, wanted: Sequence[Scored]) -> list[TokenLogprobs]:
     """Compute log probabilities in plain torch, on any device. Implements ``Scorer``.
 
-    Equally likely tokens are ordered by id. If not all of them fit among the most likely, it is
-    undefined which ones are reported.
+    Equally likely tokens are ordered by id. If ``top`` leaves out some of several equally likely
+    tokens, it is undefined which of these tokens are reported.
     """
     if not wanted:
         return []

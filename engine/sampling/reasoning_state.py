@@ -26,7 +26,7 @@ class ReasoningState:
         stop_ids: Iterable[int] = (),
         grammar: GrammarState | None = None,
     ) -> None:
-        """``grammar`` is a state at its start; it applies to the text after the reasoning.
+        """``grammar`` must be at its start. It applies to the text after the reasoning.
 
         With a grammar, the tokens ``stop_ids`` are not allowed within the reasoning.
         """
@@ -39,7 +39,7 @@ class ReasoningState:
         """Output tokens up to the end of the reasoning; tokens after it are only in the grammar's
         state."""
         self._over = False
-        """Whether the end of the reasoning is among the tracked tokens."""
+        """Whether the tracked tokens contain the end of the reasoning."""
 
     @property
     def length(self) -> int:

@@ -43,8 +43,8 @@ class SampleRow:
 
     @property
     def adjusted(self) -> bool:
-        """Whether penalties, biases or other options change the logits. A grammar's mask does not
-        count."""
+        """Whether penalties, biases or other options change the logits, apart from a grammar's
+        mask."""
         s = self.sampling
         penalised = s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0
         limited = s.allowed_token_ids or s.bad_words

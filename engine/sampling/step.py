@@ -38,7 +38,7 @@ class StepInput:
     """Features for an EAGLE head, fp32 [tokens, hidden_size]."""
     states: torch.Tensor | None = None
     """Inputs of the target's layers, fp32 [tokens, layers, hidden_size]. An EAGLE head computes its
-    features from them; set instead of ``features``."""
+    features from these inputs. Either this field or ``features`` is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +94,19 @@ class StepWork:
     """For each row (key) that wants an embedding, the index of the token to embed."""
 
     def score(self, row: PlanRow, known: Sequence[int], top: int) -> None:
-        """Request the log probabilities of the prompt tokens after the first ``row.scored`` tokens
-        of a row. The row's tokens must be added to ``token_ids`` just before."""
+        """For each of the first ``row.scored`` tokens of a row, request the log probability of the
+        prompt token that follows it. The caller must have added the row's tokens to ``token_ids``
+        just before."""
         begin = len(self.token_ids) - row.count
         for n in range(row.scored):
             self.scored.append(Scored(len(self.outputs), known[row.start + n + 1], top))
             self.outputs.append(begin + n)
 
     def draw(self, draws: Sequence[SampleRow]) -> None:
-        """Add draws for the last tokens of the step: one from the logits of each.
+        """Add one draw for each of the step's last tokens, as many as there are ``draws``. Each
+        draw uses the logits of its token.
 
-        These are the row's last token, or its own token and its draft tokens.
+        These tokens are a row's last token, or the row's own token and its draft tokens.
         """
         first = len(self.outputs)
         self.draw_rows += range(first, first + len(draws))

@@ -59,7 +59,7 @@ class CacheListener(Protocol):
         """The pool calls this when a sequence or ticket pins a cached block."""
 
     def evicted(self, block: int) -> None:
-        """The pool calls this when it evicts a cached block; the block's memory is reused."""
+        """The pool calls this when it evicts a cached block, whose memory is about to be reused."""
 
 
 class BlockPool:
@@ -75,14 +75,14 @@ class BlockPool:
         self._retained_cached: OrderedDict[int, None] = OrderedDict()
         """Cached blocks whose hashes are retained."""
         self._ttl_of: dict[int, float] = {}
-        """Seconds for which a block stays cached after its last use; a block without an entry never
-        expires."""
+        """For each block with a TTL, the seconds for which it stays cached after its last use. A
+        block without an entry never expires."""
         self._newly_cached: dict[int, None] = {}
         """Cached blocks that have an entry in ``_ttl_of`` and were added since the last call of
         ``expire``."""
         self._expiring: dict[float, OrderedDict[int, float]] = {}
-        """Cached blocks by their TTL in seconds. Each maps to its expiry time; the first to expire
-        is first."""
+        """For each TTL in seconds, the cached blocks with this TTL and their expiry times, in order
+        of expiry."""
         self._quarantined: set[int] = set()
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
@@ -114,8 +114,8 @@ class BlockPool:
         )
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """Return the cached blocks of the longest leading run of ``hashes`` that the pool has. Pins
-        nothing."""
+        """Return the blocks of the longest leading run of ``hashes`` for which the pool has blocks.
+        These blocks are not pinned."""
         blocks = []
         for digest in hashes:
             block = self._block_of.get(digest)
@@ -139,8 +139,8 @@ class BlockPool:
         return self._hash_of[block], self._leading_of.get(block, ())
 
     def evictable(self, blocks: Iterable[int]) -> int:
-        """Count the blocks among ``blocks`` that have no user; pinning them would make fewer
-        available."""
+        """Count the blocks among ``blocks`` that have no user. Pinning one of these reduces the
+        number of available blocks."""
         return sum(1 for block in blocks if self._references[block] == 0)
 
     def is_shared(self, block: int) -> bool:
@@ -298,8 +298,8 @@ class BlockPool:
     def expire(self, now: float) -> int:
         """Forget the cached blocks whose last use is longer ago than their TTL.
 
-        Returns their number. The time counts from the first call after the last use; retention
-        counts as use. ``now`` is in seconds, on any monotonic clock.
+        Returns their number. The TTL counts from the first call of ``expire`` after the block's
+        last use; retention counts as use. ``now`` is in seconds, on any monotonic clock.
         """
         for block in self._newly_cached:
             ttl_s = self._ttl_of[block]
@@ -318,8 +318,8 @@ class BlockPool:
         return count
 
     def quarantine(self, blocks: Iterable[int]) -> None:
-        """Reserve used blocks to which a writer elsewhere may still write. Each has one user and no
-        hash."""
+        """Reserve used blocks to which a writer elsewhere may still write. Each of these blocks
+        must have one user and no hash."""
         for block in blocks:
             if self._references[block] != 1 or block in self._hash_of:
                 raise ValueError(f"block {block} cannot be quarantined: it is shared or findable")
@@ -327,7 +327,7 @@ class BlockPool:
             self._quarantined.add(block)
 
     def end_quarantine(self, blocks: Iterable[int]) -> None:
-        """Make quarantined blocks free. No writer may write to them any more."""
+        """Make quarantined blocks free. Call this only when no writer can still write to them."""
         for block in blocks:
             self._quarantined.remove(block)
             self._free.append(block)
@@ -372,7 +372,7 @@ class BlockPool:
 
 
 PATIENCE = 3
-"""After a sequence was preempted this many times, it comes before all others, whatever their
+"""Number of preemptions after which a sequence is preempted only after all others, whatever their
 priorities. So even a sequence of the lowest priority ends."""
 CACHED_SHARE = 0.25
 """Cost of recomputing a token whose block may still be in the prefix cache, relative to a token
@@ -400,7 +400,7 @@ def victim_of(candidates: Several[Sequence], pool: BlockPool, block_size: int) -
 def recompute_cost(sequence: Sequence, pool: BlockPool, block_size: int) -> float:
     """Estimate the cost of resuming a sequence after a preemption, in tokens to compute.
 
-    Full blocks that it shares with other sequences stay in the pool, and cost nothing.
+    Full blocks that the sequence shares with others stay in the pool, and cost nothing.
     """
     full = sequence.block_table[: sequence.registered]
     own = sum(not pool.is_shared(block) for block in full)

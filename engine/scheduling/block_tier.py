@@ -35,8 +35,8 @@ class Copy:
         self.slot = slot
         self.readers = 0
         self.dropped = False
-        """Whether the copy can no longer be found; its slot is free once nothing reads or writes
-        it."""
+        """Whether the copy can no longer be found. Its slot becomes free when no read or write of
+        the copy is in progress."""
 
 
 class BlockTier:
@@ -47,7 +47,7 @@ class BlockTier:
         self._held: OrderedDict[bytes, Copy] = OrderedDict()
         self._writing: dict[bytes, Copy] = {}
         self._forgotten = 0
-        """Number of copies that are dropped while they are still being read or written."""
+        """Number of dropped copies that are still being read or written."""
         self._free: list[int] = []
         self._used = 0
         """Number of slots that were used at least once. It is also the number of the next unused
@@ -122,8 +122,8 @@ class BlockTier:
         return copy, victim
 
     def end_write(self, copy: Copy) -> bool:
-        """Complete a copy. Returns whether it can be found, which is false if it was dropped
-        meanwhile."""
+        """Complete a copy. Returns whether the copy can be found: false if it was dropped while it
+        was written."""
         if copy.dropped:
             self._end_forgotten(copy)
             return False

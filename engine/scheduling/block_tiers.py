@@ -30,7 +30,7 @@ class Spill:
     """A copy that has to be made from the pool, or from a tier, to the next lower tier."""
 
     source: BlockTier | None
-    """The tier to copy from; None: the pool."""
+    """The tier to copy from; None means the pool."""
     place: int
     """Block number in the pool, or slot number in the source tier."""
     target: BlockTier
@@ -66,8 +66,8 @@ class BlockTiers:
         """Cached blocks of the pool that the first tier has no copy of, the longest unused
         first."""
         self._bare_copies: list[OrderedDict[bytes, Copy]] = [OrderedDict() for _ in self.tiers]
-        """For each tier, its copies that the next lower tier lacks, in about the order of their
-        last use."""
+        """For each tier, the copies that this tier has and the next lower tier lacks, in about the
+        order of their last use."""
         self._turn = len(self.tiers) - 1
         """Level from which the latest copy was made: 0 is the pool, 1 the first tier."""
         self._spilling: dict[int, Spill] = {}
@@ -78,8 +78,8 @@ class BlockTiers:
     # Events of the pool
 
     def idle(self, block: int) -> None:
-        """Note that a block of the pool became cached: copy it to the first tier unless it is
-        there."""
+        """Note that a block of the pool became cached, so that it is copied to the first tier
+        unless that tier has it."""
         digest, _ = self.pool.contents(block)
         for tier in self.tiers:
             tier.touch(digest)
@@ -89,7 +89,8 @@ class BlockTiers:
             self._bare[block] = None
 
     def busy(self, block: int) -> None:
-        """Note that a cached block of the pool was pinned: it needs no copy while it is in use."""
+        """Note that a cached block of the pool was pinned. While the block is in use, no copy of it
+        is needed."""
         self._bare.pop(block, None)
 
     def evicted(self, block: int) -> None:
@@ -102,7 +103,8 @@ class BlockTiers:
 
     @property
     def wants_spill(self) -> bool:
-        """Whether blocks or copies should now be copied to a lower tier: see ``next_spill``."""
+        """Whether blocks or copies should now be copied to a lower tier. ``next_spill`` returns the
+        first of them."""
         return self._pool_is_behind() or any(
             self._is_behind(level) for level in range(len(self.tiers) - 1)
         )
@@ -165,10 +167,11 @@ class BlockTiers:
         return copy
 
     def end_spill(self, spill: Spill, *, failed: bool = False, damaged: bool = False) -> bool:
-        """Record that a copy to a lower tier was made. Returns whether it can be found now.
+        """Record that the copying of a block to a lower tier has ended. Returns whether the new
+        copy can be found now.
 
-        ``failed``: true if its slot could not be written. ``damaged``: true if the bytes read were
-        wrong.
+        ``failed``: true if the slot of the new copy could not be written. ``damaged``: true if the
+        bytes read were wrong.
         """
         if spill.source is None:
             is_whole = self._spilling.pop(spill.place, None) is spill
@@ -208,8 +211,8 @@ class BlockTiers:
     # Loads from the tiers
 
     def find(self, hashes: Iterable[bytes]) -> list[Found]:
-        """Locate the blocks of the longest leading run of ``hashes`` that the pool or a tier has.
-        Pins nothing."""
+        """Locate the blocks of the longest leading run of ``hashes`` for which the pool or a tier
+        has a block. These blocks are not pinned."""
         run = []
         for digest in hashes:
             found = self._find(digest)
@@ -236,8 +239,8 @@ class BlockTiers:
                 found.tier.touch(found.digest)
 
     def end_load(self, run: Iterable[Found], bad: Iterable[bytes] = ()) -> None:
-        """Let the tiers replace the copies again that ``begin_load`` kept. Copies with hashes in
-        ``bad`` are damaged, and are dropped."""
+        """Undo a call of ``begin_load``: the tiers may replace the copies of these blocks again.
+        Copies with hashes in ``bad`` are damaged, and are dropped."""
         damaged = set(bad)
         for found in run:
             if found.tier is None or found.copy is None:
@@ -255,8 +258,8 @@ class BlockTiers:
         return self.pool.total + sum(tier.total for tier in self.tiers)
 
     def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the hashes stored and those removed since the last call, in pool and tiers
-        together."""
+        """Return the hashes that were stored and the hashes that were removed since the last call,
+        in pool and tiers together."""
         stored, removed = self.pool.drain_changes()
         changed, self._changed = self._changed, {}
         gone = [digest for digest in removed if not self._holds(digest)]
@@ -300,7 +303,7 @@ class BlockTiers:
         return all(tier.is_idle for tier in self.tiers)
 
     def check(self) -> None:
-        """Assert that the books of the pool and the tiers agree."""
+        """Assert that the records of the pool and the tiers agree."""
         for tier, bare in zip(self.tiers, self._bare_copies, strict=True):
             tier.check()
             assert all(tier.find(digest) is copy for digest, copy in bare.items()), "a lost copy"

@@ -18,7 +18,8 @@ from engine.scheduling.sequence import SchedulerLimits, Sequence, SequenceBounds
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence that the engine does not have: a new one, or one that it has dropped."""
+    """A sequence that the engine does not have, because the sequence is new or the engine has
+    dropped it."""
 
     sequence_id: int
     token_ids: tuple[int, ...]
@@ -60,7 +61,8 @@ class PlanRow:
     tokens; 0 means no drafts."""
     choices: int = 1
     """Number of choices that sample their first token from this row's logits, each with its own
-    noise. The first choice is the row's sequence; the others become new sequences."""
+    noise. The first choice is the row's sequence, and each further choice becomes a new
+    sequence."""
     scored: int = 0
     """Number of leading tokens of the row for which the log probability of the following prompt
     token is computed."""
@@ -230,8 +232,8 @@ class ScheduledStep:
             sequence.in_flight += 1
 
     def land(self, left: Container[Sequence]) -> int | None:
-        """Mark the plan as ended for its next sequence. Returns the index of that sequence's row;
-        None if no row is left.
+        """Mark the step as ended for the next sequence of its plan. Returns the index of that
+        sequence's row; None if no row is left.
 
         ``left`` contains the sequences that have left the scheduler.
         """

@@ -48,8 +48,8 @@ class PrefixCache:
                 sequence.spare.remove(own)
 
     def register(self, sequence: Sequence) -> None:
-        """Make a sequence's newly filled blocks findable by hash. Where the cache has a block with
-        equal contents, that one stays findable."""
+        """Make a sequence's newly filled blocks findable by hash. If the cache already has a block
+        with the same contents, that block stays the one that is found."""
         full = sequence.computed // self._limits.block_size
         if full <= sequence.registered:
             return

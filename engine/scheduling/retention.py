@@ -113,8 +113,8 @@ class RetentionBook:
         return len(self._blocks.get(tenant, Counter[bytes]()).keys() | set(more))
 
     def _fitting(self, tenant: str, digests: Sequence[bytes], room: int) -> int:
-        """Number of leading hashes that fit into ``room`` blocks together with the tenant's
-        pins."""
+        """Number of leading hashes whose blocks fit into ``room`` blocks, together with the blocks
+        of the tenant's pins."""
         covered = set(self._pinned.get(tenant, ()))
         for count, digest in enumerate(digests):
             covered.add(digest)

@@ -36,8 +36,8 @@ from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.sequence import SchedulerLimits, Sequence, SequenceBounds, SequenceUpdate
 
 ReturnsHere = Callable[[Sequence], bool]
-"""Decides where a preempted sequence resumes: true if here, with its blocks from an offload tier;
-false if it may be handed back to its router."""
+"""Decides where a preempted sequence resumes. True: on this worker, with its blocks from an offload
+tier. False: it may be handed back to its router."""
 
 
 class Scheduler:
@@ -54,7 +54,7 @@ class Scheduler:
         self.preemptions = 0
         self._leaving: set[Sequence] = set()
         self._giving_back: dict[Sequence, None] = {}
-        """Sequences that have left or were preempted, and still have blocks.
+        """Sequences that have left the scheduler or were preempted, and still have blocks.
 
         Their blocks are not released yet, because a plan in flight may write to them.
         """
@@ -87,8 +87,7 @@ class Scheduler:
 
     @property
     def decoding(self) -> list[Sequence]:
-        """Running sequences that get a token from their next step, so that clients wait for that
-        step."""
+        """Running sequences whose next step samples a token, so that clients wait for that step."""
         return [s for s in self.running if s.target - s.scheduled == 1 and not s.prefill_only]
 
     @property
@@ -228,7 +227,7 @@ class Scheduler:
         return self._send(rows) if rows else None
 
     def _send(self, rows: ScheduledStep) -> StepPlan:
-        """Make the plan of these rows, and record it as in flight."""
+        """Make the step plan from ``rows``, and record the plan as in flight."""
         plan = rows.make_plan(self._step + 1, tuple(self._dropped))
         rows.mark_planned()
         self._step += 1
@@ -260,7 +259,7 @@ class Scheduler:
         """Allocate blocks for a sequence's draft tokens, if more are free than the running
         sequences may soon need.
 
-        The sequence keeps the blocks for its next tokens.
+        If the step does not use these blocks, the sequence keeps them for its next tokens.
         """
         if not self._bounds.may_draft(sequence):
             return
@@ -302,8 +301,8 @@ class Scheduler:
         return handed_back
 
     def _strip_last_in_line(self, returns_here: ReturnsHere | None) -> bool:
-        """Preempt the last waiting sequence that has blocks, other than the first. Without this,
-        both could wait for blocks forever."""
+        """Preempt the last waiting sequence that has blocks; the first waiting sequence is
+        excluded. Without this, the two could wait for each other's blocks forever."""
         if self.waiting and self.waiting[0].returning:
             return False
         for sequence in reversed(self.waiting):
@@ -331,8 +330,8 @@ class Scheduler:
     def _next_in_line(self, *, prompts: bool) -> Sequence | None:
         """Return the first queued sequence that can get its blocks, or that has them already.
 
-        Without ``prompts``, return only a sequence that decodes at once: it need not wait until a
-        prompt ahead of it is admitted.
+        If ``prompts`` is false, return only a sequence that can decode at once. Such a sequence
+        need not wait until prompts ahead of it are admitted.
         """
         for sequence in self.waiting:
             if not prompts and (
@@ -348,7 +347,7 @@ class Scheduler:
 
     def _take_blocks(self, sequence: Sequence) -> bool:
         """Give a sequence the cached blocks of its longest known prefix, and new blocks for the
-        rest. Returns whether it has all."""
+        rest. Returns whether the sequence has all blocks that it needs."""
         if not sequence.block_table:
             hits = self._prefix_cache.prefix_of(sequence)
             missing = self._bounds.blocks_for(sequence.target) - len(hits)
@@ -371,9 +370,11 @@ class Scheduler:
     # Results
 
     def complete(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
-        """Apply a step's result. Sequences that have left meanwhile are not reported.
+        """Apply a step's result. Sequences that have left the scheduler since the step was planned
+        are not reported.
 
-        If this raises, nothing of the step has been reported, and ``fail`` ends it.
+        If this method raises, no result of the step has been reported, and the caller must end the
+        step with ``fail``.
         """
         updates = []
         flight = self._plans[plan.step]
@@ -408,8 +409,8 @@ class Scheduler:
             sequence.compute_s += row.count * token_s
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
-        """End the sequences of a failed step. Returns those that had not left the scheduler
-        before."""
+        """End the sequences of a failed step. Returns the sequences that had not left the scheduler
+        earlier."""
         flight = self._plans[plan.step]
         while flight.land(self._leaving) is not None:
             pass
@@ -499,8 +500,8 @@ class Scheduler:
         """Start a sibling (``fork``), which shares its parent's full blocks and gets one block of
         its own.
 
-        Its first step writes into its own block, into which the parent's last, partial block is
-        copied first. If there is no block for it, or the parent was preempted, the fork's KV is
+        The parent's last, partial block is copied into that block before the sibling's first step
+        writes to it. If no block is available, or the parent was preempted, the fork's KV is
         computed again.
         """
         if parent not in self._giving_back and self._has_spare(parent):

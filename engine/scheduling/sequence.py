@@ -86,18 +86,20 @@ class Sequence:
         self.token_ids: list[int] = list(spec.token_ids)
         self.block_table: list[int] = []
         self.hashes: list[bytes] = []
-        """Hashes of the sequence's full hash blocks, computed as far as they were needed."""
+        """Hashes of the sequence's full hash blocks. Only hashes that were needed so far have been
+        computed."""
         self.registered = 0
         """Number of leading blocks that are registered in the prefix cache."""
         self.computed = 0
         """Number of leading tokens whose KV is in the cache."""
         self.scheduled = 0
-        """Value of ``computed`` once the plans in flight have ended."""
+        """Value that ``computed`` has after all plans in flight have ended."""
         self.pending = 0
-        """Number of steps in flight that sample for this sequence. The engine may have their
-        tokens; the scheduler does not yet."""
+        """Number of steps in flight that sample for this sequence. The engine may already have the
+        tokens of these steps; the scheduler does not have them yet."""
         self.highest = 0
-        """Maximum number of tokens once the plans in flight have ended, including draft tokens."""
+        """Maximum number of tokens that the sequence can have after all plans in flight have ended,
+        including draft tokens."""
         self.in_flight = 0
         """Number of plans in flight that have a row for this sequence."""
         self.cached_tokens = 0
@@ -111,8 +113,8 @@ class Sequence:
         self.preempted = False
         self.preemptions = spec.preemptions
         self.returning = False
-        """Whether the blocks of the preempted sequence are being loaded from an offload tier; it
-        keeps its position in the queue."""
+        """Whether the sequence was preempted and its blocks are being loaded from an offload tier.
+        The sequence keeps its position in the queue."""
         self.finish_reason: FinishReason | None = None
         self.choice = choice
         self.siblings: tuple[Sequence, ...] = ()
@@ -131,7 +133,7 @@ class Sequence:
     def follow(self, matcher: TokenMatcher | None) -> None:
         """Set the grammar of this sequence and its siblings. Call it before they are queued.
 
-        ``matcher`` is at the start of an answer. It is copied and not changed.
+        ``matcher`` must be at the start of an answer. It is copied, and not changed.
         """
         for choice in (self, *self.siblings):
             choice.matcher = matcher
@@ -193,7 +195,7 @@ class SequenceUpdate:
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Log probabilities, one entry for each new token; empty if they are not wanted."""
     failure: str = ""
-    """Why the sequence could not continue and has ended; empty if it can."""
+    """Why the sequence could not continue and has ended; empty if it did not fail."""
     lost: bool = False
     """Whether the sequence has ended because an earlier step failed and the sequence lacks that
     step's tokens."""
@@ -222,8 +224,8 @@ class SchedulerLimits:
     hash_block_size: int = 0
     """Number of tokens in a hash block, a divisor of ``block_size``; 0 means ``block_size``."""
     scored_tokens: int = SCORED_TOKENS
-    """Maximum number of prompt tokens that are scored in a step, over all its prompts. A prompt
-    that exceeds what is left still scores one token."""
+    """Maximum number of prompt tokens that are scored in a step, over all its prompts. Once this
+    number is used up, each further prompt in the step still scores one token."""
     draft_tokens: int = 0
     """Maximum number of tokens that the engine drafts for one sequence in a step; 0 without
     speculation."""
@@ -286,8 +288,8 @@ class SequenceBounds:
         return -(-tokens // self._limits.block_size)
 
     def may_draft(self, sequence: Sequence) -> bool:
-        """Whether a sequence's next step may include draft tokens: the step only samples its next
-        token.
+        """Whether a sequence's next step may include draft tokens. It may if the step computes only
+        the sequence's newest token.
 
         The first new token is never combined with drafts, so that it is sent at once.
         """

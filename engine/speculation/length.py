@@ -22,9 +22,10 @@ _FIRST_GUESS = (0.2, 0.4, 0.55, 0.65, 0.7, 0.75, 0.8, 0.85)
 _GUESS_WEIGHT = 4.0
 """Weight of the assumed probabilities, as a number of measured tokens."""
 _KEPT_TOKENS = 500.0
-"""Number of the latest tokens of an evidence level over which its acceptance rate is averaged."""
+"""Number of latest draft tokens over which the acceptance rate of an evidence level is averaged."""
 _CLASS_BOUNDS = (2, 4, 8)
-"""Lower bounds of the evidence classes by which a sequence's own acceptance rates are kept."""
+"""Lower bounds of the classes of evidence. For each sequence, an acceptance rate is kept for each
+class."""
 _LEVEL_WEIGHT = 3.0
 """Weight of the acceptance rate of all sequences, as a number of tokens of the sequence's own
 record."""
@@ -34,8 +35,9 @@ _SUREST = 0.98
 _MIN_LIKELY = 0.02
 """Minimum probability of acceptance for a draft token after the first to be considered."""
 _GAIN_ALONE, _GAIN = 1.02, 1.1
-"""Minimum gain in tokens per second over a step without drafts: for one sequence, and for several.
-With many drafts, those with overestimated gains are selected, so the required gain is higher."""
+"""Minimum gain in tokens per second over a step without drafts, if one sequence drafts and if
+several do. Among many drafts, the selected ones often have overestimated gains, so the required
+gain is higher."""
 _PROBE_SHARE = 0.01
 """Share of the time that may be spent on drafts that are not expected to pay."""
 MAX_IN_A_STEP = 48
@@ -45,24 +47,26 @@ MAX_IN_A_STEP = 48
 _RATE = 0.15
 """Weight of the newest measurement in the estimate of a step's duration."""
 _MOST = 2.0
-"""Maximum ratio of a measured duration to its estimate; a longer measurement is cut to this."""
+"""Maximum ratio of a measured duration to the estimated duration. A longer measurement is reduced
+to this ratio."""
 _ROW_SHARE = 0.03
-"""Assumed cost on a CPU of verifying one more draft token, as a share of the step without drafts,
-until it is measured. It is low, so that drafts are tried."""
+"""Assumed cost on a CPU of verifying one more draft token, until this cost is measured. It is a
+share of the duration of a step without drafts. It is low, so that drafts are tried."""
 _SLOPE_SHARE = 0.5
 """Assumed cost of a draft token, as a share of the cost of one more sequence in the step. It is
-used if steps with fewer and with more sequences were measured. Rows may be cheap up to some number
-and expensive after it."""
+used if steps with fewer and with more sequences were measured. Up to some number, additional rows
+may be cheap, and beyond it expensive."""
 _KEPT_STEPS = 200
-"""Number of steps for which an estimate is valid per observation, for up to ``_MAX_SEEN``
-observations. Then it is dropped, so that a measurement from a bad moment is repeated."""
+"""Number of steps for which each observation keeps an estimate valid; at most ``_MAX_SEEN``
+observations count. Older estimates are dropped, so that a measurement from a bad moment is
+repeated."""
 _MAX_SEEN = 10
 _FIRST_REACH = 4
 """Maximum draft tokens of a step until steps with drafts were measured. Afterwards, the maximum is
 twice the largest measured number plus this many."""
 _EXACT = 16
-"""Numbers up to this one have estimates of their own; larger ones are rounded to multiples of
-four."""
+"""Each number of sequences or draft tokens up to this one has its own estimate. Larger numbers are
+rounded to multiples of four, which share one."""
 
 
 @dataclass(slots=True)
@@ -73,8 +77,8 @@ class _Estimate:
 
 
 class DraftCosts:
-    """Learned duration of a step by its number of decoding sequences and of draft tokens that it
-    verifies.
+    """Learned durations of steps, by the number of sequences that decode and the number of draft
+    tokens that are verified.
 
     It is learned from measured steps. A step of few rows is bound by memory, and one of many by
     arithmetic. Where one becomes the other, and how abruptly, depends on the model and the machine.
@@ -88,8 +92,8 @@ class DraftCosts:
         self._step = 0
 
     def observe(self, batch: int, drafted: int, seconds: float) -> None:
-        """Record the duration of a step that decoded ``batch`` sequences and verified ``drafted``
-        draft tokens."""
+        """Record the duration of a step. ``batch`` is the number of sequences that it decoded, and
+        ``drafted`` is the number of draft tokens that it verified."""
         self._step += 1
         known, count = self._found.setdefault(_rounded(batch), {}), _rounded(drafted)
         estimate = known.get(count)
@@ -150,7 +154,8 @@ def _rounded(count: int) -> int:
 
 
 def towards(known: float | None, found: float) -> float:
-    """Move an estimate toward a measurement. ``known`` is None if it is the first measurement."""
+    """Move the estimate ``known`` toward the measurement ``found``. ``known`` is None if ``found``
+    is the first measurement."""
     if known is None:
         return found
     return known + _RATE * (min(found, _MOST * known) - known)
@@ -158,7 +163,8 @@ def towards(known: float | None, found: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A sequence's draft as ``DraftLength`` sees it: number of tokens and their evidence."""
+    """A sequence's draft, reduced to what ``DraftLength`` needs: the number of tokens and their
+    evidence."""
 
     sequence_id: int
     evidence: int
@@ -172,7 +178,8 @@ class DraftLength:
     """Chooses how many tokens of each draft a step verifies."""
 
     def __init__(self, costs: DraftCosts | None = None) -> None:
-        """``costs`` holds the measured step durations; pass one in order to share it."""
+        """``costs`` holds the measured step durations. Pass an existing object to share its
+        measurements."""
         self._costs = costs or DraftCosts()
         self._levels = [_Level(_guess(level)) for level in range(_LEVELS)]
         self._records: dict[int, _Record] = {}
@@ -209,7 +216,8 @@ class DraftLength:
         return lengths
 
     def observe(self, batch: int, drafted: int, seconds: float) -> None:
-        """Record the duration of a step that decoded ``batch`` sequences and computed no prompt."""
+        """Record the duration of a step that computed no prompt. ``batch`` is the number of
+        sequences that it decoded."""
         self._costs.observe(batch, drafted, seconds)
 
     def verified(self, sequence_id: int, evidence: int, drafted: int, kept: int) -> None:

@@ -38,7 +38,7 @@ class DraftQuery:
 
 @dataclass(frozen=True, slots=True)
 class ComputedRow:
-    """A row that the target has computed, as its result is passed to a drafter."""
+    """A row that the target has computed, in the form in which it is passed to a drafter."""
 
     row: PlanRow
     """The computed row, including its draft tokens."""
@@ -54,7 +54,7 @@ class ComputedRow:
 
 
 class ModelDrafter(Protocol):
-    """Drafts tokens for all sequences of an engine with a model of its own."""
+    """Uses a model of its own to draft tokens for all sequences of an engine."""
 
     @property
     def name(self) -> str:
@@ -70,8 +70,8 @@ class ModelDrafter(Protocol):
         """Maximum number of tokens that the drafter can draft at once."""
 
     def backlog(self, query: DraftQuery) -> int | None:
-        """Number of tokens that the drafter must process before it can draft for a sequence,
-        without the last one.
+        """Number of tokens that the drafter must process before it can draft for a sequence. The
+        sequence's last token does not count.
 
         None if the drafter cannot draft for the sequence, now or ever.
         """
@@ -92,9 +92,9 @@ class ModelDrafter(Protocol):
         """Process a step that the target has computed. ``hidden`` has the inputs of
         ``hidden_layers``.
 
-        ``prompts``: true if the drafter should process the computed prompt tokens at once. Other
-        tokens may wait for the next draft. Returns the number of tokens that were processed at
-        once.
+        ``prompts``: true if the drafter must process the computed prompt tokens in this call. It
+        may process other tokens later, before the next draft. Returns the number of tokens that it
+        has processed in this call.
         """
 
     def forget(self, sequence_id: int) -> None:
@@ -135,8 +135,8 @@ class FilledSlots:
                     filled[block] = 0
 
     def count(self, row: PlanRow, tokens: int) -> int:
-        """Count the first tokens, up to ``tokens``, of a row's sequence that all have the drafter's
-        KV."""
+        """Count the leading tokens of a row's sequence that have the drafter's KV; at most
+        ``tokens`` are counted."""
         size, found = self._size, tokens
         place = min(tokens, self._known.get(row.sequence_id, 0)) // size
         for block in row.block_table[place : -(-tokens // size)]:
@@ -164,7 +164,8 @@ class FilledSlots:
 
 
 class CachedDrafter:
-    """Base class of drafters whose KV is in the cache's group ``drafter``; see ``ModelDrafter``."""
+    """Base class of drafters whose KV is in the cache group ``drafter``, with methods of
+    ``ModelDrafter``."""
 
     def __init__(self, steps: StepModel, filled: FilledSlots) -> None:
         """``steps`` computes over the cache's group ``drafter``; ``filled`` records which slots of

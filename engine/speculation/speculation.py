@@ -121,8 +121,9 @@ class _Index:
                 earlier.append(-1)
 
     def longest_match(self, token_ids: list[int]) -> tuple[int, int]:
-        """Find the longest earlier match of the sequence's end. Returns the match's end and length,
-        the latest on a tie; length 0 if there is none."""
+        """Find the longest earlier match of the sequence's end. Returns the position of the match's
+        end, and its length. On a tie, the latest match is returned. The length is 0 if there is no
+        match."""
         last = len(token_ids) - 1
         if last < 1:
             return 0, 0
@@ -142,8 +143,8 @@ class _Index:
 
 
 def _match_length(token_ids: list[int], end: int, last: int) -> int:
-    """Length of the common suffix of the tokens up to ``end`` and those up to ``last``, both
-    included. At least the last two are known to be equal."""
+    """Length of the common suffix of two parts of ``token_ids``, at most ``_LONGEST``. The parts
+    end with the tokens at the indexes ``end`` and ``last``. Their last two tokens must be equal."""
     most = min(_LONGEST, end + 1)
     length = 2
     while length < most and token_ids[end - length] == token_ids[last - length]:
@@ -152,8 +153,8 @@ def _match_length(token_ids: list[int], end: int, last: int) -> int:
 
 
 def _continued(token_ids: list[int], end: int, count: int) -> list[int]:
-    """Return the ``count`` tokens that follow position ``end``. After the sequence's last token,
-    the draft itself is repeated.
+    """Return the ``count`` tokens that follow position ``end``. If the sequence has fewer tokens
+    after ``end``, these tokens are repeated.
 
     So a repeated passage continues to be repeated, however short it is.
     """
@@ -169,8 +170,8 @@ DRAFTERS = ("none", "ngram", "draft", "eagle", "medusa")
 TOKEN_DRAFTERS = ("none", "ngram")
 """Names of the speculative methods that use only a sequence's tokens, and no model."""
 MAX_DRAFT_TOKENS = 13
-"""Maximum draft tokens of a sequence in a step. With the sequence's own token, they fit one pass of
-linear.h."""
+"""Maximum draft tokens of a sequence in a step. Together with the sequence's last token, these fit
+one pass of the matrix product in linear.h."""
 
 CostsOf = Callable[[int, int, int], list[float] | None]
 """Estimates the costs of steps with 0, 1, … draft tokens; see ``DraftLength.choose``. Arguments:
@@ -199,7 +200,8 @@ class StepSpeculation(Protocol):
         by id."""
 
     def takes_prompt(self) -> bool:
-        """Whether the drafter should process one more sequence's prompt while it is computed."""
+        """Whether the drafter should process the prompt of one more sequence while the target model
+        computes that prompt."""
 
     def verified(self, sequence_id: int, drafted: int, kept: int) -> None:
         """Record that a step accepted the first ``kept`` of a sequence's ``drafted`` draft
@@ -210,10 +212,12 @@ class StepSpeculation(Protocol):
         rows: Sequence[ComputedRow],
         hidden: torch.Tensor | None,
     ) -> None:
-        """Process a computed step whose tokens are sampled; see ``ModelDrafter.computed``."""
+        """Let the drafter process a step that the target has computed and whose tokens are
+        sampled."""
 
     def observe(self, batch: int, drafted: int, seconds: float) -> None:
-        """Record the total duration of a step in which only ``batch`` sequences decoded."""
+        """Record the total duration of a step without prompts; ``batch`` is the number of sequences
+        that decoded."""
 
     def forget(self, sequence_id: int) -> None:
         """Drop the state of a sequence that has ended."""
@@ -233,8 +237,8 @@ class Speculation:
     hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, drafter: Drafter, length: DraftLength | None = None) -> None:
-        """``length`` chooses how many tokens of each draft are verified; None: chosen from measured
-        durations."""
+        """``length`` chooses how many tokens of each draft are verified. With None, the number is
+        chosen from measured durations."""
         self._drafter = drafter
         self._length = length or DraftLength()
         self._drafts: dict[int, Draft] = {}
@@ -296,8 +300,8 @@ class Speculation:
             self._length.verified(sequence_id, evidence, drafted, kept)
 
     def observe(self, batch: int, drafted: int, seconds: float) -> None:
-        """Record the duration of a step that decoded ``batch`` sequences and verified ``drafted``
-        draft tokens."""
+        """Record the duration of a step. ``batch`` is the number of sequences that it decoded, and
+        ``drafted`` is the number of draft tokens that it verified."""
         self._length.observe(batch, drafted, seconds)
 
     def forget(self, sequence_id: int) -> None:
@@ -310,7 +314,7 @@ class Speculation:
         return False
 
     def computed(self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None) -> None:
-        """Do nothing; the runner does not call it, because ``watches`` is false."""
+        """Do nothing. The runner does not call this method, because ``watches`` is false."""
 
     def use_threads(self, threads: int) -> None:
         """Do nothing: a drafter without a model uses no threads."""

@@ -143,11 +143,11 @@ def move_launch(
     target_head: int,
     heads: int,
 ) -> Launch:
-    """Describe the kernel launch that copies ``heads`` heads of some blocks. If ids are None, they
-    are all blocks in order.
+    """Describe the kernel launch that copies ``heads`` heads of some blocks. Ids of None mean all
+    blocks, in order.
 
-    A block id may occur only once in ``target_ids``. Codes are copied unchanged if both have the
-    same kind.
+    A block id may occur only once in ``target_ids``. Stored numbers are copied unchanged if source
+    and target have the same kind (``_kind``).
     """
     moved = _check(source, source_ids, target, target_ids, source_head, target_head, heads)
     _, layers, _, _, size, dim = source.data.shape
@@ -186,8 +186,8 @@ def move_launch(
 
 
 def _kind(blocks: KvBlocks) -> int:
-    """Choose the kind as which blocks are moved. fp8 is moved bit by bit, which is the same on
-    every GPU."""
+    """Choose how the kernel reads and writes these blocks: ``PLAIN``, ``INT8`` or ``FP8_BITS``. fp8
+    is converted bit by bit, which is the same on every GPU."""
     kind = blocks.kind(0)
     return FP8_BITS if kind in (FP8, FP8_BITS) else kind
 
@@ -210,8 +210,8 @@ def _check(
     target_head: int,
     heads: int,
 ) -> int:
-    """Check the arguments of a move, with ValueError if they do not fit. Returns the number of
-    blocks."""
+    """Check the arguments of ``move_launch``. Raises ValueError if they do not fit. Returns the
+    number of blocks."""
     alike = [(x.data.shape[1], *x.data.shape[4:]) for x in (source, target)]
     if alike[0] != alike[1]:
         raise ValueError(f"layers, slots and dimensions differ: {alike[0]} and {alike[1]}")

@@ -70,8 +70,8 @@ class KvBlocks:
         return self.data.shape[5]
 
     def kind(self, capability: int) -> int:
-        """The kind (``PLAIN``, ``INT8``, ...) as which a kernel reads these blocks on GPUs of
-        compute capability ``capability``."""
+        """How a kernel reads these blocks on GPUs of compute capability ``capability``: ``PLAIN``,
+        ``INT8``, ``FP8`` or ``FP8_BITS``."""
         kind = _KINDS[self.data.dtype]
         return FP8_BITS if kind == FP8 and capability < _HARDWARE_FP8 else kind
 

@@ -16,7 +16,8 @@ Argument = torch.Tensor | int | float | None
 Constant = int | float | bool | None
 
 _OLDEST = 80
-"""Compute capability that is assumed without a GPU: code for it runs on every supported GPU."""
+"""Compute capability that is assumed if there is no GPU. Every supported GPU has this capability or
+a higher one."""
 
 _described: ContextVar[_Described | None] = ContextVar("_described", default=None)
 

@@ -31,8 +31,8 @@ from engine.speculation.model_drafter import (
 from engine.speculation.speculation import MAX_DRAFT_TOKENS
 
 _MAX_WAITING = 16
-"""Maximum number of a sequence's tokens whose head rows wait until the sequence drafts; computing
-this many costs little more than computing one."""
+"""Maximum number of a sequence's tokens whose head rows are computed only when the sequence drafts.
+Computing this many rows costs little more than computing one."""
 _MAX_MISSING = 16
 """Maximum number of head rows that may have zeros in place of features. With more, the head has too
 little input, and does not draft."""
@@ -43,8 +43,8 @@ layer."""
 
 @dataclass(slots=True)
 class _Waiting:
-    """Target layer inputs of a sequence's latest tokens, for which the head has not computed its
-    rows yet."""
+    """Inputs of the target's layers for the latest tokens of a sequence. The head has not computed
+    its rows for these tokens yet."""
 
     start: int
     """Position of the first of these tokens in the sequence."""
@@ -165,10 +165,10 @@ class EagleDrafter(CachedDrafter):
     def computed(
         self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None, *, prompts: bool
     ) -> int:
-        """Process a step that the target has computed. Returns the number of tokens that were
-        processed at once.
+        """Process a step that the target has computed. Returns the number of tokens that the
+        drafter has processed in this call.
 
-        Computed prompt tokens are always processed at once. Their features are too large to be
+        Computed prompt tokens are always processed in this call. Their features are too large to be
         kept, and processing takes a fiftieth of the model's time. Answer tokens are processed when
         they fill a block, since the block may then be sent, or when many wait.
         """
@@ -221,8 +221,9 @@ class EagleDrafter(CachedDrafter):
         """Collect the target's layer inputs for all parts' rows: fp32 [tokens, feature_layers,
         hidden_size].
 
-        Each row gets those of the token before it. The head's C++ code makes the features. Torch's
-        threads would busy-wait afterwards on the cores that the model needs next.
+        Each row gets the layer inputs for the token before the row's own token. The head's C++ code
+        makes the features. Torch's threads would busy-wait afterwards on the cores that the model
+        needs next.
         """
         found = []
         for part in parts:
@@ -236,8 +237,8 @@ class EagleDrafter(CachedDrafter):
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _forget_before(self, sequence_id: int, position: int) -> None:
-        """Drop a sequence's stored layer inputs of tokens before ``position``: the rows that use
-        them are computed."""
+        """Drop a sequence's stored layer inputs of tokens before ``position``, because the head's
+        rows that use these inputs have been computed."""
         waiting = self._waiting.get(sequence_id)
         if waiting is not None and waiting.start < position:
             kept = waiting.between(position, waiting.end).clone()
@@ -279,7 +280,7 @@ def _part(row: PlanRow, tokens: Sequence[int], start: int, end: int) -> _Part:
 
 
 def _last_places(parts: Iterable[_Part]) -> list[int]:
-    """Index in the head's step of each part's last token."""
+    """For each part, the index of its last token among the tokens of the head's step."""
     places, end = [], 0
     for part in parts:
         end += part.row.count

@@ -126,7 +126,8 @@ def _layer(config: EagleConfig, tensors: NamedTensors) -> Layer:
 def _embedding(
     config: EagleConfig, tensors: NamedTensors, target: DecoderModel
 ) -> tuple[Matrix, float]:
-    """Return the head's own token embedding, or else the target's, and its factor."""
+    """Return the token embedding that the head uses, its own or the target's, and the factor of the
+    embeddings."""
     model = config.model
     for name in (_EMBEDDING, f"model.{_EMBEDDING}"):
         if name in tensors:

@@ -99,7 +99,7 @@ def load_medusa(folder: Path, target: DecoderModel, device: torch.device) -> Med
 
 
 def _quantization(target: DecoderModel) -> str:
-    """The quantization that is applied to heads, which are published without one.
+    """Return the quantization to apply to heads. Published heads are not quantized.
 
     If the target is quantized, its heads are quantized to 8 bits: speed matters more than
     precision, since drafts do not change an answer.

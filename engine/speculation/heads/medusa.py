@@ -166,14 +166,14 @@ def _token_ids(config: MedusaConfig, weights: Mapping[str, Matrix]) -> torch.Ten
 
 
 _MAX_DECODED = 16
-"""Maximum tokens of a row that decodes; a longer row is a chunk of a prompt
-(``MAX_DRAFT_TOKENS``)."""
+"""Maximum tokens of a row that decodes; it is above 1 + ``MAX_DRAFT_TOKENS``. A longer row is a
+chunk of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The target's last layer's output for a sequence's second to last token, from which the last
-    token was drawn."""
+    """Output of the target's last layer for the second to last token of a sequence. The sequence's
+    last token was drawn from this output."""
 
     position: int
     hidden: torch.Tensor
@@ -239,7 +239,7 @@ class MedusaDrafter:
         return [draft[: query.most] for draft, query in zip(drafts, queries, strict=True)]
 
     def begin(self, rows: Sequence[PlanRow]) -> None:
-        """Prepare for a step: note whether it has prompts."""
+        """Prepare for a step: record whether the step has prompts."""
         self._prompts = any(not row.sample or row.count > _MAX_DECODED for row in rows)
 
     def computed(

@@ -111,8 +111,8 @@ class DraftModel(CachedDrafter):
     def computed(
         self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None, *, prompts: bool
     ) -> int:
-        """Process a step that the target has computed. Returns the number of tokens that were
-        processed at once.
+        """Process a step that the target has computed. Returns the number of tokens that the
+        drafter has processed in this call.
 
         The draft model has not computed the KV of a draft's last token, because it only sampled
         that token.
@@ -130,11 +130,11 @@ class DraftModel(CachedDrafter):
         return sum(row.count for row, _ in chunks)
 
     def _to_take_in(self, row: PlanRow) -> PlanRow | None:
-        """Extend a chunk of a prompt by the few missing tokens before it; None if there are too
-        many, or no room.
+        """Extend a chunk of a prompt by the few tokens before it whose KV the draft model lacks.
+        Returns None if these are too many, or if there is no room for them.
 
-        Without them, the chunk would attend to keys that are not there. Some tokens are missing if
-        the prompt contains an earlier answer.
+        Without these tokens, the chunk would attend to keys that are not there. Some tokens are
+        missing if the prompt contains an earlier answer.
         """
         end = row.start + row.count
         start = self._filled.count(row, row.start)

@@ -23,27 +23,28 @@ _SPREAD_STEPS = 32
 _RATE = 0.05
 """Weight of the latest step in the average of whether drafts were expected to pay."""
 _MIN_PAYING = 0.25
-"""Minimum share of the latest steps in which drafts were expected to gain, for drafting to count as
-worthwhile."""
+"""Minimum share of the latest steps in which drafts were expected to pay. Below this share,
+drafting does not count as worthwhile."""
 _TRIALS = 16
 """Number of initial drafts that are made in any case, to measure the drafter's cost and
 acceptance."""
 _LONGEST_TRIAL_STEPS = 20.0
-"""Maximum time to process a backlog for a trial draft, in durations of a step."""
+"""Maximum time to process a backlog for a trial draft, as a multiple of the duration of a step."""
 _PROBE_SHARE = 0.02
 """Share of the time that may be spent on drafts that are not expected to pay. A part of it is spent
 on the drafter's backlog."""
 _IDLE_STEPS, _LOOK_EVERY = 32, 8
-"""After the first number of steps without a draft, drafting is considered only in one of the second
-number of steps, because considering it takes time as well."""
+"""After ``_IDLE_STEPS`` steps without a draft, drafting is considered only in one of
+``_LOOK_EVERY`` steps, because considering it takes time as well."""
 _PROMPT_EVERY = 15
-"""If drafts do not pay, the drafter still processes one of this number of prompts, to see whether
-they would. The number is odd, because a prompt that is computed on another worker counts twice:
-when blocks are reserved, and when they have arrived."""
+"""If drafts do not pay, the drafter still processes one of this number of prompts, to find out
+whether drafts would pay for it. The number is odd, because a prompt that is computed on another
+worker counts twice: when blocks are reserved, and when they have arrived."""
 
 
 _STEP_SHARE = 0.1
-"""Assumed duration of a drafter's step, as a share of the target's step, until it is measured."""
+"""Assumed duration of a drafter's step, as a share of the duration of a target's step. It is used
+until the drafter's step is measured."""
 _TOKENS_A_STEP = 8
 """Assumed number of backlog tokens that take as long as one step of the drafter, until it is
 measured: a step of few tokens is bound by memory."""
@@ -61,28 +62,28 @@ class DraftingTime:
         self._token: float | None = None
 
     def observe(self, sequences: int, steps: int, seconds: float) -> None:
-        """Record the duration of ``steps`` draft steps for ``sequences`` sequences that had no
-        backlog."""
+        """Record how long draft steps took; ``steps`` is the number of draft steps, and
+        ``sequences`` is the number of sequences. None of them had a backlog."""
         found = seconds / steps
         key = _power_of_two(sequences)
         self._steps[key] = towards(self._steps.get(key), found)
 
     def observe_tokens(self, tokens: int, seconds: float) -> None:
-        """Record the duration of processing ``tokens`` prompt or backlog tokens with the drafter's
-        model."""
+        """Record how long the drafter's model took to process prompt or backlog tokens; ``tokens``
+        is the number of these tokens."""
         self._token = towards(self._token, seconds / tokens)
 
     def step(self, sequences: int, model_step: float) -> float:
-        """Estimate the seconds of one draft step for ``sequences`` sequences; ``model_step`` is the
-        duration of a step of the target."""
+        """Estimate the seconds of one draft step; ``sequences`` is the number of sequences that
+        draft, and ``model_step`` is the duration of a step of the target."""
         if not self._steps:
             return _STEP_SHARE * model_step
         key = min(self._steps, key=lambda known: abs(known - _power_of_two(sequences)))
         return self._steps[key]
 
     def backlog(self, tokens: int, model_step: float) -> float:
-        """Estimate the seconds to process ``tokens`` backlog tokens; ``model_step`` is the duration
-        of a step of the target."""
+        """Estimate the seconds to process a backlog; ``tokens`` is its number of tokens, and
+        ``model_step`` is the duration of a step of the target."""
         token = self._token
         if token is None:
             token = self.step(1, model_step) / _TOKENS_A_STEP
@@ -96,7 +97,8 @@ def _power_of_two(count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A sequence that may draft, with its maximum draft and its backlog in tokens."""
+    """A sequence that may draft, with the maximum length of its draft and the length of its
+    backlog, both in tokens."""
 
     sequence_id: int
     most: int
@@ -119,7 +121,8 @@ class ModelDraftLength(DraftLength):
         self._idle = 0
         """Number of consecutive steps of ``_rows`` rows in which no sequence drafted."""
         self._unpaid = 0
-        """Number of steps for which no time was yet added to the saved-up time for trial drafts."""
+        """Number of recent steps that have not yet been counted in the saved-up time for trial
+        drafts."""
 
     @property
     def pays(self) -> bool:
@@ -127,13 +130,14 @@ class ModelDraftLength(DraftLength):
         return self._paying >= _MIN_PAYING
 
     def takes_prompt(self) -> bool:
-        """Whether the drafter should process a new sequence's prompt while it is computed."""
+        """Whether the drafter should process a new sequence's prompt while the target model
+        computes that prompt."""
         self._prompts += 1
         return self.pays or self._prompts % _PROMPT_EVERY == 0
 
     def looks(self, rows: int) -> bool:
-        """Whether to consider drafts before a step of ``rows`` rows, by a call of ``wanted``. It
-        must be called once before every step."""
+        """Whether the caller should consider drafts for a step of ``rows`` rows, and call
+        ``wanted``. ``looks`` must be called once before every step."""
         if rows != self._rows:
             self._rows, self._idle = rows, 0
         self._idle += 1

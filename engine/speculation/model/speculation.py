@@ -27,8 +27,8 @@ class ModelSpeculation:
     watches = True
 
     def __init__(self, model: ModelDrafter, length: ModelDraftLength | None = None) -> None:
-        """``length`` chooses how many tokens each sequence drafts; None: chosen from measured
-        durations."""
+        """``length`` chooses how many tokens each sequence drafts. With None, the number is chosen
+        from measured durations."""
         self.model = model
         self.length = length or ModelDraftLength()
         self._drafting_s = 0.0
@@ -86,8 +86,8 @@ class ModelSpeculation:
         return self._proposed(asked)
 
     def _proposed(self, asked: Sequence[tuple[DraftQuery, int]]) -> dict[int, list[int]]:
-        """Draft tokens for queries, each given with its backlog in tokens. Returns the drafts by
-        sequence id.
+        """Draft tokens for the queries in ``asked``, each paired with its backlog in tokens.
+        Returns the drafts by sequence id.
 
         A step processes at most ``PIECE`` backlog tokens; a sequence with more left drafts in a
         later step.
@@ -114,7 +114,8 @@ class ModelSpeculation:
         return {query.row.sequence_id: draft for query, draft in zip(ready, drafts, strict=True)}
 
     def takes_prompt(self) -> bool:
-        """Whether the drafter should process one more sequence's prompt while it is computed."""
+        """Whether the drafter should process the prompt of one more sequence while the target model
+        computes that prompt."""
         return self.length.takes_prompt()
 
     def verified(self, sequence_id: int, drafted: int, kept: int) -> None:
@@ -136,8 +137,8 @@ class ModelSpeculation:
             self.length.time.observe_tokens(tokens, seconds)
 
     def observe(self, batch: int, drafted: int, seconds: float) -> None:
-        """Record the duration of a step in which only ``batch`` sequences decoded. The drafter's
-        time is subtracted."""
+        """Record the duration of a step without prompts, minus the drafter's time; ``batch`` is the
+        number of sequences that decoded."""
         self.length.observe(batch, drafted, seconds - self._drafting_s)
 
     def forget(self, sequence_id: int) -> None:

@@ -195,9 +195,9 @@ def decode_attention(
 
     ``queries`` is [rows, heads, dim], fp32, bf16 or fp16. ``tables`` is int32 [tables, blocks].
     ``lengths`` is int32 [rows], 0 for a padding row. ``table_rows`` int32 [rows] maps rows to
-    tables (None: each row has its own). ``longest`` is the maximum of the lengths (None: what the
-    tables hold). It is a number on the host, so that a captured step keeps its grid. The result is
-    contiguous, with the shape and type of the queries; padding rows are zeros.
+    tables (None: each row has its own). ``longest`` is the maximum of the lengths (None: the number
+    of tokens that a table can hold). It is a number on the host, so that a captured step keeps its
+    grid. The result is contiguous, with the shape and type of the queries; padding rows are zeros.
 
     A row's result depends only on its own query, tokens and length, bit for bit. This is also true
     for a prompt token that is computed as a row of its own. Raises ValueError if shapes or types do
@@ -237,8 +237,8 @@ def decode_launches(
     """Describe the kernel launches of ``decode_attention``, for a GPU of compute capability
     ``capability``.
 
-    There are two launches for each run of rows whose splits fit the scratch memory, which all runs
-    share.
+    The rows are divided into groups whose splits fit the scratch memory. There are two launches for
+    each group, and all groups use the same scratch memory.
     """
     _check(queries, blocks, tables, lengths, table_rows, split)
     rows, heads, dim = queries.shape
@@ -274,7 +274,8 @@ def decode_launches(
 def scratch_rows(rows: int, heads: int, dim: int, splits: int) -> int:
     """Choose the maximum number of rows that share a launch.
 
-    Their splits fit ``SCRATCH_BYTES``, except that a few rows always share one.
+    The splits of these rows fit ``SCRATCH_BYTES``. A few rows share a launch even if their splits
+    exceed it.
     """
     fitting = SCRATCH_BYTES // scratch_bytes(1, heads, dim, splits)
     # Whole steps keep each run's lengths aligned; other alignments would compile another kernel.
@@ -370,8 +371,8 @@ def _launches(
 
 
 def tile_keys(tile_dim: int, itemsize: int, split: int) -> int:
-    """Choose the number of keys in a tile: 16 KiB of keys and 16 KiB of values in 16 bits, twice in
-    shared memory."""
+    """Choose the number of keys in a tile. With 16-bit numbers, a tile has 16 KiB of keys and 16
+    KiB of values, and shared memory holds two tiles."""
     numbers = _TILE_NUMBERS // 2 if itemsize == 4 else _TILE_NUMBERS
     return min(max(_LEAST, numbers // tile_dim), 128, split)
 

@@ -117,8 +117,8 @@ def place_of(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def load_tile(base, place, strides, shape, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load a tile of keys or values [tile, dimensions] as ``dtype``, with zeros for tokens that do
-    not count."""
+    """Load a tile of keys or values [tile, dimensions] as ``dtype``, with zeros for tokens that
+    ``place`` marks as not counting."""
     blocks, slots, inside = place
     dims = tl.arange(0, shape[0])
     pointers = base + (blocks * strides[0] + slots * strides[1])[:, None] + dims[None, :]
@@ -168,7 +168,7 @@ def add_values(  # type: ignore[no-untyped-def]
     """Add a tile of values in a step of the online softmax (Milakov and Gimelshein, 2018). Updates
     maxima, weights and sums.
 
-    ``unseen``: true if a row may have seen no key yet, so that it has no maximum.
+    ``unseen``: true if there may be rows without any key so far, which have no maximum yet.
     """
     higher = tl.maximum(most, tl.max(scores, axis=1))
     around = higher

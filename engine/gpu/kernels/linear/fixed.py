@@ -20,8 +20,8 @@ _WIDE_OUTPUTS = 8192
 """Number of outputs from which tiles of twice the width still occupy every multiprocessor of an
 H200."""
 _BAND = 8
-"""Number of tiles of rows that use the same weights one after another, so that they find them in
-the L2 cache."""
+"""Number of tiles of rows that use the same weights one after another, so that the weights are
+still in the L2 cache."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,11 @@ class Routing:
     """Pairs of a token and one of its experts, sorted by expert, and by token within an expert."""
 
     order: torch.Tensor
-    """For each sorted position, the pair there, as token * experts_per_token + choice; int32
-    [pairs]."""
+    """For each sorted position, the number of the pair at that position: token * experts_per_token
+    + choice; int32 [pairs]."""
     offsets: torch.Tensor
-    """Sorted position at which each expert's pairs begin, and last their end; int32 [experts +
-    1]."""
+    """For each expert, the sorted position at which its pairs begin. The last entry is the end of
+    the last expert's pairs; int32 [experts + 1]."""
     choices: int
     """Number of experts per token."""
 

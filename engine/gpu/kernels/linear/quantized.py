@@ -27,8 +27,8 @@ from engine.gpu.kernels.launch import (
 Kind = Literal["int8", "int4", "fp8"]
 
 MAX_ROWS = 64
-"""Maximum rows of ``quantized_linear``. A larger product is limited by arithmetic, so dequantized
-weights and a plain product are faster."""
+"""Maximum rows of ``quantized_linear``. For more rows, the product is limited by arithmetic, so a
+plain product with dequantized weights is faster than this kernel."""
 
 _FP8 = 2
 _INT4 = 4
@@ -37,25 +37,25 @@ _HARDWARE_FP8 = 89
 
 _LEAST = 16
 _MAX_UNITS = 4
-"""Maximum number of units (runs of inputs under one scale) per step, each with its own products.
-Larger batches use fewer, because their sums take more registers."""
+"""Maximum number of units (consecutive inputs that share a scale) that a program multiplies at a
+time. Larger batches use fewer units, because their sums take more registers."""
 _PROGRAMS = 264
 """Target number of programs: two for each multiprocessor of an H200. It is constant, so that the
 inputs are split in the same way on every GPU."""
 _MAX_SPLITS = 8
 _NARROW = 64
-"""Number of outputs that a program computes: those of one matrix instruction. Larger batches use
-twice as many, so that activations are read half as often."""
+"""Number of outputs that a program computes, which is that of one matrix instruction. For larger
+batches, a program computes twice as many, so that activations are read half as often."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuWeight:
     """A quantized weight in the layout of the kernel.
 
-    ``codes`` is uint8 [units, outputs, bytes]: a unit is a run of ``unit`` inputs under one scale,
-    and codes that are read together are adjacent. In int4 the low halves of a unit's bytes are its
-    first inputs, and the high halves are the rest. ``scales`` is fp32 [groups, outputs]; ``mins``
-    has the same form, or is None.
+    ``codes`` is uint8 [units, outputs, bytes]. A unit consists of ``unit`` consecutive inputs that
+    share a scale. Codes that are read together are adjacent. In int4 the low halves of a unit's
+    bytes are its first inputs, and the high halves are the rest. ``scales`` is fp32 [groups,
+    outputs]; ``mins`` has the same form, or is None.
     """
 
     kind: Kind
