@@ -48,8 +48,8 @@ _NOWHERE = "none"
 log = logging.getLogger(__name__)
 
 OnLost = Callable[[str], None]
-"""Ends the process at once, with a reason: its thread may be inside a collective operation that
-waits for other ranks."""
+"""Function that ends the process at once, for the given reason. It is needed because the process's
+thread may be inside a collective operation that waits for other ranks."""
 
 
 class FollowerWorker:
@@ -59,7 +59,7 @@ class FollowerWorker:
     def __init__(
         self, settings: WorkerSettings, rank: int, address: GroupAddress, process: str = ""
     ) -> None:
-        """``address`` is where rank 0 listens. ``process`` is the name under which this process
+        """``address`` is where rank 0 listens. ``process`` is the name of this process in its
         reports to rank 0."""
         self._settings = settings
         self._rank = rank
