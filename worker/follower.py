@@ -101,10 +101,10 @@ class FollowerWorker:
 
     @contextlib.contextmanager
     def _serving(self, memory: BlockMemory, device: torch.device) -> Iterator[str]:
-        """Send and receive the rank's blocks on an event loop of its own within this context.
-        Yields the server's address.
+        """Send and receive the rank's blocks within this context. Yields the address of the server.
 
-        The loop only directs transfers: other threads copy the blocks.
+        The server runs on an event loop of its own. The loop only directs transfers: other threads
+        copy the blocks.
         """
         settings = self._settings
         with ThreadPoolExecutor(_TRANSFER_THREADS, "transfer", use_device, (device,)) as transfers:

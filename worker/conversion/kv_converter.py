@@ -29,7 +29,7 @@ _CPU_VALUES, _GPU_VALUES = 1 << 20, 1 << 26
 """Maximum number of values that are converted at once, on a CPU and on a GPU. Some copies of them
 in fp32 are made.
 
-On a CPU, so many values fit into its caches (64 blocks at once took 4 times as long). On a GPU,
+On a CPU, they fit into its caches (64 blocks at once took 4 times as long). On a GPU,
 they keep it busy.
 """
 
