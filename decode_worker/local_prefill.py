@@ -4,7 +4,7 @@
     admitted, queued ─no room, cancelled, aborted, deadline, failure→ ended
 
 A prompt takes all its blocks before it is queued, by the same rule as a handoff's ticket. So blocks
-that are promised to tickets stay available. Owned by the worker's event loop.
+that are reserved for tickets stay available. Owned by the worker's event loop.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from worker.role import WorkerContext
 
 
 class LocalPrefill:
-    """Opens the sinks of prompts that are computed here. Local prompts and waiting reserves take
-    turns."""
+    """Opens the sinks of prompts that are computed on this decode worker. If reserves wait for
+    room, local prompts and reserves take turns."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ means that the router has placed the request on another worker."""
 class Claims:
     """Attempts of preempted sequences that wait for room, in order; they come before new sequences.
 
-    A claim lasts while the router keeps trying to place its sequence here.
+    A claim lasts while the router keeps trying to place the sequence on this worker.
     """
 
     def __init__(self) -> None:

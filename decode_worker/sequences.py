@@ -1,4 +1,4 @@
-"""The sequences that decode here, and the messages to their routers: one per step.
+"""The sequences of a decode worker, and the messages to their routers: one per step.
 
     kept ─steps→ tokens ─end, error, abort, handed back→ forgotten
 

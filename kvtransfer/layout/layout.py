@@ -5,12 +5,12 @@
 The ranks of a worker share its heads (``baton.head_share``). A rank's block is that of a model that
 has only the rank's heads; ranks may differ by one head.
 
-A block holds codes ``[layer, K/V, head, slot, dim]``. If they are int8 or fp8, their scales
-``[layer, K/V, head, slot]`` in fp32 follow. Padding completes a multiple of 64 bytes. A *row* is
-what one slot holds of one head's keys or values in one layer: ``head_dim`` codes and their scale,
-if any. Rows are counted in the order of the codes, so a row's number determines both places. After
-that comes the drafter's part, if there is one, with the same layout. After its codes and scales, at
-a multiple of 8, an int64 counts its filled slots.
+A block holds the stored values (*codes*) ``[layer, K/V, head, slot, dim]``. If these are int8 or
+fp8, their scales ``[layer, K/V, head, slot]`` in fp32 follow. Padding completes a multiple of 64
+bytes. A *row* is what one slot holds of one head's keys or values in one layer: ``head_dim`` codes
+and their scale, if any. Rows are counted in the order of the codes, so a row's number determines
+both places. After that comes the drafter's part, if there is one, with the same layout. After its
+codes and scales, at a multiple of 8, an int64 counts its filled slots.
 
 Plain Python.
 """

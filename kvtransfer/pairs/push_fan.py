@@ -1,9 +1,9 @@
 """Pushes of one ticket through several pairs at once.
 
-    pending ─a way fails, cancel→ failing (the others are cancelled) ─all are over→ failed
+    pending ─a push fails, cancel→ failing (the others are cancelled) ─all are over→ failed
     pending ─all are over→ done
 
-``done`` is set when the last way is over, so that nothing reads the blocks any more. Owned by the
+``done`` is set when the last push is over, so no thread reads the blocks any more. Owned by the
 event loop.
 """
 

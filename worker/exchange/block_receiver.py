@@ -1,4 +1,4 @@
-"""The receiving side of all transfers to this worker: promises blocks, admits copies, ends both.
+"""The receiving side of all transfers to this worker: reserves blocks, admits copies, ends tickets.
 
 Owned by the event loop. The states are those of ``kvtransfer.tickets``; ``now`` is passed in.
 """

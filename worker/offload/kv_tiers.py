@@ -113,11 +113,11 @@ class KvTiers:
         self._up.start()
 
     async def run(self) -> None:
-        """Copy blocks to the tiers ahead of their eviction, until cancelled."""
+        """Copy blocks to the tiers before the pool evicts them, until this task is cancelled."""
         await self.spiller.run()
 
     async def stop(self, timeout_s: float) -> None:
-        """Copy blocks to the tiers before the pool evicts them, until this task is cancelled."""
+        """Stop copying blocks. A copy in flight is awaited for up to ``timeout_s`` seconds."""
         await end_tasks(self._tasks)
         ended = [await asyncio.to_thread(each.stop, timeout_s) for each in (self._down, self._up)]
         if all(ended):

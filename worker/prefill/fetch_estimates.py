@@ -1,4 +1,4 @@
-"""Predicts how long a fetch of cached blocks takes, and whether it pays.
+"""Predicts how long a fetch of cached blocks takes, and whether it is faster than computing them.
 
 A fetch takes a fixed time, plus its bytes divided by the bandwidth from that worker. The bandwidth
 is learned from earlier fetches. After a failed fetch, a worker is not used for a while, which gets

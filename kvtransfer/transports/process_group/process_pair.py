@@ -56,8 +56,8 @@ class ProcessPair(Protocol):
         """
 
     def abort(self) -> None:
-        """End all sends and receives, here and at the other end. Any thread may call this;
-        idempotent."""
+        """End all sends and receives, in this process and in the other one. Any thread may call
+        this; idempotent."""
 
 
 class GlooPair:
