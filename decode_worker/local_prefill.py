@@ -4,7 +4,7 @@
     admitted, queued ─no room, cancelled, aborted, deadline, failure→ ended
 
 A prompt takes all its blocks before it is queued, by the same rule as a handoff's ticket. So blocks
-that are promised to tickets stay available. Owned by the worker's event loop.
+that are reserved for tickets stay available. Owned by the worker's event loop.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from worker.role import WorkerContext
 
 
 class LocalPrefill:
-    """Opens the sinks of prompts that are computed here. Local prompts and waiting reserves take
-    turns."""
+    """Opens the sinks of prompts that are computed on this decode worker. If reserves wait for
+    room, local prompts and reserves take turns."""
 
     def __init__(
         self,
@@ -36,11 +36,11 @@ class LocalPrefill:
         end: Callable[[Sequence], None],
         turn: Callable[[], int | None],
     ) -> None:
-        """``keep`` receives each sequence before it is queued. ``end`` ends a sequence if it is
-        still here.
+        """``keep`` receives each sequence before it is queued. ``end`` ends a sequence that is
+        still on this worker.
 
-        ``turn`` returns the number of reserves that were answered from the queue if others still
-        wait, and None otherwise.
+        ``turn`` returns how many waiting reserves were answered so far. It returns None if no
+        reserve waits.
         """
         self.context = context
         self.receiver = receiver
@@ -48,8 +48,8 @@ class LocalPrefill:
         self.end = end
         self._turn = turn
         self._placed_at: int | None = None
-        """Value of ``turn`` when a local prompt last took its turn while reserves waited; else
-        None."""
+        """Value of ``turn`` when a local prompt last went ahead of the waiting reserves. None if no
+        reserve waited then."""
 
     def open(
         self,
@@ -58,7 +58,8 @@ class LocalPrefill:
         updates: PromptUpdates,
         deadline: float,
     ) -> LocalSink:
-        """Make the sink of a prompt that is computed here; see ``worker.prefill.flow.OpenSink``.
+        """Make the sink of a prompt that is computed on this worker; see
+        ``worker.prefill.flow.OpenSink``.
 
         Raises HandoffError, TicketEnded.
         """
@@ -75,14 +76,15 @@ class LocalPrefill:
         return LocalSink(self, updates, deadline)
 
     def check_turn(self, spec: SequenceSpec) -> None:
-        """Raise NoRoom if a waiting reserve has the next turn. Preempted sequences need no turn."""
+        """Raise NoRoom if a waiting reserve must be answered before the next local prompt.
+        Preempted sequences are never refused here."""
         turn = self._turn()
         if turn is not None and turn == self._placed_at and not spec.preemptions:
             raise NoRoom("reserves wait for room here", retry_after=RETRY_AFTER_S)
 
     def take_turn(self) -> None:
-        """Record that a local prompt takes this turn, so that a waiting reserve has the next
-        one."""
+        """Record that a local prompt goes ahead of the waiting reserves, so that a reserve is
+        answered before the next local prompt."""
         self._placed_at = self._turn()
 
 
@@ -116,10 +118,11 @@ class LocalSink:
         self._receiver.check_room(self._missing(sequence, held), held, spec, now)
 
     def _held(self, sequence: Sequence) -> list[int]:
-        """Return the prompt's cached blocks, without the one with its last token, whose logits are
-        always needed.
+        """Return the blocks of the prompt that are in the prefix cache. The block with the prompt's
+        last token is left out, because that token's logits are always needed.
 
-        It returns none for a prompt that is scored, since that needs the logits of all tokens.
+        Returns an empty list if the prompt's own logprobs are wanted, since those need the logits
+        of all tokens.
         """
         if sequence.scores_prompt:
             return []
@@ -130,8 +133,8 @@ class LocalSink:
         return self._pool.match(hashes[:most])
 
     def _missing(self, sequence: Sequence, leading: list[int]) -> int:
-        """Return how many blocks to allocate after ``leading``, including one for each sibling's
-        first write."""
+        """Return how many blocks to allocate in addition to the cached blocks ``leading``. The
+        number includes one block for each sibling's first write."""
         prompt = -(-len(sequence.token_ids) // self._limits.block_size)
         return prompt - len(leading) + sequence.spec.choices - 1
 
@@ -152,9 +155,10 @@ class LocalSink:
         raise deadline_passed()
 
     def _queue(self, sequence: Sequence, leading: list[int]) -> None:
-        """Allocate the blocks after ``leading`` and queue the sequence.
+        """Allocate the blocks that the sequence needs after ``leading``, and queue the sequence.
 
-        The sequence then owns ``leading``. If there is no room, ``leading`` is released.
+        ``leading`` are the prompt's first blocks, which already hold its KV. The sequence then owns
+        them. If there is no room, they are released.
         """
         held = self._held(sequence)
         if len(held) > len(leading):

@@ -42,12 +42,12 @@ class Offer:
     spec: SequenceSpec
     deadline: float | None = None
     """Deadline of the request, in seconds of this worker's monotonic clock. None until blocks are
-    promised."""
+    reserved for the offer."""
     hashes: list[bytes] | None = None
-    """Hashes of the full hash blocks of the prompt's tokens; None until they are needed."""
+    """Hashes of the prompt's full hash blocks; None until they are needed."""
     min_blocks: int = 0
-    """Number of blocks that must be available before it is worthwhile to look the prompt up in the
-    cache again."""
+    """Number of blocks that must be available before the prompt is looked up in the prefix cache
+    again."""
     spare: list[int] = field(default_factory=list)
     """Blocks for the first writes of the sequence's siblings, one each; allocated with the
     ticket."""
@@ -76,10 +76,10 @@ class HandoffReceiver:
         self._pool: BlockPool = scheduler.pool
         self._identity = Identity(incarnation, fingerprint, geometry)
         self._promised: dict[str, Offer] = {}
-        """Offers with an open ticket, by ticket id."""
+        """Offers whose tickets are open, by ticket id."""
         self._spare = 0
-        """Number of blocks promised to siblings of promised sequences. Each sibling is promised a
-        place in the batch, too."""
+        """Number of blocks reserved for the siblings of all sequences with open tickets. A place in
+        the batch is also reserved for each sibling."""
         self._room = Room(scheduler)
         self._unsubscribe = blocks.subscribe(self._released)
 
@@ -88,10 +88,10 @@ class HandoffReceiver:
         self._unsubscribe()
 
     def reserve(self, offer: Offer, now: float) -> Ticket:
-        """Promise blocks to an offer. Returns its ticket.
+        """Reserve blocks for an offer. Returns its ticket.
 
         Raises HandoffError, NoRoom or ContextLengthExceeded. If the counts alone show that there is
-        no room, the prompt is not hashed. The offer keeps hashes that were computed.
+        no room, the prompt is not hashed. Hashes that were computed are kept in the offer.
         """
         self.check_offer(offer)
         spec, attempt = offer.spec, offer.attempt
@@ -127,8 +127,8 @@ class HandoffReceiver:
         return ticket
 
     def check_offer(self, offer: Offer) -> None:
-        """Raise HandoffError, ContextLengthExceeded or TicketEnded if the offer cannot be accepted
-        even with room."""
+        """Raise an error if the offer must be refused however much room there is: HandoffError,
+        ContextLengthExceeded or TicketEnded."""
         writer = Identity(offer.writer, offer.fingerprint, offer.geometry)
         check_peer(self._identity, writer, offer.incarnation)
         spec = offer.spec
@@ -160,8 +160,8 @@ class HandoffReceiver:
 
     @property
     def _places(self) -> int:
-        """Number of places in the batch that are promised to sequences with tickets and to their
-        siblings."""
+        """Number of places in the batch that are reserved for sequences with open tickets and for
+        their siblings."""
         return len(self.blocks.book) + self._spare
 
     def promised(self, ticket_id: str) -> SequenceSpec | None:
@@ -177,8 +177,8 @@ class HandoffReceiver:
         )
 
     def commit(self, ticket_id: str, writer: str, now: float) -> tuple[Offer, Ticket]:
-        """End a ticket because its sequence may run. The sequence gets the pinned blocks, then the
-        missing ones.
+        """End a ticket because its sequence may start to decode. The sequence owns the ticket's
+        blocks from now on: the pinned blocks, followed by the missing ones.
 
         Raises HandoffError if bytes are missing.
         """
@@ -207,11 +207,11 @@ was answered early."""
 
 
 class ReserveQueue:
-    """Queue of offers that wait for room: each is answered at once if there is room, and else in
-    order."""
+    """Queue of offers that wait for room. An offer is answered at once if there is room; otherwise
+    offers are answered in order."""
 
     def __init__(self, reserve: Callable[[Offer], Ticket], max_waiting: int = MAX_WAITING) -> None:
-        """``reserve`` promises blocks to an offer; it raises NoRoom if there are none."""
+        """``reserve`` reserves blocks for an offer; it raises NoRoom if too few are free."""
         self._reserve = reserve
         self._max_waiting = max_waiting
         self._preempted: deque[_Waiting] = deque()
@@ -225,7 +225,7 @@ class ReserveQueue:
         return len(self._preempted) + len(self._others)
 
     def add(self, offer: Offer) -> asyncio.Future[Ticket]:
-        """Promise blocks to an offer as soon as there is room and it is the offer's turn.
+        """Reserve blocks for an offer as soon as there is room and all earlier offers are answered.
 
         A caller that cancels the future leaves the queue. Raises what ``reserve`` raises if the
         offer need not wait, and NoRoom if the queue is full.
@@ -259,22 +259,23 @@ class ReserveQueue:
             queue.popleft()
 
     def serve_soon(self) -> None:
-        """Answer waiting reserves in the loop's next iteration, because blocks or places may be
-        free again."""
+        """Answer waiting reserves in the event loop's next iteration, because blocks or places in
+        the batch may be free again."""
         if len(self) and not self._serves_soon:
             self._serves_soon = True
             asyncio.get_running_loop().call_soon(self.serve)
 
     def check_again(self) -> None:
-        """Answer waiting reserves even if counts show no room: readers return blocks without a
-        notice."""
+        """Answer waiting reserves even if the counts showed no room before. Workers that read
+        cached blocks unpin them without a notice to this queue."""
         queue = self._preempted or self._others
         if queue:
             queue[0][0].min_blocks = 0
             self.serve_soon()
 
     def end(self, attempt: AttemptName, error: BatonError) -> None:
-        """Fail the waiting reserve of an attempt that is over, if there is one, with ``error``."""
+        """Fail the waiting reserve of an attempt with ``error``, if there is such a reserve. The
+        attempt is over."""
         self._refuse(error, lambda offer: offer.attempt == attempt)
 
     def close(self, error: BatonError) -> None:

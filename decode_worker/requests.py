@@ -36,7 +36,7 @@ from worker.services import Keepalive
 log = logging.getLogger(__name__)
 
 ROUTER_GRACE_S = 5.0
-"""Seconds without an open token stream after which a router counts as gone, and its sequences are
+"""Seconds without an open token stream after which a router counts as gone. Its sequences are then
 ended."""
 
 
@@ -50,11 +50,12 @@ class DecodeRequests:
         self.closing = asyncio.Event()
         """Set once the worker begins to stop."""
         self.clock = context.exchange.receiver.clock
-        """The clock for the silence of peers. Deadlines use the monotonic clock instead."""
+        """The clock that measures how long routers and writers are silent. Deadlines use the
+        monotonic clock instead."""
         self.sequences = RunningSequences(context.settings.slot, self.clock)
         self._deadlines: dict[AttemptName, float] = {}
-        """Deadlines of requests that have tickets, in seconds of the monotonic clock. The scheduler
-        keeps those of sequences."""
+        """Deadlines of requests that have tickets, in seconds of the monotonic clock. For running
+        sequences, the scheduler keeps the deadlines."""
         self.receiver = HandoffReceiver(
             context.engine.scheduler,
             context.exchange.receiver,
@@ -78,16 +79,16 @@ class DecodeRequests:
         self.keepalive = Keepalive.of(context.settings.config)
 
     def has_work_of(self, router_id: str, but: str = "") -> bool:
-        """Whether a sequence of this router runs here, waits, or is being handed over.
+        """Whether a sequence of this router decodes here, waits, or is being handed over.
 
-        The ticket ``but`` is ignored.
+        The sequence of ticket ``but`` is ignored.
         """
         return self.receiver.promises(router_id, but) or bool(self.sequences.attempts(router_id))
 
     # Handoffs
 
     def request_reserve(self, offer: Offer) -> asyncio.Future[Ticket]:
-        """Promise blocks to an offer as soon as there is room and it is the offer's turn.
+        """Reserve blocks for an offer as soon as there is room and all earlier offers are answered.
 
         A caller that cancels the future leaves the queue. Raises Unavailable if the worker accepts
         no more work, and what ``ReserveQueue.add`` raises.
@@ -105,8 +106,8 @@ class DecodeRequests:
         return self.reserves.add(offer)
 
     def reserve(self, offer: Offer) -> Ticket:
-        """Promise blocks to an offer: see ``HandoffReceiver.reserve``. Its grammar is compiled
-        while the blocks arrive.
+        """Reserve blocks for an offer, as ``HandoffReceiver.reserve`` does. The request's grammar
+        is compiled while the blocks arrive.
 
         Raises NoRoom, and Unavailable if the worker accepts no more work.
         """
@@ -126,7 +127,8 @@ class DecodeRequests:
         return ticket
 
     def must_wait(self, ticket_id: str) -> bool:
-        """Whether the commit of a ticket has to wait, for bytes or for its sequence's grammar."""
+        """Whether the commit of a ticket has to wait for bytes of its blocks, or for its sequence's
+        grammar."""
         spec = self.receiver.promised(ticket_id)
         if spec is not None and spec.sampling.grammar is not None:
             return True
@@ -136,8 +138,8 @@ class DecodeRequests:
     async def commit_when_complete(
         self, ticket_id: str, writer: str, firsts: list[FirstToken]
     ) -> int:
-        """Commit a ticket once every byte is in place and the grammar is compiled. Returns the
-        bytes transferred.
+        """Commit a ticket once all bytes of its blocks have arrived and its sequence's grammar is
+        compiled. Returns the number of bytes transferred.
 
         Raises the error that has ended the ticket, or InvalidGrammar.
         """
@@ -164,8 +166,9 @@ class DecodeRequests:
     ) -> int:
         """Add a handed-off sequence and its siblings to the batch.
 
-        ``firsts`` are their first tokens, and ``matcher`` belongs to their grammar. Returns the
-        bytes that were transferred. Raises HandoffError, TicketEnded.
+        ``firsts`` are the first tokens of these sequences. ``matcher`` applies the request's
+        grammar, if it has one. Returns the number of bytes that were transferred. Raises
+        HandoffError, TicketEnded.
         """
         now = time.monotonic()
         offer, ticket = self.receiver.commit(ticket_id, writer, self.clock())
@@ -194,7 +197,8 @@ class DecodeRequests:
         return ticket.expected_bytes
 
     def _fork(self, sequence: Sequence, others: list[FirstToken]) -> list[Sequence]:
-        """Start a sequence's siblings with the first tokens ``others``, if there are any.
+        """Start a sequence's siblings. ``others`` are the siblings' first tokens; it is empty if
+        there are no siblings.
 
         Returns the siblings. Each of them may have ended with its first token.
         """
@@ -208,8 +212,8 @@ class DecodeRequests:
         return forks
 
     def _end_local(self, sequence: Sequence) -> None:
-        """End a prompt that is computed here and was given up before its first token, if it is
-        still here."""
+        """End a local prompt that was given up before its first token. Does nothing if the sequence
+        has left this worker."""
         if sequence in self.sequences:
             self.abort(attempt_of(sequence))
 
@@ -243,7 +247,8 @@ class DecodeRequests:
         return gone
 
     def expire(self, now: float) -> None:
-        """End requests whose deadline has passed, and those of routers that no longer read."""
+        """End requests whose deadline has passed, and requests of routers that have stopped reading
+        their token streams."""
         for attempt, deadline in list(self._deadlines.items()):
             if deadline <= now:
                 self.abort(attempt)

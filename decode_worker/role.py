@@ -20,7 +20,7 @@ class DecodeRole(DecodeRequests):
     loop."""
 
     def __init__(self, context: WorkerContext, estimates: FetchEstimates | None = None) -> None:
-        """See ``DecodeRequests``."""
+        """Make the role. ``estimates`` are those of ``DecodeRequests``."""
         super().__init__(context, estimates)
         self._prefills = PrefillServicer(self.flow.run, context.core.load, self.keepalive)
 

@@ -13,23 +13,24 @@ from engine.scheduling.scheduler import Scheduler
 RETRY_AFTER_S = 0.05
 """Seconds after which a request that found no room may try again: about one decode step."""
 _SHARE_OF_PLACES = 0.25
-"""Maximum share of the batch's places that a request with many choices must find free at a time."""
+"""Maximum share of the batch's places that must be free before a request with many choices is
+admitted."""
 CLAIM_S = 0.5
-"""Seconds after which the claim of a preempted sequence lapses unless it is renewed: its request
-has gone to another worker."""
+"""Seconds after which the claim of a preempted sequence lapses unless it is renewed. A lapsed claim
+means that the router has placed the request on another worker."""
 
 
 class Claims:
     """Attempts of preempted sequences that wait for room, in order; they come before new sequences.
 
-    A claim lasts while the router keeps trying to place its sequence here.
+    A claim lasts while the router keeps trying to place the sequence on this worker.
     """
 
     def __init__(self) -> None:
         self._until: dict[AttemptName, float] = {}
 
     def may_go(self, attempt: AttemptName, now: float) -> bool:
-        """Whether no other attempt has an earlier claim than this one."""
+        """Whether this attempt may take room now: no other attempt has an earlier claim."""
         self._until = {one: until for one, until in self._until.items() if until > now}
         first = next(iter(self._until), attempt)
         return first == attempt
@@ -40,7 +41,7 @@ class Claims:
         self._until[attempt] = now + CLAIM_S
 
     def drop(self, attempt: AttemptName) -> None:
-        """Remove the claim of an attempt that has got its room; idempotent."""
+        """Remove the claim of an attempt that has found room; idempotent."""
         self._until.pop(attempt, None)
 
 
@@ -54,12 +55,12 @@ class Room:
     def check(
         self, count: int, pinned: list[int], spec: SequenceSpec, *, promised: int, now: float
     ) -> None:
-        """Check that there is room for one more sequence, in addition to ``promised`` places in the
-        batch.
+        """Check that there is room for one more sequence, while ``promised`` places in the batch
+        are reserved for others.
 
-        The sequence needs the cached blocks ``pinned`` and ``count`` more. Preempted sequences come
-        first, in the order in which they first asked. Raises NoRoom, and HandoffError if there can
-        never be room.
+        The sequence needs the cached blocks ``pinned``, and ``count`` blocks in addition. Preempted
+        sequences come first, in the order of their first checks. Raises NoRoom, and HandoffError if
+        there can never be room.
         """
         self.check_ever(count + len(pinned))
         self.check_count(
@@ -75,11 +76,11 @@ class Room:
             raise HandoffError(f"{count} blocks needed: this worker has only {total}")
 
     def check_count(self, count: int, spec: SequenceSpec, *, promised: int, now: float) -> None:
-        """Check, without a cache lookup, that ``count`` blocks and the sequence's places are
-        available.
+        """Check, without a cache lookup, that ``count`` blocks and the sequence's places in the
+        batch are available.
 
-        It promises nothing, and makes a claim for a preempted sequence that finds no room. Raises
-        NoRoom.
+        It reserves nothing. A preempted sequence that finds no room gets a claim, or its claim is
+        renewed. Raises NoRoom.
         """
         attempt = (spec.request_id, spec.attempt)
         try:
@@ -95,7 +96,8 @@ class Room:
         """Raise NoRoom unless the batch has places and the pool has blocks for one more request.
 
         A request with many choices need not have a place for all of them at once. Otherwise it
-        would wait until nothing else runs. Beyond a share of the places, its choices take turns.
+        would wait until the batch is empty. If its choices need more than a share of the places,
+        they decode in turns.
         """
         scheduler = self._scheduler
         sequences = len(scheduler.running) + len(scheduler.waiting)

@@ -1,4 +1,4 @@
-"""The sequences that decode here, and the messages to their routers: one per step.
+"""The sequences of a decode worker, and the messages to their routers: one per step.
 
     kept ─steps→ tokens ─end, error, abort, handed back→ forgotten
 
@@ -40,12 +40,12 @@ class Outbox:
         self._outputs.append(output)
 
     def flush(self) -> None:
-        """Allow the outputs of a step that is over to be sent."""
+        """Allow the stream to send the outputs of a step that has ended."""
         if self._outputs:
             self._filled.set()
 
     def hurry(self) -> None:
-        """Let the stream send its next message at once, even if it is empty."""
+        """Wake the stream, so that it sends its next message at once, even an empty one."""
         self._filled.set()
 
     def open(self) -> int:
@@ -67,7 +67,7 @@ class Outbox:
             self._unread_since = now
 
     def unread_for(self, now: float) -> float:
-        """Return the seconds since a stream was last open; 0 while one is open."""
+        """Return the seconds since the last open stream ended; 0 while a stream is open."""
         return 0.0 if self._is_read else now - self._unread_since
 
     async def wait(self, timeout_s: float) -> None:
@@ -77,7 +77,7 @@ class Outbox:
                 await self._filled.wait()
 
     def take(self) -> list[TokenOutput]:
-        """Remove and return the outputs that have gathered."""
+        """Remove and return the outputs that wait to be sent."""
         self._filled.clear()
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -88,14 +88,15 @@ class RunningSequences:
     outboxes."""
 
     def __init__(self, worker: str, clock: Callable[[], float]) -> None:
-        """``worker`` is this worker's slot. ``clock`` measures routers' silence, in seconds."""
+        """``worker`` is this worker's slot. ``clock`` measures how long routers are silent, in
+        seconds."""
         self._worker = worker
         self._clock = clock
         self._choices: dict[AttemptName, dict[int, Sequence]] = {}
         """The choices of each request by number, including those that have not begun."""
         self._spans: dict[int, Span] = {}
-        """The trace span of each sequence, from its first token on this worker, or its queueing, to
-        its end."""
+        """The trace span of each sequence. It lasts from the sequence's first token on this worker,
+        or from its queueing, to its end."""
         self._outboxes: dict[str, Outbox] = {}
         """The outbox of each router, by its id."""
 
@@ -119,7 +120,8 @@ class RunningSequences:
         ]
 
     def keep(self, sequence: Sequence) -> None:
-        """Add a sequence and its siblings when it joins the batch or is queued."""
+        """Add a sequence and its siblings to this collection. It is called when the sequence joins
+        the batch or is queued."""
         choices = (sequence, *sequence.siblings)
         self._choices[attempt_of(sequence)] = {choice.choice: choice for choice in choices}
         for choice in choices:
@@ -169,7 +171,7 @@ class RunningSequences:
     # Messages to routers
 
     def outbox(self, router_id: str) -> Outbox:
-        """Return a router's outbox, which is made when it is first needed."""
+        """Return a router's outbox. The first call for a router makes its outbox."""
         if router_id not in self._outboxes:
             self._outboxes[router_id] = Outbox(self._clock())
         return self._outboxes[router_id]
@@ -213,13 +215,13 @@ class RunningSequences:
         self.outbox(spec.router_id).put(output)
 
     def flush(self) -> None:
-        """Allow the routers' messages of a step that is over to be sent."""
+        """Allow the outputs of a step that has ended to be sent to their routers."""
         for outbox in self._outboxes.values():
             outbox.flush()
 
     def lost_routers(self, grace_s: float) -> list[str]:
-        """Return the routers that have not read for ``grace_s`` seconds, and drop their
-        outboxes."""
+        """Return the routers that have had no open token stream for ``grace_s`` seconds, and drop
+        their outboxes."""
         now = self._clock()
         lost = [name for name, box in self._outboxes.items() if box.unread_for(now) >= grace_s]
         for router_id in lost:

@@ -44,7 +44,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         request_iterator: AsyncIterator[Request],
         context: HandoffsContext,
     ) -> None:
-        """See decode.proto."""
+        """Answer a writer's stream of calls: reserves, commits and aborts. See decode.proto."""
         async with grpc_boundary(context):  # type: ignore[arg-type]
             await HandoffStream(self._requests, context).run(request_iterator)
 
@@ -52,7 +52,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     async def Abort(  # noqa: N802
         self, request: decode_pb2.AbortRequest, context: Context
     ) -> decode_pb2.AbortResponse:
-        """See decode.proto."""
+        """End a request, or one of its choices, for its router. See decode.proto."""
         choice = request.choice if request.HasField("choice") else None
         self._requests.abort((request.request_id, request.attempt), choice)
         return decode_pb2.AbortResponse()
@@ -60,9 +60,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     async def StreamTokens(  # noqa: N802
         self, request: decode_pb2.StreamTokensRequest, context: Context
     ) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
-        """Send a router its sequences' tokens: see decode.proto.
+        """Send a router the tokens of its sequences; see decode.proto.
 
-        An empty message without tokens shows that the worker is alive.
+        A message without tokens shows that the worker is alive.
         """
         requests = self._requests
         outbox = requests.sequences.outbox(request.router_id)
@@ -82,8 +82,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             outbox.close(reader, requests.clock())
 
     def _messages(self, outputs: list[TokenOutput]) -> Iterator[decode_pb2.StreamTokensResponse]:
-        """Yield messages with these outputs: at least one, because it shows that the worker is
-        alive."""
+        """Yield messages that contain these outputs. At least one message is sent, because it shows
+        that the worker is alive."""
         if not outputs:
             yield self._message()
         for some in by_size(map(convert.output_to_proto, outputs)):
@@ -104,7 +104,7 @@ class HandoffStream:
         self._context = context
         self._waiting: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
-        """Held while an answer is written to the stream."""
+        """Lock that is held while an answer is written to the stream."""
 
     async def run(self, calls: AsyncIterator[Request]) -> None:
         """Answer the writer's calls until it leaves. Raises Unavailable if the worker stops."""
@@ -153,8 +153,8 @@ class HandoffStream:
         answer.add_done_callback(lambda _: _give_up(asked))
 
     async def _reserve_in_time(self, request: Request, asked: asyncio.Future[Ticket]) -> None:
-        """Answer a reserve once there is room, and all ranks of this worker accept the writer's
-        data."""
+        """Answer a reserve once there is room and all ranks of this worker accept the writer's
+        data. ``asked`` is the future of its ticket."""
         response = Response(call=request.call)
         try:
             async with asyncio.timeout(request.timeout_ms / 1000):
@@ -235,6 +235,6 @@ def _refuse(response: Response, failure: Exception) -> None:
 
 
 def _give_up(asked: asyncio.Future[Ticket]) -> None:
-    """Withdraw the reserve ``asked``, whose answer is no longer needed."""
+    """Cancel the waiting reserve ``asked``, because its answer is no longer needed."""
     if not asked.cancel() and not asked.cancelled():
         asked.exception()

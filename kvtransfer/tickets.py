@@ -49,7 +49,7 @@ class Purpose(enum.Enum):
 
 
 class Ticket:
-    """One rank's promise of blocks to a writer: what is reserved, what has arrived, and its
+    """One rank's ticket: the blocks reserved for a writer, the bytes that have arrived, and the
     lease."""
 
     def __init__(
@@ -67,11 +67,12 @@ class Ticket:
         shards: Sequence[ShardLayout] = (),
         others: Iterable[int] = (),
     ) -> None:
-        """``missing`` are the blocks to be written, ``pinned`` those that are cached already.
+        """``missing`` are the blocks that the writer sends. ``pinned`` are blocks that are in this
+        worker's cache already.
 
-        ``shards`` are the parts that this rank receives if the writer or the receiver has several
-        ranks. Without them, whole blocks of ``block_bytes`` arrive. ``others`` are the receiver's
-        other ranks, and are given on its rank 0 alone.
+        ``shards`` are the parts of blocks that this rank receives if the writer or the receiver has
+        several ranks. Without them, whole blocks of ``block_bytes`` arrive. ``others`` are the
+        receiver's other ranks, and are given on its rank 0 alone.
         """
         self.ticket_id = ticket_id
         self.attempt = attempt
@@ -86,28 +87,28 @@ class Ticket:
         self.state = TicketState.RESERVED
         self.copies = 0
         self._holds = 0
-        """Number of waiting commits. While there are any, the lease does not expire, because the
-        writer no longer renews it once all bytes have arrived."""
+        """Number of commits that wait. While it is not zero, the lease does not expire, because the
+        writer stops renewing it once all bytes have arrived."""
         self._shards = {shard.shard.source_rank: shard for shard in shards}
         self._awaited = {rank: self._all_of(rank) for rank in self._shards or (0,)}
-        """Runs of bytes (start, end) for which no copy has begun yet, by writer's rank and missing
-        block."""
+        """Byte ranges [start, end) for which no copy has begun yet, by the writer's rank and by
+        missing block."""
         self._lacking = set(others)
-        """Other ranks of the receiver whose own part of the ticket is not complete."""
+        """Other ranks of the receiver that have not yet received all their bytes of the ticket."""
         self._others = frozenset(self._lacking)
         self._copying: set[int] = set()
-        """Other ranks of the receiver where copies may still run although the ticket is
+        """Other ranks of the receiver on which copies may still run, although the ticket is
         released."""
         self._bytes_of_others = 0
 
     def _all_of(self, rank: int) -> dict[int, _Runs]:
-        """Return all runs of bytes that a rank of the writer has to send, by missing block."""
+        """Return all byte ranges that one rank of the writer has to send, by missing block."""
         size, shard = self._part_bytes(rank), self._shards.get(rank)
         count = range(len(self.missing))
         return {i: [(0, size)] for i in count if shard is None or shard.shard.has(i)}
 
     def _part_bytes(self, rank: int) -> int:
-        """Return how many bytes of each block a rank of the writer sends; 0 if it sends none."""
+        """Return how many bytes of each block one rank of the writer sends; 0 if it sends none."""
         if not self._shards:
             return 0 if rank else self.block_bytes
         return self._shards[rank].block_bytes if rank in self._shards else 0
@@ -129,22 +130,23 @@ class Ticket:
 
     @property
     def expected_bytes(self) -> int:
-        """Number of bytes expected on this rank, plus those that the other ranks have reported."""
+        """Number of bytes that this rank expects, plus the bytes that the other ranks have
+        reported."""
         if not self._shards:
             return len(self.missing) * self.block_bytes
         own = sum(len(self._all_of(rank)) * self._part_bytes(rank) for rank in self._shards)
         return own + self._bytes_of_others
 
     def renew(self, now: float) -> None:
-        """Renew the ticket's lease, after a heartbeat or data of the writer."""
+        """Renew the ticket's lease, because the writer has sent a heartbeat or data."""
         if self.is_open:
             self.expires_at = now + self.lease_s
 
     def hold(self, writer: str) -> None:
-        """Keep the lease from expiring until ``let_go``, because a commit waits for the receiver
-        itself.
+        """Keep the lease from expiring until ``let_go`` is called, because a commit waits for the
+        receiver itself.
 
-        Raises TicketEnded if the ticket is not open for that writer.
+        Raises TicketEnded if the ticket is not open for ``writer``.
         """
         if not self.is_open or writer != self.writer:
             raise TicketEnded(f"ticket {self.ticket_id} is not open for {writer}")
@@ -160,7 +162,7 @@ class Ticket:
 
     @property
     def awaited_bytes(self) -> int:
-        """Number of bytes for which no copy has begun yet."""
+        """Number of the ticket's bytes for which no copy has begun yet."""
         runs = (run for blocks in self._awaited.values() for run in blocks.values())
         return sum(end - start for each in runs for start, end in each)
 
@@ -170,9 +172,9 @@ class Ticket:
         """Allow one copy of the same part of some missing blocks.
 
         ``targets`` are numbers of missing blocks from 0; ``rank`` is the writer's rank. Returns the
-        blocks to write to, or None if the whole part is in place or being copied already. Raises
-        TicketEnded once the ticket is no longer open. Raises HandoffError for a part that the
-        ticket does not have, or if only some of the blocks still await it.
+        blocks to write to. Returns None if the part of all these blocks is stored or being copied
+        already. Raises TicketEnded once the ticket is no longer open. Raises HandoffError for a
+        part that the ticket does not have, or if only some of the blocks still await the part.
         """
         if not self.is_open:
             raise TicketEnded(f"ticket {self.ticket_id} has ended: {self.state.value}")
@@ -196,10 +198,10 @@ class Ticket:
         return tuple(self.missing[target] for target in targets)
 
     def _is_awaited(self, blocks: dict[int, _Runs], target: int, start: int, end: int) -> bool:
-        """Whether no copy has begun for any of [start, end) of a block; False if copies cover all
-        of it.
+        """Whether no copy has begun for any byte of [start, end) of a block. Returns False if
+        copies have begun for all of these bytes.
 
-        Raises HandoffError if copies cover only some of it.
+        Raises HandoffError if copies have begun for only some of them.
         """
         runs = blocks.get(target, [])
         if runs == [(start, end)]:
@@ -211,15 +213,17 @@ class Ticket:
         return False
 
     def end_copy(self) -> None:
-        """Count down the running copies: one for which ``begin_copy`` returned blocks is over,
-        successful or not."""
+        """Record that a copy is over, successful or not: one for which ``begin_copy`` returned
+        blocks."""
         self.copies -= 1
 
     def shorten(self, count: int) -> list[int]:
-        """Keep only the first ``count`` missing blocks, because the writer has no more.
+        """Keep only the first ``count`` missing blocks, because the writer has no more blocks to
+        send.
 
-        Returns the blocks that are no longer promised. Raises TicketEnded once the ticket is no
-        longer open. Raises HandoffError while copies run, since they might write to those blocks.
+        Returns the blocks that are no longer reserved for the writer. Raises TicketEnded once the
+        ticket is no longer open. Raises HandoffError while copies run, since they might write to
+        those blocks.
         """
         if not self.is_open:
             raise TicketEnded(f"ticket {self.ticket_id} has ended: {self.state.value}")
@@ -260,18 +264,20 @@ class Ticket:
     # For a receiver's rank 0
 
     def rank_filled(self, rank: int, count: int) -> None:
-        """Record that another rank of the receiver has all its bytes; ``count`` is their number."""
+        """Record that rank ``rank`` of the receiver has all its bytes; ``count`` is their
+        number."""
         if rank in self._lacking:
             self._lacking.discard(rank)
             self._bytes_of_others += count
 
     def rank_freed(self, rank: int) -> None:
-        """Record that no copy into the released blocks is running any more on another rank."""
+        """Record that on rank ``rank`` of the receiver, no copy into the released blocks is running
+        any more."""
         self._copying.discard(rank)
 
 
 def _strike(blocks: dict[int, _Runs], target: int, start: int, end: int) -> None:
-    """Remove [start, end) of block ``target`` from the awaited runs, because a copy of it
+    """Remove bytes [start, end) of block ``target`` from the awaited bytes, because a copy of them
     begins."""
     if blocks[target] == [(start, end)]:
         del blocks[target]
@@ -287,8 +293,8 @@ def _strike(blocks: dict[int, _Runs], target: int, start: int, end: int) -> None
 
 
 TOMBSTONE_S = 60.0
-"""Seconds for which an abort that arrives before its reserve is remembered: longer than any retry
-of a call."""
+"""Seconds for which an abort that arrives before its reserve is remembered. This is longer than a
+call can be retried."""
 MAX_TOMBSTONES = 10_000
 
 
@@ -337,14 +343,16 @@ class TicketBook:
         return None if ticket_id is None else self._tickets.get(ticket_id)
 
     def bury(self, attempt: AttemptName, now: float) -> None:
-        """Leave a tombstone for an attempt that is over, so that a late reserve is refused."""
+        """Leave a tombstone for an attempt that is over, so that a reserve that arrives later is
+        refused."""
         self._tombstones[attempt] = now + TOMBSTONE_S
         self._tombstones.move_to_end(attempt)
         while len(self._tombstones) > MAX_TOMBSTONES:
             self._tombstones.popitem(last=False)
 
     def drop(self, ticket: Ticket) -> None:
-        """Forget a ticket that has ended and whose blocks are no longer quarantined."""
+        """Remove a ticket that has ended from the book. Its blocks must no longer be
+        quarantined."""
         self._tickets.pop(ticket.ticket_id, None)
         self._of_attempt.pop(ticket.attempt, None)
 
@@ -359,8 +367,8 @@ class TicketBook:
 
 
 class TicketReceiver:
-    """Checks that only a ticket's own writer sends bytes and renews; implements this part of
-    ``kvtransfer.pairs.inbound_pair.TicketKeeper``."""
+    """Checks that only a ticket's own writer sends bytes for it and renews it. Implements these
+    methods of ``kvtransfer.pairs.inbound_pair.TicketKeeper``."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """``clock`` measures leases, in seconds; see ``baton.liveness.listening``."""
@@ -380,8 +388,8 @@ class TicketReceiver:
         now: float,
         rank: int = 0,
     ) -> tuple[int, ...] | None:
-        """Allow a copy: see ``Ticket.begin_copy``. Also raises TicketEnded for a ticket of another
-        writer."""
+        """Allow a copy into a ticket's blocks, as ``Ticket.begin_copy`` does. Also raises
+        TicketEnded if the ticket belongs to another writer."""
         ticket = self.book.get(ticket_id)
         if ticket.writer != writer:
             raise TicketEnded(f"ticket {ticket_id} is not open for {writer}")

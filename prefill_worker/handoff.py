@@ -34,16 +34,18 @@ from worker.role import WorkerContext
 log = logging.getLogger(__name__)
 
 MIN_WIRE_S = 0.02
-"""Minimum seconds that the wire must need for a step's blocks so that layers are sent before their
-blocks are complete.
+"""Layers are sent before their blocks are complete only if the wire needs at least this many
+seconds for a step's blocks.
 
 Watching the step and sending more batches takes CPU time from the step. On a fast wire, that would
-cost the first token more than it gains.
+delay the first token more than it gains.
 """
 MIN_SLICE_S = 0.01
-"""Minimum seconds that the wire must need for the layers that are sent at a time."""
+"""Minimum seconds of transfer in one early push of layers. Pushes that would be shorter wait for
+more layers."""
 ABORT_DEADLINE_S = 2.0
-"""Maximum seconds to wait until an abort arrives; afterwards the ticket ends with its lease."""
+"""Maximum seconds to wait until an abort arrives. If it does not arrive, the ticket ends when its
+lease expires."""
 
 
 class Handoff:
@@ -68,7 +70,7 @@ class Handoff:
         self.ticket_id = ""
         self.pinned_blocks = 0
         self.without_drafter = False
-        """Whether the receiver needs no KV of the drafter; set by ``reserve``."""
+        """Whether the receiver needs no KV of the drafter. ``reserve`` sets this."""
         self._context = context
         self._spec = spec
         self._deadline = deadline
@@ -79,10 +81,11 @@ class Handoff:
         self._use = ExitStack()
         self._staging = staging
         self._converted: ConvertedBlocks | None = None
-        """The sequence's blocks in the receiver's geometry, if that differs."""
+        """The sequence's blocks in the receiver's geometry; None if both workers have the same
+        geometry."""
         self._pair: Outbound | None = None
         self._calls: HandoffCalls
-        """The calls to the receiver that belong to the pair; they fail when the pair fails."""
+        """The handoff calls to the receiver over the pair. They fail when the pair fails."""
         self._push: BlockPush | None = None
         self._committed = False
 
@@ -146,10 +149,10 @@ class Handoff:
         return self._pair.transport
 
     def computed(self, block_table: list[int], tokens: int) -> None:
-        """Push the blocks that the receiver lacks and that are complete after ``tokens`` tokens.
+        """Push the blocks that are complete after ``tokens`` tokens and that the receiver lacks.
 
-        ``block_table`` is the sequence's table on this worker. The last block is complete when the
-        last token is.
+        ``block_table`` is the sequence's table on this worker. The last block is complete as soon
+        as the prompt's last token is computed, even if the block is not full.
         """
         assert self._pair is not None, "no pair"
         assert self._push is not None, "no ticket"
@@ -171,8 +174,8 @@ class Handoff:
         return self._wire_s(tokens // self._context.engine.cache.block_size) >= MIN_WIRE_S
 
     def computing(self, block_table: list[int], blocks: int, layers: int) -> None:
-        """Push stored layers of blocks that are still being computed: the first ``layers`` layers,
-        up to block ``blocks``.
+        """Push the layers that the running step has already stored: the first ``layers`` layers of
+        the blocks up to number ``blocks``.
 
         They are pushed only if the wire needs at least MIN_SLICE_S for them.
         """
@@ -199,10 +202,10 @@ class Handoff:
             self._on_broken(error)
 
     async def commit(self, firsts: Sequence[FirstToken]) -> int:
-        """Let the sequence run at the receiver, as soon as the last byte has arrived.
+        """Ask the receiver to run the sequence as soon as its last byte has arrived.
 
-        ``firsts`` are the first tokens of the sequence and its siblings. Returns the bytes pushed.
-        Raises BatonError.
+        ``firsts`` are the first tokens of the sequence and its siblings. Returns the number of
+        bytes pushed. Raises BatonError.
         """
         assert self._push is not None, "no ticket"
         self._push.end()

@@ -31,7 +31,7 @@ from worker.role import WorkerContext
 from worker.services import Keepalive
 
 LAYER_POLL_S = 0.01
-"""Seconds between two checks whether a running step has stored more layers."""
+"""Seconds between two checks whether the running step has stored more layers."""
 
 
 class PrefillRole:
@@ -49,8 +49,8 @@ class PrefillRole:
         self._staging = Staging(context.settings.config.advanced.transfer_window_mib * MIB)
         self._places = asyncio.Semaphore(context.settings.pool.max_sequences)
         self._handoffs: WeakValueDictionary[Peer, asyncio.Semaphore] = WeakValueDictionary()
-        """Semaphore that bounds the handoffs to each receiver; dropped when no handoff to it is in
-        flight."""
+        """Semaphores that bound the handoffs to each receiver. A semaphore is dropped when no
+        handoff to its receiver is in flight."""
 
     def mount(self, server: grpc.aio.Server) -> None:
         """Add PrefillService to the server."""
@@ -73,11 +73,12 @@ class PrefillRole:
         return RemoteSink(self.context, handoff, bound, self._places, updates, deadline)
 
     def _handoff_bound(self, peer: Peer) -> asyncio.Semaphore:
-        """Return the semaphore that bounds the handoffs to one receiver, waiting reserves included.
+        """Return the semaphore that bounds the handoffs to one receiver. Handoffs that still wait
+        for their reserve count, too.
 
-        Each receiver has its own bound, so that a full receiver holds up no prompt for another. It
-        also limits the blocks that are promised before prompts are computed: to one batch per
-        receiver.
+        Each receiver has its own semaphore, so a full receiver does not delay prompts for other
+        receivers. The semaphore also limits the blocks that a receiver reserves before their
+        prompts are computed: to those of one batch.
         """
         bound = self._handoffs.get(peer)
         if bound is None:
@@ -86,7 +87,7 @@ class PrefillRole:
         return bound
 
     def on_emit(self, updates: list[SequenceUpdate]) -> None:
-        """Pass a step's results to the prompts that wait for them."""
+        """Pass a step's results to the tasks that wait for them, one for each prompt."""
         self.flow.on_emit(updates)
 
     def on_fail(self, sequences: list[Sequence], error: BatonError) -> None:
@@ -100,7 +101,8 @@ class PrefillRole:
             self.flow.end(attempt_of(sequence), deadline_passed())
 
     async def heartbeat(self) -> None:
-        """Schedule steps again, because tickets that ended and readers have released blocks.
+        """Schedule steps again, because blocks may be free: expired tickets and other workers'
+        reads release blocks without a notice.
 
         Raises WorkerFailed if the engine hangs.
         """
@@ -127,8 +129,8 @@ class RemoteSink:
         updates: PromptUpdates,
         deadline: float,
     ) -> None:
-        """``bound`` limits the handoffs to the receiver, and ``places`` the prompts in this
-        worker's batch."""
+        """``bound`` limits the number of handoffs to the receiver. ``places`` limits the number of
+        prompts in this worker's batch."""
         self._context = context
         self._handoff = handoff
         self._bound = bound
@@ -141,8 +143,8 @@ class RemoteSink:
     async def reserve(self, sequence: Sequence) -> None:
         """Get a ticket from the receiver, then a place in this worker's batch. Raises BatonError.
 
-        The ticket comes first: no prompt is computed before the receiver has blocks for it. A
-        prompt with a place then waits for nothing else, so places become free again.
+        The ticket comes first, so no prompt is computed before the receiver has blocks for it. A
+        prompt that holds a place waits for nothing else, so its place always becomes free again.
         """
         self._sequence = sequence
         if self._handoff is not None and self._bound is not None:
@@ -152,7 +154,8 @@ class RemoteSink:
         await self._take(self._places)
 
     async def _take(self, places: asyncio.Semaphore) -> None:
-        """Take one of ``places``, and hold it until the sink is closed. Raises DeadlineExceeded."""
+        """Take one place from the semaphore ``places``, and hold it until the sink is closed.
+        Raises DeadlineExceeded."""
         try:
             async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
                 await places.acquire()
@@ -161,8 +164,8 @@ class RemoteSink:
         self._taken.callback(places.release)
 
     async def compute(self, sequence: Sequence, blocks: list[int]) -> list[FirstToken]:
-        """Compute the prompt after its cached ``blocks``, and push blocks to the receiver as they
-        fill.
+        """Compute the rest of the prompt after its cached ``blocks``. Push each block to the
+        receiver when it is full.
 
         Returns the first token of each choice.
         """
@@ -207,8 +210,8 @@ class RemoteSink:
         return min(left, self._context.engine.scheduler.limits.max_tokens(sequence.computed))
 
     def _push_layers(self, sequence: Sequence, handoff: Handoff) -> None:
-        """Push the layers that the running step has stored for the sequence so far, where that
-        pays."""
+        """Push the layers of the sequence that the running step has stored so far, if an early push
+        saves time."""
         progress = self._context.core.progress(sequence)
         if progress is not None and progress.layers:
             size = self._context.engine.cache.block_size
@@ -218,8 +221,8 @@ class RemoteSink:
                 handoff.computing(sequence.block_table, blocks, progress.layers)
 
     async def commit(self, firsts: list[FirstToken]) -> prefill_pb2.HandoffCommitted | None:
-        """Let the sequence run at the receiver, unless it ended with its first token. Raises
-        BatonError."""
+        """Ask the receiver to run the sequence, unless the sequence ended with its first token.
+        Raises BatonError."""
         handoff = self._handoff
         if handoff is None or all(first.finish_reason for first in firsts):
             return None
@@ -232,8 +235,8 @@ class RemoteSink:
         )
 
     async def close(self) -> None:
-        """Release the sequence's blocks and its place once nothing on this worker reads the blocks
-        any more."""
+        """Release the sequence's blocks and its place in the batch, once nothing on this worker
+        reads the blocks."""
         if self._handoff is not None:
             await self._handoff.close()
         if self._sequence is not None:

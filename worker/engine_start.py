@@ -29,7 +29,7 @@ The engine's KV blocks are in the memory that ``Allocate`` returns. With a ``Lea
 other ranks compute their parts of each step.
 """
 Measure = Callable[[WorkerSettings, Engine, CoreBoard | None], StepCosts]
-"""Returns what an engine's steps cost. It may run some steps to measure them."""
+"""Measures or looks up what an engine's steps cost. It may run some steps on the engine."""
 
 _ENGINE_FIELDS = {
     "max_model_len",
@@ -45,11 +45,11 @@ log = logging.getLogger(__name__)
 
 
 def core_board(settings: WorkerSettings) -> CoreBoard | None:
-    """Return the board by which the worker's engine thread shares the host's cores.
+    """Return the core board by which workers of the host share its CPU cores.
 
-    Returns None if the worker has a fixed share of the cores, and on a CUDA device: there the
-    engine thread computes nothing, and needs full priority because the GPU is idle while it waits
-    for the thread. Raises OSError, ConfigError.
+    Returns None if the worker has a fixed share of the cores, and on a CUDA device. With a CUDA
+    device, the engine thread computes nothing. It needs full priority, because the GPU is idle
+    while it waits for the thread. Raises OSError, ConfigError.
     """
     if not settings.core_board or device_of(engine_settings(settings)).type != "cpu":
         return None
@@ -98,8 +98,8 @@ def engine_settings(settings: WorkerSettings) -> EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The device that a worker uses, by torch's name, and the share of its memory that it may
-    use."""
+    """The device that a worker uses (torch's name of it), and the share of the device's memory that
+    the worker may use."""
 
     device: str
     memory_fraction: float
@@ -126,7 +126,7 @@ def start_engine(settings: WorkerSettings, allocate: Allocate, lead: Leader | No
     """Load the model into an engine. The KV pool's memory comes from ``allocate``. Raises
     BatonError.
 
-    With ``lead``, it also waits for the worker's other ranks.
+    With ``lead``, it also waits until the worker's other ranks are ready.
     """
     built = engine_settings(settings)
     device = device_of(built)
@@ -140,11 +140,11 @@ def start_engine(settings: WorkerSettings, allocate: Allocate, lead: Leader | No
 
 
 def measure(settings: WorkerSettings, engine: Engine, board: CoreBoard | None) -> StepCosts:
-    """Return what the worker's steps cost. Steps are measured the way the engine thread runs them,
-    before it starts.
+    """Return what the worker's steps cost. Steps are measured in the same way as the engine thread
+    runs them, before that thread starts.
 
-    Costs that an earlier incarnation of the slot measured on this machine are reused. So are those
-    of a worker with a like engine that shares the same cores.
+    Costs that an earlier incarnation of the slot measured on this machine are reused. So are the
+    costs of another worker with an equal engine that shares the same cores.
     """
     known = None if not settings.costs_folder else _known_costs(settings, engine, board)
     costs = None if known is None else known.read()

@@ -48,8 +48,8 @@ _NOWHERE = "none"
 log = logging.getLogger(__name__)
 
 OnLost = Callable[[str], None]
-"""Ends the process at once, with a reason: its thread may be inside a collective operation that
-waits for other ranks."""
+"""Function that ends the process at once, for the given reason. It is needed because the process's
+thread may be inside a collective operation that waits for other ranks."""
 
 
 class FollowerWorker:
@@ -59,7 +59,7 @@ class FollowerWorker:
     def __init__(
         self, settings: WorkerSettings, rank: int, address: GroupAddress, process: str = ""
     ) -> None:
-        """``address`` is where rank 0 listens. ``process`` is the name under which this process
+        """``address`` is where rank 0 listens. ``process`` is the name of this process in its
         reports to rank 0."""
         self._settings = settings
         self._rank = rank
@@ -101,10 +101,10 @@ class FollowerWorker:
 
     @contextlib.contextmanager
     def _serving(self, memory: BlockMemory, device: torch.device) -> Iterator[str]:
-        """Send and receive the rank's blocks on an event loop of its own within this context.
-        Yields the server's address.
+        """Send and receive the rank's blocks within this context. Yields the address of the server.
 
-        The loop only directs transfers: other threads copy the blocks.
+        The server runs on an event loop of its own. The loop only directs transfers: other threads
+        copy the blocks.
         """
         settings = self._settings
         with ThreadPoolExecutor(_TRANSFER_THREADS, "transfer", use_device, (device,)) as transfers:

@@ -51,14 +51,15 @@ from worker.settings import WorkerSettings
 log = logging.getLogger(__name__)
 
 STOP_DEADLINE_S = 10.0
-"""Maximum seconds to wait for each part of the worker to stop."""
+"""Maximum seconds to wait until each part of the worker has stopped."""
 LEAVE_S = 30.0
 """Maximum seconds for which sequences keep running after their session's registry entry has
 lapsed."""
 SEEN_S = 1.0
 """Minimum seconds for which a draining worker rejects requests before it stops.
 
-Routers read the registry four times a second, and count a worker that does not answer as dead.
+Routers read the registry four times a second. If the worker stopped sooner, they would count it as
+dead.
 """
 _POLL_S = 0.02
 _LAPSED = "the registry says that its lease has lapsed"
@@ -85,9 +86,9 @@ class WorkerProcess:
         self._start_engine, self._measure = start_engine, measure
         self._fail = fail
         self.drained = False
-        """Whether a drain is over, so that the process ends."""
+        """Whether a drain has ended, after which the process ends."""
         self.leave_by: float | None = None
-        """Deadline of the current drain, in seconds of the monotonic clock."""
+        """Time by which the current drain must end, in seconds of the monotonic clock."""
         self.beats = 0
         """Number of the worker's heartbeats so far; other threads may read it."""
         self._roles = roles
@@ -105,14 +106,14 @@ class WorkerProcess:
             lost=self._lost_entry,
         )
         self._lapsed_by: float | None = None
-        """Time at which a session with a lapsed registry entry ends at the latest, in seconds of
-        the monotonic clock.
+        """If the registry entry has lapsed: the time by which the session ends at the latest, in
+        seconds of the monotonic clock.
 
         None while the entry has not lapsed.
         """
         self._condemned = asyncio.Event()
-        """Set when the registry entry has lapsed, so that the next heartbeat runs at once and can
-        replace the session."""
+        """Event that is set when the registry entry has lapsed. The next heartbeat then runs at
+        once, and can replace the session."""
         self._memory = PoolMemory(shared=settings.config.transport in ("auto", "shm"))
         self._tasks: list[asyncio.Task[None]] = []
         self._stopped = asyncio.Event()
@@ -173,7 +174,7 @@ class WorkerProcess:
         return self.session.record
 
     def _watch_ranks(self, lead: Leader, device: torch.device) -> None:
-        """End the worker when another rank is lost, from now on."""
+        """From now on, end the worker when another of its ranks is lost."""
         if device.type == "cuda":
             # Ends at once, on the thread that notices: the GPU may be inside a collective
             # operation that never ends, and an orderly stop would wait for it.
@@ -182,7 +183,8 @@ class WorkerProcess:
             self._tasks.append(asyncio.create_task(_raise_lost(lead), name="ranks"))
 
     async def run(self) -> None:
-        """Wait until the worker has stopped. Raises the error of a background task that fails."""
+        """Wait until the worker has stopped. Raises the error of the background task that failed,
+        if one did."""
         stopped = asyncio.create_task(self._stopped.wait())
         try:
             done, _ = await asyncio.wait(
@@ -196,7 +198,7 @@ class WorkerProcess:
             stopped.cancel()
 
     def _end(self, reason: str) -> None:
-        """End the process at once, for ``reason``. Any thread may call this."""
+        """End the process at once, with ``reason`` in the message. Any thread may call this."""
         self._fail(f"worker {self.settings.slot} ends: {reason}")
 
     async def ended(self) -> None:
@@ -248,16 +250,16 @@ class WorkerProcess:
         await self.session.end()
 
     async def _replace_lapsed(self, now: float) -> None:
-        """Begin another session if the current one's registry entry has lapsed, and nothing runs or
-        its time is over."""
+        """If the current session's registry entry has lapsed, replace the session. This is done
+        once nothing runs in the session, or its time is over."""
         if self.drained or self._lapsed_by is None:
             return
         if now >= self._lapsed_by or self.session.is_empty:
             await self._replace_session(_LAPSED)
 
     def _lost_entry(self, stood_still: bool) -> None:
-        """Accept no more work because the registry entry has lapsed: all other processes consider
-        this session over."""
+        """Accept no more work, because the registry entry has lapsed: all other processes consider
+        this session as ended."""
         self.session.refuse_work()
         # Routers have dropped a worker that stood still. Otherwise it can still be reached.
         self._lapsed_by = time.monotonic() + (0.0 if stood_still else LEAVE_S)
@@ -275,8 +277,8 @@ class WorkerProcess:
         """Accept no more work, wait until accepted work has ended, then stop the worker;
         idempotent.
 
-        Returns whether no work was left at the deadline. What is left ends with an error, and
-        routers place it on other workers.
+        Returns whether all work had ended by the deadline. Remaining requests end with an error,
+        and routers place them on other workers.
         """
         if self.leave_by is None:
             self.leave_by = time.monotonic() + deadline_s
@@ -293,8 +295,8 @@ class WorkerProcess:
         self.leave_by = time.monotonic()
 
     async def change_role(self, role: str, deadline_s: float) -> float:
-        """Change to another role, and keep weights and caches. Returns the seconds that the change
-        took.
+        """Change to another role, and keep weights and caches. Returns the number of seconds that
+        the change took.
 
         Raises InvalidRequest if the role is unknown or the worker's ranks cannot serve it, and
         Unavailable if the worker is stopping.
@@ -322,10 +324,10 @@ class WorkerProcess:
         return time.monotonic() - began
 
     async def _empty(self, deadline: Callable[[], float], at_least_s: float) -> bool:
-        """Refuse new work, and wait until all accepted work has ended. The deadline may change
-        meanwhile.
+        """Refuse new work, and wait until all accepted work has ended or the deadline has passed.
+        ``deadline`` is called again and again, because the deadline may change.
 
-        Returns whether no work is left.
+        Returns whether all work has ended.
         """
         session = self.session
         session.refuse_work()
@@ -349,7 +351,8 @@ class WorkerProcess:
         log.info("%s changed its role to %s", session.record.incarnation, role)
 
     async def _steps_ended(self, context: WorkerContext) -> None:
-        """Wait until running steps have ended: they may include sequences that the deadline ended.
+        """Wait until running steps have ended. They may still compute sequences that were ended at
+        the deadline.
 
         Raises WorkerFailed if the engine hangs; the process then ends.
         """
@@ -366,8 +369,8 @@ class WorkerProcess:
     async def _heartbeat(self) -> None:
         """Run the session's heartbeats: renew leases, and end what has expired.
 
-        It waits for Redis only between two sessions, and then for 2 s at most: a slow Redis must
-        not make peers consider this worker dead.
+        It waits for Redis only between two sessions, and then for 2 s at most. Otherwise, peers
+        would consider this worker dead when Redis is slow.
         """
         heartbeat_s = self.settings.config.advanced.heartbeat_s
         while True:
@@ -393,5 +396,5 @@ class WorkerProcess:
 
 
 async def _raise_lost(lead: Leader) -> None:
-    """Wait until a rank is lost, and raise the loss as WorkerFailed."""
+    """Wait until one of the worker's other ranks is lost. Raises WorkerFailed then."""
     raise WorkerFailed(await asyncio.wrap_future(lead.lost))

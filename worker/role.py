@@ -34,7 +34,7 @@ class Intake:
     def __init__(self) -> None:
         self.is_open = True
         self.under_way = 0
-        """Number of calls that were admitted and have not returned."""
+        """Number of calls that were admitted and have not returned yet."""
 
     def close(self) -> None:
         """Refuse new work from now on; idempotent."""
@@ -79,9 +79,10 @@ class WorkerContext:
     def make_sequence(
         self, spec: SequenceSpec, *, arrived: float, deadline: float, prefill_only: bool = False
     ) -> Sequence:
-        """Make the sequence, with its siblings, of a request that arrived at ``arrived``.
+        """Make the sequence of a request, with its siblings.
 
-        ``arrived`` and ``deadline`` are in seconds of the monotonic clock.
+        ``arrived`` is the time at which the request arrived. Both ``arrived`` and ``deadline`` are
+        in seconds of the monotonic clock.
         """
         return make_sequence(
             self.engine,
@@ -95,12 +96,13 @@ class WorkerContext:
 
     @cached_property
     def grammars(self) -> GrammarGate:
-        """Holds sequences back until their grammars are compiled."""
+        """The gate that holds sequences back until their grammars are compiled."""
         seconds = self.metrics.grammar_compile_seconds.labels(role=self.settings.pool.role)
         return GrammarGate(self.engine.grammars, seconds.observe)
 
     def check_prompt(self, spec: SequenceSpec) -> None:
-        """Raise InvalidRequest if the prompt does not fit or leaves no token to generate."""
+        """Raise InvalidRequest if the prompt is too long for this worker, or leaves no token to
+        generate."""
         context = self.engine.context_length
         if not 0 < spec.prompt_length <= len(spec.token_ids) < context:
             raise InvalidRequest(

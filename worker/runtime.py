@@ -33,7 +33,7 @@ from worker.offload.kv_tiers import KvTiers, make_storages
 from worker.settings import WorkerSettings
 
 TICKS = 4
-"""Number of ticks of the lease clock per heartbeat."""
+"""Number of times per heartbeat that the lease clock is advanced."""
 _TRANSFER_THREADS = 2
 _REASON_S = 2.0
 
@@ -52,13 +52,14 @@ class WorkerRuntime:
     costs: StepCosts
     transfers: ThreadPoolExecutor
     clock: ListeningClock
-    """The clock of leases; the process ticks it ``TICKS`` times per heartbeat."""
+    """The clock of leases. The process advances it ``TICKS`` times per heartbeat."""
     board: CoreBoard | None
     device_watch: DeviceWatch
     ranks: tuple[str, ...]
-    """Addresses of ranks 1 and up, if they exchange blocks; else empty.
+    """Addresses of ranks 1 and up, if they send and receive blocks; else empty.
 
-    Where ranks divide prompts, they exchange none, because rank 0 has whole blocks.
+    Where the ranks divide prompts, ranks 1 and up send and receive none, because rank 0 has whole
+    blocks.
     """
 
     def start(self) -> None:
@@ -69,7 +70,8 @@ class WorkerRuntime:
         self.device_watch.start()
 
     async def stop(self, timeout_s: float) -> None:
-        """End all threads, which get ``timeout_s`` seconds each. No session may be active."""
+        """End all threads. Waits up to ``timeout_s`` seconds for each thread. Call this when no
+        session is active."""
         if self.tiers is not None:
             await self.tiers.stop(timeout_s)
         await asyncio.to_thread(self.core.stop, timeout_s)

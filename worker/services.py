@@ -48,14 +48,15 @@ class TransferServicer(transfer_pb2_grpc.TransferServiceServicer):
     async def Transfer(  # type: ignore[override]  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[transfer_pb2.TransferRequest], context: PairContext
     ) -> None:
-        """See transfer.proto."""
+        """Serve one pair: a writer's stream that announces blocks. See transfer.proto."""
         await self._exchange.inbound.serve(request_iterator, context)
 
     @guarded
     async def Pull(  # noqa: N802
         self, request: transfer_pb2.PullRequest, context: Context
     ) -> transfer_pb2.PullResponse:
-        """See transfer.proto."""
+        """Send cached blocks to the ticket of another worker that has requested them. See
+        transfer.proto."""
         geometry = convert.geometry_from_proto(request.geometry)
         blocks = await self._exchange.serve_pull(
             Identity(request.reader, request.fingerprint, geometry),
@@ -82,7 +83,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def DropCache(  # noqa: N802 - gRPC's name
         self, request: cache_pb2.DropCacheRequest, context: Context
     ) -> cache_pb2.DropCacheResponse:
-        """See cache.proto. The index publisher publishes the change."""
+        """Drop cached blocks of this worker; see cache.proto. The index publisher then publishes
+        the change."""
         if self._tiers is not None:
             blocks = self._tiers.drop_cache()
         else:
@@ -95,19 +97,21 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def Unpin(  # noqa: N802 - gRPC's name
         self, request: cache_pb2.UnpinRequest, context: Context
     ) -> cache_pb2.UnpinResponse:
-        """See cache.proto."""
+        """End a client's pin of a prefix; see cache.proto."""
         was_pinned = self._retention.end(request.tenant, request.name)
         return cache_pb2.UnpinResponse(was_pinned=was_pinned)
 
 
 class Drainable(Protocol):
-    """The parts of ``WorkerProcess`` that ControlService calls."""
+    """The methods of ``WorkerProcess`` that ControlService calls."""
 
     async def drain(self, deadline_s: float) -> bool:
-        """See ``WorkerProcess.drain``."""
+        """Accept no more work, wait until accepted work has ended, then stop. See
+        ``WorkerProcess.drain``."""
 
     async def change_role(self, role: str, deadline_s: float) -> float:
-        """See ``WorkerProcess.change_role``."""
+        """Change to another role, and keep weights and caches. See
+        ``WorkerProcess.change_role``."""
 
 
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
@@ -120,7 +124,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     async def Drain(  # noqa: N802 - gRPC's name
         self, request: control_pb2.DrainRequest, context: Context
     ) -> control_pb2.DrainResponse:
-        """See control.proto."""
+        """Drain this worker, then stop it. See control.proto."""
         empty = await self._process.drain(request.deadline_ms / 1e3)
         return control_pb2.DrainResponse(empty=empty)
 
@@ -128,7 +132,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     async def ChangeRole(  # noqa: N802 - gRPC's name
         self, request: control_pb2.ChangeRoleRequest, context: Context
     ) -> control_pb2.ChangeRoleResponse:
-        """See control.proto."""
+        """Change this worker's role. See control.proto."""
         took_s = await self._process.change_role(request.role, request.deadline_ms / 1e3)
         return control_pb2.ChangeRoleResponse(took_ms=int(took_s * 1e3))
 
@@ -152,7 +156,8 @@ class RoleServices(grpc.aio.ServerInterceptor):
                 server.add_registered_method_handlers(service.full_name, absent)
 
     def clear(self) -> None:
-        """Remove the current role's services: new calls find no method. Open calls go on."""
+        """Remove the current role's services, so that new calls find no method. Calls in progress
+        continue."""
         self._handlers = {}
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
@@ -176,13 +181,14 @@ class RoleServices(grpc.aio.ServerInterceptor):
 
 
 _PER_HANG = 4
-"""Number of keepalives within the time after which a router counts a silent worker as hung."""
+"""Number of keepalives that a worker sends within the time after which routers consider a silent
+worker as hung."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keepalive:
-    """Keepalive intervals of an idle stream, in seconds. They are shorter (``busy_s``) while a
-    router waits for a result."""
+    """Keepalive intervals of a stream without messages, in seconds. ``busy_s`` is the shorter
+    interval, used while a router waits for a result."""
 
     busy_s: float
     idle_s: float

@@ -54,8 +54,8 @@ log = logging.getLogger(__name__)
 _CHECK_REST = 100
 """Pause between two checks of all blocks, as a multiple of the last check's duration.
 
-A check holds up the event loop: half a million of a tiny model's blocks take a tenth of a second
-and more.
+A check blocks the event loop: for half a million blocks of a tiny model, it takes a tenth of a
+second or more.
 """
 
 
@@ -138,7 +138,7 @@ class WorkerSession:
         return session
 
     def _mount(self) -> tuple[Role, Callable[[], None]]:
-        """Make the current role, and subscribe it to the results of steps.
+        """Make the current role's object, and subscribe it to the results of steps.
 
         Returns the role, and a function that ends its subscription.
         """
@@ -161,7 +161,8 @@ class WorkerSession:
         self._role_services.clear()
 
     def change_role(self, settings: WorkerSettings) -> None:
-        """Take the role that ``settings`` name. The previous role must be closed and idle."""
+        """Change to the role that ``settings`` name. Call this when the previous role is closed and
+        has no work left."""
         self._unsubscribe()
         self.context = replace(self.context, settings=settings, intake=Intake())
         self.role, self._unsubscribe = self._mount()
@@ -205,8 +206,8 @@ class WorkerSession:
         runtime.gauges.show_device(memory.used, memory.total, passed * ranks)
 
     def _check_blocks(self, now: float) -> None:
-        """Check from time to time that no block is in use while nothing runs. Raises AssertionError
-        otherwise."""
+        """Check from time to time that no block is in use while no request runs. Raises
+        AssertionError otherwise."""
         if now < self._next_check_at:
             return
         context = self.context
@@ -220,14 +221,14 @@ class WorkerSession:
 
     @property
     def is_empty(self) -> bool:
-        """Whether none of the session's accepted work is left."""
+        """Whether all work that the session has accepted has ended."""
         context = self.context
         idle = context.core.scheduler.is_idle() and context.exchange.is_idle()
         return idle and not context.intake.under_way
 
     @property
     def is_over(self) -> bool:
-        """Whether the engine has no steps and no blocks of this session left, after its end."""
+        """Whether the session has ended, and the engine has none of its steps and blocks left."""
         context = self.context
         counts = context.engine.pool.counts()
         moves = context.tiers is not None and not context.tiers.is_idle

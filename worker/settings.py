@@ -23,18 +23,18 @@ class WorkerSettings:
     """Number of compute threads on the CPU. With a core board, the board sets the number for each
     step."""
     core_board: str = ""
-    """Path of the board file by which the host's workers share its cores; empty: use
-    ``threads``."""
+    """Path of the core board, a file by which the host's workers share its CPU cores. If empty, the
+    worker uses ``threads`` threads."""
     core_lines: int = 0
-    """Number of workers on the core board; 0: as many as ``workers_here``."""
+    """Number of workers that share the core board. 0 means ``workers_here``."""
     costs_folder: str = ""
-    """Folder on this machine where step costs are stored for workers that start later; empty: do
-    not store them."""
+    """Folder on this machine where step costs are stored for workers that start later. If empty,
+    they are not stored."""
     draft_model_path: str = ""
     """Folder of the draft model; empty if there is none."""
     number: int = 0
-    """Number of this worker on its machine, from 0. Each rank of a worker has a number of its
-    own."""
+    """Number of this worker on its machine, counted from 0. If a worker has several ranks, each
+    rank has its own number."""
     workers_here: int = 1
     """Number of workers on this machine. A worker with several ranks counts once per rank."""
     host: str = "127.0.0.1"
@@ -49,10 +49,10 @@ class WorkerSettings:
         return "127.0.0.1" if self.pool.rank_placement == "strict_pack" else self.host
 
     def in_role(self, role: str) -> WorkerSettings:
-        """Return the settings of this worker in another role: it joins the first pool with that
-        role.
+        """Return the settings of this worker in another role. Its pool gets the name of the first
+        pool with that role.
 
-        Memory and threads stay the same.
+        All other settings stay the same.
         """
         same = (pool.name for pool in self.config.pools if pool.role == role)
         pool = self.pool.model_copy(update={"name": next(same, role), "role": role})

@@ -5,12 +5,12 @@
 The ranks of a worker share its heads (``baton.head_share``). A rank's block is that of a model that
 has only the rank's heads; ranks may differ by one head.
 
-A block holds codes ``[layer, K/V, head, slot, dim]``. If they are int8 or fp8, their scales
-``[layer, K/V, head, slot]`` in fp32 follow. Padding completes a multiple of 64 bytes. A *row* is
-what one slot holds of one head's keys or values in one layer: ``head_dim`` codes and their scale,
-if any. Rows are counted in the order of the codes, so a row's number determines both places. After
-that comes the drafter's part, if there is one, with the same layout. After its codes and scales, at
-a multiple of 8, an int64 counts its filled slots.
+A block holds the stored values (*codes*) ``[layer, K/V, head, slot, dim]``. If these are int8 or
+fp8, their scales ``[layer, K/V, head, slot]`` in fp32 follow. Padding completes a multiple of 64
+bytes. A *row* is what one slot holds of one head's keys or values in one layer: ``head_dim`` codes
+and their scale, if any. Rows are counted in the order of the codes, so a row's number determines
+both places. After that comes the drafter's part, if there is one, with the same layout. After its
+codes and scales, at a multiple of 8, an int64 counts its filled slots.
 
 Plain Python.
 """
@@ -42,13 +42,14 @@ class KvLayout:
     """Number of slots in a block."""
     layers: int
     kv_heads: int
-    """Number of KV heads of the model: those of all ranks together, each counted once."""
+    """Number of KV heads of the model. Heads on several ranks count once."""
     head_dim: int
     kv_dtype: str
-    """Type of the codes: ``float32``, ``bfloat16``, ``float16``, ``int8`` or ``fp8``."""
+    """Type of the stored keys and values: ``float32``, ``bfloat16``, ``float16``, ``int8`` or
+    ``fp8``."""
     tensor_parallel: int = 1
-    """Number of ranks that share the model's KV heads. With more ranks than heads, several ranks
-    have each head."""
+    """Number of ranks that share the model's KV heads. If there are more ranks than heads, each
+    head is on several ranks."""
     drafter: GroupShape | None = None
     """Shape of the drafter's part of a block; None without a drafter."""
 
@@ -78,7 +79,7 @@ class KvLayout:
 
     @property
     def value_bytes(self) -> int:
-        """Number of bytes in one code."""
+        """Number of bytes of one stored value, without its scale."""
         return _VALUE_BYTES[self.kv_dtype]
 
     @property
@@ -86,7 +87,8 @@ class KvLayout:
         return self.kv_dtype in _SCALED
 
     def of_rank(self, rank: int) -> KvLayout:
-        """Return the layout of a block on one rank. It is unchanged if there is only one rank."""
+        """Return the layout of a block on one rank. If the worker has one rank, this layout is
+        returned unchanged."""
         if self.tensor_parallel == 1:
             return self
         group = self.drafter
@@ -98,30 +100,32 @@ class KvLayout:
 
     @property
     def rows(self) -> int:
-        """Number of rows in a block: one per layer, K or V, head and slot."""
+        """Number of rows in a block. There is one row for each combination of layer, K or V, head
+        and slot."""
         if self.tensor_parallel != 1:
             raise GeometryMismatch(f"{self} has no block size: ask for the layout of one rank")
         return self.layers * 2 * self.kv_heads * self.block_size
 
     @property
     def row_bytes(self) -> int:
-        """Number of bytes in the codes of one row."""
+        """Number of bytes of one row's stored values, without its scale."""
         return self.head_dim * self.value_bytes
 
     @property
     def codes_bytes(self) -> int:
-        """Number of bytes in a block's codes, and so the offset of its scales."""
+        """Number of bytes of a block's stored values. The block's scales begin at this offset."""
         return self.rows * self.row_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Number of bytes in a block's codes and scales, and so the offset of its padding."""
+        """Number of bytes of a block's stored values and scales. The block's padding begins at this
+        offset."""
         return self.codes_bytes + self.rows * SCALE_BYTES * self.has_scales
 
     @property
     def target_bytes(self) -> int:
-        """Number of bytes in the target model's part of a block, and so the offset of the drafter's
-        part."""
+        """Number of bytes in the target model's part of a block. The drafter's part begins at this
+        offset."""
         return _aligned(self.used_bytes)
 
     @property
@@ -134,13 +138,14 @@ class KvLayout:
 
     @property
     def drafter_layout(self) -> KvLayout | None:
-        """Layout of the drafter's part of a block. Its offsets count from the beginning of that
-        part."""
+        """Layout of the drafter's part of a block. Its offsets count from the beginning of the
+        drafter's part."""
         return None if self.drafter is None else self._layout_of(self.drafter)
 
     @property
     def filled_offset(self) -> int:
-        """Offset, within a drafter's part, of the int64 that counts its filled slots."""
+        """Offset of an int64 that counts the filled slots of the drafter's part; counted from the
+        beginning of that part."""
         return -(-self.used_bytes // FILLED_BYTES) * FILLED_BYTES
 
     def _layout_of(self, group: GroupShape) -> KvLayout:
@@ -153,7 +158,8 @@ class KvLayout:
         )
 
     def heads_of(self, rank: int) -> range:
-        """Return the model's KV heads that are on a rank, in the order of its blocks."""
+        """Return the numbers of the model's KV heads that a rank has, in the order of the rank's
+        blocks."""
         return head_share.kv_heads_of(rank, self.tensor_parallel, self.kv_heads)
 
     def ranks_of(self, head: int) -> range:
@@ -163,25 +169,25 @@ class KvLayout:
     def row(self, layer: int, which: int, head: int, slot: int) -> int:
         """Return the number of a row in a block.
 
-        ``which`` is 0 for keys and 1 for values. ``head`` counts the heads in the block.
+        ``which`` is 0 for keys and 1 for values. ``head`` is a position in the rank's block, not a
+        head number of the model.
         """
         plane = (layer * 2 + which) * self.kv_heads + head
         return plane * self.block_size + slot
 
     def code_offset(self, row: int) -> int:
-        """Offset of a row's codes, in bytes within the block."""
+        """Offset of a row's stored values in the block, in bytes."""
         return row * self.row_bytes
 
     def scale_offset(self, row: int) -> int:
-        """Offset of a row's scale, in bytes within a block that has scales."""
+        """Offset of a row's scale in the block, in bytes. The block must have scales."""
         return self.codes_bytes + row * SCALE_BYTES
 
     def layer_runs(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Return the (offset, bytes) pairs of a block at which the layers ``first`` … ``last - 1``
-        are.
+        """Return (offset, bytes) pairs that cover the layers ``first`` … ``last - 1`` of a block.
 
-        The runs of all layers together cover the block, however the layers are divided. The block's
-        padding and the drafter's part belong to the last layer.
+        Together, the pairs of all layers cover the block, however the layers are divided among
+        calls. The block's padding and the drafter's part belong to the last layer.
         """
         if first == last:
             return []

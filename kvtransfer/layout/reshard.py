@@ -21,7 +21,7 @@ from kvtransfer.layout.layout import SCALE_BYTES, KvLayout
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Tokens that are in one block of the source and in one block of the target."""
+    """Tokens that are in one block of the source, and also in one block of the target."""
 
     source_block: int
     source_slot: int
@@ -32,8 +32,8 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Bytes of a block that move in one piece. Length and offsets are in bytes; offsets count
-    within the block."""
+    """Bytes of a block that are copied in one piece. Length and offsets are in bytes; offsets count
+    from the beginning of the block."""
 
     source_rank: int
     source_block: int
@@ -46,29 +46,31 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of some blocks that one rank of a source gives one rank of a target: some heads."""
+    """Heads that one rank of a source worker gives one rank of a target worker, in some of the
+    blocks."""
 
     source_rank: int
     target_rank: int
     heads: range
-    """Heads of the model that both ranks have. It is a single head if several source ranks have
-    it."""
+    """Numbers of the model's heads that both ranks have. There is only one if several source ranks
+    have that head."""
     turn: int = 0
     step: int = 0
     turns: int = 1
-    """Number of source ranks that have the same head. They take turns, block by block: see
-    ``has``."""
+    """Number of source ranks that have the same head. These ranks send it in turns, one block each:
+    see ``has``."""
 
     def has(self, block: int) -> bool:
-        """Whether the shard includes block ``block`` of the source, counted from the sequence's
+        """Whether this shard includes block ``block`` of the source, counted from the sequence's
         start."""
         return (block * self.step + self.turn) % self.turns == 0
 
 
 def shards(source: KvLayout, target: KvLayout) -> list[Shard]:
-    """Return the shards of all pairs of ranks that share heads, by target rank, then by head.
+    """Return the shards for all pairs of a source and a target rank that have heads in common. They
+    are sorted by target rank, then by head.
 
-    In each block, every head of a target rank comes from one source rank.
+    In each block, every head of a target rank comes from exactly one source rank.
     """
     found = []
     for target_rank in range(target.tensor_parallel):
@@ -95,16 +97,17 @@ def _shard(source: KvLayout, target: KvLayout, source_rank: int, target_rank: in
 
 
 def plan(source: KvLayout, target: KvLayout, first: int, last: int) -> list[Slice]:
-    """The fewest slices that bring the tokens [first, last) into the target's blocks.
+    """Return the smallest number of slices that copy the tokens [first, last) into the target's
+    blocks.
 
-    They ascend by tokens, then by target rank. Each target rank gets every head that it has; if
-    several source ranks have it, they take turns by source block. No byte of the target occurs
-    twice. If the blocks of two ranks are alike, whole blocks move in one slice each. That includes
-    the last block if the tokens fill only part of it, so a range must end within a block only where
-    the sequence ends. Otherwise only the tokens' bytes are included.
+    Slices ascend by tokens, then by target rank. Each target rank gets every head that it has. If
+    several source ranks have a head, they send it in turns, one source block each. No byte of the
+    target occurs twice. If the blocks of two ranks are alike, each whole block is one slice. That
+    includes the last block even if the tokens fill only part of it, so a range must end within a
+    block only where the sequence ends. Otherwise only the tokens' bytes are included.
 
-    Raises GeometryMismatch if bytes cannot be transferred unchanged or if there is a drafter's
-    part, and HandoffError for an invalid range.
+    Raises GeometryMismatch if bytes cannot be copied unchanged or if there is a drafter's part, and
+    HandoffError for an invalid range.
     """
     check_convertible(source, target)
     if source.drafter is not None:
@@ -121,8 +124,8 @@ def plan(source: KvLayout, target: KvLayout, first: int, last: int) -> list[Slic
 
 
 def overlaps(source: KvLayout, target: KvLayout, first: int, last: int) -> Iterator[Overlap]:
-    """Yield the tokens [first, last), cut where a block of the source or the target ends, in
-    ascending order.
+    """Yield the tokens [first, last) in ascending order, divided at the end of each source block
+    and each target block.
 
     Raises HandoffError for an invalid range.
     """
@@ -138,8 +141,8 @@ def overlaps(source: KvLayout, target: KvLayout, first: int, last: int) -> Itera
 
 
 def check_convertible(source: KvLayout, target: KvLayout) -> None:
-    """Raise GeometryMismatch unless two layouts hold the same rows, of the target model and of the
-    drafter.
+    """Raise GeometryMismatch unless blocks of one layout can be converted to the other. Both must
+    have the same rows for a token, of the target model and of the drafter.
 
     Block size, tensor parallelism and KV type may differ.
     """
@@ -153,7 +156,8 @@ def check_convertible(source: KvLayout, target: KvLayout) -> None:
 
 
 def _slices(source: KvLayout, target: KvLayout, overlap: Overlap, shard: Shard) -> Iterator[Slice]:
-    """Yield the slices that one source rank gives one target rank for one overlap."""
+    """Yield the slices that one source rank sends to one target rank for the tokens of
+    ``overlap``."""
     here, there = source.of_rank(shard.source_rank), target.of_rank(shard.target_rank)
 
     def between(source_offset: int, target_offset: int, length: int) -> Slice:
@@ -187,8 +191,8 @@ def _slices(source: KvLayout, target: KvLayout, overlap: Overlap, shard: Shard) 
 
 
 def _is_whole(here: KvLayout, there: KvLayout, overlap: Overlap, heads: range) -> bool:
-    """Whether the overlap's source and target blocks are alike, and hold no tokens before the
-    overlap."""
+    """Whether the source block and the target block are alike, and the overlap begins at their
+    first slot."""
     return (
         here.block_size == there.block_size
         and len(heads) == here.kv_heads == there.kv_heads
@@ -204,10 +208,10 @@ def _runs(
     target_head: int,
     heads: int,
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield (source row, target row, number of rows) for rows that are consecutive on both sides.
+    """Yield (source row, target row, number of rows) for rows that are consecutive in both blocks.
 
-    The rows belong to ``heads`` heads. ``source_head`` and ``target_head`` are the first of them,
-    counted in the blocks of the two ranks.
+    The rows belong to ``heads`` heads. ``source_head`` and ``target_head`` are the position of the
+    first of these heads in the source rank's and in the target rank's blocks.
     """
     rows = overlap.tokens
     if rows == source.block_size == target.block_size:

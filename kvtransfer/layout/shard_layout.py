@@ -23,18 +23,19 @@ from kvtransfer.layout.reshard import Shard, shards
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Consecutive bytes within one plane. Offsets and length are in bytes."""
+    """Consecutive bytes of one layer's keys or values. Offsets and length are in bytes."""
 
     number: int
     packed: int
-    """Offset of the first byte among the packed bytes."""
+    """Offset of the first byte, counted in the packed bytes that two ranks share."""
     place: int
     """Offset of the first byte in the rank's block."""
     length: int
 
 
 class ShardLayout:
-    """The packed bytes that two ranks share. Their workers have equal block sizes and KV types."""
+    """The bytes of a block that two ranks have in common, in packed form. Their workers have equal
+    block sizes and KV types."""
 
     def __init__(self, source: KvLayout, target: KvLayout, shard: Shard) -> None:
         """``source`` and ``target`` are the layouts of the whole workers, not of their ranks."""
@@ -51,14 +52,14 @@ class ShardLayout:
 
     @cached_property
     def block_bytes(self) -> int:
-        """Number of packed bytes in a block."""
+        """Number of packed bytes for one block."""
         return self._source.block_bytes if self.is_whole else self._packed.used_bytes
 
     def layer_runs(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Return the (offset, bytes) pairs of the layers ``first`` … ``last - 1`` in a block's
+        """Return (offset, bytes) pairs that cover the layers ``first`` … ``last - 1`` in a block's
         packed bytes.
 
-        See ``KvLayout.layer_runs``. All layers together are one run.
+        See ``KvLayout.layer_runs``. All layers together are one pair.
         """
         if (first, last) == (0, self.layers):
             return [(0, self.block_bytes)]
@@ -75,14 +76,14 @@ class ShardLayout:
 
     @cached_property
     def source_planes(self) -> tuple[Plane, ...]:
-        """The planes of a block, with their offsets in the writer's block, in the order of the
-        packed bytes."""
+        """The parts of a writer's block that are sent, with their offsets in that block, in the
+        order of the packed bytes."""
         return self._planes(self._source, self._source_head)
 
     @cached_property
     def target_planes(self) -> tuple[Plane, ...]:
-        """The planes of a block, with their offsets in the receiver's block, in the order of the
-        packed bytes."""
+        """The parts of a receiver's block that arrive, with their offsets in that block, in the
+        order of the packed bytes."""
         return self._planes(self._target, self._target_head)
 
     def _planes(self, block: KvLayout, first_head: int) -> tuple[Plane, ...]:
@@ -102,8 +103,8 @@ class ShardLayout:
 
 
 def shards_to(source: KvLayout, target: KvLayout, target_rank: int) -> list[ShardLayout]:
-    """Return what one rank of a receiver gets: a layout for each rank of the writer that shares
-    heads with it."""
+    """Return what one rank of a receiver gets: one layout for each rank of the writer that has
+    heads in common with it."""
     return [
         ShardLayout(source, target, shard)
         for shard in shards(source, target)
@@ -112,8 +113,8 @@ def shards_to(source: KvLayout, target: KvLayout, target_rank: int) -> list[Shar
 
 
 def shard_of(source: KvLayout, target: KvLayout, source_rank: int, target_rank: int) -> ShardLayout:
-    """Return the layout of what one rank gives another. Raises HandoffError if they share no
-    head."""
+    """Return the layout of the bytes that one rank sends to another. Raises HandoffError if the two
+    ranks have no head in common."""
     for found in shards_to(source, target, target_rank):
         if found.shard.source_rank == source_rank:
             return found

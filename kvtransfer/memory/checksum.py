@@ -24,7 +24,8 @@ _MASK64 = (1 << 64) - 1
 
 
 def mix32(x: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """Hash each number to 32 bits with Chris Wellons' ``lowbias32`` (nullprogram.com, 2018)."""
+    """Hash each number to 32 bits with the function ``lowbias32`` of Chris Wellons
+    (nullprogram.com, 2018)."""
     x = x ^ (x >> np.uint32(16))
     x = x * np.uint32(0x7FEB352D)
     x = x ^ (x >> np.uint32(15))
@@ -40,7 +41,8 @@ def _keys(pairs: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
 
 
 def checksum(data: bytes | memoryview) -> int:
-    """Compute the 64-bit checksum of up to 16 GiB. Releases the GIL for most of its time."""
+    """Compute the 64-bit checksum of up to 16 GiB of data. Releases the GIL for most of its
+    time."""
     words = np.frombuffer(data, dtype=np.uint8)
     length = words.size  # len() of a view of larger items counts those items
     if length % 8:

@@ -54,7 +54,8 @@ def checksum_kernel(  # type: ignore[no-untyped-def]
 def copy_kernel(  # type: ignore[no-untyped-def]
     target, source, sums, pairs, seed: tl.constexpr, block: tl.constexpr
 ):
-    """Like ``checksum_kernel`` for the words at address ``source``, which it stores at ``target``.
+    """Copy words from address ``source`` to address ``target``, and compute the same sums as
+    ``checksum_kernel``.
 
     The addresses are integers, because torch has no tensors for memory of a GPU that this process
     does not see. They are not specialized: every copy uses the same kernel, whose accesses are 16
@@ -73,10 +74,11 @@ def copy_kernel(  # type: ignore[no-untyped-def]
 
 
 def checksum_tensor(data: torch.Tensor) -> int:
-    """Compute the checksum of a contiguous uint8 tensor: a multiple of 8 bytes, aligned to 4.
+    """Compute the checksum of a contiguous uint8 tensor. Its size must be a multiple of 8 bytes,
+    and its address a multiple of 4.
 
-    It equals ``kvtransfer.memory.checksum.checksum`` of the same bytes. Raises ValueError for other
-    tensors.
+    The result equals ``kvtransfer.memory.checksum.checksum`` of the same bytes. Raises ValueError
+    for other tensors.
     """
     words = _words(data)
     pairs = words.numel() // 2
@@ -87,8 +89,8 @@ def checksum_tensor(data: torch.Tensor) -> int:
 
 
 def can_copy_words(target: int, source: int, size: int) -> bool:
-    """Whether ``copy_words`` supports a copy: both addresses are multiples of 16, and ``size`` of
-    8."""
+    """Whether ``copy_words`` supports a copy. Both addresses must be multiples of 16, and ``size``
+    must be a multiple of 8."""
     return not ((target | source) % 16 or size % 8)
 
 
@@ -119,8 +121,8 @@ def _words(data: torch.Tensor) -> torch.Tensor:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a device current within this context. Triton launches kernels on the current device,
-    wherever the tensors are."""
+    """Make a device the current one within this context, because Triton launches kernels on the
+    current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -60,9 +60,10 @@ def checksum(data: Bytes) -> int:
 
 
 def copy(to: Bytes, source: Bytes, *, soon_read: bool = False) -> int:
-    """Copy up to 16 GiB without overlap. Returns the checksum of what was written.
+    """Copy up to 16 GiB between two buffers that do not overlap. Returns the checksum of the
+    written bytes.
 
-    ``source`` is read once, so the checksum is that of the copy even if others write to ``source``
+    ``source`` is read once, so the checksum is that of the copy even if ``source`` changes
     meanwhile. With ``soon_read``, the copy stays in the CPU's caches; otherwise it bypasses them.
     Releases the GIL. Raises ValueError if ``to`` and ``source`` differ in length, or ``to`` is
     read-only.
@@ -79,11 +80,11 @@ def copy(to: Bytes, source: Bytes, *, soon_read: bool = False) -> int:
 def checksum_many(
     source: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], length: int
 ) -> tuple[int, ...]:
-    """Compute the checksums of several parts of ``source``, each ``length`` bytes from one of
-    ``starts``.
+    """Compute the checksums of several parts of ``source``. Each part has ``length`` bytes and
+    begins at one of the offsets ``starts``.
 
-    It is a single call, because a call costs more than a small part. Raises ValueError if a part is
-    outside ``source``.
+    All parts are handled in one call, because a call costs more than a small part. Raises
+    ValueError if a part is outside ``source``.
     """
     _check(source, starts, length)
     library = copy_library()
@@ -101,8 +102,8 @@ def copy_many(
     *,
     soon_read: bool = False,
 ) -> tuple[int, ...]:
-    """Copy parts of ``source``, given as in ``checksum_many``, each to its offset in ``to``
-    (``places``).
+    """Copy several parts of ``source`` to the offsets ``places`` in ``to``. Each part has
+    ``length`` bytes and begins at one of the offsets ``starts``.
 
     Returns the checksum of each part. Raises ValueError if a part is outside ``source`` or ``to``,
     or ``to`` is read-only.
@@ -131,11 +132,11 @@ def copy_out(
     length: int,
     at: npt.NDArray[np.int64] | None = None,
 ) -> tuple[int, ...]:
-    """Copy parts of ``source``, in order, into the buffers ``outs``, which are read soon
+    """Copy parts of ``source``, in order, into the buffers ``outs``. The buffers are read soon
     afterwards.
 
-    Each buffer gets one part, or with ``at`` one part at each of these offsets. Raises ValueError
-    if the number of parts differs, they do not fit, or a buffer is read-only.
+    Each buffer gets one part. With ``at``, each buffer gets one part at each of these offsets.
+    Raises ValueError if the number of parts differs, they do not fit, or a buffer is read-only.
     """
     _check(source, starts, length)
     targets = [_bytes_of(out) for out in outs]

@@ -23,10 +23,10 @@ class SharedFile:
 
 
 class BlockMemory(Protocol):
-    """The bytes of a worker's blocks.
+    """The KV blocks of a worker, as bytes.
 
-    Its methods are called from transfer threads, never from an event loop, and release the GIL
-    while they copy. ``offset`` and ``length`` are in bytes.
+    Methods are called from transfer threads, never from an event loop, and release the GIL while
+    they copy. ``offset`` and ``length`` are in bytes.
     """
 
     @property
@@ -39,24 +39,26 @@ class BlockMemory(Protocol):
 
     @property
     def device(self) -> str:
-        """``cpu``, or ``cuda:<index>``."""
+        """Name of the device that holds the blocks: ``cpu``, or ``cuda:<index>``."""
 
     @property
     def address(self) -> int:
-        """Address of the first block on ``device``; the other blocks follow without gaps."""
+        """Address of the first block in the memory of ``device``. The other blocks follow without
+        gaps."""
 
     @property
     def shared_file(self) -> SharedFile | None:
         """The file that holds the blocks in order; None if no other process can map them."""
 
     def checksum(self, block: int, offset: int, length: int) -> int:
-        """Compute the checksum of part of a block: see ``kvtransfer.memory.checksum.checksum``."""
+        """Compute the checksum of part of a block, as ``kvtransfer.memory.checksum.checksum``
+        defines it."""
 
     def read(self, block: int, offset: int, out: memoryview) -> int:
         """Copy part of a block into ``out`` (bytes, writable). Returns its checksum."""
 
     def write(self, block: int, offset: int, data: memoryview) -> int:
-        """Overwrite part of a block. Returns the checksum of what was written."""
+        """Overwrite part of a block. Returns the checksum of the written bytes."""
 
     def checksum_many(self, blocks: Sequence[int], offset: int, length: int) -> tuple[int, ...]:
         """Compute the checksum of the same part of each of several blocks."""
@@ -77,8 +79,8 @@ class BlockMemory(Protocol):
         source: memoryview,
         starts: Sequence[int],
     ) -> tuple[int, ...]:
-        """Overwrite the same part of several blocks; the data of each begins at one of ``starts``
-        in ``source``.
+        """Overwrite the same part of several blocks. The new bytes of each part begin at one of the
+        offsets ``starts`` in ``source``.
 
         Returns the checksum of each part.
         """
@@ -87,19 +89,19 @@ class BlockMemory(Protocol):
 class PartByPart:
     """Implements ``checksum_many``, ``read_many`` and ``write_many`` by one call per block.
 
-    It is for memory that gains nothing from handling several blocks at once.
+    It is for memory in which several blocks at once are no faster than one after another.
     """
 
     def checksum_many(
         self: BlockMemory, blocks: Sequence[int], offset: int, length: int
     ) -> tuple[int, ...]:
-        """See ``BlockMemory``."""
+        """Compute the checksum of the same part of each of several blocks. See ``BlockMemory``."""
         return tuple(self.checksum(block, offset, length) for block in blocks)
 
     def read_many(
         self: BlockMemory, blocks: Sequence[int], offset: int, outs: Sequence[memoryview]
     ) -> tuple[int, ...]:
-        """See ``BlockMemory``."""
+        """Copy the same part of several blocks, each into its own buffer. See ``BlockMemory``."""
         pairs = zip(blocks, outs, strict=True)
         return tuple(self.read(block, offset, out) for block, out in pairs)
 
@@ -111,7 +113,7 @@ class PartByPart:
         source: memoryview,
         starts: Sequence[int],
     ) -> tuple[int, ...]:
-        """See ``BlockMemory``."""
+        """Overwrite the same part of several blocks. See ``BlockMemory``."""
         pairs = zip(blocks, starts, strict=True)
         return tuple(
             self.write(block, offset, source[start : start + length]) for block, start in pairs
@@ -119,7 +121,8 @@ class PartByPart:
 
 
 def check_part(memory: BlockMemory, block: int, offset: int, length: int) -> None:
-    """Raise HandoffError if the memory has no such part: peers name parts, and may be wrong."""
+    """Raise HandoffError if the memory has no such part of a block. The check is needed because
+    peers name the parts."""
     if not 0 <= block < memory.blocks or not 0 <= offset <= offset + length <= memory.block_bytes:
         raise HandoffError(
             f"block {block} has no {length} bytes at {offset}: there are {memory.blocks} blocks "
@@ -137,8 +140,9 @@ class HostMemory:
     def __init__(self, data: npt.NDArray[np.uint8], shared_file: SharedFile | None = None) -> None:
         """``data`` is contiguous uint8 [blocks, block_bytes]; the caller owns it.
 
-        ``shared_file`` begins with the same bytes; see ``kvtransfer.memory.shared_pool``. Builds
-        the copy library, which may take seconds the first time. Raises ValueError for other data.
+        ``shared_file`` is a file whose first bytes are ``data``; see
+        ``kvtransfer.memory.shared_pool``. Builds the copy library, which may take seconds the first
+        time. Raises ValueError for other data.
         """
         if data.dtype != np.uint8 or data.ndim != 2 or not data.flags.c_contiguous:
             raise ValueError("data must be contiguous uint8 [blocks, block_bytes]")
@@ -148,7 +152,7 @@ class HostMemory:
 
     @property
     def data(self) -> npt.NDArray[np.uint8]:
-        """All blocks in order: uint8 [bytes], a view."""
+        """The bytes of all blocks, in order: uint8 [bytes], a view."""
         return self._data.reshape(-1)
 
     @property
@@ -204,7 +208,7 @@ class HostMemory:
         return copying.copy_many(self.data, places, origin, origins, length)
 
     def _starts(self, blocks: Sequence[int], offset: int, length: int) -> npt.NDArray[np.int64]:
-        """Return the offset in the memory at which the same part of each block begins. Raises
+        """Return the offsets in the memory at which the same part of each block begins. Raises
         HandoffError for an invalid part."""
         for block in blocks:
             check_part(self, block, offset, length)

@@ -24,13 +24,14 @@ _MASK64 = (1 << 64) - 1
 
 
 def plane_factor(number: int) -> int:
-    """Return the odd factor by which a plane's checksum counts in the checksum of a part."""
+    """Return the odd factor of a plane. Its checksum is multiplied by this factor in the checksum
+    of a part."""
     return (number + 1) * _PLANE_FACTOR & _MASK64 | 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Pieces of a part that have the same length."""
+    """Pieces of equal length into which a part of the packed bytes is divided."""
 
     length: int
     at: npt.NDArray[np.int64]
@@ -41,17 +42,17 @@ class _Cut:
 
 
 class Pieces:
-    """Maps the packed bytes of a block to their offsets in the block. Thread-safe."""
+    """Maps offsets in the packed bytes to offsets in a block. Thread-safe."""
 
     def __init__(self, planes: Sequence[Plane]) -> None:
         self._planes = planes
         self.cuts = lru_cache(maxsize=256)(self._cuts)
-        """Returns the pieces of a part, grouped by length. Its arguments are the part's ``(offset,
-        length)`` in packed bytes."""
+        """Cached function that divides a part into pieces, grouped by length. Its arguments are the
+        part's ``(offset, length)`` in packed bytes."""
 
     def of(self, offset: int, length: int) -> list[Plane]:
-        """Return the planes, or pieces of them, that contain ``length`` packed bytes from
-        ``offset``."""
+        """Return the planes, or pieces of planes, that contain the ``length`` packed bytes from
+        ``offset`` on."""
         found = []
         for plane in self._planes:
             first = max(offset, plane.packed)
@@ -81,8 +82,8 @@ class ShardMemory(PartByPart):
     """Implements ``kvtransfer.memory.memory.BlockMemory`` over packed bytes of another memory."""
 
     def __init__(self, memory: BlockMemory, planes: Sequence[Plane], block_bytes: int) -> None:
-        """``planes`` have offsets in blocks of ``memory``; ``block_bytes`` is the planes' total
-        size."""
+        """``planes`` have offsets in blocks of ``memory``. ``block_bytes`` is the total size of the
+        planes of one block."""
         self._memory = memory
         self._pieces = Pieces(planes)
         self._block_bytes = block_bytes
@@ -104,7 +105,7 @@ class ShardMemory(PartByPart):
 
     @property
     def address(self) -> int:
-        """Address of the whole blocks that contain the packed bytes."""
+        """Address of the whole blocks. The packed bytes have no address of their own."""
         return self._memory.address
 
     @property
@@ -183,7 +184,8 @@ class ShardMemory(PartByPart):
     def copy_from(
         self, blocks: Sequence[int], offset: int, length: int, theirs: PeerBlocks
     ) -> tuple[int, ...]:
-        """Write the same part of several blocks, copied from as many blocks of a peer (``theirs``).
+        """Copy the same part of several blocks of another worker (``theirs``) into as many blocks
+        of this memory.
 
         Returns the checksum of each part.
         """
@@ -205,10 +207,10 @@ class ShardMemory(PartByPart):
 
 @dataclass(frozen=True, slots=True)
 class PeerBlocks:
-    """Some blocks of a peer. Its memory is mapped in this process."""
+    """Some blocks of another worker, whose memory is mapped in this process."""
 
     data: npt.NDArray[np.uint8]
-    """All of the peer's memory, uint8 [bytes]."""
+    """All of the other worker's memory for blocks, uint8 [bytes]."""
     block_bytes: int
     pieces: Pieces
     blocks: Sequence[int]
@@ -231,7 +233,8 @@ def target_memory(memory: BlockMemory, shard: ShardLayout | None) -> BlockMemory
 
 
 def _starts(blocks: Sequence[int], block_bytes: int, cut: _Cut) -> npt.NDArray[np.int64]:
-    """Return the offset in the memory at which each piece of each block begins."""
+    """Return the offset in the memory at which each piece of each block begins. ``cut`` has the
+    offsets of the pieces in a block."""
     return (np.array(blocks, dtype=np.int64)[:, None] * block_bytes + cut.places).reshape(-1)
 
 

@@ -30,16 +30,16 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 @dataclass(frozen=True, slots=True)
 class SharedPool:
-    """A pool that this process has allocated. It lasts until nothing refers to ``data`` any
-    more."""
+    """A pool of KV blocks that this process has allocated. The memory lasts until nothing refers to
+    ``data``."""
 
     data: npt.NDArray[np.uint8]
     """The pool's memory, uint8 [bytes], initially zeros."""
     file: SharedFile
 
     def close(self) -> None:
-        """Prevent other processes from mapping the pool from now on; call it once. Existing
-        mappings stay."""
+        """Prevent other processes from mapping the pool from now on. Existing mappings stay. Call
+        it once."""
         os.close(self.file.descriptor)
 
 
@@ -70,8 +70,8 @@ def _taken(descriptor: int, size: int) -> npt.NDArray[np.uint8]:
 
 
 def _map_aligned(descriptor: int, size: int) -> tuple[mmap.mmap, int]:
-    """Map the pool's file at an address that is a multiple of a large page; elsewhere it would get
-    no large pages.
+    """Map the pool's file at an address that is a multiple of a large page's size. At other
+    addresses, the kernel would not use large pages.
 
     The mapping is inside a larger, empty mapping, and is removed together with it. Returns the
     larger mapping, and the offset of the file's first byte in it.
@@ -89,13 +89,14 @@ def _map_aligned(descriptor: int, size: int) -> tuple[mmap.mmap, int]:
 
 
 def inode_of(file: SharedFile) -> int:
-    """Return the inode number of a shared file, by which ``open_shared`` recognizes it on this
-    host."""
+    """Return the inode number of a shared file. With this number, ``open_shared`` checks on the
+    same host that it has opened the right file."""
     return os.fstat(file.descriptor).st_ino
 
 
 def open_shared(process_id: int, descriptor: int, inode: int, size: int) -> npt.NDArray[np.uint8]:
-    """Map another process's pool read-only, [size] bytes; it stays mapped while it is referenced.
+    """Map another process's pool of ``size`` bytes read-only. It stays mapped as long as the
+    returned array is referenced.
 
     ``descriptor`` is the file's descriptor in that process; ``inode`` and ``size`` identify the
     expected file. Raises HandoffError if the file cannot be opened (the process has ended, belongs

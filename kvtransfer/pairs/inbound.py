@@ -41,12 +41,13 @@ Response = transfer_pb2.TransferResponse
 
 
 _WITHOUT_STAGING = 4
-"""Factor by which the window of a pair is larger if its transport copies directly between
-blocks."""
+"""Factor by which the window of a pair is multiplied if its transport copies directly between
+blocks, without staging memory."""
 
 
 class Inbound:
-    """All pairs in which this worker receives. The ticket keeper reports released tickets to it."""
+    """All pairs in which this worker receives blocks. ``keeper`` reports released tickets to this
+    object."""
 
     def __init__(
         self,
@@ -66,19 +67,19 @@ class Inbound:
         self._rank_addresses = rank_addresses
         self._transports = {transport.name: transport for transport in transports}
         self._warned: set[tuple[str, str]] = set()
-        """Pairs of (wanted, chosen) transport names that have caused a warning already."""
+        """Pairs of (wanted, chosen) transport names for which a warning was logged already."""
         self._pairs: dict[tuple[str, int], InboundPair] = {}
         """Open pairs by the writer's (incarnation, rank)."""
         self._transfers = TicketTransfers()
 
     def pairs(self) -> dict[str, str]:
-        """The name of each open pair's transport, by the writer's incarnation."""
+        """The name of each open pair's transport. The keys are the writers' incarnations."""
         return {writer: pair.transport for (writer, _), pair in self._pairs.items()}
 
     async def serve(
         self, requests: AsyncIterator[transfer_pb2.TransferRequest], context: Context
     ) -> None:
-        """Serve one writer's stream, which is a pair, until it ends."""
+        """Serve the stream of one writer until it ends. Each stream is one pair."""
         async with grpc_boundary(context):  # type: ignore[arg-type]
             first = await anext(requests, None)
             if first is None or not first.HasField("open"):
@@ -145,10 +146,11 @@ class Inbound:
     def _log_fallback(
         self, writer: str, wanted: str, taken: str, reason: str, *, apart: bool
     ) -> None:
-        """Log why a pair uses a worse transport; as a warning the first time.
+        """Log why a pair uses a worse transport than the wanted one. The first time, this is logged
+        as a warning.
 
-        If the two are ``apart``, on different hosts, the better transport cannot work, so this is
-        no warning.
+        If ``apart``, the two workers are on different hosts. The better transport cannot work then,
+        so no warning is logged.
         """
         level = logging.INFO
         if not apart and (wanted, taken) not in self._warned:
@@ -165,10 +167,11 @@ class Inbound:
         )
 
     def _window(self, transport: Transport) -> int:
-        """Return the window of a pair in bytes: what may be announced and not have arrived.
+        """Return the window of a pair: the maximum number of bytes that are announced and have not
+        arrived.
 
-        It is larger for a transport without staging, because the receiver then reads the writer's
-        blocks in place.
+        The window is larger for a transport without staging memory, because the receiver then reads
+        the writer's blocks in place.
         """
         stages = transport.copies_out or transport.staging_bytes
         return self.limits.window_bytes * (1 if stages else _WITHOUT_STAGING)
@@ -180,7 +183,8 @@ class Inbound:
         self._transfers.cancel(ticket.ticket_id)
 
     def sweep(self, now: float) -> None:
-        """Close pairs whose writers owe bytes, and are silent or too late."""
+        """Close pairs whose writer is silent while data is due, or has not delivered a batch in
+        time."""
         for pair in list(self._pairs.values()):
             stuck = pair.stuck(now)
             if stuck is not None:

@@ -42,7 +42,7 @@ Response = transfer_pb2.TransferResponse
 
 
 class TicketKeeper(Protocol):
-    """Owns the tickets; all its methods run on the event loop."""
+    """Interface of the object that owns the tickets. All its methods run on the event loop."""
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -71,11 +71,11 @@ class TicketKeeper(Protocol):
         """Record that a copy did not begin, because its ticket had ended."""
 
     def renew(self, writer: str, ticket_ids: Sequence[str], now: float) -> list[str]:
-        """Process a writer's heartbeat for its tickets. Returns the ids of those that have
-        ended."""
+        """Renew the leases of a writer's tickets after its heartbeat. Returns the ids of those
+        tickets that have ended."""
 
     def writer_gone(self, writer: str, now: float) -> None:
-        """Record that a writer's pair has closed, so nothing more arrives from that writer."""
+        """Record that a writer's pair has closed, so no more bytes arrive from that writer."""
 
 
 class TicketTransfers:
@@ -93,14 +93,14 @@ class TicketTransfers:
         self._transfers.setdefault(ticket_id, set()).add(transfer)
 
     def discard(self, ticket_id: str, transfer: Transfer) -> None:
-        """Remove a ticket's transfer that is over."""
+        """Remove a transfer of a ticket, because the transfer is over."""
         transfers = self._transfers.get(ticket_id, set())
         transfers.discard(transfer)
         if not transfers:
             self._transfers.pop(ticket_id, None)
 
     def cancel(self, ticket_id: str) -> None:
-        """Cancel the copies into a ticket's blocks that have not begun."""
+        """Cancel copies into a ticket's blocks, unless they have begun."""
         for transfer in list(self._transfers.get(ticket_id, ())):
             transfer.cancel()
 
@@ -131,10 +131,10 @@ class InboundPair:
         self._loop = asyncio.get_running_loop()
         self._next = 0
         self._awaited: dict[int, float] = {}
-        """Time since which each batch is awaited, by number, the oldest first. Batches that have
-        landed are removed."""
+        """Time since which each batch is awaited, by batch number, the oldest first. Batches that
+        have arrived are removed."""
         self._copies: dict[int, _Copy] = {}
-        """Batches that were admitted and have not landed, by number."""
+        """Batches that were admitted and have not arrived completely, by batch number."""
         self._heard_at = keeper.clock()
 
     async def run(
@@ -142,7 +142,7 @@ class InboundPair:
     ) -> None:
         """Serve the writer's stream until the writer ends it.
 
-        Raises BatonError if this side has to end it.
+        Raises BatonError if the receiver has to end it.
         """
         tasks = [
             asyncio.create_task(self._read(requests), name="read"),
@@ -159,7 +159,8 @@ class InboundPair:
             await end_tasks(tasks)
 
     def stuck(self, now: float) -> BatonError | None:
-        """Return the reason why the awaited batches will not arrive; None if they still may."""
+        """Return the error with which to close the pair if awaited batches can no longer arrive.
+        Returns None if they still may."""
         if not self._awaited:
             return None
         limits = self._limits
@@ -251,8 +252,8 @@ class InboundPair:
             return
 
     def _sealed(self, message: transfer_pb2.SealBatch) -> None:
-        """Accept the checksums of a batch that was announced without them. Ignored if the batch has
-        ended."""
+        """Accept the checksums of a batch that was announced without checksums. They are ignored if
+        the batch has ended."""
         copy = self._copies.get(message.number)
         if copy is None:
             return
@@ -264,7 +265,7 @@ class InboundPair:
         self._compare(copy)
 
     def _over(self, copy: _Copy) -> None:
-        """Process the end of a batch's transfer into blocks: success, failure or cancellation."""
+        """Process the end of a batch's copy into blocks: success, failure or cancellation."""
         self._transfers.discard(copy.ticket_id, copy.transfer)
         try:
             copy.transfer.poll()
@@ -278,7 +279,7 @@ class InboundPair:
             self._compare(copy)
 
     def _compare(self, copy: _Copy) -> None:
-        """Count a batch as landed once its bytes are in place and their checksums match the
+        """Count a batch as arrived once all its bytes are stored and their checksums match the
         writer's."""
         if not copy.is_placed:
             return
@@ -312,7 +313,7 @@ class InboundPair:
 
 @dataclass(slots=True)
 class _Copy:
-    """A batch that is being copied into blocks."""
+    """A batch whose bytes are being copied into blocks."""
 
     ticket_id: str
     batch: AnnouncedBatch
@@ -320,7 +321,7 @@ class _Copy:
     """Numbers of the ticket's missing blocks into which the batch is copied."""
     transfer: Transfer
     expected: tuple[int, ...] | None = None
-    """Checksums from the writer, which those that the transfer computes must equal.
+    """The writer's checksums, with which the transfer's checksums must agree.
 
     Empty if the transfer compares them itself; None until the writer sends them.
     """

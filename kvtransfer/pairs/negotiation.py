@@ -17,9 +17,9 @@ from kvtransfer.layout.reshard import check_convertible
 TRANSPORTS = ("cuda_ipc", "shm", "nixl", "nccl", "grpc", "gloo")
 """Names of all transports, the best first.
 
-Those with a single copy within a device or host come first, then the fastest networks, then the
-ones that run anywhere. gloo comes after grpc, because grpc needs no new process group after a
-failure.
+Transports that copy once, within a device or host, come first. The fastest networks follow, then
+transports that work anywhere. gloo comes after grpc, because grpc needs no new process group after
+a failure.
 """
 
 
@@ -29,9 +29,10 @@ class Fit(enum.Enum):
     EQUAL = "equal"
     """The layouts are equal: whole blocks are sent unchanged."""
     SHARED = "shared"
-    """Tensor parallelism differs: each rank sends only the heads that the peer's rank has, too."""
+    """Only tensor parallelism differs: each rank sends the heads that the other rank has, too."""
     CONVERTIBLE = "convertible"
-    """Block size or KV type differ, so blocks are converted; both workers have one rank."""
+    """Block size or KV type differ, so blocks are converted. Both workers must have a single
+    rank."""
 
 
 def rank_transports(offered: Collection[str], supported: Collection[str]) -> tuple[str, ...]:
@@ -50,10 +51,10 @@ def rank_transports(offered: Collection[str], supported: Collection[str]) -> tup
 
 @lru_cache(maxsize=64)
 def check_geometry(source: Geometry, target: Geometry) -> Fit:
-    """Check whether and how blocks of one worker can become blocks of another.
+    """Check whether and how blocks of worker ``source`` can be used by worker ``target``.
 
     Results are cached, because each handoff checks the same few geometries. Raises
-    GeometryMismatch, with both geometries, if they cannot.
+    GeometryMismatch, with both geometries, if the blocks cannot be used.
     """
     try:
         check_convertible(KvLayout.of(source), KvLayout.of(target))

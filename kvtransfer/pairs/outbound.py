@@ -40,19 +40,19 @@ Call = grpc.aio.StreamStreamCall[transfer_pb2.TransferRequest, transfer_pb2.Tran
 
 
 _FIRST_GUESS = 1e9
-"""Bandwidth assumed for a pair that has not sent any bytes yet, in bytes per second."""
+"""Bandwidth, in bytes per second, that is assumed for a pair until it has sent bytes."""
 
 
 class Push:
     """Sends the blocks of one ticket to its receiver.
 
-    ``done`` gets the number of bytes that have arrived, or the error.
+    ``done`` is a future. It gets the number of bytes that have arrived, or the error.
     """
 
     def __init__(
         self, outbound: Outbound, ticket_id: str, memory: BlockMemory | None = None
     ) -> None:
-        """``memory`` holds the blocks to send; None: the worker's own blocks."""
+        """``memory`` holds the blocks to send. None means the worker's own blocks."""
         self.ticket_id = ticket_id
         self.memory = memory
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -64,17 +64,17 @@ class Push:
         self._error: BatonError | None = None
 
     def put_layers(self, target: int, source: int, first: int, last: int) -> None:
-        """Send the layers ``first`` … ``last - 1`` of a block, whose KV is complete now; see
-        ``put``.
+        """Send the layers ``first`` … ``last - 1`` of block ``source``, whose KV must be complete;
+        see ``put``.
 
-        In a pair of ranks, only the heads that both ranks share are sent.
+        In a pair of ranks, only the heads that both ranks have are sent.
         """
         for offset, length in self._outbound.runs(target, first, last):
             self.put(target, source, offset, length)
 
     def put(self, target: int, source: int, offset: int, length: int) -> None:
-        """Send part of block ``source``, which is complete now, to the ticket's missing block
-        ``target``.
+        """Send part of block ``source`` to the ticket's missing block ``target``. The part must be
+        complete.
 
         Offset and length are in bytes. Has no effect once the push has failed or was cancelled.
         """
@@ -88,12 +88,13 @@ class Push:
         self._settle()
 
     def cancel(self) -> None:
-        """Stop sending. ``done`` fails once nothing reads the blocks any longer; idempotent."""
+        """Stop sending the ticket's blocks. ``done`` fails as soon as no thread reads the blocks;
+        idempotent."""
         self.fail(TicketEnded(f"ticket {self.ticket_id} was given up by its writer"))
 
     @property
     def is_open(self) -> bool:
-        """Whether the push has neither failed nor completed."""
+        """Whether the push is still in progress: it has neither failed nor completed."""
         return self._error is None and not self.done.done()
 
     @property
@@ -102,7 +103,7 @@ class Push:
         return bool(self._queued or self._in_flight)
 
     def fail(self, error: BatonError) -> None:
-        """Fail the push with ``error``; only the first error counts."""
+        """Fail the push with ``error``. Later errors are ignored."""
         if self.is_open:
             self._error = error
             self._outbound.drop(self.ticket_id)
@@ -110,7 +111,7 @@ class Push:
             self._settle()
 
     def broke(self, error: BatonError) -> None:
-        """Fail the push because its pair is broken: nothing is in flight any longer."""
+        """Fail the push because its pair is broken. Nothing of the push is in flight then."""
         self._in_flight = 0
         self.fail(error)
         self._settle()
@@ -153,14 +154,14 @@ class Outbound:
         self.peer = peer
         self.transport = ""
         self.geometry = identity.geometry
-        """The receiver's geometry. The blocks that are sent must have it."""
+        """The receiver's geometry. The blocks that are sent must be in this geometry."""
         self.fit = Fit.EQUAL
-        """How the worker's own blocks compare with the receiver's geometry; valid once the pair is
-        open."""
+        """How the geometry of the worker's own blocks compares with the receiver's; valid once the
+        pair is open."""
         self.rank_addresses: tuple[str, ...] = ()
         """host:port of the gRPC server of each of the receiver's ranks, if it has several."""
         self.in_flight_bytes = 0
-        """Number of bytes of this pair that were announced and have not arrived."""
+        """Number of this pair's bytes that were announced to the receiver and have not arrived."""
         self.bandwidth = Bandwidth(_FIRST_GUESS)
         self.broken: asyncio.Future[BatonError] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
@@ -171,7 +172,8 @@ class Outbound:
         self._shard: ShardLayout | None = None
         self._layout = KvLayout.of(self.geometry)
         self._whole_block: list[tuple[int, int]] = []
-        """The single run (offset, bytes) that covers a whole block, for a pair without a shard."""
+        """The (offset, bytes) pair that covers a whole block, in a list; used if the pair has no
+        shard."""
         self._call: Call | None = None
         self._link: SendLink | None = None
         self._reads_in_place = False
@@ -182,7 +184,8 @@ class Outbound:
         self._next = 0
         self._requests: asyncio.Queue[Request] = asyncio.Queue()
         self._reads: asyncio.Queue[tuple[int, PushBatch, asyncio.Future[Packed]]] = asyncio.Queue(1)
-        """Batches whose blocks are being read, in order, in addition to the one that is awaited."""
+        """Batches whose blocks are being read, in order. The batch that is sent next is no longer
+        in this queue."""
         self._reading: set[asyncio.Future[Packed]] = set()
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -258,7 +261,7 @@ class Outbound:
         return shard_between(self._identity, theirs)
 
     def runs(self, target: int, first: int, last: int) -> list[tuple[int, int]]:
-        """Return (offset, bytes) of what to send for the layers ``first`` … ``last - 1`` of block
+        """Return the (offset, bytes) pairs to send for the layers ``first`` … ``last - 1`` of block
         ``target``."""
         if self._shard is not None:
             has = self._shard.shard.has(target)
@@ -268,7 +271,7 @@ class Outbound:
         return self._layout.layer_runs(first, last)
 
     async def close(self) -> None:
-        """Close the pair; its pushes fail."""
+        """Close the pair, which fails its pushes."""
         self._break(WorkerFailed(f"the pair with {self.peer.incarnation} was closed"))
         await end_tasks(self._tasks)
         if self._reading:
@@ -317,20 +320,21 @@ class Outbound:
         return push
 
     def put(self, ticket_id: str, target: int, source: int, offset: int, length: int) -> None:
-        """Queue part of a block to be sent; called by ``Push``."""
+        """Queue part of block ``source`` for the ticket's missing block ``target``; called by
+        ``Push``."""
         self._queue.put(ticket_id, target, source, offset, length)
         self._wake.set()
 
     def drop(self, ticket_id: str) -> None:
-        """Drop the queued parts of a ticket; called by ``Push``."""
+        """Remove a ticket's parts from the queue; called by ``Push``."""
         self._queue.drop(ticket_id)
 
     def forget(self, push: Push) -> None:
-        """Forget a push that is over; called by ``Push``."""
+        """Remove a push that is over from the pair; called by ``Push``."""
         self._pushes.pop(push.ticket_id, None)
 
     async def _read_ahead(self) -> None:
-        """Read batches from the blocks, one ahead of the batches in flight."""
+        """Read batches from the blocks. One batch is read ahead while others are in flight."""
         while True:
             while not self._queue:
                 self._wake.clear()
@@ -363,7 +367,8 @@ class Outbound:
         return reading
 
     async def _announce(self) -> None:
-        """Announce (or seal) and send batches that were read, in the order of their numbers."""
+        """Announce batches that were read, or seal announced ones, and send them. The order is that
+        of their numbers."""
         assert self._link is not None, "not open"
         while True:
             number, batch, reading = await self._reads.get()
@@ -383,7 +388,7 @@ class Outbound:
         self._requests.put_nowait(Request(announced=[announcement]))
 
     def _sent(self, transfer: Transfer) -> None:
-        """Break the pair if a transfer has failed. Called on a thread of the transport when a
+        """Break the pair if a transfer has failed. A thread of the transport calls this when a
         transfer ends."""
         try:
             transfer.poll()
@@ -405,10 +410,11 @@ class Outbound:
                     self._ended_there(ticket_id)
 
     def _ended_there(self, ticket_id: str) -> None:
-        """Fail the push of a ticket that is no longer open at the receiver.
+        """Fail the push of a ticket, because the receiver reports that the ticket is no longer
+        open.
 
         A rank other than 0 cannot distinguish a failure from a commit that it has not been informed
-        of. If everything has arrived, rank 0 decides.
+        of. If all bytes have arrived, rank 0 decides.
         """
         push = self._pushes.get(ticket_id)
         if push is not None and (self._identity.rank == 0 or push.is_under_way):
@@ -430,7 +436,7 @@ class Outbound:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Watch the receiver for silence within this context, even if no blocks are sent."""
+        """Check within this context that the receiver is not silent, even if no blocks are sent."""
         self._users += 1
         try:
             yield
@@ -453,9 +459,9 @@ class Outbound:
             self._requests.put_nowait(Request(renew=renewal))
 
     def _is_stuck(self, now: float) -> bool:
-        """Whether the receiver answers heartbeats but does not confirm the oldest batch.
+        """Whether the receiver answers heartbeats, but has not confirmed the oldest batch in time.
 
-        Callers that release blocks wait for what is in flight.
+        Such a pair must fail, because callers release blocks only when no batch is in flight.
         """
         oldest = next(iter(self._in_flight), None)
         if oldest != self._oldest:
@@ -481,7 +487,8 @@ class Outbound:
 
 
 def _sealed(batch: PushBatch, packed: Packed) -> list[int]:
-    """Return the checksum of each part of a batch, bound to the part's ticket, block and offset."""
+    """Return one checksum for each part of a batch. It also covers the part's ticket, block and
+    offset."""
     return [
         segment_checksum(digest, batch.ticket_id, target, batch.offset)
         for digest, target in zip(packed.checksums, batch.targets, strict=True)

@@ -24,31 +24,31 @@ class Identity:
     fingerprint: str
     geometry: Geometry
     rank: int = 0
-    """Number of the rank in its worker."""
+    """Number of the rank within its worker."""
 
     @property
     def name(self) -> str:
-        """Name of the worker or rank, for messages."""
+        """Name of the worker, or of its rank, for log and error messages."""
         return f"{self.incarnation} rank {self.rank}" if self.rank else self.incarnation
 
 
 @dataclass(frozen=True, slots=True)
 class PairLimits:
-    """Limits of a worker's pairs: bytes in flight, silence, and time for a batch."""
+    """Limits of each pair of a worker: bytes in flight, silence, and time for a batch."""
 
     window_bytes: int = 32 << 20
     """Maximum bytes of a pair that are announced and have not arrived."""
     silence_s: float = 3.0
     """Seconds of silence after which a peer that owes an answer counts as lost."""
     batch_deadline_s: float = 30.0
-    """Seconds after which a batch that has not arrived ends its pair."""
+    """Seconds within which an announced batch must arrive; otherwise its pair ends."""
 
 
 def shard_between(writer: Identity, receiver: Identity) -> ShardLayout | None:
-    """Return the shard that the writer's rank gives the receiver's; None if both workers have one
-    rank.
+    """Return the heads that the writer's rank sends to the receiver's rank, as a layout. Returns
+    None if both workers have one rank.
 
-    Raises HandoffError if the two ranks share no heads, or if a worker has no such rank.
+    Raises HandoffError if the two ranks have no head in common, or if a worker has no such rank.
     """
     source, target = KvLayout.of(writer.geometry), KvLayout.of(receiver.geometry)
     if source.tensor_parallel == target.tensor_parallel == 1 and writer.rank == receiver.rank == 0:
@@ -60,10 +60,10 @@ def shard_between(writer: Identity, receiver: Identity) -> ShardLayout | None:
 
 
 def check_peer(own: Identity, peer: Identity, meant: str) -> Fit:
-    """Check whether and how the worker ``peer`` may exchange blocks with this one.
+    """Check whether and how worker ``peer`` may exchange blocks with this worker (``own``).
 
     ``meant`` is the incarnation of this worker that the peer has addressed. The fingerprint is
-    checked first. Raises HandoffError, with both sides.
+    checked first. Raises HandoffError, with the values of both workers.
     """
     if peer.fingerprint != own.fingerprint:
         raise FingerprintMismatch(
@@ -86,7 +86,7 @@ Message = TypeVar("Message", transfer_pb2.TransferRequest, transfer_pb2.Transfer
 
 
 async def all_at_once(queue: asyncio.Queue[Message]) -> Message:
-    """Merge all queued messages into one; waits for the first message.
+    """Return all queued messages merged into one; waits for the first message.
 
     Sending a message takes some 0.2 ms, whatever it contains.
     """
@@ -103,8 +103,8 @@ _MASK64 = (1 << 64) - 1
 
 
 def segment_checksum(digest: int, ticket_id: str, block_index: int, offset: int) -> int:
-    """Bind a segment's checksum ``digest`` to its ticket, block and offset, so that it cannot pass
-    for that of another segment."""
+    """Combine a segment's checksum ``digest`` with its ticket, block and offset. So one segment
+    cannot be mistaken for another."""
     place = _ticket_place(ticket_id) + (block_index + 1) * _BLOCK_FACTOR + offset * _OFFSET_FACTOR
     return (digest + place) & _MASK64
 

@@ -1,9 +1,9 @@
 """Pushes of one ticket through several pairs at once.
 
-    pending ─a way fails, cancel→ failing (the others are cancelled) ─all are over→ failed
+    pending ─a push fails, cancel→ failing (the others are cancelled) ─all are over→ failed
     pending ─all are over→ done
 
-``done`` is set when the last way is over, so that nothing reads the blocks any more. Owned by the
+``done`` is set when the last push is over, so no thread reads the blocks any more. Owned by the
 event loop.
 """
 
@@ -19,10 +19,10 @@ from kvtransfer.pairs.outbound import Outbound
 
 
 class BlockPush(Protocol):
-    """A push of one ticket's blocks: see ``kvtransfer.pairs.outbound.Push``."""
+    """Sends the blocks of one ticket: see ``kvtransfer.pairs.outbound.Push``."""
 
     done: asyncio.Future[int]
-    """Gets the number of bytes that have arrived, or the error of the push."""
+    """Future that gets the number of bytes that have arrived, or the error of the push."""
 
     def put_layers(self, target: int, source: int, first: int, last: int) -> None:
         """Send the layers ``first`` … ``last - 1`` of block ``source`` to missing block
@@ -49,17 +49,18 @@ class PushFan:
             self.done.set_result(0)
 
     def put_layers(self, target: int, source: int, first: int, last: int) -> None:
-        """See ``BlockPush``. Each of the pushes sends its own part."""
+        """Send some layers of block ``source`` to missing block ``target``. Each of the pushes
+        sends its own part. See ``BlockPush``."""
         for way in self._ways:
             way.put_layers(target, source, first, last)
 
     def end(self) -> None:
-        """See ``BlockPush``."""
+        """Declare that the ticket's blocks have no more parts to send. See ``BlockPush``."""
         for way in self._ways:
             way.end()
 
     def cancel(self) -> None:
-        """See ``BlockPush``."""
+        """Stop sending the ticket's blocks. See ``BlockPush``."""
         for way in self._ways:
             way.cancel()
 
@@ -117,15 +118,15 @@ class LatePush:
             call(self._push)
 
     def put_layers(self, target: int, source: int, first: int, last: int) -> None:
-        """See ``BlockPush``."""
+        """Send some layers of block ``source`` to missing block ``target``. See ``BlockPush``."""
         self._soon(lambda push: push.put_layers(target, source, first, last))
 
     def end(self) -> None:
-        """See ``BlockPush``."""
+        """Declare that the ticket's blocks have no more parts to send. See ``BlockPush``."""
         self._soon(lambda push: push.end())
 
     def cancel(self) -> None:
-        """See ``BlockPush``."""
+        """Stop sending the ticket's blocks. See ``BlockPush``."""
         if self._push is None:
             fail(self.done, TicketEnded(f"ticket {self._ticket_id} was given up by its writer"))
         else:
@@ -133,7 +134,8 @@ class LatePush:
 
 
 def fail(done: asyncio.Future[Any], error: BaseException) -> None:
-    """Set the exception of ``done`` unless it is done already, and mark it as retrieved."""
+    """Fail the future ``done`` with ``error`` unless it is done already, and mark the exception as
+    retrieved."""
     if not done.done():
         done.set_exception(error)
         done.exception()  # retrieved, so that asyncio does not log it

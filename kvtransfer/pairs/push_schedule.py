@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PushBatch:
-    """A unit that a writer announces: the same part of some blocks of one ticket."""
+    """Bytes that a writer announces at once: the same part of some blocks of one ticket."""
 
     ticket_id: str
     targets: tuple[int, ...]
@@ -27,16 +27,16 @@ class PushBatch:
 
 
 _SMALL_BATCH_BYTES = 4 << 20
-"""Size in bytes below which a batch is not divided."""
+"""Batches below this size, in bytes, are not divided."""
 _Waiting = OrderedDict[tuple[int, int], deque[tuple[int, int]]]
-"""Parts that are still to be sent: maps (offset, length) to the (target, source) pairs of
-blocks."""
+"""Parts of blocks that are not sent yet: maps a part's (offset, length) to (target, source) pairs
+of block numbers."""
 
 
 class PushQueue:
     """The parts of blocks that a pair still has to send, by ticket.
 
-    Tickets take turns, one batch each, so that a long prompt does not hold up a short one.
+    Tickets take turns, one batch each, so that a long prompt does not delay a short one.
     """
 
     def __init__(self, part_bytes: int, batch_bytes: int) -> None:
@@ -49,15 +49,15 @@ class PushQueue:
         return bool(self._waiting)
 
     def put(self, ticket_id: str, target: int, source: int, offset: int, length: int) -> None:
-        """Queue ``length`` bytes from ``offset`` of block ``source``, for the ticket's missing
-        block ``target``."""
+        """Queue ``length`` bytes from offset ``offset`` of block ``source``. They are for the
+        ticket's missing block ``target``."""
         waiting = self._waiting.setdefault(ticket_id, OrderedDict())
         for start in range(offset, offset + length, self._part_bytes):
             part = min(self._part_bytes, offset + length - start)
             waiting.setdefault((start, part), deque()).append((target, source))
 
     def take(self) -> PushBatch:
-        """Take the next batch to announce. Raises KeyError if nothing is queued."""
+        """Remove and return the next batch to announce. Raises KeyError if nothing is queued."""
         ticket_id, waiting = self._waiting.popitem(last=False)
         (offset, length), blocks = next(iter(waiting.items()))
         # The first half is placed while the second is read, but each batch also costs some
@@ -77,7 +77,7 @@ class PushQueue:
         return PushBatch(ticket_id, targets, sources, offset, length)
 
     def drop(self, ticket_id: str) -> None:
-        """Drop everything that is queued for a ticket; idempotent."""
+        """Remove all queued parts of a ticket; idempotent."""
         self._waiting.pop(ticket_id, None)
 
 
@@ -137,14 +137,15 @@ class PutPlan:
 
 
 _WEIGHT = 0.2
-"""Weight of the newest sample in the learned bandwidth."""
+"""Weight of the newest sample in the learned bandwidth, from 0 to 1."""
 _MIN_BYTES = 64 << 10
-"""Minimum bytes of a bandwidth sample. A smaller one would measure the cost of messages instead of
-bytes."""
+"""Minimum bytes of a bandwidth sample. With fewer bytes, the sample would mostly measure the fixed
+cost of messages."""
 
 
 class Bandwidth:
-    """Bandwidth of a pair, in bytes per second, learned only while it has something to send."""
+    """Bandwidth of a pair, in bytes per second. It is learned only while bytes of the pair are in
+    flight."""
 
     def __init__(self, bytes_per_s: float) -> None:
         """``bytes_per_s`` is the bandwidth that is assumed until there are samples."""
@@ -157,8 +158,8 @@ class Bandwidth:
             self._busy_since = now
 
     def landed(self, count: int, now: float, *, is_idle: bool) -> None:
-        """Record that ``count`` bytes have arrived. ``is_idle``: true if nothing else is in
-        flight."""
+        """Record that ``count`` bytes have arrived. ``is_idle``: true if no other bytes of the pair
+        are in flight."""
         since, self._busy_since = self._busy_since, None if is_idle else now
         if since is None or count < _MIN_BYTES or now <= since:
             return

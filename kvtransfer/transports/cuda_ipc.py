@@ -48,7 +48,7 @@ class ExportedMemory:
 
 
 class OpenedMemory:
-    """Another process's memory, mapped for one GPU of this process until it is closed."""
+    """Memory of another process, mapped for one GPU of this process until ``close`` is called."""
 
     def __init__(self, exported: ExportedMemory, size: int, reader: int) -> None:
         """Map ``size`` bytes so that kernels of GPU ``reader`` can read them.
@@ -77,9 +77,9 @@ class OpenedMemory:
 
     @contextmanager
     def reading(self) -> Iterator[int]:
-        """Yield the address of the memory, which stays mapped within this context.
+        """Yield the address of the memory. The memory stays mapped within this context.
 
-        Raises WorkerFailed if it is closed.
+        Raises WorkerFailed if the memory was closed.
         """
         with self._lock:
             if self._is_closed:
@@ -137,8 +137,8 @@ def copy_bytes(target: int, source: int, size: int, device: int, stream: int) ->
 
 
 def device_uuid(device: int) -> str:
-    """Return a GPU's UUID, which is the same in every process, whatever CUDA_VISIBLE_DEVICES is
-    there.
+    """Return a GPU's UUID. It is the same in every process, whatever the value of
+    CUDA_VISIBLE_DEVICES.
 
     Raises ConfigError if there is no such GPU.
     """
@@ -150,8 +150,8 @@ def device_uuid(device: int) -> str:
 
 
 def _reach(address: int, size: int, reader: int) -> int:
-    """Return 0 if kernels of GPU ``reader`` can access all ``size`` bytes, else CUDA's error
-    code."""
+    """Return 0 if kernels of GPU ``reader`` can access all ``size`` bytes from ``address``, else
+    CUDA's error code."""
     found = ctypes.c_uint64()
     driver = _driver()
     with _context(reader):
@@ -196,7 +196,8 @@ def _device(device: int) -> ctypes.c_int:
 
 @contextmanager
 def _context(device: int) -> Iterator[None]:
-    """Make the CUDA context that torch uses current on this thread, which may be a new one."""
+    """Make torch's CUDA context of ``device`` current on the calling thread, within this context.
+    The thread may be new to CUDA."""
     driver = _driver()
     number, context = _device(device), ctypes.c_void_p()
     if error := driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number):

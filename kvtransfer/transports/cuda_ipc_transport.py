@@ -24,12 +24,12 @@ from kvtransfer.transports.transport import AnnouncedBatch, Peer
 
 _HANDLE_BYTES = 64
 _ADDRESSES = 1 << 57
-"""Upper bound of a peer's sizes, in bytes: what a GPU can address."""
+"""Upper bound for sizes that a peer reports, in bytes: as much as a GPU can address."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """How a writer's blocks can be opened, and on which host."""
+    """A writer's offer: its host, and how the receiver can open its blocks."""
 
     boot_id: str
     pid_namespace: str
@@ -67,7 +67,7 @@ class CudaIpcTransport:
         self._links: WeakSet[ReadSendLink | CudaIpcReceiveLink] = WeakSet()
 
     def register(self, memory: BlockMemory) -> None:
-        """See ``Transport``."""
+        """Prepare the worker's blocks for this transport. See ``Transport``."""
         kind, _, number = memory.device.partition(":")
         if kind != "cuda":
             raise ConfigError(f"transport cuda_ipc needs KV blocks on a GPU: they are on {kind}")
@@ -88,11 +88,13 @@ class CudaIpcTransport:
         self._memory, self._device = memory, int(number)
 
     def offer(self) -> bytes:
-        """See ``Transport``. It names the GPU and the handle of this worker's blocks."""
+        """Return the data with which a peer decides whether it can use this transport. It names the
+        GPU and the handle of this worker's blocks. See ``Transport``."""
         return self._offer
 
     def accept(self, peer: Peer, offer: bytes) -> tuple[CudaIpcReceiveLink, bytes]:
-        """See ``Transport``. To open the writer's blocks takes some milliseconds."""
+        """Start to receive from a writer. To open the writer's blocks takes some milliseconds. See
+        ``Transport``."""
         assert self._memory is not None, "not registered"
         theirs = _parse(offer)
         boot_id, pid_namespace = host_of(self.name)
@@ -122,15 +124,16 @@ class CudaIpcTransport:
         return link, b""
 
     def connect(self, peer: Peer, answer: bytes) -> ReadSendLink:
-        """See ``Transport``."""
+        """Make the writer's end of the link. The writer sends no blocks, because the receiver reads
+        them. See ``Transport``."""
         assert self._memory is not None, "not registered"
         link = ReadSendLink(self._memory)
         self._links.add(link)
         return link
 
     def close(self) -> None:
-        """See ``Transport``. The blocks' memory is not released, because it belongs to the
-        worker."""
+        """Close all links of this transport; idempotent. The blocks' memory is not released,
+        because it belongs to the worker. See ``Transport``."""
         for link in list(self._links):
             link.close()
 
@@ -139,7 +142,8 @@ class _Copier:
     """Implements ``Copier``: opens the writer's blocks for this worker's GPU."""
 
     def __init__(self, memory: BlockMemory, device: int, theirs: _Offer) -> None:
-        """Raises HandoffError if GPU ``device`` cannot read the writer's blocks.
+        """Open the blocks of the writer's offer (``theirs``). Raises HandoffError if GPU ``device``
+        cannot read them.
 
         Raises ConfigError if CUDA provides no context for that GPU.
         """
@@ -160,7 +164,8 @@ class _Copier:
         self._theirs = cuda_ipc.OpenedMemory(exported, theirs.blocks * theirs.block_bytes, device)
 
     def copy(self, batch: AnnouncedBatch) -> tuple[int, ...]:
-        """See ``Copier``. Raises WorkerFailed if the copier is closed."""
+        """Copy a batch into this worker's blocks. Raises WorkerFailed if the copier is closed. See
+        ``Copier``."""
         offset, length = batch.target.offset, batch.target.length
         return tuple(
             self._copy_part(source, target, offset, length)

@@ -34,8 +34,8 @@ class Frame:
     """
 
     def __init__(self, part: int, size: int) -> None:
-        """Make a message with room for ``size`` bytes of data, the parts of a batch from ``part``
-        on."""
+        """Make a message with room for ``size`` bytes of data. The data are parts of a batch,
+        beginning with number ``part``."""
         head = _HEAD.pack(_NUMBER_TAG, 0, _PART_TAG, part, _DATA_TAG) + _varint(size)
         self.size = len(head) + size
         self._message: bytes = _new_bytes(None, self.size)

@@ -46,7 +46,8 @@ MAX_PAIRS = 256
 _METHOD = "/baton.v1.BlockService/SendBlocks"
 _PAIR_KEY = "baton-pair"
 _PATIENCE_S = 5.0
-"""Seconds for which a stream waits until this worker knows its pair, and then each batch."""
+"""Seconds for which a stream waits until this worker knows the stream's pair, and later until it
+knows each batch."""
 
 
 class GrpcTransport:
@@ -74,13 +75,13 @@ class GrpcTransport:
 
     @property
     def staging_bytes(self) -> int:
-        """See ``Transport``. It counts messages that wait to be sent, and one message of each
-        writer."""
+        """Number of bytes of this transport's staging memory. It counts messages that wait to be
+        sent, and one message of each writer. See ``Transport``."""
         copies = sum(link.copied_bytes for link in list(self._senders))
         return copies + CHUNK_BYTES * len(self._links)
 
     def register(self, memory: BlockMemory) -> None:
-        """See ``Transport``. Starts the server."""
+        """Prepare the worker's blocks for this transport. Starts the server. See ``Transport``."""
         self._memory = memory
         threads = ThreadPoolExecutor(MAX_PAIRS, thread_name_prefix="blocks")
         server, port = make_blocking_server(threads, f"{self._host}:0", self._tls)
@@ -90,13 +91,14 @@ class GrpcTransport:
         self._address = f"{self._host}:{port}"
 
     def offer(self) -> bytes:
-        """See ``Transport``."""
+        """Return the data with which a peer decides whether it can use this transport. See
+        ``Transport``."""
         return b"{}"
 
     def accept(
         self, peer: Peer, offer: bytes, shard: ShardLayout | None = None
     ) -> tuple[GrpcReceiveLink, bytes]:
-        """See ``ShardingTransport``."""
+        """Start to receive from a writer. See ``ShardingTransport``."""
         assert self._memory is not None, "not registered"
         if len(self._links) >= MAX_PAIRS:
             raise HandoffError(f"{MAX_PAIRS} workers send blocks here already")
@@ -107,7 +109,7 @@ class GrpcTransport:
         return link, json.dumps({"address": self._address, "pair": pair}).encode()
 
     def connect(self, peer: Peer, answer: bytes, shard: ShardLayout | None = None) -> GrpcSendLink:
-        """See ``ShardingTransport``."""
+        """Connect to a receiver that has accepted. See ``ShardingTransport``."""
         assert self._memory is not None, "not registered"
         try:
             fields = json.loads(answer)
@@ -136,7 +138,7 @@ class GrpcTransport:
         return found
 
     def close(self) -> None:
-        """See ``Transport``."""
+        """Close all links of this transport; idempotent. See ``Transport``."""
         for link in list(self._links.values()):
             link.close()
         for send_link in list(self._senders):
@@ -151,12 +153,12 @@ class GrpcTransport:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A message that is to be sent, with parts of one batch."""
+    """A message that waits to be sent, with some parts of one batch."""
 
     number: int
     frame: Frame
     last: Transfer | None
-    """The batch's transfer, if this is its last message; None if more messages follow."""
+    """Transfer of the batch if this is the batch's last message; None if more messages follow."""
 
 
 class GrpcSendLink:
@@ -177,7 +179,8 @@ class GrpcSendLink:
         self._call.add_done_callback(self._ended)
 
     def pack(self, parts: Parts, memory: BlockMemory | None = None) -> Packed:
-        """See ``SendLink``. The payload is a list of frames."""
+        """Prepare parts of blocks for sending. The payload is a list of frames. See
+        ``SendLink``."""
         source = self._memory if memory is None else memory
         length, count = parts.length, len(parts.blocks)
         step = max(1, CHUNK_BYTES // length)
@@ -194,8 +197,8 @@ class GrpcSendLink:
         return Packed(parts, source.read_many(parts.blocks, parts.offset, outs), frames)
 
     def _new_frame(self, first: int, size: int) -> Frame:
-        """Make a frame for parts from ``first`` on. It counts as staging until nothing refers to
-        it."""
+        """Make a frame for parts of a batch, beginning with number ``first``. Its bytes count as
+        staging memory until the frame is no longer referenced."""
         frame = Frame(first, size)
         self._count(frame.size)
         weakref.finalize(frame, self._count, -frame.size)
@@ -206,7 +209,7 @@ class GrpcSendLink:
             self.copied_bytes += size
 
     def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
-        """See ``SendLink``."""
+        """Start to send a batch that was announced. See ``SendLink``."""
         transfer = self._transfers.new()
         *before, last = packed.payload
         for frame in before:
@@ -228,7 +231,7 @@ class GrpcSendLink:
         self._chunks.put(None)
 
     def close(self) -> None:
-        """See ``SendLink``."""
+        """End every transfer and disconnect; idempotent. See ``SendLink``."""
         self._transfers.end(WorkerFailed("the pair was closed"))
         self._chunks.put(None)
         self._call.cancel()
@@ -247,7 +250,7 @@ def _why(call: Any) -> str:
 
 @dataclass(slots=True)
 class _Awaited:
-    """A batch that was announced, and the number of its parts in place."""
+    """An announced batch, and the number of its parts that are stored."""
 
     batch: AnnouncedBatch
     transfer: Transfer
@@ -268,7 +271,7 @@ class GrpcReceiveLink:
         self._cancel_stream: Callable[[], object] | None = None
 
     def receive(self, batch: AnnouncedBatch, deadline_s: float, *, wanted: bool = True) -> Transfer:
-        """See ``ReceiveLink``."""
+        """Start to bring a batch into its target blocks. See ``ReceiveLink``."""
         transfer = self._transfers.new()
         if not wanted:
             transfer.cancel()
@@ -309,8 +312,8 @@ class GrpcReceiveLink:
         place(self._memory, batch, data, range(0, len(data), batch.source.length), first)
 
     def _find(self, number: int) -> _Awaited:
-        """Return the batch ``number``; waits a little, because its bytes may arrive before its
-        announcement."""
+        """Return the batch ``number``. Waits a few seconds for its announcement, because the bytes
+        may arrive first."""
         with self._told:
             known = self._told.wait_for(
                 lambda: number in self._awaited or self._transfers.error, _PATIENCE_S
@@ -322,8 +325,8 @@ class GrpcReceiveLink:
             return self._awaited[number]
 
     def begin_stream(self, cancel: Callable[[], object]) -> None:
-        """Begin to serve the writer's stream; ``cancel`` ends the stream. Raises HandoffError for a
-        second stream."""
+        """Begin to serve the writer's stream. ``cancel`` ends the stream. Raises HandoffError if
+        the link has a stream already."""
         if self._cancel_stream is not None:
             raise HandoffError(f"{self.peer} sends blocks over another stream already")
         self._cancel_stream = cancel
@@ -335,7 +338,7 @@ class GrpcReceiveLink:
             self._told.notify_all()
 
     def close(self) -> None:
-        """See ``ReceiveLink``."""
+        """End every transfer and disconnect; idempotent. See ``ReceiveLink``."""
         self._forget()
         self.end(WorkerFailed("the pair was closed"))
         if self._cancel_stream is not None:
@@ -343,7 +346,7 @@ class GrpcReceiveLink:
 
 
 class _Handler(grpc.GenericRpcHandler):
-    """Serves ``BlockService`` with undecoded messages."""
+    """Serves the calls of ``BlockService``, and passes messages on without decoding them."""
 
     def __init__(self, transport: GrpcTransport) -> None:
         self._transport = transport
@@ -351,7 +354,8 @@ class _Handler(grpc.GenericRpcHandler):
     def service(
         self, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler[bytes, bytes] | None:
-        """See ``grpc.GenericRpcHandler``."""
+        """Return the handler of a call to ``BlockService``; None for other calls. See
+        ``grpc.GenericRpcHandler``."""
         if handler_call_details.method != _METHOD:
             return None
         return grpc.stream_unary_rpc_method_handler(self._serve)

@@ -27,7 +27,7 @@ _TYPES: dict[str, type] = {"str": str, "int": int}
 
 
 def read_offer(kind: type[Offer], data: bytes, transport: str) -> Offer:
-    """Parse an offer; ``kind`` is a dataclass whose fields are ``str`` and non-negative ``int``.
+    """Parse an offer into ``kind``, a dataclass whose fields are ``str`` and non-negative ``int``.
 
     Raises HandoffError for anything else: a peer's pid becomes part of a path, and its sizes become
     bounds.
@@ -49,8 +49,8 @@ def read_offer(kind: type[Offer], data: bytes, transport: str) -> Offer:
 
 
 def host_of(transport: str) -> tuple[str, str]:
-    """Return this host's boot ID, and the process namespace, which by default differs in each
-    container.
+    """Return this host's boot ID, and the ID of the process namespace. The namespace usually
+    differs in each container.
 
     Raises ConfigError, which names ``transport``, if the system does not provide them.
     """
@@ -63,7 +63,8 @@ def host_of(transport: str) -> tuple[str, str]:
 
 
 def are_on_two_hosts(offer: bytes, other: bytes) -> bool:
-    """Whether two offers of a transport name different hosts. False if an offer names no host."""
+    """Whether two offers of a transport come from different hosts. False if one of the offers names
+    no host."""
     hosts = [_boot_id(each) for each in (offer, other)]
     return None not in hosts and hosts[0] != hosts[1]
 
@@ -83,19 +84,20 @@ class ReadSendLink:
         self._transfers = OpenTransfers()
 
     def pack(self, parts: Parts, memory: BlockMemory | None = None) -> Packed:
-        """See ``SendLink``."""
+        """Compute the checksums of parts of blocks; the parts are not copied. See ``SendLink``."""
         assert memory is None or memory is self._memory, "the receiver cannot read other memory"
         sums = self._memory.checksum_many(parts.blocks, parts.offset, parts.length)
         return Packed(parts, sums)
 
     def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
-        """See ``SendLink``."""
+        """Return a transfer that is over already, because the receiver reads the blocks in place.
+        See ``SendLink``."""
         transfer = self._transfers.new()
         transfer.finish()
         return transfer
 
     def close(self) -> None:
-        """See ``SendLink``."""
+        """Fail transfers that are made from now on; idempotent. See ``SendLink``."""
         self._transfers.end(WorkerFailed("the pair was closed"))
 
 
@@ -108,7 +110,7 @@ class Copier(Protocol):
 
     @property
     def part_end(self) -> int:
-        """Offset in bytes beyond which no part of a block may reach."""
+        """Offset within a block, in bytes, beyond which no part may extend."""
 
     def copy(self, batch: AnnouncedBatch) -> tuple[int, ...]:
         """Copy a batch into this worker's blocks, on a thread of the executor. The writer must have
@@ -128,14 +130,14 @@ class ReadReceiveLink(Generic[C]):
     def __init__(self, copier: C, executor: Executor) -> None:
         """``executor`` runs the copies; each of its threads copies one batch at a time."""
         self._copier: C | None = copier
-        """The open copier; None once the link is closed, so that remaining references keep no
-        mapping."""
+        """The open copier; None once the link is closed, so that the writer's blocks do not stay
+        mapped."""
         self._executor = executor
         self._transfers = OpenTransfers()
 
     def receive(self, batch: AnnouncedBatch, deadline_s: float, *, wanted: bool = True) -> Transfer:
-        """See ``ReceiveLink``. A copy takes no longer than moving its bytes, so ``deadline_s`` is
-        not needed."""
+        """Start to bring a batch into its target blocks. A copy takes no longer than moving its
+        bytes, so ``deadline_s`` is not needed. See ``ReceiveLink``."""
         transfer = self._transfers.new()
         copier = self._copier
         if copier is None or not wanted:
@@ -150,18 +152,21 @@ class ReadReceiveLink(Generic[C]):
         return transfer
 
     def close(self) -> None:
-        """See ``ReceiveLink``. The writer's blocks are unmapped after the last copy from them."""
+        """End every transfer and disconnect; idempotent. The writer's blocks are unmapped after the
+        last copy from them. See ``ReceiveLink``."""
         self._transfers.end(WorkerFailed("the pair was closed"))
         copier, self._copier = self._copier, None
         if copier is not None:
             self._let_go(copier)
 
     def _let_go(self, copier: C) -> None:
-        """Release the writer's blocks after the copies that still run. No copy begins any more."""
+        """Release the writer's blocks after the copies that still run have ended. No other copy
+        begins."""
 
 
 def _is_inside(batch: AnnouncedBatch, copier: Copier) -> bool:
-    """Whether the writer has the parts that a batch names; peers may name wrong ones."""
+    """Whether the writer has the parts of blocks that a batch names. The check is needed because
+    the peer names the parts."""
     source, target = batch.source, batch.target
     return (
         min(source.blocks) >= 0

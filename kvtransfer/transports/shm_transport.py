@@ -29,7 +29,7 @@ from kvtransfer.transports.transport import AnnouncedBatch, Peer
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """How a writer's blocks can be mapped, and on which host."""
+    """A writer's offer: its host, and how the receiver can map its blocks."""
 
     boot_id: str
     pid_namespace: str
@@ -59,7 +59,7 @@ class ShmTransport:
         self._links: WeakSet[ReadSendLink | ShmReceiveLink] = WeakSet()
 
     def register(self, memory: BlockMemory) -> None:
-        """See ``Transport``."""
+        """Prepare the worker's blocks for this transport. See ``Transport``."""
         shared = memory.shared_file
         if shared is None:
             raise ConfigError("transport shm needs the KV blocks in memory that others can map")
@@ -77,13 +77,14 @@ class ShmTransport:
         self._offer = json.dumps(asdict(offer)).encode()
 
     def offer(self) -> bytes:
-        """See ``Transport``."""
+        """Return the data with which a peer decides whether it can use this transport. See
+        ``Transport``."""
         return self._offer
 
     def accept(
         self, peer: Peer, offer: bytes, shard: ShardLayout | None = None
     ) -> tuple[ShmReceiveLink, bytes]:
-        """See ``ShardingTransport``."""
+        """Start to receive from a writer. See ``ShardingTransport``."""
         assert self._memory is not None, "not registered"
         theirs = _parse(offer)
         if (theirs.boot_id, theirs.pid_namespace) != host_of(self.name):
@@ -104,15 +105,16 @@ class ShmTransport:
         return link, b""
 
     def connect(self, peer: Peer, answer: bytes, shard: ShardLayout | None = None) -> ReadSendLink:
-        """See ``ShardingTransport``."""
+        """Make the writer's end of the link. The writer sends no blocks, because the receiver reads
+        them. See ``ShardingTransport``."""
         assert self._memory is not None, "not registered"
         link = ReadSendLink(source_memory(self._memory, shard))
         self._links.add(link)
         return link
 
     def close(self) -> None:
-        """See ``Transport``. The blocks' memory is not released, because it belongs to the
-        worker."""
+        """Close all links of this transport; idempotent. The blocks' memory is not released,
+        because it belongs to the worker. See ``Transport``."""
         for link in list(self._links):
             link.close()
 
@@ -121,8 +123,8 @@ class ShmCopier:
     """Implements ``Copier`` for blocks that are sent whole."""
 
     def __init__(self, memory: BlockMemory, theirs: memoryview, block_bytes: int) -> None:
-        """``theirs`` is the mapped memory of the writer's blocks, which have ``block_bytes``
-        each."""
+        """``theirs`` is the mapped memory of the writer's blocks. Each block has ``block_bytes``
+        bytes."""
         self.blocks = len(theirs) // block_bytes
         self.part_end = block_bytes
         self._memory = memory
@@ -130,7 +132,7 @@ class ShmCopier:
         self._block_bytes = block_bytes
 
     def copy(self, batch: AnnouncedBatch) -> tuple[int, ...]:
-        """See ``Copier``."""
+        """Copy a batch into this worker's blocks. See ``Copier``."""
         source, target = batch.source, batch.target
         starts = [block * self._block_bytes + source.offset for block in source.blocks]
         return self._memory.write_many(
@@ -139,8 +141,8 @@ class ShmCopier:
 
 
 class ShmShardCopier:
-    """Implements ``Copier`` for a shard: only the heads that this rank needs of the writer's
-    blocks."""
+    """Implements ``Copier`` for a shard: copies only those heads of the writer's blocks that this
+    rank needs."""
 
     def __init__(self, memory: BlockMemory, theirs: memoryview, shard: ShardLayout) -> None:
         self.blocks = len(theirs) // shard.source_block_bytes
@@ -151,14 +153,14 @@ class ShmShardCopier:
         self._pieces = Pieces(shard.source_planes)
 
     def copy(self, batch: AnnouncedBatch) -> tuple[int, ...]:
-        """See ``Copier``."""
+        """Copy a batch into this worker's blocks. See ``Copier``."""
         source, target = batch.source, batch.target
         peer = PeerBlocks(self._theirs, self._block_bytes, self._pieces, source.blocks)
         return self._packed.copy_from(target.blocks, target.offset, target.length, peer)
 
 
 class ShmReceiveLink(ReadReceiveLink[ShmCopier | ShmShardCopier]):
-    """A link that unmaps the writer's blocks with the last copy that reads them."""
+    """A link that unmaps the writer's blocks after the last copy that reads them."""
 
 
 def _parse(offer: bytes) -> _Offer:

@@ -32,7 +32,8 @@ class Transfer:
 
     def __init__(self) -> None:
         self.found: tuple[int, ...] = ()
-        """Checksums of the placed parts, if the writer's checksums were not known yet."""
+        """Checksums of the placed parts. Empty if the writer's checksums were known when the parts
+        were placed."""
         self._changed = threading.Condition()
         self._state = _State.PENDING
         self._error: BaseException | None = None
@@ -42,7 +43,8 @@ class Transfer:
     # For threads that wait for the transfer
 
     def poll(self) -> bool:
-        """Whether the transfer is over. Raises its error, or CancelledError if it was cancelled."""
+        """Whether the transfer is over. If it has failed or was cancelled, raises its error or
+        CancelledError."""
         with self._changed:
             over, error = self._state is _State.OVER, self._error
         if error is not None:
@@ -50,7 +52,7 @@ class Transfer:
         return over
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the transfer is over. Raises like ``poll``, and TimeoutError."""
+        """Wait until the transfer is over. Raises the same errors as ``poll``, and TimeoutError."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._state is _State.OVER, timeout_s):
                 raise TimeoutError(f"a transfer was not over after {timeout_s} s")
@@ -63,7 +65,7 @@ class Transfer:
     def give_up(self, error: BaseException) -> None:
         """End the transfer with an error, for example because its link has ended.
 
-        While bytes are being placed, it ends with the next ``pause``.
+        If bytes are being placed, the transfer ends when ``pause`` is called next.
         """
         with self._changed:
             if self._state is _State.PLACING:
@@ -72,8 +74,8 @@ class Transfer:
         self._end(error)
 
     def when_over(self, call: Callable[[Transfer], None]) -> None:
-        """Call ``call`` when the transfer is over, on the thread that ends it; at once if it is
-        over already."""
+        """Call ``call`` when the transfer is over, on the thread that ends it. If the transfer is
+        over already, call it at once."""
         with self._changed:
             if self._state is not _State.OVER:
                 self._calls.append(call)
@@ -83,15 +85,15 @@ class Transfer:
     # For the transport
 
     def begin(self) -> bool:
-        """Begin to place bytes. Returns False if the transfer is over; then nothing may be
-        placed."""
+        """Begin to place bytes in blocks. Returns False if the transfer is over; then no bytes may
+        be placed."""
         with self._changed:
             if self._state is _State.PENDING:
                 self._state = _State.PLACING
             return self._state is _State.PLACING
 
     def pause(self) -> None:
-        """Record that no bytes are being placed at the moment. More of them may follow."""
+        """Record that no bytes are being placed at the moment. More bytes may follow."""
         with self._changed:
             if self._state is not _State.PLACING:
                 return
@@ -101,12 +103,12 @@ class Transfer:
             self._end(wanted)
 
     def finish(self) -> None:
-        """End the transfer successfully; no effect if it is over already."""
+        """End the transfer successfully. Has no effect if it is over already."""
         self._end(self._wanted_end)
 
     def fail(self, error: BaseException) -> None:
-        """End the transfer with an error, when no bytes are being placed any more. No effect if it
-        is over already."""
+        """End the transfer with an error. Call this when no bytes are being placed. Has no effect
+        if it is over already."""
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
@@ -149,7 +151,8 @@ class OpenTransfers:
             self._open.discard(transfer)
 
     def end(self, error: BatonError) -> None:
-        """End the link: fail all its transfers, now and later. Only the first error counts."""
+        """End the link: fail all its transfers, including later ones, with ``error``. Errors of
+        later calls are ignored."""
         with self._lock:
             if self._error is None:
                 self._error = error

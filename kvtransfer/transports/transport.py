@@ -134,7 +134,7 @@ class Transport(Protocol):
 
     @property
     def part_bytes(self) -> int:
-        """Largest part, in bytes, that suits this transport."""
+        """Size of the largest part, in bytes, that suits this transport."""
 
     @property
     def batch_bytes(self) -> int:
@@ -191,12 +191,12 @@ class ShardingTransport(Transport, Protocol):
     def accept(
         self, peer: Peer, offer: bytes, shard: ShardLayout | None = None
     ) -> tuple[ReceiveLink, bytes]:
-        """See ``Transport``. With a ``shard`` that is not whole, parts consist of its packed
-        bytes."""
+        """Start to receive from a writer. With a ``shard`` that is not whole, parts consist of its
+        packed bytes. See ``Transport``."""
 
     def connect(self, peer: Peer, answer: bytes, shard: ShardLayout | None = None) -> SendLink:
-        """See ``Transport``. With a ``shard`` that is not whole, parts consist of its packed
-        bytes."""
+        """Connect to a receiver that has accepted. With a ``shard`` that is not whole, parts
+        consist of its packed bytes. See ``Transport``."""
 
 
 def accept_shard(

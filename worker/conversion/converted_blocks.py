@@ -26,11 +26,11 @@ from worker.conversion.kv_converter import Converter
 
 
 class Staging:
-    """Converted blocks that are kept because parts of them are still unread. Thread-safe."""
+    """Converted blocks that are kept because some of their parts were not read yet. Thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
-        """``limit_bytes`` is the maximum size of all kept blocks together; one block is always
-        allowed."""
+        """``limit_bytes`` is the maximum size of all kept blocks together. A single block is kept
+        even if it is larger."""
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._blocks: OrderedDict[tuple[ConvertedBlocks, int], npt.NDArray[np.uint8]] = (
@@ -66,16 +66,18 @@ class Staging:
 
 
 class ConvertedBlocks(PartByPart):
-    """A sequence's blocks in a receiver's geometry. Implements
+    """A sequence's blocks, converted to a receiver's geometry. Implements
     ``kvtransfer.memory.memory.BlockMemory``, read-only.
 
-    Block n is the nth block of the sequence as the receiver counts them.
+    Block n is the nth block of the sequence in the receiver's block size.
     """
 
     def __init__(self, cache: KvCache, target: Geometry, staging: Staging) -> None:
-        """``staging`` keeps blocks of all conversions on this worker.
+        """``cache`` holds the blocks, and ``target`` is the receiver's geometry. ``staging`` keeps
+        converted blocks for all receivers of this worker.
 
-        Raises GeometryMismatch, with both geometries, if blocks of ``cache`` cannot be converted.
+        Raises GeometryMismatch, with both geometries, if blocks of ``cache`` cannot be
+        converted.
         """
         source, self._layout = KvLayout.of(cache.geometry), KvLayout.of(target)
         if target.tensor_parallel != 1:
@@ -97,15 +99,16 @@ class ConvertedBlocks(PartByPart):
         self._closed = False
 
     def computed(self, table: Sequence[int], tokens: int) -> None:
-        """Set the block table of the sequence on this worker, and how many of its tokens are
-        computed.
+        """Set the sequence's block table on this worker, and the number of its computed tokens.
 
-        These tokens can be read from now on. A block that still gets tokens must not be read.
+        The KV of these tokens can be read from now on. A block to which tokens are still added must
+        not be read.
         """
         self._computed = (tuple(table), tokens)
 
     def close(self) -> None:
-        """Record that the blocks are no longer read, and drop those that are kept; idempotent."""
+        """Declare that the blocks are no longer read, and drop those in the staging memory;
+        idempotent."""
         self._closed = True
         self._staging.drop(self)
 
@@ -123,7 +126,8 @@ class ConvertedBlocks(PartByPart):
 
     @property
     def address(self) -> int:
-        """Raise HandoffError: converted blocks do not exist in one place."""
+        """Raise HandoffError: converted blocks have no common address, because they are made one at
+        a time."""
         raise HandoffError("converted blocks have no address")
 
     @property

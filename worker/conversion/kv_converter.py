@@ -24,25 +24,27 @@ from kvtransfer.layout.layout import FILLED_BYTES, KvLayout
 from kvtransfer.layout.reshard import check_convertible, overlaps
 
 _DTYPES = PLAIN_KV_DTYPES | KV_DTYPES
-"""Torch type of a layout's codes, by the layout's ``kv_dtype``."""
+"""Torch type of quantized or plain KV values, by a layout's ``kv_dtype``."""
 _CPU_VALUES, _GPU_VALUES = 1 << 20, 1 << 26
-"""Maximum values that are converted at once, on a CPU and on a GPU; some fp32 copies of them are
-made.
+"""Maximum number of values that are converted at once, on a CPU and on a GPU. Some copies of them
+in fp32 are made.
 
-On a CPU they fit into its caches (64 blocks at once took 4 times as long). On a GPU they keep it
-busy.
+On a CPU, they fit into its caches (64 blocks at once took 4 times as long). On a GPU,
+they keep it busy.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """Codes and scales of some blocks of one rank, as views of the blocks' bytes."""
+    """Stored KV values (codes) and scales of some blocks of one rank, as views of the blocks'
+    bytes."""
 
     codes: torch.Tensor
-    """Codes [block, layer, K/V, head, slot, dim]. They are uint8 if there are scales, because torch
-    cannot index fp8."""
+    """Stored KV values [block, layer, K/V, head, slot, dim]. Their type is uint8 if there are
+    scales, because torch cannot index fp8."""
     scales: torch.Tensor | None
-    """Scales in fp32 [block, layer, K/V, head, slot]; None if the KV type has none."""
+    """Scales of the stored values, fp32 [block, layer, K/V, head, slot]. None if the KV type has no
+    scales."""
 
     @classmethod
     def of(cls, data: torch.Tensor, layout: KvLayout) -> _Blocks:
@@ -58,35 +60,38 @@ class _Blocks:
         return cls(codes.view(*shape, layout.head_dim), scales)
 
     def slots(self, first: int, count: int) -> _Blocks:
-        """View ``count`` slots of every block, from slot ``first`` on."""
+        """View ``count`` token slots of every block, beginning with slot ``first``."""
         scales = None if self.scales is None else self.scales.narrow(4, first, count)
         return _Blocks(self.codes.narrow(4, first, count), scales)
 
     def heads(self, heads: range) -> _Blocks:
-        """View some heads of every block, as they are counted in the blocks."""
+        """View some heads of every block. ``heads`` are positions in the blocks, not head numbers
+        of the model."""
         scales = None
         if self.scales is not None:
             scales = self.scales.narrow(3, heads.start, len(heads))
         return _Blocks(self.codes.narrow(3, heads.start, len(heads)), scales)
 
     def take(self, blocks: torch.Tensor) -> _Blocks:
-        """Copy the blocks with these numbers, int64 [n]."""
+        """Copy some of the blocks. ``blocks`` has their numbers, int64 [n]."""
         scales = None if self.scales is None else self.scales.index_select(0, blocks)
         return _Blocks(self.codes.index_select(0, blocks), scales)
 
     def put(self, blocks: torch.Tensor, found: _Blocks) -> None:
-        """Overwrite the blocks with these numbers, int64 [n], with the n blocks ``found``."""
+        """Overwrite some of the blocks with the n blocks ``found``. ``blocks`` has the numbers of
+        the overwritten blocks, int64 [n]."""
         self.codes.index_copy_(0, blocks, found.codes)
         if self.scales is not None and found.scales is not None:
             self.scales.index_copy_(0, blocks, found.scales)
 
 
 class Converter:
-    """Converts blocks of one layout to blocks of one rank in another layout. Stateless, so
-    thread-safe."""
+    """Converts blocks of one layout to blocks of one rank in another layout. Thread-safe, because
+    it has no state."""
 
     def __init__(self, source: KvLayout, target: KvLayout, target_rank: int = 0) -> None:
-        """Raises GeometryMismatch if the layouts do not fit, or the source has several ranks."""
+        """Raises GeometryMismatch if blocks of ``source`` cannot be converted to ``target``, or if
+        the source has several ranks."""
         check_convertible(source, target)
         if source.tensor_parallel != 1:
             raise GeometryMismatch(f"cannot convert blocks of {source}: no rank holds whole blocks")
@@ -133,8 +138,8 @@ class Converter:
         wanted: Sequence[int],
         out: torch.Tensor,
     ) -> None:
-        """Convert the part of one cache group, the target's or the drafter's, and zero the bytes
-        after its codes and scales."""
+        """Convert one cache group of the blocks: the target model's or the drafter's. Zero the
+        bytes after the group's values and scales."""
         source = _Blocks.of(cache, self._source).heads(self._heads)
         target = _Blocks.of(out, self._target)
         self._clear(tokens, wanted, out)
@@ -155,8 +160,8 @@ class Converter:
         wanted: Sequence[int],
         out: torch.Tensor,
     ) -> None:
-        """Set, in each drafter's part, how many slots are filled without a gap from the sequence's
-        start."""
+        """Store in the drafter's part of each wanted block how many of its slots are filled,
+        without a gap from the sequence's start."""
         places = torch.tensor(table, device=cache.device)
         filled = _filled(cache, self._source)[places].tolist()
         size, done = self._source.block_size, 0
@@ -190,7 +195,7 @@ class Converter:
         return places
 
     def _clear(self, tokens: int, wanted: Sequence[int], out: torch.Tensor) -> None:
-        """Zero the slots of ``out`` that no token fills, since ``out`` may hold data of another
+        """Zero the slots of ``out`` that receive no token, because ``out`` may hold data of another
         sequence."""
         out[:, self._target.used_bytes :] = 0
         for row, block in enumerate(wanted):
@@ -198,7 +203,7 @@ class Converter:
                 out[row] = 0
 
     def _as_target(self, found: _Blocks) -> _Blocks:
-        """Convert values that were read from the source to the target's KV type."""
+        """Convert values of the source's KV type to the target's KV type."""
         if self._source.kv_dtype == self._target.kv_dtype:
             return found
         values = found.codes
@@ -232,6 +237,7 @@ class Converter:
 
 
 def _filled(parts: torch.Tensor, layout: KvLayout) -> torch.Tensor:
-    """Return the number of filled slots in each of a drafter's parts: a view, int64 [blocks]."""
+    """Return how many token slots are filled in the drafter's part of each block: int64 [blocks], a
+    view."""
     begin = layout.filled_offset
     return parts[:, begin : begin + FILLED_BYTES].view(torch.int64)[:, 0]

@@ -51,23 +51,26 @@ log = logging.getLogger(__name__)
 ENGINE_HANG_S = 60.0
 """Seconds after which a worker ends if its engine has not finished a step.
 
-Routers stop using it much sooner (``engine_hang_s``). A step on the slowest machine takes less.
+Routers stop using such a worker much sooner (``engine_hang_s``). On the slowest machine, a step
+still takes less time than this.
 """
 STEP_TOKENS = 32
-"""Fixed cost of a step, as a number of prompt tokens. A step reads the weights once, for any number
-of tokens."""
+"""Fixed cost of a step, expressed as a number of prompt tokens: a step reads all weights once, for
+any number of tokens."""
 _CPU_TOKEN_S = 1e-3
 _GPU_TOKEN_S = 5e-5
-"""Assumed seconds per prompt token until steps are measured; on a CPU it is ``_CPU_TOKEN_S``.
+"""Assumed seconds per prompt token on a GPU, until steps are measured. ``_CPU_TOKEN_S`` is the
+value for a CPU.
 
-The rough figures are those of a small model on two CPU cores, and of an 8B model on one GPU.
+Both are rough: for a small model on two CPU cores, and for an 8B model on one GPU.
 """
 _PRIOR_TOKENS = 64
-"""Weight, in tokens, of the assumed seconds per token against the first measured steps."""
+"""Weight of the assumed seconds per token against the first measured steps, as a number of
+tokens."""
 
 
 class StepListener(Protocol):
-    """Receives the results of steps. The role that runs on this worker implements it."""
+    """Interface for the results of steps. The role of this worker implements it."""
 
     def on_emit(self, updates: list[SequenceUpdate]) -> None:
         """Receive the tokens and other results of one step; called once per step."""
@@ -75,19 +78,21 @@ class StepListener(Protocol):
     def on_fail(self, sequences: list[Sequence], error: BatonError) -> None:
         """Receive sequences that have ended because their step failed.
 
-        ``error`` is StepFailed if this step itself failed, and WorkerFailed if an earlier one did.
+        ``error`` is StepFailed if the step of these sequences failed itself, and WorkerFailed if an
+        earlier step failed.
         """
 
     def on_expire(self, sequences: list[Sequence]) -> None:
         """Receive sequences that have ended because their deadlines passed.
 
-        The engine core calls this while it schedules steps, so the listener must not schedule any.
+        The engine core calls this while it schedules steps, so the listener must not schedule steps
+        itself.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the running step is with one sequence."""
+    """How far the running step has processed one sequence."""
 
     tokens: int
     """Number of the sequence's tokens whose KV is stored after the step."""
@@ -111,7 +116,7 @@ class EngineCore:
         *,
         fail: Fail,
     ) -> None:
-        """``board`` shares the host's cores; see ``EngineThread``.
+        """``board`` shares the host's CPU cores among its workers; see ``EngineThread``.
 
         ``budget`` bounds the prompt tokens of a step in which other sequences decode; without it
         only the step's own limits apply. ``tiers`` are the offload tiers behind the block pool.
@@ -126,13 +131,14 @@ class EngineCore:
         self.steps = 0
         """Number of steps that ended without an error."""
         self._prompt_tokens = 0
-        """Number of tokens in all computed prompts, including those that were cached."""
+        """Number of tokens in all prompts that were processed, including tokens from the prefix
+        cache."""
         self._cached_prompt_tokens = 0
-        """Number of tokens in these prompts whose KV was in the prefix cache."""
+        """Number of prompt tokens whose KV was in the prefix cache."""
         is_cpu = engine.runner.device.type == "cpu"
         self.prompt_cost = UnitCost(_CPU_TOKEN_S if is_cpu else _GPU_TOKEN_S, _PRIOR_TOKENS)
-        """Learned seconds per prompt token. Each step counts as ``STEP_TOKENS`` additional
-        tokens."""
+        """Learned seconds per prompt token. Each measured step counts ``STEP_TOKENS`` more tokens
+        than it has, for its fixed cost."""
         self._listeners: tuple[StepListener, ...] = ()
         self._gauges = gauges
         self._tiers = tiers
@@ -147,9 +153,9 @@ class EngineCore:
         self._thread = EngineThread(engine.runner, self._on_run, board, fail=fail)
         self._failed_steps = FailedSteps()
         self._broken: list[tuple[StepPlan, Exception]] = []
-        """Failed steps, each with its error, whose sequences have not ended yet."""
+        """Failed steps with their errors. The sequences of these steps have not ended yet."""
         self._planned = 0
-        """Number of the latest planned step."""
+        """Number of the step that was planned last."""
         self._submitted_at: dict[int, float] = {}
         """Submission time of each step in flight, by its number."""
         self._ended_at = 0.0
@@ -161,7 +167,8 @@ class EngineCore:
     # The loop
 
     def schedule_steps(self) -> None:
-        """Submit the steps that can be planned now. Sequences that have expired end before that."""
+        """Submit all steps that can be planned now. Before that, sequences whose deadline has
+        passed are ended."""
         try:
             now = time.monotonic()
             if self._broken:
@@ -270,14 +277,14 @@ class EngineCore:
         return unsubscribe
 
     def begin(self, incarnation: str) -> None:
-        """Report the load under another incarnation from now on. No sequence may be left in the
-        engine."""
+        """Report the worker's load under another incarnation from now on. Call this when the engine
+        has no sequence."""
         assert self.scheduler.is_idle(), "sequences of an earlier incarnation are left"
         self.incarnation = incarnation
 
     def stop(self, timeout_s: float) -> None:
-        """End the engine thread. Blocks for up to ``timeout_s`` seconds. No step may be in
-        flight."""
+        """End the engine thread. Blocks for up to ``timeout_s`` seconds. Call this when no step is
+        in flight."""
         self._thread.stop(timeout_s)
 
     # Sequences
@@ -287,13 +294,13 @@ class EngineCore:
         return self._next_id
 
     def add(self, sequence: Sequence, blocks: Iterable[int] = ()) -> None:
-        """Queue a sequence whose KV is to be computed, after the leading ``blocks``; see
-        ``Scheduler.add``."""
+        """Queue a sequence whose prompt is to be computed. ``blocks`` hold the KV of its first
+        tokens already. See ``Scheduler.add``."""
         self.scheduler.add(sequence, blocks)
         self.schedule_steps()
 
     def add_computed(self, sequence: Sequence, blocks: list[int], computed: int) -> None:
-        """Queue a sequence whose first ``computed`` tokens are in ``blocks``."""
+        """Queue a sequence whose first ``computed`` tokens have their KV in ``blocks``."""
         self.scheduler.add_computed(sequence, blocks, computed)
         self.schedule_soon()
 
@@ -303,15 +310,16 @@ class EngineCore:
         self.schedule_steps()
 
     def schedule_soon(self) -> None:
-        """Schedule steps in the next iteration of the event loop, so that the caller can answer
-        first."""
+        """Schedule steps in the next iteration of the event loop, so that the caller can send its
+        response first."""
         self._loop.call_soon(self.schedule_steps)
 
     def beat(self, now: float) -> None:
-        """Schedule steps, check that they end, and expire cached blocks and retentions.
+        """Schedule steps, check that running steps end, and remove expired cached blocks and
+        retentions.
 
-        Must be called every ``heartbeat_s``, because blocks also become free without a step. Raises
-        WorkerFailed if the engine hangs.
+        It must be called every ``heartbeat_s`` seconds, because blocks also become free without a
+        step. Raises WorkerFailed if the engine hangs.
         """
         computes = {"engine": self.steps} if self.scheduler.plans_in_flight else {}
         if self._hang_watch.tick(computes, now):
@@ -336,7 +344,8 @@ class EngineCore:
     def _observe(
         self, plan: StepPlan, result: StepResult, updates: list[SequenceUpdate], wall_s: float
     ) -> None:
-        """Measure a step that has ended. Its tokens are emitted even if that fails."""
+        """Learn from the time of a step that has ended, and update the metrics. The step's tokens
+        are emitted even if this fails."""
         try:
             computed = sum(update.computed_prompt_tokens for update in updates)
             self._gauges.step(plan, result, computed)
@@ -389,7 +398,7 @@ class EngineCore:
         )
 
     def count_prompt(self, sequence: Sequence) -> None:
-        """Count a computed prompt, and how many of its tokens were cached."""
+        """Add a computed prompt to the counts of all prompt tokens and of cached ones."""
         self._prompt_tokens += sequence.prompt_length
         self._cached_prompt_tokens += min(sequence.cached_tokens, sequence.prompt_length)
 

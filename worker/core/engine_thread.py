@@ -33,7 +33,7 @@ class EngineThread:
     def __init__(
         self, runner: ModelRunner, done: Done, board: CoreBoard | None = None, *, fail: Fail
     ) -> None:
-        """Make the thread; with a ``board``, each step takes the number of threads that the board
+        """Make the thread. With a ``board``, each step uses as many CPU threads as the board
         allows.
 
         ``fail`` ends the process. It is called on an engine thread when the device is lost.
@@ -88,8 +88,8 @@ class EngineThread:
             self._done(plan, result)
 
     def _begun(self, plan: StepPlan) -> Ending | Exception:
-        """Start a step. Returns a function that waits for its end, or the error with which it did
-        not start."""
+        """Start a step. Returns a function that waits for the step's end, or the error that
+        prevented the start."""
         try:
             return self._runner.start(plan)
         except Exception as error:
@@ -99,9 +99,9 @@ class EngineThread:
         """Log a step's error, and end the process if the device is lost. Returns the error to
         report.
 
-        Unless the error itself shows a lost device, wait for everything that was launched. The
-        step's kernels may still write to blocks that its sequences release now, and the wait fails
-        if the device is lost.
+        Unless the error itself shows a lost device, this waits for all launched kernels. They may
+        still write to blocks that the step's sequences release next. The wait fails if the device
+        is lost.
         """
         log.error("engine step %d failed", plan.step, exc_info=error)
         fault = error if is_device_fault(error) else None
@@ -115,9 +115,10 @@ class EngineThread:
         return without_frames(error)
 
     def progress(self) -> tuple[StepPlan, int] | None:
-        """The running step, and the number of layers whose KV it has stored; None if no step runs.
+        """The running step, and the number of layers whose KV the step has stored. None if no step
+        runs.
 
-        Any thread may read it.
+        Any thread may read this property.
         """
         plan = self._running
         layers = self._runner.layers_done
@@ -134,8 +135,8 @@ class EngineThread:
 
 
 def run_sharing(runner: ModelRunner, board: CoreBoard | None, plan: StepPlan) -> StepResult:
-    """Run a step on the number of CPU threads that the board allows, or on the runner's own number
-    without a board."""
+    """Run a step on as many CPU threads as the board allows. Without a board, the runner's own
+    number of threads is used."""
     if board is None:
         return runner.run(plan)
     runner.share_cores(board.share)
@@ -156,7 +157,8 @@ class StepWaiter:
     start."""
 
     def __init__(self, done: Done, failed: Failed, device: torch.device) -> None:
-        """``done`` and ``failed`` are called on this thread; ``done`` must only pass results on."""
+        """``done`` receives results, and ``failed`` errors of steps. Both are called on this
+        thread; ``done`` must only pass results on."""
         self._done = done
         self._failed = failed
         self._device = device
@@ -168,12 +170,12 @@ class StepWaiter:
         self._thread.start()
 
     def submit(self, plan: StepPlan, ending: Ending | Exception) -> None:
-        """Queue a step for its report. ``ending`` waits for its end, or is the error with which it
-        did not start."""
+        """Queue a started step, so that its result is reported. ``ending`` waits for the end of the
+        step, or is the error that prevented its start."""
         self._endings.put((plan, ending))
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread after the steps that were started. Blocks for up to ``timeout_s``
+        """End the thread after all started steps have ended. Blocks for up to ``timeout_s``
         seconds."""
         self._endings.put(None)
         self._thread.join(timeout_s)

@@ -22,23 +22,25 @@ class FailedSteps:
 
     def __init__(self) -> None:
         self.count = 0
-        """Number of failed steps in the current row that count."""
+        """Number of failed steps in a row, without steps that were planned before the last counted
+        failure was known."""
         self._planned = 0
-        """Number of the newest step that was already planned when the last failure was counted."""
+        """Number of the latest step that was already planned when the last failure was counted.
+        Failures of steps up to this one do not count."""
         self._common: Set[str] | None = None
-        """Requests that were in all failed steps of the row. None if no failed step has ended a
-        request."""
+        """Requests that were in every failed step of the current row. None if no failed step has
+        ended a request."""
 
     def end_row(self) -> None:
-        """Reset the count, because a step has succeeded."""
+        """Reset the count of failed steps, because a step has succeeded."""
         self.count = 0
         self._common = None
 
     def add(self, step: int, planned: int, requests: Set[str]) -> bool:
-        """Count failed step ``step``; ``planned`` is the number of the latest planned step.
+        """Count step ``step`` as failed. ``planned`` is the number of the latest planned step.
 
-        ``requests`` are those that the failure has ended; it is empty if all of them had ended
-        before. Returns whether the worker has to end.
+        ``requests`` are the requests that the failure has ended. It is empty if all of them had
+        ended before. Returns whether the worker has to end.
         """
         if self.count and step <= self._planned:
             return False

@@ -30,7 +30,7 @@ class UtilizationMeter:
     """
 
     def __init__(self, config: ModelConfig, storage: Storage, ceilings: Ceilings | None) -> None:
-        """``ceilings`` are the device's peaks; None if they are not known."""
+        """``ceilings`` are the device's peak FLOPs and bandwidth; None if they are not known."""
         self._config = config
         self._storage = storage
         self._ceilings = ceilings
@@ -38,16 +38,16 @@ class UtilizationMeter:
         self._seconds = 0.0
 
     def observe(self, plan: StepPlan, seconds: float) -> Work:
-        """Add a step that took ``seconds``. Returns the step's work."""
+        """Add a step that took ``seconds``. Returns the step's FLOPs and bytes."""
         work = step_work(self._config, self._storage, plan.rows)
         self._work += work
         self._seconds += seconds
         return work
 
     def take(self) -> tuple[float, float] | None:
-        """Return (MFU, MBU) of the steps since the last call; zeros if there were none.
+        """Return (MFU, MBU) of the steps since the last call; zeros if there were no steps.
 
-        Only the time of the steps counts. None if the device's peaks are not known.
+        Idle time between steps does not count. Returns None if the device's peaks are not known.
         """
         work, seconds = self._work, self._seconds
         self._work, self._seconds = _NO_WORK, 0.0
@@ -143,7 +143,7 @@ class WorkerGauges:
                 gauge.remove(*self._labels)
 
     def refresh(self, scheduler: Scheduler, pool: BlockPool) -> None:
-        """Update the gauges of sequences and blocks."""
+        """Update the gauges that count sequences and blocks."""
         self._running.set(len(scheduler.running) + len(scheduler.held))
         self._waiting.set(len(scheduler.waiting))
         counts = pool.counts()
@@ -159,8 +159,8 @@ class WorkerGauges:
     ) -> None:
         """Update the gauges of pairs, of bytes in flight to all receivers, and of staging memory.
 
-        ``pairs`` maps each receiver's incarnation to its transport. ``staging`` is in bytes, by
-        transport.
+        ``pairs`` maps each receiver's incarnation to the name of its transport. ``staging`` has the
+        bytes of staging memory by transport.
         """
         for transport, count in staging.items():
             self._staging.labels(worker=self._worker, transport=transport).set(count)
@@ -184,7 +184,7 @@ class WorkerGauges:
         self._queue.observe(seconds)
 
     def step(self, plan: StepPlan, result: StepResult, computed_prompt_tokens: int) -> None:
-        """Record a step that has ended."""
+        """Record the duration and the token counts of a step that has ended."""
         self._step.observe(result.seconds)
         self._computed.inc(computed_prompt_tokens)
         if self._meter is not None:
@@ -193,10 +193,10 @@ class WorkerGauges:
             self._memory_bytes.inc(work.bytes)
 
     def show_utilization(self) -> None:
-        """Update the gauges of MFU and MBU from the steps since the last call, if the device's
-        peaks are known.
+        """Update the gauges of MFU and MBU from the steps since the last call. Does nothing if the
+        device's peaks are not known.
 
-        Must be called every ``heartbeat_s``.
+        It must be called every ``heartbeat_s`` seconds.
         """
         found = None if self._meter is None else self._meter.take()
         if found is not None:
@@ -218,16 +218,16 @@ class WorkerGauges:
         self._out_of_memory.inc()
 
     def registry_call(self) -> AbstractContextManager[None]:
-        """Context manager that measures a call to the registry."""
+        """Return a context manager that measures the duration of a registry call."""
         return self._registry_calls.one()
 
     def index_call(self) -> AbstractContextManager[None]:
-        """Context manager that measures a call to the prefix index."""
+        """Return a context manager that measures the duration of a prefix index call."""
         return self._index_calls.one()
 
     def index_published(self, pending_blocks: int, lag_s: float) -> None:
-        """Update how many blocks are not in the prefix index yet, and for how many seconds some
-        have been missing."""
+        """Update the gauges of the prefix index: how many blocks were not published yet, and for
+        how many seconds some have been missing."""
         self._index_pending.set(pending_blocks)
         self._index_lag.set(lag_s)
 
@@ -236,7 +236,7 @@ class WorkerGauges:
         self._loop_lag.observe(seconds)
 
     def speculated(self, drafter: str, drafted: int, accepted: int) -> None:
-        """Record how many draft tokens a step verified and accepted. ``drafter`` is the speculative
-        method."""
+        """Record how many draft tokens a step verified and accepted. ``drafter`` is the name of the
+        speculative method."""
         self._drafted.labels(drafter=drafter).inc(drafted)
         self._accepted.labels(drafter=drafter).inc(accepted)

@@ -18,30 +18,33 @@ from engine.scheduling.scheduler import ReturnsHere, Scheduler
 from worker.costs.step_costs import StepCosts, UnitCost
 
 MIN_TOKENS = 16
-"""Minimum prompt tokens that a step may compute, whatever that costs other sequences."""
+"""Minimum number of prompt tokens that a step may compute, however much they delay sequences that
+decode."""
 PRIOR_MS = 50.0
-"""Weight, in milliseconds, of the predicted step times against the first measured ones."""
+"""Weight of the predicted step times against the first measured ones, in milliseconds of predicted
+time."""
 _MAX_RATIO = 8.0
-"""Maximum ratio of measured to predicted step time that is learned: something else delayed a slower
-step."""
+"""Maximum ratio of measured to predicted step time that is learned. If a step took longer,
+something else delayed it."""
 
 
 class PrefillBudget:
     """Prefill token budget: bounds the prompt tokens of a step in which other sequences decode."""
 
     def __init__(self, costs: StepCosts, slo_s: float) -> None:
-        """``slo_s`` is the maximum duration, in seconds, of a step with prompts and decoding
-        sequences."""
+        """``costs`` predict step times. ``slo_s`` is the maximum duration, in seconds, of a step
+        that computes prompt tokens while sequences decode."""
         self._costs = costs
         self._slo_ms = slo_s * 1e3
         self._step = UnitCost(1.0, PRIOR_MS)
         self._chunk = UnitCost(1.0, PRIOR_MS)
 
     def max_tokens(self, batch: int, context_tokens: int, start: int) -> int:
-        """Return how many tokens of a prompt the next step may compute; ``start`` of its tokens are
-        computed already.
+        """Return how many tokens of a prompt the next step may compute. The first ``start`` tokens
+        of the prompt are computed already.
 
-        ``batch`` sequences decode in the same step, and attend to ``context_tokens`` in total.
+        ``batch`` sequences decode in the same step, and attend to ``context_tokens`` tokens in
+        total.
         """
         left = self._slo_ms - self._step.unit_s * self._costs.step_ms(batch, context_tokens)
         left /= self._chunk.unit_s
@@ -54,7 +57,7 @@ class PrefillBudget:
         return max(MIN_TOKENS, int(2 * left / divisor))
 
     def observe(self, plan: StepPlan, ms: float) -> None:
-        """Learn from a step that took ``ms`` milliseconds."""
+        """Correct the predictions with a step that took ``ms`` milliseconds."""
         decoding = [row for row in plan.rows if row.count == 1]
         context_tokens = sum(row.start + 1 for row in decoding)
         step_ms = self._costs.step_ms(len(decoding), context_tokens)
@@ -71,9 +74,9 @@ def _learn(pace: UnitCost, predicted_ms: float, ms: float) -> None:
 
 
 KEPT = 16
-"""Number of the latest decode steps that the mean covers."""
+"""Number of latest decode steps over which the mean is computed."""
 _DEPTH = 2
-"""Maximum step plans in flight."""
+"""Maximum number of step plans in flight."""
 
 
 class StepPlanner:
@@ -100,8 +103,7 @@ class StepPlanner:
         self._last_plan: StepPlan | None = None
 
     def next_plan(self) -> StepPlan | None:
-        """Plan the next step. Returns None if it must not be planned yet, or nothing is left to
-        compute."""
+        """Plan the next step. Returns None if it is too early to plan, or if no work is left."""
         if not self._may_plan():
             return None
         plan = self._scheduler.schedule(self._max_prompt_tokens(), self._returns_here)
@@ -112,9 +114,9 @@ class StepPlanner:
     def _may_plan(self) -> bool:
         """Whether the next step may be planned now, perhaps while another one runs.
 
-        Planning ahead means that the engine never waits for a plan. On a CPU nothing is planned
-        behind a long step: a request that arrives meanwhile would have to wait for the step after
-        it.
+        Planning ahead means that the engine never waits for a plan. On a CPU, no step is planned
+        while a step with prompts runs. Otherwise, a request that arrives meanwhile would have to
+        wait for two steps.
         """
         in_flight = self._scheduler.plans_in_flight
         if in_flight != 1 or not self._is_cpu:
@@ -133,8 +135,8 @@ class StepPlanner:
         return self._budget.max_tokens(len(decoding), context_tokens, start)
 
     def observe(self, plan: StepPlan, result: StepResult, wall_ms: float) -> None:
-        """Record a step that ended ``wall_ms`` milliseconds after the previous step or after its
-        own submission."""
+        """Record a step. It ended ``wall_ms`` milliseconds after the previous step ended, or after
+        its own submission if that was later."""
         self._history.observe(plan, result, wall_ms)
         if self._budget is not None:
             self._budget.observe(plan, wall_ms)
@@ -146,10 +148,10 @@ class StepPlanner:
 
 @dataclass(frozen=True, slots=True)
 class MeanStep:
-    """The mean of the latest decode steps; zeros where there is none."""
+    """The mean of the latest decode steps. All fields are zero if there were no such steps."""
 
     ms: float = 0.0
-    """Milliseconds for one token of each sequence."""
+    """Milliseconds of a step, divided by the tokens that it brought each sequence."""
     batch: float = 0.0
     context_tokens: float = 0.0
 
@@ -165,20 +167,20 @@ class StepHistory:
         self._steps: deque[tuple[float, int, int, int]] = deque(maxlen=KEPT)
 
     def observe(self, plan: StepPlan, result: StepResult, ms: float) -> None:
-        """Record a step that ended ``ms`` milliseconds after the previous step or after its own
-        submission."""
+        """Record a step. It ended ``ms`` milliseconds after the previous step ended, or after its
+        own submission if that was later."""
         if plan.decodes_only:
             context_tokens = sum(row.start + 1 for row in plan.rows)
             batch = len(plan.rows)
             self.add(ms, batch, context_tokens, batch + result.accepted)
 
     def add(self, ms: float, batch: int, context_tokens: int, tokens: int) -> None:
-        """Add a step of ``ms`` milliseconds that brought ``batch`` sequences ``tokens`` tokens in
-        total."""
+        """Add a step of ``ms`` milliseconds with ``batch`` sequences. It brought them ``tokens``
+        tokens in total."""
         self._steps.append((ms, batch, context_tokens, tokens))
 
     def mean(self) -> MeanStep:
-        """Return the mean of the kept steps."""
+        """Return the mean of the latest ``KEPT`` steps."""
         if not self._steps:
             return MeanStep()
         count = len(self._steps)

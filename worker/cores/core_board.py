@@ -20,23 +20,23 @@ from engine.cpu.library import CoreShare
 from worker.cores.core_sharing import BREAK_S, PATIENCE_S
 
 PAUSE = 1.0
-"""Length of the pause that decode makes after a step while prompts are computed, as a multiple of
-the step's time."""
+"""Length of the pause that decode makes after a step while other workers compute prompts, as a
+multiple of the step's duration."""
 _MAX_PAUSE_S = 0.1
 NICENESS = 10
-"""Nice value of the threads that compute: it gives them about a tenth of the weight of others
-(sched(7)).
+"""Nice value of the threads that compute. It gives them about a tenth of the CPU weight of threads
+with the default value (sched(7)).
 
 engine/cpu/board.h has the same value.
 """
 
 _LINE = struct.Struct("=qiiq40x")
-"""Fields of a worker's line on the board.
+"""Fields of one worker's entry (line) on the board.
 
-First, when its step was last seen to run, in nanoseconds of the host's monotonic clock; 0 for no
-step (board.h renews it). Then the step's number of urgent threads, and the number of helpers that
-have work in hand (board.h writes it). Last, the time since which the worker has computed without a
-break.
+First, the time at which the worker's step was last seen to run, in nanoseconds of the host's
+monotonic clock; 0 for no step (board.h renews it). Then the step's number of urgent threads, and
+the number of helper threads that are computing (board.h writes it). Last, the time since which the
+worker has computed without a break.
 """
 _TIME, _THREADS = struct.Struct("=q"), struct.Struct("=i")
 _URGENT_AT, _BUSY_SINCE_AT = 8, 16
@@ -47,19 +47,20 @@ _HAND_IN_S, _LOOK_AGAIN_S = 0.001, 0.00002
 def threads_for(cores: int, yields: bool, others: int) -> int:
     """Return the number of threads for a step while ``others`` other workers of the host compute.
 
-    A worker that yields takes all ``cores``; its helper threads leave cores that decode needs.
+    A worker that yields uses all ``cores``: its helper threads leave the cores that decode steps
+    need.
     """
     return cores if yields else max(1, cores // (1 + others))
 
 
 def pause_after(step_s: float) -> float:
-    """Return how many seconds decode pauses after a step of ``step_s`` seconds while prompts are
-    computed."""
+    """Return how many seconds decode pauses after a step of ``step_s`` seconds, if other workers
+    compute prompts."""
     return min(_MAX_PAUSE_S, PAUSE * step_s)
 
 
 def give_way() -> None:
-    """Lower the calling thread's priority; call it once per thread."""
+    """Lower the calling thread's priority by ``NICENESS``; call it once per thread."""
     if sys.platform == "linux":  # on other systems this would concern the whole process
         os.nice(NICENESS)
 
@@ -71,7 +72,7 @@ def host_cores() -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What the board shows of another worker that is computing."""
+    """Board entry of another worker that is computing."""
 
     urgent: int
     helping: int
@@ -83,10 +84,10 @@ class CoreBoard:
     """One worker's view of its host's core board. Only the engine thread uses it."""
 
     def __init__(self, path: Path, number: int, workers: int, cores: int, *, yields: bool) -> None:
-        """``number`` is this worker's line of the board, which has ``workers`` lines. The file is
-        created if it is missing.
+        """``number`` selects this worker's entry on the board, which has entries for ``workers``
+        workers. The file is created if it is missing.
 
-        ``yields``: true if other workers have priority. Raises OSError.
+        ``yields``: true if other workers have priority over this one. Raises OSError.
         """
         self._cores = cores
         self._yields = yields
@@ -113,10 +114,10 @@ class CoreBoard:
         self.share = replace(self.share, yields=yields)
 
     def begin(self) -> int:
-        """Announce a step on the board. Returns the number of threads that it should take.
+        """Announce a step on the board. Returns the number of threads on which the step should run.
 
-        It waits for a pause that is due, and for helpers of other workers: a tenth of a second at
-        most.
+        Before that, it waits for the end of a pause that is due, and for helper threads of other
+        workers: a tenth of a second at most.
         """
         if not self._yields and self._prompts_wait():
             self._sleep_until(self._ended + pause_after(self._ended - self._began))

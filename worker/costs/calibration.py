@@ -32,18 +32,20 @@ from engine.scheduling.plan import NewSequence, PlanRow, StepPlan, StepResult
 from worker.costs.step_costs import Coefficients, StepCosts, fit
 
 Run = Callable[[StepPlan], StepResult]
-"""Runs a step on the engine, with the number of CPU threads that steps get in service."""
+"""Runs a step on the engine, with the same number of CPU threads as steps in service."""
 
 BUDGET_S = 0.4
-"""Seconds for measuring chunks of prompts, and the same again for measuring decode steps."""
+"""Maximum seconds for measuring prompt chunks, and the same time again for measuring decode
+steps."""
 LONGEST_WAIT_S = 5.0
-"""Maximum seconds for which a worker waits until others of its host have measured. After that, they
-measure at the same time."""
+"""Maximum seconds for which a worker waits until other workers of its host have measured. After
+that, they measure at the same time."""
 _MIN_SHAPES = 3
-"""Number of step shapes that are measured however long they take: one per coefficient."""
+"""Minimum number of step shapes to measure, however long they take: one per coefficient of the cost
+model."""
 _RUNS = 2
-"""Number of runs of each step shape. The shortest time counts, since disturbances only make a step
-longer."""
+"""Number of runs of each step shape. The shortest time is used, because disturbances only make a
+step slower."""
 _CHUNKS = (
     (32, 0),
     (128, 0),
@@ -57,18 +59,19 @@ _CHUNKS = (
     (2048, 6144),
     (8192, 0),
 )
-"""Shapes of measured prompt chunks: (prompt tokens of the step, number of tokens before them)."""
+"""Shapes of measured prompt chunks: (prompt tokens in the step, tokens of the prompt computed
+before)."""
 _BATCHES = ((1, 32), (8, 32), (1, 1024), (4, 256), (16, 64), (8, 512), (32, 64), (64, 256))
-"""Shapes of measured decode steps: (number of sequences, number of tokens before the step in each
-of them)."""
+"""Shapes of measured decode steps: (number of sequences, number of tokens that each sequence has
+before the step)."""
 _GREEDY = SamplingParams(temperature=0.0)
 
 
 @contextlib.contextmanager
 def alone(path: Path | None) -> Iterator[None]:
-    """Let one worker of the host at a time measure within this context.
+    """Let only one worker of the host measure at a time within this context.
 
-    ``path`` is a file that the workers share; None: do not wait.
+    ``path`` is a lock file that the workers share. None means that the worker does not wait.
     """
     if path is None:
         yield
@@ -85,7 +88,7 @@ def alone(path: Path | None) -> Iterator[None]:
 def calibrate(engine: Engine, run: Run, budget_s: float = BUDGET_S) -> StepCosts:
     """Measure what the engine's steps cost, for about twice ``budget_s`` seconds.
 
-    Nothing else may use the engine meanwhile.
+    No other code may use the engine during the call.
     """
     chunks = [Shape(count, start, 1) for count, start in _CHUNKS]
     batches = [Shape(1, start, batch) for batch, start in _BATCHES]
@@ -96,8 +99,8 @@ def calibrate(engine: Engine, run: Run, budget_s: float = BUDGET_S) -> StepCosts
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A step to be measured: ``batch`` sequences, each with ``count`` tokens after ``start``
-    others."""
+    """A step to measure: ``batch`` sequences compute ``count`` tokens each, and each has ``start``
+    tokens before them."""
 
     count: int
     start: int
@@ -105,15 +108,15 @@ class Shape:
 
     @property
     def point(self) -> tuple[float, float]:
-        """The step's x and y, by which the coefficients b and c are multiplied: see
+        """The values of x and y in the cost formula ``a + b*x + c*y`` for this step: see
         ``StepCosts``."""
         if self.count == 1:
             return self.batch, self.batch * (self.start + 1)
         return self.count, self.count * (self.start + self.count / 2)
 
     def blocks(self, block_size: int) -> int:
-        """Return the number of blocks that one sequence needs. A sequence that decodes gets one
-        more token with each run."""
+        """Return the number of blocks that one of the step's sequences needs. With each run, a
+        sequence that decodes gets one more token."""
         return -(-(self.start + self.count + _RUNS) // block_size)
 
     def fits(self, engine: Engine) -> bool:
@@ -129,8 +132,8 @@ class Shape:
 
 
 def _measure(engine: Engine, run: Run, shapes: Sequence[Shape], budget_s: float) -> Coefficients:
-    """Run as many of the shapes as the engine and the time allow, and fit the coefficients to
-    them."""
+    """Run as many steps of these shapes as the engine's limits and the time allow. Fit the cost
+    coefficients to the measured times."""
     points: list[tuple[float, float]] = []
     ms: list[float] = []
     ends_at = time.monotonic() + budget_s
@@ -175,9 +178,10 @@ class CostCache:
     """Reads and stores the step costs of one engine, in a folder of its machine."""
 
     def __init__(self, folder: Path, owner: str, engine: Sequence[Any]) -> None:
-        """``engine`` lists all that the costs of steps depend on, as JSON values.
+        """``engine`` lists all values on which the costs of steps depend, as JSON values.
 
-        ``owner`` is a slot with a device of its own, or a name for the cores that workers share.
+        ``owner`` is a slot with a device of its own, or a name for the CPU cores that several
+        workers share.
         """
         key = json.dumps(engine, sort_keys=True).encode()
         self._path = folder / f"{owner}-{hashlib.sha256(key).hexdigest()[:16]}.json"
@@ -191,7 +195,7 @@ class CostCache:
             return None
 
     def write(self, costs: StepCosts) -> None:
-        """Store the costs. Raises OSError."""
+        """Store the step costs in the folder. Raises OSError."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         draft = self._path.with_suffix(".new")
         draft.write_text(json.dumps([costs.prefill, costs.step]))

@@ -12,14 +12,15 @@ from itertools import combinations
 import numpy as np
 
 KEPT = 0.8
-"""Share of its weight that an earlier observation keeps when a new one arrives."""
+"""Share of its weight that an earlier observation keeps when another observation is added."""
 
 
 class UnitCost:
     """Learns the seconds per unit of some work. Large observations count more than small ones."""
 
     def __init__(self, unit_s: float, units: float) -> None:
-        """Start as if ``units`` units had taken ``unit_s`` seconds each. Both are positive."""
+        """Start with ``unit_s`` seconds per unit, as if that had been observed for ``units`` units.
+        Both are positive."""
         self._units = units
         self._seconds = units * unit_s
 
@@ -46,20 +47,21 @@ class StepCosts:
     has."""
 
     prefill: Coefficients = UNKNOWN
-    """Coefficients of the milliseconds for n prompt tokens that attend to ``context`` on average: a
-    + b*n + c*n*context."""
+    """Coefficients (a, b, c) for the milliseconds of n prompt tokens that attend to ``context``
+    tokens on average: a + b*n + c*n*context."""
     step: Coefficients = UNKNOWN
     """Coefficients of the milliseconds for a step in which ``batch`` sequences decode: a + b*batch
     + c*context_tokens."""
 
     def step_ms(self, batch: float, context_tokens: float) -> float:
-        """Predict the milliseconds of a step in which every sequence decodes."""
+        """Predict the milliseconds of a step in which ``batch`` sequences decode. They attend to
+        ``context_tokens`` tokens in total."""
         a, b, c = self.step
         return a + b * batch + c * context_tokens
 
     def chunk_ms(self, count: float, start: float) -> float:
-        """Predict the milliseconds that ``count`` prompt tokens after ``start`` others add to a
-        step."""
+        """Predict how many milliseconds ``count`` prompt tokens add to a step, if ``start`` tokens
+        of the prompt were computed before."""
         _, b, c = self.prefill
         return b * count + c * count * (start + count / 2)
 

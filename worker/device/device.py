@@ -46,7 +46,8 @@ class DeviceWatch:
     """
 
     def __init__(self, device: torch.device, fail: Fail, look_s: float = LOOK_S) -> None:
-        """``fail`` ends the process; it is called on the watch's thread when the device is lost."""
+        """``fail`` ends the process. It is called on the thread of this watch when the device is
+        lost. ``look_s`` is the number of seconds between two checks."""
         self._device = device
         self._fail = fail
         self._look_s = look_s

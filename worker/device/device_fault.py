@@ -28,7 +28,8 @@ _ACCELERATOR_ERROR: type[Exception] | None = getattr(torch, "AcceleratorError", 
 
 
 def is_device_fault(error: BaseException) -> bool:
-    """Whether the process has to end: this error, or one of its causes, shows a lost device."""
+    """Whether the process has to end, because this error or one of its causes shows that the CUDA
+    device is lost."""
     return any(_is_fault(each) for each in _with_causes(error))
 
 
@@ -41,7 +42,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def described(error: BaseException) -> str:
-    """Return an error's type and the first line of its text, because torch adds lines of advice."""
+    """Return an error's type and the first line of its text. The other lines are left out, because
+    torch adds advice there."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -63,7 +65,7 @@ def _is_fault(error: BaseException) -> bool:
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, then its causes and the errors in whose handling it was raised."""
+    """Yield an error, its causes, and the errors during whose handling it was raised."""
     seen: set[int] = set()
     each: BaseException | None = error
     while each is not None and id(each) not in seen:

@@ -14,13 +14,14 @@ class DeviceMemory:
     """Used and total memory of a device, in bytes."""
 
     used: int
-    """Bytes in use: by all processes on a GPU, by this process on a CPU."""
+    """Bytes in use: those of all processes on a GPU, or those of this process on a CPU."""
     total: int
-    """Total bytes of a GPU. On a CPU, those of the machine, or of its container's limit."""
+    """Total bytes of the GPU. On a CPU, the bytes of the machine's memory or of its container's
+    limit."""
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """Return the memory of a device that is in use now, and its total."""
+    """Return the used and the total memory of a device."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return DeviceMemory(total - free, total)

@@ -56,8 +56,8 @@ class GpuMemory(PartByPart):
         return None
 
     def checksum(self, block: int, offset: int, length: int) -> int:
-        """Compute the checksum of a part, on the GPU unless the part begins or ends within a
-        word."""
+        """Compute the checksum of a part of a block on the GPU. If the part begins or ends within a
+        word, the CPU computes it."""
         part = self._part(block, offset, length)
         if offset % 4 or length % 8:
             with self._lock:
@@ -71,8 +71,8 @@ class GpuMemory(PartByPart):
             return copying.copy(out, self._fetch(part), soon_read=True)
 
     def write(self, block: int, offset: int, data: memoryview) -> int:
-        """Write a part to a block. The checksum is that of the staging memory, which the GPU then
-        reads."""
+        """Write a part to a block. Returns the checksum of the staging memory from which the GPU
+        copies."""
         part = self._part(block, offset, data.nbytes)
         with self._lock, torch.cuda.stream(self._stream):
             staged = self._staging[: data.nbytes]
@@ -86,7 +86,7 @@ class GpuMemory(PartByPart):
         return self._data[block, offset : offset + length]
 
     def _fetch(self, part: torch.Tensor) -> npt.NDArray[np.uint8]:
-        """Copy a part's bytes into the staging memory. The caller holds the lock."""
+        """Copy a part's bytes from the GPU into the staging memory. The caller holds the lock."""
         with torch.cuda.stream(self._stream):
             staged = self._staging[: part.numel()]
             staged.copy_(part, non_blocking=True)

@@ -12,12 +12,12 @@ from kvtransfer.memory.shared_pool import SharedPool, allocate
 class PoolMemory:
     """Allocates a worker's KV blocks, and returns the view of them that transports use.
 
-    ``allocate`` is called once, while the engine is built; ``of`` after that.
+    ``allocate`` is called once, while the engine is built. ``of`` is called after that.
     """
 
     def __init__(self, *, shared: bool) -> None:
-        """``shared``: true if other processes of the host may map the blocks. It applies on a CPU
-        alone."""
+        """``shared``: true if other processes of the host may map the blocks. On a GPU it has no
+        effect."""
         self._shared = shared
         self._pool: SharedPool | None = None
 
@@ -30,7 +30,8 @@ class PoolMemory:
         return torch.from_numpy(self._pool.data)
 
     def of(self, cache: KvCache) -> BlockMemory:
-        """Return the view of the blocks of ``cache``, which are in the allocated memory."""
+        """Return the transports' view of the blocks of ``cache``, which are in the memory that
+        ``allocate`` returned."""
         blocks = cache.bytes
         if blocks.is_cuda:
             # Imported here: it is slow to import, and CPUs do not need it.

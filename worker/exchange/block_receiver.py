@@ -1,4 +1,4 @@
-"""The receiving side of all transfers to this worker: promises blocks, admits copies, ends both.
+"""The receiving side of all transfers to this worker: reserves blocks, admits copies, ends tickets.
 
 Owned by the event loop. The states are those of ``kvtransfer.tickets``; ``now`` is passed in.
 """
@@ -27,7 +27,7 @@ NO_TRANSPORT = "none"
 
 
 OnReleased = Callable[[Ticket, BatonError], None]
-"""Receives a ticket that ended before its commit, and the error that ended it."""
+"""Function that receives a ticket that ended before its commit, and the error that ended it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,8 @@ class _Opening:
 
 
 class BlockReceiver(TicketReceiver):
-    """The tickets of this worker: promises blocks, admits copies and ends both.
+    """The tickets of this worker: reserves blocks for writers, admits copies into them, and ends
+    tickets.
 
     Implements ``kvtransfer.pairs.inbound_pair.TicketKeeper``.
     """
@@ -56,12 +57,13 @@ class BlockReceiver(TicketReceiver):
         ranks: RankLinks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``lease_s``: seconds without a sign of its writer after which a ticket ends.
+        """``lease_s``: seconds after which a ticket ends if its writer sends neither data nor
+        heartbeats.
 
         ``block_bytes`` is the size of this rank's blocks. ``geometry`` is the worker's; it is
         needed if this worker or a writer has several ranks. ``ranks`` are the links to this
-        worker's other ranks, if there are any. ``worker`` is the slot's name for metrics.
-        ``clock``: see ``TicketReceiver``.
+        worker's other ranks, if there are any. ``worker`` is the slot's name for metrics. ``clock``
+        measures leases; see ``TicketReceiver``.
         """
         super().__init__(clock)
         self._listeners: dict[object, OnReleased] = {}
@@ -76,7 +78,7 @@ class BlockReceiver(TicketReceiver):
             ranks.subscribe(self)
         self._opening: dict[str, _Opening] = {}
         self._completing: dict[str, asyncio.Future[None]] = {}
-        """Futures of callers that wait for the last bytes of a ticket, by ticket id."""
+        """Futures on which callers wait until all bytes of a ticket have arrived, by ticket id."""
 
     def subscribe(self, on_released: OnReleased) -> Callable[[], None]:
         """Call ``on_released`` for each ticket that ends before its commit.
@@ -106,8 +108,9 @@ class BlockReceiver(TicketReceiver):
         ``pinned``.
 
         ``geometry`` is the writer's; None means that of this worker. If this worker has several
-        ranks, the writer must wait for ``opened``. Raises TicketEnded after an abort,
-        ``OutOfBlocks``, and WorkerFailed if a rank is gone; then no block is allocated or pinned.
+        ranks, the writer must wait for the future of ``opened``. Raises TicketEnded after an abort,
+        ``OutOfBlocks``, and WorkerFailed if a rank is gone. If it raises, no block is allocated or
+        pinned.
         """
         self.book.check_alive(attempt)
         if self._ranks is not None:
@@ -141,28 +144,29 @@ class BlockReceiver(TicketReceiver):
         return ticket
 
     def _shards(self, writer: Geometry | None) -> Sequence[ShardLayout]:
-        """Return the parts that this rank gets from each rank of a writer. Empty if both workers
-        have one rank."""
+        """Return the layouts of the parts that this rank gets from each rank of a writer. Empty if
+        both workers have one rank."""
         own = self._geometry
         if own is None or writer is None or own.tensor_parallel == writer.tensor_parallel == 1:
             return ()
         return shards_to(KvLayout.of(writer), KvLayout.of(own), 0)
 
     def opened(self, ticket_id: str) -> asyncio.Future[None] | None:
-        """Return a future that is done once all ranks admit the writer's data for a ticket. It
-        fails if the ticket ends.
+        """Return a future that is done once all ranks of this worker accept the writer's data for a
+        ticket. The future fails if the ticket ends.
 
-        None if there is nothing to wait for.
+        Returns None if all ranks accept the data already.
         """
         opening = self._opening.get(ticket_id)
         return None if opening is None else opening.done
 
     def whole(self, ticket_id: str) -> asyncio.Future[None] | None:
-        """Return a future that is done once every byte of a ticket has arrived on all ranks. It
-        fails if the ticket ends.
+        """Return a future that is done once every byte of a ticket has arrived on all ranks. The
+        future fails if the ticket ends.
 
-        None if all bytes have arrived already. Raises TicketEnded for a ticket that is unknown or
-        has ended. Callers that may be cancelled must shield the future: others may wait for it.
+        Returns None if all bytes have arrived already. Raises TicketEnded for a ticket that is
+        unknown or has ended. Callers that may be cancelled must shield the future, because other
+        callers may wait for it.
         """
         ticket = self.book.get(ticket_id)
         if ticket.is_complete:
@@ -177,7 +181,7 @@ class BlockReceiver(TicketReceiver):
     # Copies
 
     def end_copy(self, ticket_id: str, transport: str, copied: int) -> None:
-        """Record that ``copied`` bytes of a ticket are verified and in place."""
+        """Record that ``copied`` bytes of a ticket are verified and stored in its blocks."""
         ticket = self._end_copy(ticket_id)
         self._count_bytes(ticket, transport, copied)
         self._check_complete(ticket)
@@ -194,7 +198,7 @@ class BlockReceiver(TicketReceiver):
                 whole.set_result(None)
 
     def fail_copy(self, ticket_id: str, error: BatonError, now: float) -> None:
-        """End a ticket because bytes of a copy were damaged or did not arrive."""
+        """End a ticket because bytes of a copy into its blocks were damaged or did not arrive."""
         outcome = "checksum" if isinstance(error, ChecksumMismatch) else "error"
         ticket = self.book.get(ticket_id)
         if ticket.is_open:
@@ -203,7 +207,7 @@ class BlockReceiver(TicketReceiver):
         self._end_copy(ticket_id)
 
     def drop_copy(self, ticket_id: str) -> None:
-        """Record that a copy did not begin, because its ticket has ended."""
+        """Record that an admitted copy did not begin, because its ticket has ended."""
         self._end_copy(ticket_id)
 
     def _end_copy(self, ticket_id: str) -> Ticket:
@@ -232,8 +236,8 @@ class BlockReceiver(TicketReceiver):
                 opening.done.set_result(None)
 
     def rank_filled(self, ticket_id: str, rank: int, transport: str, count: int) -> None:
-        """Record that all bytes of a ticket on rank ``rank`` are verified and in place; ``count``
-        is their number."""
+        """Record that rank ``rank`` has stored and verified all its bytes of a ticket. ``count`` is
+        the number of these bytes."""
         ticket = self.book.find_id(ticket_id)
         if ticket is not None:
             self._count_bytes(ticket, transport, count)
@@ -249,7 +253,7 @@ class BlockReceiver(TicketReceiver):
             self._release(ticket, outcome, error)
 
     def rank_freed(self, ticket_id: str, rank: int) -> None:
-        """Record that no copy into a ticket's blocks is running any more on rank ``rank``."""
+        """Record that on rank ``rank``, no copy into a ticket's blocks is running any more."""
         ticket = self.book.find_id(ticket_id)
         if ticket is not None:
             was_quarantined = ticket.is_quarantined
@@ -259,8 +263,8 @@ class BlockReceiver(TicketReceiver):
     def rank_gone(self, error: BatonError) -> None:
         """End every ticket, because another rank of this worker can no longer be reached.
 
-        The blocks stay quarantined, since copies may still run on that rank. The worker ends with
-        its rank.
+        The blocks stay quarantined, since copies may still run on that rank. Without that rank, the
+        worker ends.
         """
         for ticket in self.book:
             self._release(ticket, "error", error)
@@ -268,15 +272,16 @@ class BlockReceiver(TicketReceiver):
     # Ends of tickets
 
     def shorten(self, ticket_id: str, count: int) -> None:
-        """Keep only the first ``count`` missing blocks of a ticket, because the writer has no more;
-        see ``Ticket.shorten``."""
+        """Keep only the first ``count`` missing blocks of a ticket, because the writer has no more
+        blocks to send; see ``Ticket.shorten``."""
         dropped = self.book.get(ticket_id).shorten(count)
         if dropped and self._ranks is not None:
             self._ranks.shorten_ticket(ticket_id, count)
         self.pool.release(dropped)
 
     def commit(self, ticket_id: str, writer: str, now: float) -> Ticket:
-        """End a ticket successfully. The caller owns its blocks: the pinned, then the missing ones.
+        """End a ticket successfully. The caller owns the ticket's blocks from now on: the pinned
+        blocks, followed by the missing ones.
 
         Raises TicketEnded, and HandoffError if bytes are missing.
         """
@@ -297,10 +302,10 @@ class BlockReceiver(TicketReceiver):
 
     @contextmanager
     def holding(self, ticket_id: str, writer: str) -> Iterator[None]:
-        """Keep a ticket from expiring within this context, while a commit waits for this worker:
+        """Keep a ticket from expiring within this context, while its commit waits for this worker:
         see ``Ticket.hold``.
 
-        Raises TicketEnded if the ticket is not open for that writer.
+        Raises TicketEnded if no ticket with this id is open for ``writer``.
         """
         ticket = self.book.get(ticket_id)
         ticket.hold(writer)
@@ -310,8 +315,8 @@ class BlockReceiver(TicketReceiver):
             ticket.let_go(self.clock())
 
     def abort(self, attempt: AttemptName, now: float, outcome: str = "aborted") -> None:
-        """End an attempt's ticket, if it has one, and prevent it from getting another one;
-        idempotent.
+        """End an attempt's ticket, if it has one. Later calls of ``promise`` for this attempt raise
+        TicketEnded. Idempotent.
 
         ``outcome`` is the label for the metrics.
         """
@@ -321,7 +326,8 @@ class BlockReceiver(TicketReceiver):
             self._release(ticket, outcome, TicketEnded("its writer or its request has ended"))
 
     def writer_gone(self, writer: str, now: float) -> None:
-        """End the tickets of a writer whose stream failed: unsent bytes cannot arrive."""
+        """End the tickets of a writer whose stream failed, because bytes that were not sent can no
+        longer arrive."""
         error = HandoffError(f"the connection to {writer} failed before all blocks had arrived")
         for ticket in self.book:
             if ticket.writer == writer and ticket.is_open and not ticket.is_complete:
@@ -329,7 +335,7 @@ class BlockReceiver(TicketReceiver):
                 self._release(ticket, "error", error)
 
     def sweep(self, now: float) -> None:
-        """End the tickets and tombstones that have expired."""
+        """End the tickets whose lease has expired, and drop expired tombstones."""
         for ticket in self.book.expired(now):
             self.book.bury(ticket.attempt, now)
             error = HandoffError(f"{ticket.writer} was silent for {self._lease_s} s")

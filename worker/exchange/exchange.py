@@ -29,8 +29,8 @@ from worker.exchange.rank_link import RankLinks
 from worker.exchange.sender import OutboundPairs, RankedPeer, RankSender
 
 Recall = Callable[[Sequence[bytes]], Awaitable[None]]
-"""Loads the leading blocks of some hashes from an offload tier into the pool, if that is faster
-than computing them."""
+"""Function that loads the leading blocks of some hashes from an offload tier into the block pool,
+if that is faster than computing them."""
 
 
 class Exchange:
@@ -49,7 +49,8 @@ class Exchange:
         plane: WorkerPlane = OPEN_PLANE,
         recall: Recall | None = None,
     ) -> None:
-        """``transports`` have registered this worker's blocks; ``executor`` reads them.
+        """``transports`` have registered this worker's blocks. ``executor`` has the threads that
+        read the blocks.
 
         ``address`` is host:port of this worker's gRPC server; empty if it receives nothing.
         ``ranks`` are open links to the worker's other ranks; None if it has only one rank.
@@ -74,7 +75,8 @@ class Exchange:
         self._calls: dict[Outbound, HandoffCalls] = {}
 
     def channel(self, address: str) -> grpc.aio.Channel:
-        """Return the only channel of this worker to a worker's gRPC server."""
+        """Return the gRPC channel to the server of another worker. There is one channel per
+        address."""
         return self._pairs.channel(address)
 
     async def outbound(self, peer: Peer) -> Outbound:
@@ -85,7 +87,7 @@ class Exchange:
         """Start to send blocks to a receiver's ticket, from all ranks of this worker to all ranks
         of the receiver.
 
-        ``memory`` is the argument of ``Outbound.push``. Raises HandoffError.
+        ``memory`` holds the blocks to send, as in ``Outbound.push``. Raises HandoffError.
         """
         degrees = self.identity.geometry.tensor_parallel, pair.geometry.tensor_parallel
         if degrees == (1, 1):
@@ -101,8 +103,8 @@ class Exchange:
         return PushFan(ways)
 
     def handoff_calls(self, pair: Outbound) -> HandoffCalls:
-        """Return the handoff calls that belong to a pair. They fail with its error when it
-        fails."""
+        """Return the handoff calls to the receiver of a pair. When the pair fails, these calls fail
+        with its error."""
         calls = self._calls.get(pair)
         if calls is None:
             calls = HandoffCalls(self.channel(pair.peer.address), pair.peer.incarnation)
@@ -116,7 +118,8 @@ class Exchange:
     async def serve_pull(
         self, reader: Identity, peer: Peer, meant: str, ticket_id: str, hashes: Sequence[bytes]
     ) -> int:
-        """Send the leading blocks of ``hashes`` that are cached here to another worker's ticket.
+        """Send cached blocks of this worker to another worker's ticket: the leading blocks of
+        ``hashes`` that are cached.
 
         Returns how many blocks have arrived. While this call runs, the blocks stay pinned. Raises
         BatonError.
@@ -158,7 +161,7 @@ class Exchange:
     async def pull(
         self, holder: Peer, ticket_id: str, hashes: Sequence[bytes], deadline_s: float
     ) -> int:
-        """Ask another worker to send blocks to a ticket of this worker: see ``serve_pull``.
+        """Request that another worker sends blocks to a ticket of this worker: see ``serve_pull``.
 
         Returns how many of the leading blocks of ``hashes`` have arrived. Raises BatonError.
         """
@@ -178,7 +181,7 @@ class Exchange:
         return int(response.blocks)
 
     def is_idle(self) -> bool:
-        """Whether this worker has promised no block, and no other worker reads its blocks."""
+        """Whether this worker has no open ticket, and no other worker reads its blocks."""
         return not len(self.receiver.book) and not self._pulls_served
 
     def heartbeat(self) -> None:
@@ -196,16 +199,16 @@ class Exchange:
             self._ranks.check()
 
     def pairs(self) -> dict[str, str]:
-        """The name of the transport to each receiver, by the receiver's incarnation."""
+        """The name of the transport to each receiver. The keys are the receivers' incarnations."""
         return self._pairs.transports()
 
     @property
     def in_flight_bytes(self) -> int:
-        """Number of bytes that were announced to all receivers and have not arrived."""
+        """Number of bytes that were announced to receivers and have not arrived yet."""
         return self._pairs.in_flight_bytes
 
     def staging(self) -> dict[str, int]:
-        """Number of bytes in staging memory between blocks and wire, by transport."""
+        """Number of bytes in staging memory between the blocks and the network, by transport."""
         return {transport.name: transport.staging_bytes for transport in self._transports}
 
     async def close(self) -> None:

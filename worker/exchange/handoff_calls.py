@@ -41,10 +41,10 @@ class HandoffCalls:
         self._ended: BatonError | None = None
 
     def call(self, request: Request, timeout_s: float) -> asyncio.Future[Response]:
-        """Start a call: a reserve, a commit or an abort, without a number yet.
+        """Start a call: a reserve, a commit or an abort. ``request`` has no number yet.
 
-        The future gets the answer of the same kind, or fails with a BatonError. If the caller
-        cancels the future, the answer is dropped.
+        The future gets the answer to this call, or fails with a BatonError. If the caller cancels
+        the future, the answer is dropped.
         """
         if self._ended is not None:
             raise self._ended
@@ -59,7 +59,7 @@ class HandoffCalls:
             self._stream.end(error)
 
     async def close(self) -> None:
-        """Fail all calls as ``end`` does, and wait until all tasks have ended."""
+        """Fail all calls, as ``end`` does, and wait until the tasks of all streams have ended."""
         self.end(WorkerFailed(f"the calls to {self._peer} were closed"))
         if self._stream is not None:
             await self._stream.close()
@@ -83,7 +83,7 @@ class _Stream:
         ]
 
     def call(self, request: Request, timeout_s: float) -> asyncio.Future[Response]:
-        """Start a call on this stream: see ``HandoffCalls.call``."""
+        """Start a call on this stream. The future gets the answer: see ``HandoffCalls.call``."""
         number = request.call = next(self._numbers)
         request.timeout_ms = min(_LONGEST_MS, int(timeout_s * 1000))
         answer = self._waiting[number] = self._loop.create_future()
@@ -119,7 +119,8 @@ class _Stream:
         raise await stream_ending(self._call, self._peer)
 
     def _take(self, response: Response) -> None:
-        """Accept the first answer to a call. Drop it if the caller no longer waits."""
+        """Pass an answer to its call; only the first answer counts. Drop it if the caller no longer
+        waits."""
         waiting = self._waiting.get(response.call)
         if waiting is None or waiting.done():
             return
@@ -138,7 +139,7 @@ class _Stream:
             self.end(as_baton_error(failure))
 
     def end(self, error: BatonError) -> None:
-        """Fail the stream's calls that wait, with ``error``; idempotent."""
+        """Fail all waiting calls of the stream with ``error``; idempotent."""
         if not self.is_open:
             return
         self.is_open = False

@@ -84,7 +84,7 @@ class RankLink:
         self._commands: asyncio.Queue[Command] = asyncio.Queue()
         self._pushes: dict[str, RankPush] = {}
         self._owes = False
-        """Whether the rank has not answered the latest heartbeat yet."""
+        """Whether an answer of the rank to the latest heartbeat is still missing."""
         self._beats = 0
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -218,8 +218,8 @@ class RankLink:
     # Commands
 
     def open_ticket(self, ticket: Ticket, writer: Geometry) -> None:
-        """Command the rank to admit what the writer's ranks send for a ticket. ``writer`` is the
-        writer's geometry."""
+        """Command the rank to accept the writer's data for a ticket. ``writer`` is the writer's
+        geometry."""
         message = rank_pb2.OpenTicket(
             ticket_id=ticket.ticket_id,
             writer=ticket.writer,
@@ -230,7 +230,7 @@ class RankLink:
         self._commands.put_nowait(Command(open_ticket=message))
 
     def close_ticket(self, ticket_id: str) -> None:
-        """Command the rank to admit nothing more for a ticket."""
+        """Command the rank to accept no more data for a ticket."""
         message = rank_pb2.CloseTicket(ticket_id=ticket_id)
         self._commands.put_nowait(Command(close_ticket=message))
 
@@ -240,8 +240,8 @@ class RankLink:
         self._commands.put_nowait(Command(shorten_ticket=message))
 
     def push(self, ticket_id: str, receiver: RankedPeer) -> RankPush:
-        """Command the rank to send its part of blocks to a receiver's ticket. Returns rank 0's end
-        of the push."""
+        """Command the rank to send its part of blocks to a receiver's ticket. Returns rank 0's
+        object for this push."""
         push = RankPush(ticket_id, self._commands.put_nowait)
         if self.broken.done():
             push.over(self.broken.result())
@@ -258,7 +258,7 @@ class RankLink:
 
 
 class RankPush:
-    """Rank 0's end of a push that another rank carries out. Implements
+    """Rank 0's object for a push that another rank carries out. Implements
     ``kvtransfer.pairs.push_fan.BlockPush``."""
 
     def __init__(self, ticket_id: str, tell: Callable[[Command], None]) -> None:
@@ -266,12 +266,13 @@ class RankPush:
         self._ticket_id = ticket_id
         self._tell = tell
         self._puts: rank_pb2.PutBlocks | None = None
-        """Blocks of the same layers that are sent as one message in the loop's next iteration; None
-        if there are none."""
+        """Blocks of the same layers. One message in the event loop's next iteration sends them all;
+        None if there are no such blocks."""
         self._ended = False
 
     def put_layers(self, target: int, source: int, first: int, last: int) -> None:
-        """See ``BlockPush``."""
+        """Command the rank to send some layers of block ``source`` to missing block ``target``. See
+        ``BlockPush``."""
         if self.done.done() or self._ended:
             return
         puts = self._puts
@@ -292,14 +293,15 @@ class RankPush:
             self._tell(Command(put_blocks=puts))
 
     def end(self) -> None:
-        """See ``BlockPush``."""
+        """Inform the rank that the ticket's blocks have no more parts to send. See
+        ``BlockPush``."""
         if not (self.done.done() or self._ended):
             self._ended = True
             self._flush()
             self._tell(Command(end_push=rank_pb2.EndPush(ticket_id=self._ticket_id)))
 
     def cancel(self) -> None:
-        """See ``BlockPush``."""
+        """Command the rank to stop sending the ticket's blocks. See ``BlockPush``."""
         if not self.done.done():
             self._ended = True
             self._puts = None
@@ -307,7 +309,8 @@ class RankPush:
             self._tell(Command(end_push=end))
 
     def over(self, error: BatonError | None, count: int = 0) -> None:
-        """Complete the push, because the other rank no longer reads any of its blocks."""
+        """Complete the push: the other rank has stopped reading its blocks. ``count`` is the number
+        of bytes that have arrived."""
         if error is not None:
             fail(self.done, error)
         elif not self.done.done():
@@ -324,7 +327,8 @@ class RankLinks:
         silence_s: float,
         plane: WorkerPlane = OPEN_PLANE,
     ) -> None:
-        """``addresses`` are those of ranks 1 and up; ``limits`` apply to their pairs with peers.
+        """``addresses`` are those of ranks 1 and up. ``limits`` apply to the pairs of these ranks
+        with ranks of other workers.
 
         ``silence_s`` is the number of seconds after which a silent rank counts as lost, as in the
         compute group.
@@ -352,8 +356,8 @@ class RankLinks:
         return [link.address for link in self.links]
 
     async def open(self, identity: Identity) -> None:
-        """Open the links to all other ranks. Raises BatonError if one fails; then none is left
-        open."""
+        """Open the links to all other ranks. Raises BatonError if one link fails; then all links
+        are closed."""
         try:
             await asyncio.gather(*(link.open(identity) for link in self.links))
         except BaseException:
@@ -361,8 +365,8 @@ class RankLinks:
             raise
 
     def subscribe(self, listener: RankListener) -> Callable[[], None]:
-        """Pass the ranks' reports about tickets on to ``listener``. Returns a function that ends
-        this."""
+        """Pass the ranks' reports about tickets to ``listener``. Returns a function that removes
+        the listener."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
@@ -372,13 +376,13 @@ class RankLinks:
             raise WorkerFailed(self.broken.result().message)
 
     def open_ticket(self, ticket: Ticket, writer: Geometry) -> None:
-        """Command all other ranks to admit what a writer sends for a ticket. ``writer`` is the
+        """Command all other ranks to accept the writer's data for a ticket. ``writer`` is the
         writer's geometry."""
         for link in self.links:
             link.open_ticket(ticket, writer)
 
     def close_ticket(self, ticket_id: str) -> None:
-        """Command all other ranks to admit nothing more for a ticket."""
+        """Command all other ranks to accept no more data for a ticket."""
         for link in self.links:
             link.close_ticket(ticket_id)
 
@@ -390,7 +394,7 @@ class RankLinks:
 
     def push(self, ticket_id: str, receiver: RankedPeer) -> list[RankPush]:
         """Command all other ranks to send their parts of blocks to a receiver's ticket. Returns one
-        push per rank."""
+        push object per rank."""
         return [link.push(ticket_id, receiver) for link in self.links]
 
     def heartbeat(self, now: float) -> None:

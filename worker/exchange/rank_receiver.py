@@ -38,17 +38,17 @@ class RankReceiver(TicketReceiver):
         """``tell`` sends events to rank 0. ``released`` receives every ticket that ended before all
         its bytes arrived.
 
-        ``clock``: see ``TicketReceiver``.
+        ``clock`` measures leases; see ``TicketReceiver``.
         """
         super().__init__(clock)
         self._identity = identity
         self._tell = tell
         self._released = released
         self._closed: set[str] = set()
-        """Ids of closed tickets whose last copy has not ended."""
+        """Ids of closed tickets into whose blocks a copy still runs."""
 
     def open(self, message: rank_pb2.OpenTicket, now: float) -> None:
-        """Open a ticket that rank 0 has issued, and admit what its writer sends."""
+        """Open a ticket that rank 0 has issued, and accept data from the ticket's writer."""
         source = KvLayout.of(convert.geometry_from_proto(message.geometry))
         target = KvLayout.of(self._identity.geometry)
         ticket = Ticket(
@@ -66,8 +66,8 @@ class RankReceiver(TicketReceiver):
         self._tell(Event(ticket_opened=rank_pb2.TicketOpened(ticket_id=ticket.ticket_id)))
 
     def close(self, ticket_id: str) -> None:
-        """Admit nothing more for a ticket, and report to rank 0 when no copy into its blocks is
-        running any more."""
+        """Accept no more data for a ticket. Report to rank 0 when no copy into the ticket's blocks
+        is running any more."""
         try:
             ticket = self.book.get(ticket_id)
         except TicketEnded:
@@ -78,7 +78,7 @@ class RankReceiver(TicketReceiver):
         self._drop_ended(ticket)
 
     def shorten(self, ticket_id: str, blocks: int) -> None:
-        """Expect only the first ``blocks`` of a ticket's missing blocks.
+        """Expect data for only the first ``blocks`` of a ticket's missing blocks.
 
         The ticket fails if copies are running, since they might write to the other blocks.
         """
@@ -107,7 +107,7 @@ class RankReceiver(TicketReceiver):
     # Reports of pairs
 
     def end_copy(self, ticket_id: str, transport: str, copied: int) -> None:
-        """Record that ``copied`` bytes of a ticket are verified and in place."""
+        """Record that ``copied`` bytes of a ticket are verified and stored in its blocks."""
         ticket = self.book.get(ticket_id)
         ticket.end_copy()
         self._check_filled(ticket)
@@ -123,27 +123,29 @@ class RankReceiver(TicketReceiver):
             self._tell(Event(ticket_filled=filled))
 
     def fail_copy(self, ticket_id: str, error: BatonError, now: float) -> None:
-        """End a ticket because bytes of a copy were damaged or did not arrive."""
+        """End a ticket because bytes of a copy into its blocks were damaged or did not arrive."""
         ticket = self.book.get(ticket_id)
         ticket.end_copy()
         self._fail(ticket, error)
         self._drop_ended(ticket)
 
     def drop_copy(self, ticket_id: str) -> None:
-        """Record that a copy did not begin, because its ticket has ended."""
+        """Record that an admitted copy did not begin, because its ticket has ended."""
         ticket = self.book.get(ticket_id)
         ticket.end_copy()
         self._drop_ended(ticket)
 
     def writer_gone(self, writer: str, now: float) -> None:
-        """Fail the tickets of a writer whose stream failed: unsent bytes cannot arrive."""
+        """Fail the tickets of a writer whose stream failed, because bytes that were not sent can no
+        longer arrive."""
         error = HandoffError(f"the connection to {writer} failed before all blocks had arrived")
         for ticket in self.book:
             if ticket.writer == writer and not ticket.is_complete:
                 self._fail(ticket, error)
 
     def sweep(self, now: float) -> None:
-        """Fail the tickets that have expired. Those that are complete wait for rank 0."""
+        """Fail the tickets whose lease has expired. Complete tickets do not expire: rank 0 ends
+        them."""
         for ticket in self.book.expired(now):
             if not ticket.is_complete:
                 silent = f"{ticket.writer} was silent for {ticket.lease_s} s"

@@ -37,14 +37,14 @@ from worker.exchange.sender import OutboundPairs, RankedPeer, RankSender
 log = logging.getLogger(__name__)
 
 MakeTransports = Callable[[str], Sequence[Transport]]
-"""Makes transports that are registered for the rank's blocks. Its argument is the incarnation of
-the session that uses them."""
+"""Makes transports and registers the rank's blocks with them. The argument is the incarnation of
+the session that uses the transports."""
 Event = rank_pb2.RankEvent
 JoinContext = grpc.aio.ServicerContext[rank_pb2.JoinRequest, rank_pb2.JoinResponse]
 PairContext = grpc.aio.ServicerContext[transfer_pb2.TransferRequest, transfer_pb2.TransferResponse]
 
 _BEATS = 4
-"""Number of checks for silence within the shortest silence that ends a session."""
+"""Number of checks for silence within the shortest silence after which a session ends."""
 
 
 class RankServer:
@@ -57,7 +57,8 @@ class RankServer:
         host: str = "127.0.0.1",
         plane: WorkerPlane = OPEN_PLANE,
     ) -> None:
-        """``executor`` reads blocks; ``host`` is the address on which the server listens."""
+        """``executor`` has the threads that read blocks. ``host`` is the address on which the
+        server listens."""
         self.address = ""
         """The server's host:port; empty before it has started."""
         self._make_transports = make_transports
@@ -213,7 +214,7 @@ class RankLife:
     # Commands of rank 0
 
     def take(self, commands: Sequence[rank_pb2.RankCommand]) -> None:
-        """Carry out some of rank 0's commands. Raises BatonError for one that is impossible."""
+        """Carry out commands of rank 0. Raises BatonError for a command that is impossible."""
         for each in commands:
             match each.WhichOneof("command"):
                 case "open_ticket":
@@ -286,7 +287,7 @@ class _RankServicer(rank_pb2_grpc.RankServiceServicer):
     async def Join(  # type: ignore[override]  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[rank_pb2.JoinRequest], context: JoinContext
     ) -> None:
-        """See rank.proto."""
+        """Serve rank 0's stream of commands. See rank.proto."""
         async with grpc_boundary(context):  # type: ignore[arg-type]
             await self._server.join(request_iterator, context)
 
@@ -298,13 +299,13 @@ class _PairServicer(transfer_pb2_grpc.TransferServiceServicer):
     async def Transfer(  # type: ignore[override]  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[transfer_pb2.TransferRequest], context: PairContext
     ) -> None:
-        """See transfer.proto."""
+        """Serve one pair with a rank of another worker. See transfer.proto."""
         async with grpc_boundary(context):  # type: ignore[arg-type]
             await self._server.pair(request_iterator, context)
 
     async def Pull(  # noqa: N802
         self, request: transfer_pb2.PullRequest, context: object
     ) -> transfer_pb2.PullResponse:
-        """Refuse pulls, which rank 0 serves. Raises HandoffError."""
+        """Refuse pull requests, because only rank 0 serves them. Raises HandoffError."""
         async with grpc_boundary(context):  # type: ignore[arg-type]
             raise HandoffError("only rank 0 serves pulls: send this call to rank 0")

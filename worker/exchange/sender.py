@@ -42,7 +42,8 @@ class OutboundPairs:
         connect: Callable[[str], grpc.aio.Channel] = open_channel,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``transports`` have registered the blocks, and ``executor`` reads them.
+        """``transports`` have registered the blocks. ``executor`` has the threads that read the
+        blocks.
 
         ``connect`` makes channels. ``clock`` measures the silence of peers, in seconds; see
         ``baton.liveness.listening``.
@@ -60,7 +61,8 @@ class OutboundPairs:
         self._closing: set[asyncio.Task[None]] = set()
 
     def channel(self, address: str) -> grpc.aio.Channel:
-        """Return the only channel of this rank to a worker's gRPC server."""
+        """Return the gRPC channel to the server of another worker. There is one channel per
+        address."""
         if address not in self._channels:
             self._channels[address] = self._connect(address)
         return self._channels[address]
@@ -129,7 +131,7 @@ class OutboundPairs:
             self._leave(address)
 
     def _leave(self, address: str) -> None:
-        """Close the channel to ``address`` if it is unused."""
+        """Close the channel to ``address`` if no pair and no context uses it."""
         peers = (*self._pairs, *self._opening)
         if self._used[address] or any(peer.address == address for peer in peers):
             return
@@ -141,7 +143,7 @@ class OutboundPairs:
             closing.add_done_callback(self._closing.discard)
 
     def transports(self) -> dict[str, str]:
-        """The name of the transport to each receiver, by the receiver's incarnation."""
+        """The name of the transport to each receiver. The keys are the receivers' incarnations."""
         return {
             peer.incarnation: pair.transport
             for peer, pair in self._pairs.items()
@@ -150,7 +152,7 @@ class OutboundPairs:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Number of bytes that were announced to all receivers and have not arrived."""
+        """Number of bytes that were announced to receivers and have not arrived yet."""
         return sum(pair.in_flight_bytes for pair in self._pairs.values())
 
     async def end_opening(self) -> None:
@@ -188,9 +190,9 @@ class RankSender:
         self._target_ranks = lru_cache(maxsize=64)(self._find_target_ranks)
 
     def push(self, ticket_id: str, receiver: RankedPeer) -> PushFan:
-        """Start to send blocks of this rank to a ticket.
+        """Start to send this rank's part of blocks to a ticket of all the receiver's ranks.
 
-        Raises HandoffError if the peer does not list all of its ranks.
+        Raises HandoffError if the peer does not list the addresses of all its ranks.
         """
         ranks = self._target_ranks(receiver.geometry)
         if len(receiver.addresses) != receiver.geometry.tensor_parallel:

@@ -31,8 +31,8 @@ may lack. See docs/explanation/handoff.md.
 
 
 _NIXL_PAIRS = 4
-"""Number of pairs that may be stuck in NIXL's staging memory at a time. All pairs share that
-memory."""
+"""NIXL's staging memory, which all pairs share, has room for this many pairs whose reads do not end
+because their writers are stopped."""
 
 
 def make_transports(
@@ -83,7 +83,7 @@ def _makers(
 ) -> dict[str, Maker]:
     """Return the functions that make the transports, by transport name.
 
-    ``staging`` is the maximum number of bytes that one pair holds between blocks and wire.
+    ``staging`` is the maximum number of bytes of staging memory that one pair uses.
     """
     return {
         "cuda_ipc": lambda: CudaIpcTransport(executor, between_gpus=between_gpus),

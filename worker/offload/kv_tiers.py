@@ -113,7 +113,7 @@ class KvTiers:
         self._up.start()
 
     async def run(self) -> None:
-        """Copy blocks to the tiers ahead of their eviction, until cancelled."""
+        """Copy blocks to the tiers before the pool evicts them, until this task is cancelled."""
         await self.spiller.run()
 
     async def stop(self, timeout_s: float) -> None:
@@ -126,7 +126,7 @@ class KvTiers:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no load from the tiers fills a block of the pool."""
+        """Whether no block of the pool is being loaded from a tier."""
         return self.loader.is_idle
 
     def counts(self) -> dict[str, int]:
@@ -136,10 +136,11 @@ class KvTiers:
     # Calls of the engine core
 
     def before_schedule(self, schedule: Callable[[], None]) -> None:
-        """Start to load the first queued sequence's blocks, if it was preempted and a tier has
+        """If the first queued sequence was preempted and a tier holds its blocks, start to load
         them.
 
-        ``schedule`` schedules steps once the blocks are back; it is not called within this call.
+        ``schedule`` schedules steps once the blocks are loaded; it is not called within this
+        call.
         """
         waiting = self._scheduler.waiting
         first = waiting[0] if waiting else None
@@ -160,7 +161,8 @@ class KvTiers:
             schedule()
 
     def after_schedule(self) -> None:
-        """Start copies of blocks that have become idle, and update the tiers' metrics."""
+        """Start to copy blocks that are no longer in use to the first tier, and update the tiers'
+        metrics."""
         self.spiller.wake()
         for tier in self.tiers.tiers:
             self._series[tier.name].blocks.set(len(tier))

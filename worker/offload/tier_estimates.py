@@ -14,22 +14,23 @@ from collections.abc import Iterable, Mapping
 from worker.costs.step_costs import UnitCost
 
 FIXED_S = 0.002
-"""Fixed seconds of a load: two threads are woken, and the next step is planned."""
+"""Fixed seconds of a load from the tiers: two threads are woken, and the next step is planned."""
 BYTES_PER_S = {"host": 4e9, "disk": 5e8}
-"""Assumed bytes per second of each tier until loads are measured: one core's copy, and a modest
-solid-state disk."""
+"""Assumed bytes per second of each tier until loads are measured. The values are those of a copy by
+one core, and of a modest solid-state disk."""
 _PRIOR_BYTES = 4 << 20
-"""Weight, in bytes, of the assumed bandwidth against the first loads."""
+"""Weight of the assumed bandwidth against the first loads, in bytes."""
 _DEADLINE_FACTOR = 4.0
 _SHORTEST_DEADLINE_S = 0.5
-"""Minimum deadline of a load, in seconds. A shorter one would end loads because a machine was
-briefly busy."""
+"""Minimum deadline of a load, in seconds. With a shorter one, loads would be given up whenever the
+machine is briefly busy."""
 _FIRST_PAUSE_S = 5.0
 _LONGEST_PAUSE_S = 300.0
 
 
 class LoadSource:
-    """A source of blocks: its learned bandwidth, and a pause after failed loads."""
+    """A source of blocks, with its learned bandwidth. It is not used for a while after failed
+    loads."""
 
     def __init__(self, bytes_per_s: float, prior_bytes: int) -> None:
         """``bytes_per_s`` is the bandwidth that is assumed until loads are measured.
@@ -45,7 +46,8 @@ class LoadSource:
         return size * self._byte_cost.unit_s
 
     def is_paused(self, now: float) -> bool:
-        """Whether the source is not used at ``now``, because loads from it have failed."""
+        """Whether the source must not be used at time ``now``, because loads from it have
+        failed."""
         return now < self._paused_until
 
     def succeeded(self, size: int, seconds: float) -> None:
@@ -61,10 +63,10 @@ class LoadSource:
 
 
 def load_deadline_s(load_s: float, compute_s: float) -> float:
-    """Return the seconds after which to give up a load that should take ``load_s`` and saves
-    ``compute_s``.
+    """Return the seconds after which to give up a load. The load is predicted to take ``load_s``
+    seconds, and computing the same blocks takes ``compute_s``.
 
-    They are a few times the predicted duration, but not more than the time that the load saves.
+    The result is a few times ``load_s``, but not more than the time that the load saves.
     """
     return max(_SHORTEST_DEADLINE_S, min(_DEADLINE_FACTOR * load_s, compute_s))
 
@@ -77,18 +79,20 @@ class TierEstimates:
         self._tiers = {name: LoadSource(BYTES_PER_S[name], _PRIOR_BYTES) for name in names}
 
     def load_s(self, sizes: Mapping[str, int]) -> float:
-        """Predict the seconds to load ``sizes`` bytes, given by tier."""
+        """Predict the seconds of one load. ``sizes`` has the number of bytes to load from each
+        tier."""
         return FIXED_S + sum(self._tiers[name].load_s(size) for name, size in sizes.items())
 
     def pays(self, sizes: Mapping[str, int], compute_s: float, now: float) -> bool:
-        """Whether to load ``sizes`` bytes, given by tier, instead of computing for ``compute_s``
-        seconds."""
+        """Whether a load is predicted to be faster than computing, which takes ``compute_s``
+        seconds. ``sizes`` has the number of bytes to load from each tier."""
         if any(self._tiers[name].is_paused(now) for name in sizes):
             return False
         return self.load_s(sizes) < compute_s
 
     def deadline_s(self, sizes: Mapping[str, int], compute_s: float) -> float:
-        """Return the seconds after which to give up a load that saves ``compute_s``."""
+        """Return the seconds after which to give up a load. Computing the same blocks takes
+        ``compute_s`` seconds."""
         return load_deadline_s(self.load_s(sizes), compute_s)
 
     def succeeded(self, name: str, size: int, seconds: float) -> None:

@@ -35,39 +35,42 @@ from worker.offload.tier_thread import TierThread
 log = logging.getLogger(__name__)
 
 _SHARE_OF_DEADLINE = 0.5
-"""Maximum share of a request's remaining time that a load from the tiers may take."""
+"""Maximum share of a request's remaining time that a load from the offload tiers may take."""
 _RECALL_S = 10.0
-"""Maximum seconds that another worker's pull waits for blocks that a tier holds."""
+"""Maximum seconds for which another worker's pull waits while this worker loads blocks from a
+tier."""
 _TURNS = 4
-"""Maximum number of other loads of the same prompt's blocks that a request waits for, one after
-another."""
+"""A request may have to wait for other loads of the same prompt's blocks. This is the maximum
+number of loads for which it waits, one after another."""
 
 ComputeSeconds = Callable[[int, int], float]
-"""Predicts the seconds to compute a number of tokens (first argument) after a number of others
-(second)."""
+"""Predicts the seconds to compute tokens. Arguments: the number of tokens to compute, and the
+number of tokens before them."""
 
 
 @dataclass(slots=True)
 class _Job:
-    """The blocks that the thread loads, and its progress. The event loop reads it once the load has
-    ended."""
+    """Blocks that the thread loads, and its progress. The event loop reads the progress once the
+    load has ended."""
 
     missing: list[Found]
     targets: list[int]
-    """Block of the pool into which each block of ``missing`` is loaded."""
+    """Numbers of the pool's blocks into which the blocks in ``missing`` are loaded, in the same
+    order."""
     settled: asyncio.Future[None]
-    """Done once the load has ended, or was given up: the callers that wait for it continue."""
+    """Future on which callers wait for the load. It is done once the load has ended or was given
+    up."""
     loaded: int = 0
     bad: Found | None = None
-    """The damaged copy at which the load ended; None if there was none. ``reason`` says what was
-    wrong."""
+    """The damaged copy at which the load ended; None if no copy was damaged. ``reason`` describes
+    the damage."""
     reason: str = ""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds that the thread has spent reading, by tier."""
+    """Seconds that the thread has spent reading from each tier."""
     bytes: Counter[str] = field(default_factory=Counter)
     given_up: bool = False
-    """Whether the load was given up, so that no caller waits for the rest. The event loop sets
-    it."""
+    """Whether the load was given up: no caller waits for its remaining blocks. The event loop sets
+    this field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ class _Load:
 
     run: list[Found]
     sizes: Mapping[str, int]
-    """Number of bytes to read from each tier."""
+    """Number of bytes to read, by tier."""
     limit_s: float
     """Seconds after which the load is given up."""
 
@@ -96,8 +99,8 @@ class TierLoader:
         estimates: TierEstimates,
         series: Mapping[str, TierSeries],
     ) -> None:
-        """``storages`` and ``series`` have a value for each tier's name. ``memory`` must not be
-        used elsewhere."""
+        """``storages`` and ``series`` have one value for each tier's name. Other code must not use
+        ``memory``."""
         self._tiers = tiers
         self._pool = tiers.pool
         self._storages = storages
@@ -108,30 +111,31 @@ class TierLoader:
         self.estimates = estimates
         self._series = series
         self._under_way: dict[bytes, asyncio.Future[None]] = {}
-        """Loads in flight: the future ``settled`` of the load, by the hash of each block that it
-        brings."""
+        """Loads in flight, by the hash of each block that they load. The value is the future
+        ``settled`` of the load."""
         self._tasks: set[asyncio.Task[None]] = set()
         """Tasks of loads that have not ended, including loads that were given up."""
         self._stuck = 0
         """Number of loads that were given up and have not ended yet."""
         self._ahead: Counter[str] = Counter()
-        """Number of bytes that the loads in flight read, by tier."""
+        """Number of bytes that loads in flight still read from each tier."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether no load fills a block of the pool."""
+        """Whether no block of the pool is being loaded from a tier."""
         return not self._tasks
 
     def return_s(self, tokens: int) -> float:
-        """Predict the seconds to load the blocks of ``tokens`` tokens from the slowest tier."""
+        """Predict the seconds to load the blocks of ``tokens`` tokens, if they are in the slowest
+        tier."""
         size = -(-tokens // self._scheduler.limits.block_size) * self._memory.block_bytes
         return max(self.estimates.load_s({tier.name: size}) for tier in self._tiers.tiers)
 
     def returns_sooner(self, sequence: engine_sequence.Sequence) -> bool:
-        """Whether a sequence that is about to be preempted gets its blocks back sooner from the
-        tiers.
+        """Whether this worker should keep a sequence that is about to be preempted: loading its
+        blocks from the tiers is predicted to be faster.
 
-        The alternative is another worker of the same speed that computes them.
+        The alternative is that another worker of the same speed computes the blocks again.
         """
         full = sequence.registered * self._scheduler.limits.block_size
         if not full:
@@ -141,11 +145,11 @@ class TierLoader:
         return here_s < self._compute_s(sequence.computed, 0)
 
     async def load(self, sequence: engine_sequence.Sequence, deadline: float) -> list[int]:
-        """Load the leading blocks of a sequence that is not queued yet.
+        """Load the first blocks of a sequence that is not queued yet.
 
-        Returns the leading blocks if any were loaded; the caller owns them. Empty if nothing was
-        loaded, for any reason. ``deadline`` is the request's, in seconds of this worker's monotonic
-        clock.
+        Returns the sequence's first cached blocks if any were loaded; the caller owns them. Returns
+        an empty list if nothing was loaded, for any reason. ``deadline`` is the request's, in
+        seconds of this worker's monotonic clock.
         """
         hashes = self._hashes(sequence)
         await self._wait_for_others(hashes, deadline)
@@ -162,7 +166,8 @@ class TierLoader:
         return blocks
 
     async def recall(self, hashes: Sequence[bytes]) -> None:
-        """Load the leading blocks of these hashes for another worker's pull, if that pays."""
+        """Load the leading blocks of these hashes so that another worker can pull them, if loading
+        is faster than computing."""
         deadline = time.monotonic() + _RECALL_S
         await self._wait_for_others(hashes, deadline)
         load = self._choose(hashes, deadline)
@@ -171,19 +176,20 @@ class TierLoader:
 
     @property
     def _line(self) -> int:
-        """Number of blocks reserved for others: those of queued sequences, and the next block of
-        each running one."""
+        """Number of blocks that loads must leave free: those that queued sequences need, and the
+        next block of each running sequence."""
         return self._scheduler.wanted_blocks + len(self._scheduler.running)
 
     def _blocks_of(self, sequence: engine_sequence.Sequence) -> int:
         return -(-sequence.target // self._scheduler.limits.block_size)
 
     def may_return(self, sequence: engine_sequence.Sequence) -> bool:
-        """Whether ``bring_back`` would load something for a preempted sequence."""
+        """Whether ``bring_back`` has blocks to load for a preempted sequence."""
         return self._returning(sequence) is not None
 
     async def bring_back(self, sequence: engine_sequence.Sequence) -> None:
-        """Load the blocks of a preempted sequence into the cache, if that pays."""
+        """Load the blocks of a preempted sequence into the cache, if that is predicted to be faster
+        than computing them."""
         load = self._returning(sequence)
         if load is not None:
             await self._run(load)
@@ -195,10 +201,11 @@ class TierLoader:
         return load if load is not None and self._has_room(load, needed) else None
 
     def _hashes(self, sequence: engine_sequence.Sequence) -> list[bytes]:
-        """Return the hashes of a sequence's blocks, without the one with its last token, whose
-        logits are always needed.
+        """Return the hashes of a sequence's blocks. The block with its last token is left out,
+        because that token's logits are always needed.
 
-        Empty for a prompt that is scored, since that needs the logits of all tokens.
+        Returns an empty list if the prompt's own logprobs are wanted, since those need the logits
+        of all tokens.
         """
         if sequence.scores_prompt:
             return []
@@ -216,9 +223,9 @@ class TierLoader:
             await asyncio.wait([other], timeout=left)
 
     def _choose(self, hashes: Sequence[bytes], deadline: float) -> _Load | None:
-        """Choose what to load for a prompt with these block hashes.
+        """Choose which blocks to load for a prompt with these block hashes.
 
-        Returns None if nothing can be loaded, or computing is faster.
+        Returns None if no block can be loaded, or if computing is predicted to be faster.
         """
         if self._stuck:
             # Another load would only take blocks, and wait behind the stuck one.
@@ -242,8 +249,8 @@ class TierLoader:
         return _Load(run, sizes, limit_s)
 
     def _has_room(self, load: _Load, needed: int) -> bool:
-        """Whether the pool has room for ``needed`` blocks, counting blocks of the prompt that it
-        holds already."""
+        """Whether the pool has room for a prompt of ``needed`` blocks. The prompt's blocks that are
+        cached already count as available."""
         held = [found.block for found in load.run if found.block is not None]
         return needed - len(held) <= self._pool.available - self._pool.evictable(held)
 
@@ -267,7 +274,7 @@ class TierLoader:
         return job.loaded > 0 and not job.given_up
 
     def _settle(self, job: _Job) -> None:
-        """Let the callers that wait for a load continue; idempotent."""
+        """Let the callers that wait for ``job`` continue; idempotent."""
         if job.settled.done():
             return
         job.settled.set_result(None)
@@ -300,8 +307,8 @@ class TierLoader:
             self._settle(job)
 
     def _copy_all(self, job: _Job) -> None:
-        """Read the blocks of a load one after another, up to the first damaged one. Runs on the
-        thread."""
+        """Read the blocks of a load one after another, until a block is damaged. Runs on the
+        loader's thread."""
         slots: dict[str, list[int]] = {}
         for found in job.missing:
             assert found.tier is not None

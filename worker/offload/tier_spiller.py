@@ -23,11 +23,11 @@ from worker.offload.tier_thread import TierThread
 log = logging.getLogger(__name__)
 
 BYTES_PER_S = {"host": 4e9, "disk": 2.5e8}
-"""Maximum bytes per second of copies to each tier: decode needs the same memory, and other programs
-use the disk."""
+"""Maximum bytes per second of copies to each tier. Decode needs the same memory bandwidth, and
+other programs use the disk."""
 _BATCH_BYTES = 4 << 20
-"""Maximum bytes of a batch of copies. After each batch the event loop checks again which blocks are
-oldest."""
+"""Maximum bytes that are copied at a time. After each such batch, the event loop checks again which
+blocks are the oldest."""
 
 
 class TierSpiller:
@@ -41,8 +41,8 @@ class TierSpiller:
         thread: TierThread,
         series: Mapping[str, TierSeries],
     ) -> None:
-        """``storages`` and ``series`` have a value for each tier's name. ``memory`` must not be
-        used elsewhere."""
+        """``storages`` and ``series`` have one value for each tier's name. Other code must not use
+        ``memory``."""
         self._tiers = tiers
         self._storages = storages
         self._memory = memory
@@ -51,8 +51,8 @@ class TierSpiller:
         self._awake = asyncio.Event()
 
     def wake(self) -> None:
-        """Wake the spiller if blocks have to be copied. It is cheap, because it is called after
-        every step."""
+        """Wake the spiller if there are blocks to copy. This call is cheap, because it is made
+        after every step."""
         if self._tiers.wants_spill:
             self._awake.set()
 
@@ -77,8 +77,8 @@ class TierSpiller:
         return spills
 
     def _copy_all(self, spills: list[Spill]) -> list[OSError | ChecksumMismatch | None]:
-        """Copy blocks as ``spills`` describe. Returns the error of each copy, or None. Runs on the
-        thread."""
+        """Copy blocks as ``spills`` describe. Returns the error of each copy, or None where a copy
+        succeeded. Runs on the spiller's thread."""
         return [self._copy(spill) for spill in spills]
 
     def _copy(self, spill: Spill) -> OSError | ChecksumMismatch | None:

@@ -19,27 +19,27 @@ from baton.errors import ChecksumMismatch, ConfigError
 from baton.host.host_memory import take_memory
 
 Fill = Callable[[memoryview], int]
-"""Writes a block's bytes into the buffer that it gets. Returns their checksum."""
+"""Function that writes a block's bytes into the given buffer. Returns the checksum of the bytes."""
 Take = Callable[[memoryview], int]
-"""Copies a block's bytes from the buffer that it gets. Returns the checksum of the copy."""
+"""Function that copies a block's bytes from the given buffer. Returns the checksum of the copy."""
 
 
 class TierStorage(Protocol):
     """Holds the bytes of one tier's slots. Block sizes are in bytes."""
 
     def store(self, slot: int, fill: Fill) -> None:
-        """Store in a slot the bytes that ``fill`` writes. Raises OSError if there is no room for
-        them."""
+        """Store a block in a slot: ``fill`` writes its bytes. Raises OSError if there is no room
+        for the bytes."""
 
     def load(self, slot: int, take: Take) -> int:
-        """Pass a slot's bytes to ``take``. Returns their checksum.
+        """Pass the bytes of a slot to ``take``. Returns their checksum.
 
-        Raises ChecksumMismatch if the bytes differ from those that were stored, and OSError if they
-        cannot be read.
+        Raises ChecksumMismatch if the bytes differ from the stored ones, and OSError if they cannot
+        be read.
         """
 
     def expect(self, slots: Iterable[int]) -> None:
-        """Prepare for loads from these slots, which follow soon."""
+        """Prepare for loads from these slots. The loads follow soon."""
 
     def close(self) -> None:
         """Release the memory or the file of the slots; idempotent."""
@@ -49,18 +49,19 @@ class HostStorage:
     """Implements ``TierStorage`` in host memory."""
 
     def __init__(self, slots: int, block_bytes: int) -> None:
-        """Allocate the memory of all slots at once. Raises ConfigError if the machine has less."""
+        """Allocate the memory of all slots at once. Raises ConfigError if the machine has less
+        memory than that."""
         self._block_bytes = block_bytes
         self._memory = take_memory(slots * block_bytes, "kv_host_mib")
         self._sums = np.zeros(slots, dtype=np.uint64)
 
     def store(self, slot: int, fill: Fill) -> None:
-        """See ``TierStorage``."""
+        """Store in a slot of the memory the bytes that ``fill`` writes. See ``TierStorage``."""
         with self._part(slot) as part:
             self._sums[slot] = fill(part)
 
     def load(self, slot: int, take: Take) -> int:
-        """See ``TierStorage``."""
+        """Pass the bytes of a slot to ``take``, and verify their checksum. See ``TierStorage``."""
         with self._part(slot) as part:
             return _verified(take(part), int(self._sums[slot]))
 
@@ -68,7 +69,7 @@ class HostStorage:
         """Do nothing: host memory needs no preparation."""
 
     def close(self) -> None:
-        """See ``TierStorage``."""
+        """Release the memory of all slots; idempotent."""
         self._memory.close()
 
     def _part(self, slot: int) -> memoryview:
@@ -100,7 +101,7 @@ class DiskStorage:
             ) from error
 
     def store(self, slot: int, fill: Fill) -> None:
-        """See ``TierStorage``."""
+        """Store in a slot of the file the bytes that ``fill`` writes. See ``TierStorage``."""
         digest = fill(memoryview(self._stored))
         rest, offset = memoryview(self._stored), slot * self._block_bytes
         while rest:
@@ -111,7 +112,8 @@ class DiskStorage:
         self._sums[slot] = digest
 
     def load(self, slot: int, take: Take) -> int:
-        """See ``TierStorage``."""
+        """Read a slot of the file, pass its bytes to ``take``, and verify their checksum. See
+        ``TierStorage``."""
         rest, offset = memoryview(self._loaded), slot * self._block_bytes
         while rest:
             read = os.preadv(self._file.fileno(), [rest], offset)
@@ -121,7 +123,8 @@ class DiskStorage:
         return _verified(take(memoryview(self._loaded)), int(self._sums[slot]))
 
     def expect(self, slots: Iterable[int]) -> None:
-        """See ``TierStorage``."""
+        """Let the system read these slots from the disk ahead of their loads. See
+        ``TierStorage``."""
         if not hasattr(os, "posix_fadvise"):
             return
         for slot in slots:
@@ -129,7 +132,7 @@ class DiskStorage:
             os.posix_fadvise(self._file.fileno(), start, self._block_bytes, advice)
 
     def close(self) -> None:
-        """See ``TierStorage``."""
+        """Close the file, which frees its disk space; idempotent."""
         self._file.close()
 
 

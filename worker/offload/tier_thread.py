@@ -23,13 +23,13 @@ Result = TypeVar("Result")
 
 
 class TierThread:
-    """Runs jobs on a thread of its own. The event loop makes and uses it; only the jobs run on the
-    thread."""
+    """Runs jobs on a thread of its own. All methods are called on the event loop; only the jobs run
+    on the thread."""
 
     def __init__(self, name: str, device: torch.device, *, gives_way: bool) -> None:
         """``device`` is the device of the pool's blocks.
 
-        ``gives_way``: true if the thread has a lower priority on a busy CPU.
+        ``gives_way``: true if the thread gets a lower priority than other threads on a busy CPU.
         """
         self._loop = asyncio.get_running_loop()
         self._device = device

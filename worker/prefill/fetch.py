@@ -34,18 +34,20 @@ _SHARE_OF_DEADLINE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class PrefixSource:
-    """A worker that holds leading blocks of a prompt, and how many of them, according to the
-    router."""
+    """A worker that, according to the router, holds the first blocks of a prompt, and the number of
+    these blocks."""
 
     holder: Peer
     blocks: int
     """Number of hash blocks that the worker holds, as the prefix index counts them."""
     tensor_parallel: int = 0
-    """Number of ranks that hold the blocks; 0: as many as this worker has."""
+    """Number of ranks of the worker that holds the blocks. 0 means the same number as this worker
+    has."""
 
 
 def source_of(source: prefill_pb2.PrefixSource) -> PrefixSource:
-    """Return the worker that, according to the router, holds more of a request's prompt."""
+    """Return the worker from which blocks of the prompt can be fetched, as the router's message
+    describes it."""
     holder = Peer(source.incarnation, source.address)
     return PrefixSource(holder, source.blocks, source.tensor_parallel)
 
@@ -56,19 +58,20 @@ class _Fetch:
 
     holder: Peer
     transport: str
-    """Transport of the open pair to the holder; empty if no pair is open."""
+    """Name of the transport of the open pair to the worker that holds the blocks. Empty if no pair
+    is open."""
     own: list[int]
-    """Leading blocks of the prompt that this worker has already."""
+    """The first blocks of the prompt, which this worker has in its own cache."""
     hashes: list[bytes]
     """Hashes of the blocks to fetch, which follow ``own``."""
     limit_s: float
     """Seconds after which the fetch is given up."""
     geometry: Geometry | None
-    """The holder's geometry; None if it is that of this worker."""
+    """Geometry of the worker that holds the blocks. None if it is the same as this worker's."""
 
 
 class Fetcher:
-    """Fetches leading blocks of prompts from other workers that hold them."""
+    """Fetches the first blocks of prompts from other workers that hold them."""
 
     def __init__(self, context: WorkerContext, estimates: FetchEstimates) -> None:
         self._context = context
@@ -79,11 +82,11 @@ class Fetcher:
         self._estimates = estimates
 
     async def fetch(self, sequence: Sequence, source: PrefixSource, deadline: float) -> list[int]:
-        """Fetch the leading blocks of a sequence that is not queued yet.
+        """Fetch the first blocks of a sequence that is not queued yet.
 
-        Returns the leading blocks that were here and those that were fetched; the caller owns them.
-        Empty if nothing was fetched, for any reason. ``deadline`` is the request's, in seconds of
-        this worker's monotonic clock.
+        Returns the sequence's blocks that were cached here, followed by the fetched ones; the
+        caller owns them. Returns an empty list if nothing was fetched, for any reason. ``deadline``
+        is the request's, in seconds of this worker's monotonic clock.
         """
         fetch = self._choose(sequence, source, deadline)
         ticket = None if fetch is None else self._promise(sequence, fetch)
@@ -114,8 +117,8 @@ class Fetcher:
             self._receiver.abort(ticket.attempt, self._receiver.clock(), outcome)
 
     def _choose(self, sequence: Sequence, source: PrefixSource, deadline: float) -> _Fetch | None:
-        """Choose what to fetch from ``source``; None if nothing can be fetched, or computing is
-        faster.
+        """Choose which blocks to fetch from ``source``. Returns None if no block can be fetched, or
+        if computing is predicted to be faster.
 
         Workers whose ranks divide prompts fetch nothing: the blocks would reach only rank 0.
         """
@@ -147,7 +150,7 @@ class Fetcher:
         return _Fetch(source.holder, transport, own, missing, limit_s, geometry)
 
     def _promise(self, sequence: Sequence, fetch: _Fetch) -> Ticket | None:
-        """Make a ticket for the blocks to fetch; None if there is no room for them."""
+        """Make a ticket for the blocks to fetch. Returns None if there is no room for them."""
         scheduler = self._context.engine.scheduler
         needed = -(-len(sequence.token_ids) // self._block_size) - len(fetch.own)
         # Queued sequences come first: a fetch must not take the blocks that they wait for.
@@ -167,8 +170,8 @@ class Fetcher:
         )
 
     def _take(self, ticket: Ticket, fetch: _Fetch, began: float) -> list[int]:
-        """Commit the ticket of a fetch. Returns the blocks that were here, and then the fetched
-        ones.
+        """Commit the ticket of a fetch. Returns the blocks that were cached here, followed by the
+        fetched ones.
 
         Raises BatonError.
         """
@@ -183,9 +186,9 @@ class Fetcher:
 
 
 async def _in_time(waited: asyncio.Future[None] | None, end: float) -> None:
-    """Wait for ``waited``, if there is one, until ``end``.
+    """Wait for the future ``waited``, if there is one, until time ``end``.
 
-    Raises DeadlineExceeded after that, and the error of the future.
+    Raises DeadlineExceeded if the future is not done by then, and the error of the future.
     """
     if waited is None:
         return

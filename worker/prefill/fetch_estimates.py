@@ -1,4 +1,4 @@
-"""Predicts how long a fetch of cached blocks takes, and whether it pays.
+"""Predicts how long a fetch of cached blocks takes, and whether it is faster than computing them.
 
 A fetch takes a fixed time, plus its bytes divided by the bandwidth from that worker. The bandwidth
 is learned from earlier fetches. After a failed fetch, a worker is not used for a while, which gets
@@ -14,9 +14,11 @@ from collections import OrderedDict
 from worker.offload.tier_estimates import LoadSource, load_deadline_s
 
 FIXED_S = 0.003
-"""Fixed seconds of a fetch through an open pair: the call, the ticket and the first message."""
+"""Fixed seconds of a fetch from another worker through an open pair: the call, the ticket and the
+first message."""
 OPENING_S = 0.02
-"""Additional seconds of a fetch if no pair is open: the two workers agree on a transport."""
+"""Additional seconds of a fetch if no pair is open, because the two workers must agree on a
+transport first."""
 _BYTES_PER_S = {
     "shm": 4e9,
     "cuda_ipc": 5e10,
@@ -27,19 +29,19 @@ _BYTES_PER_S = {
 }
 """Assumed bytes per second of each transport until fetches are measured."""
 _MIN_BYTES_PER_S = 1e9
-"""Assumed bytes per second if the transport is not known yet."""
+"""Assumed bytes per second of a fetch whose transport is not known yet."""
 _PRIOR_BYTES = 1 << 20
-"""Weight, in bytes, of the assumed bandwidth against the first fetches."""
+"""Weight of the assumed bandwidth against the first fetches, in bytes."""
 _SHARE_OF_BYTES = 0.1
-"""Minimum share of a fetch's time that counts as spent on its bytes, when the bandwidth is
+"""Minimum share of a fetch's duration that counts as transfer of its bytes when the bandwidth is
 learned."""
 _MAX_PEERS = 256
 
 
 class FetchEstimates:
-    """Predicts fetch times for each peer.
+    """Predicts how long fetches from each other worker take.
 
-    ``transport`` is that of the open pair; it is empty if no pair is open.
+    ``transport`` is the name of the open pair's transport; it is empty if no pair is open.
     """
 
     def __init__(self) -> None:
@@ -54,25 +56,28 @@ class FetchEstimates:
         return peer
 
     def fetch_s(self, incarnation: str, transport: str, size: int) -> float:
-        """Predict the seconds to fetch ``size`` bytes from a worker."""
+        """Predict the seconds to fetch ``size`` bytes from the worker ``incarnation``."""
         return _fixed_s(transport) + self._peer(incarnation, transport).load_s(size)
 
     def pays(
         self, incarnation: str, transport: str, size: int, compute_s: float, now: float
     ) -> bool:
-        """Whether to fetch ``size`` bytes instead of computing for ``compute_s`` seconds."""
+        """Whether fetching ``size`` bytes is predicted to be faster than computing, which takes
+        ``compute_s`` seconds."""
         if self._peer(incarnation, transport).is_paused(now):
             return False
         return self.fetch_s(incarnation, transport, size) < compute_s
 
     def deadline_s(self, incarnation: str, transport: str, size: int, compute_s: float) -> float:
-        """Return the seconds after which to give up a fetch that saves ``compute_s``."""
+        """Return the seconds after which to give up a fetch of ``size`` bytes. Computing the same
+        blocks takes ``compute_s`` seconds."""
         return load_deadline_s(self.fetch_s(incarnation, transport, size), compute_s)
 
     def succeeded(self, incarnation: str, transport: str, size: int, seconds: float) -> None:
         """Record that a fetch of ``size`` bytes took ``seconds``.
 
-        ``transport`` is the value that was known before the fetch.
+        ``transport`` is the name that was passed for the prediction: empty if no pair was open
+        before the fetch.
         """
         bytes_s = max(seconds - _fixed_s(transport), seconds * _SHARE_OF_BYTES)
         self._peer(incarnation, transport).succeeded(size, bytes_s)

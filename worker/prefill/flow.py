@@ -35,7 +35,8 @@ from worker.role import WorkerContext
 
 
 class PromptUpdates:
-    """Queue of one prompt's step results, or of the error that ends the prompt early."""
+    """Queue of the step results of one prompt. It also receives the error that ends the prompt
+    early."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[SequenceUpdate | Exception] = asyncio.Queue()
@@ -45,13 +46,14 @@ class PromptUpdates:
         self._queue.put_nowait(update)
 
     def check(self) -> None:
-        """Raise the error, if any, that has ended a prompt that is not queued yet."""
+        """Raise the error that has ended the prompt before it was queued, if there is such an
+        error."""
         if not self._queue.empty():
             _raised(self._queue.get_nowait())
 
     async def next(self, timeout_s: float) -> SequenceUpdate | None:
-        """Wait for the result of the prompt's next step; None after ``timeout_s`` seconds without
-        one.
+        """Wait for the result of the prompt's next step. Returns None if there is no result within
+        ``timeout_s`` seconds.
 
         Raises the error that has ended the prompt.
         """
@@ -70,26 +72,26 @@ def _raised(update: SequenceUpdate | Exception) -> SequenceUpdate:
 
 
 class Sink(Protocol):
-    """Where a sequence continues after its first token: on this worker or on a decode worker.
+    """The place where a sequence continues after its first token: this worker or a decode worker.
 
-    The methods are called in this order, and ``close`` always.
+    The methods are called in this order. ``close`` is called even if another method fails.
     """
 
     async def reserve(self, sequence: Sequence) -> None:
-        """Wait until there is the room that the sequence needs. Raises BatonError."""
+        """Wait until there is room for the sequence where it continues. Raises BatonError."""
 
     async def compute(self, sequence: Sequence, blocks: list[int]) -> list[FirstToken]:
-        """Queue the sequence, whose leading ``blocks`` are computed; return the first tokens of its
-        choices.
+        """Queue the sequence, and return the first tokens of its choices. ``blocks`` hold the KV of
+        the sequence's first tokens already.
 
-        The sink owns ``blocks`` from now on. It leaves out choices whose first token reaches the
-        router in another way. Raises BatonError.
+        The sink owns ``blocks`` from now on. The result leaves out choices whose first token
+        reaches the router in another way. Raises BatonError.
         """
 
     async def commit(self, firsts: list[FirstToken]) -> prefill_pb2.HandoffCommitted | None:
         """Let the sequence continue after its first tokens.
 
-        Returns what to report to the router about a handoff, if there was one.
+        Returns the message for the router about the handoff; None if there was no handoff.
         """
 
     async def close(self) -> None:
@@ -98,7 +100,7 @@ class Sink(Protocol):
 
 
 OpenSink = Callable[[SequenceSpec, prefill_pb2.PrefillRequest, PromptUpdates, float], Sink]
-"""Makes the sink of a prompt; the deadline is in seconds of the monotonic clock.
+"""Makes the sink of a prompt. The last argument is the deadline, in seconds of the monotonic clock.
 
 The sink takes no resources yet. Raises BatonError for a request that this worker does not serve.
 """
@@ -186,10 +188,11 @@ class PrefillFlow:
         updates: PromptUpdates,
         deadline: float,
     ) -> list[int]:
-        """Get leading blocks of a prompt from a tier of this worker, or from another worker.
+        """Get the first blocks of a prompt from a tier of this worker, or from another worker.
 
-        The caller owns the blocks. Empty for a prompt that is scored, because cached blocks have no
-        logits. Raises the error that has ended the prompt meanwhile.
+        The caller owns the returned blocks. Returns an empty list if the prompt's own logprobs are
+        wanted, because cached blocks have no logits. Raises the error that has ended the prompt
+        meanwhile.
         """
         context = self._context
         blocks: list[int] = []
@@ -209,7 +212,7 @@ class PrefillFlow:
         return blocks
 
     def on_emit(self, updates: list[SequenceUpdate]) -> None:
-        """Pass a step's results to the prompts that wait for them."""
+        """Pass a step's results to the tasks that wait for them, one for each prompt."""
         if not self._updates:
             return
         for update in updates:
@@ -218,24 +221,24 @@ class PrefillFlow:
                 waiting.put(update)
 
     def end(self, attempt: AttemptName, error: Exception) -> None:
-        """End a prompt early with ``error``, if it waits for its steps."""
+        """End a prompt early with ``error``, if its task waits for results of steps."""
         waiting = self._updates.get(attempt)
         if waiting is not None:
             waiting.put(error)
 
     def close(self, error: Exception) -> None:
-        """End every prompt that waits for its steps, with ``error``."""
+        """End all prompts whose tasks wait for results of steps, with ``error``."""
         for waiting in self._updates.values():
             waiting.put(error)
 
 
 def attempt_of(sequence: Sequence) -> AttemptName:
-    """Return the id of a sequence's request, and the number of its attempt."""
+    """Return the id of a sequence's request, and the number of the request's attempt."""
     return sequence.spec.request_id, sequence.spec.attempt
 
 
 def first_of(update: SequenceUpdate) -> FirstToken:
-    """Return the first token of a choice, from the update that brought it."""
+    """Return the first token of a choice. ``update`` is the step result that contains it."""
     logprobs = update.logprobs[0] if update.logprobs else None
     return FirstToken(update.token_ids[0], update.sequence.finish_reason, logprobs)
 
@@ -243,11 +246,10 @@ def first_of(update: SequenceUpdate) -> FirstToken:
 def first_token_response(
     sequence: Sequence, first: FirstToken, load: LoadSnapshot, *, retained_tokens: int = 0
 ) -> prefill_pb2.PrefillResponse:
-    """Make the message to the router for a choice whose prompt is computed and whose first token is
-    ``first``.
+    """Make the response to the router that reports the first token of one choice.
 
-    Only the first choice carries the cost of the prompt, its logprobs, its embedding, and the
-    number of retained tokens.
+    Only the response for the first choice carries the cost of the prompt, its logprobs, its
+    embedding, and the number of retained tokens.
     """
     spec = sequence.spec
     output = TokenOutput(

@@ -9,7 +9,8 @@ from engine.scheduling.sequence import Sequence
 from worker.role import WorkerContext
 
 RETRY_AFTER_S = 60.0
-"""Seconds after which a client may retry if its tenant's share of the cache is used up."""
+"""Seconds after which a client may retry a request that was rejected because its tenant's share of
+the cache is used up."""
 
 
 def claim_retention(context: WorkerContext, sequence: Sequence, now: float) -> list[bytes]:
@@ -44,9 +45,9 @@ def claim_retention(context: WorkerContext, sequence: Sequence, now: float) -> l
 
 
 def held_tokens(context: WorkerContext, retained: list[bytes]) -> int:
-    """Return the number of tokens in those retained blocks that are cached now.
+    """Return the number of tokens in those of the ``retained`` blocks that are cached now.
 
-    ``retained`` is what ``claim_retention`` has returned.
+    ``retained`` is the result of ``claim_retention``.
     """
     return len(context.engine.pool.match(retained)) * context.engine.scheduler.limits.block_size
 

@@ -49,7 +49,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Implements PrefillService: serves the prefill streams of all routers."""
 
     def __init__(self, run: Run, load: Load, keepalive: Keepalive = DEFAULT_KEEPALIVE) -> None:
-        """``load`` returns the worker's load; each message carries it."""
+        """``run`` computes one prompt. ``load`` returns the worker's load, which each message
+        carries."""
         self._run = run
         self._load = load
         self._keepalive = keepalive
@@ -62,7 +63,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def Prefills(  # type: ignore[override]  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[prefill_pb2.PrefillsRequest], context: PrefillContext
     ) -> None:
-        """See prefill.proto."""
+        """Serve one router's stream: start prefills, and send their results. See prefill.proto."""
         prefills = _Prefills(self._run, self._load, self._keepalive)
         reading = asyncio.create_task(prefills.obey(request_iterator), name="prefill commands")
         telling = asyncio.create_task(prefills.tell(context), name="prefill events")
@@ -101,8 +102,8 @@ class _Prefills:
                     self._cancel((command.cancel.request_id, command.cancel.attempt))
 
     async def tell(self, context: PrefillContext) -> None:
-        """Send the events that have gathered as one message, or a keepalive if there are none,
-        again and again."""
+        """Send events to the router as they happen, until the stream closes. If there are none for
+        a while, send a keepalive."""
         while not self._is_over or self._events:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._keepalive.next_s(busy=bool(self.running))):
@@ -114,7 +115,7 @@ class _Prefills:
                 await context.write(prefill_pb2.PrefillsResponse(events=some, load=load))
 
     def tell_no_more(self) -> None:
-        """Let ``tell`` return once all events are sent, instead of waiting for more."""
+        """Make ``tell`` return after it has sent all events, instead of waiting for more."""
         self._is_over = True
         self._happened.set()
 

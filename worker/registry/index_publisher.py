@@ -26,29 +26,30 @@ log = logging.getLogger(__name__)
 PUBLISH_EVERY_S = 0.05
 """Seconds between two messages to the prefix index with changes of the cache."""
 _PUBLISH_REST = 10
-"""Pause between two calls of the prefix index, as a multiple of the last call's duration; at most a
-heartbeat."""
+"""Minimum pause between two calls of the prefix index, as a multiple of the last call's duration.
+The pause is never longer than a heartbeat."""
 _SPARE_CHANGES = 4096
-"""Maximum pending changes, beyond the number of blocks that can be held, while the prefix index is
-unreachable.
+"""Maximum number of changes that wait while the prefix index is unreachable, in addition to the
+number of blocks that the worker can hold.
 
-With more changes, a snapshot is cheaper.
+If more changes wait, it is cheaper to send all held blocks again.
 """
 
 
 class HeldBlocks(Protocol):
-    """The cached blocks to publish: those of a block pool, or of one with offload tiers."""
+    """The cached blocks to publish: those of a block pool, or those of a pool and its offload
+    tiers."""
 
     @property
     def total(self) -> int:
-        """Maximum number of blocks that can be held."""
+        """Maximum number of blocks that the worker can hold."""
 
     def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the hashes of blocks that were stored and of those that were removed since the
-        last call."""
+        """Return the hashes of blocks that were stored since the last call, and the hashes of
+        blocks that were removed."""
 
     def held_hashes(self) -> list[bytes]:
-        """Return the hashes of all blocks that are held."""
+        """Return the hashes of all blocks that the worker holds."""
 
 
 class IndexPublisher:
@@ -65,14 +66,14 @@ class IndexPublisher:
         self._snapshot = b""
         self._sequence = -1
         self._pending: dict[bytes, bool] = {}
-        """Changes that are not sent yet: block hash → whether the block is held."""
+        """Changes that were not sent yet: block hash → true if the worker holds the block."""
         self._batch: tuple[list[bytes], list[bytes]] | None = None
-        """Hashes (stored, removed) that were sent under the current sequence number and are not
-        confirmed."""
+        """The batch of changes that was sent under the current sequence number and is not confirmed
+        yet: (hashes of stored blocks, hashes of removed blocks)."""
 
     @property
     def pending_blocks(self) -> int:
-        """Number of changes of blocks that are not confirmed by the prefix index yet."""
+        """Number of changes that the prefix index has not confirmed yet, one per block."""
         in_flight = 0 if self._batch is None else sum(map(len, self._batch))
         return len(self._pending) + in_flight
 
@@ -117,9 +118,10 @@ class IndexPublisher:
         self._pending = dict.fromkeys(self._pool.held_hashes(), True)
 
     async def _send(self, *, tend: bool) -> bool:
-        """Send one batch of changes, perhaps for the second time: the index detects duplicates.
+        """Send one batch of changes. The batch may have been sent before: the index detects
+        duplicates.
 
-        Returns False if the index has lost track of this worker.
+        Returns False if the index no longer knows which blocks this worker holds.
         """
         if self._batch is None:
             taken = list(islice(self._pending.items(), BATCH))
@@ -143,11 +145,12 @@ async def keep_published(
     timed: Callable[[], AbstractContextManager[None]],
     report: Callable[[int, float], None],
 ) -> None:
-    """Publish changes to the prefix index until cancelled. Retries every ``heartbeat_s`` while
-    Redis is unreachable.
+    """Publish changes to the prefix index until cancelled. While Redis is unreachable, this retries
+    every ``heartbeat_s`` seconds.
 
-    ``publisher`` returns the current session's publisher. ``timed`` wraps each call. ``report``
-    receives the number of unpublished blocks, and the seconds since all were published.
+    ``publisher`` returns the current session's publisher. ``timed`` wraps each call of the index.
+    ``report`` receives the number of unpublished blocks, and the seconds since all blocks were
+    published.
     """
     verify_every = max(1, int(heartbeat_s / PUBLISH_EVERY_S))
     count = 0

@@ -36,8 +36,8 @@ CALL_S = 10.0
 A new connection takes about seven round trips, and each has its own deadline of one second.
 """
 FAREWELL_S = 2.0
-"""Maximum seconds for which a worker that leaves waits until its entry is removed. Otherwise the
-entry lapses by itself."""
+"""Maximum seconds for which a worker that stops waits until its registry entry is removed. If it is
+not removed, the entry lapses by itself."""
 
 
 class OwnEntry:
@@ -56,7 +56,7 @@ class OwnEntry:
         """``record`` returns the current session's record; ``timed`` wraps each call of the
         registry.
 
-        ``lost`` is called when the entry has lapsed; its argument says whether the worker stood
+        ``lost`` is called when the entry has lapsed. Its argument is true if the worker had stood
         still.
         """
         self._registry = registry
@@ -69,9 +69,10 @@ class OwnEntry:
         self._is_removed = False
         self._lease = OwnLease(ttl_s, heartbeat_s)
         self._woken = asyncio.Event()
-        """Set when ``keep`` must write to the registry at once."""
+        """Event that is set when ``keep`` must write to the registry at once."""
         self._turn = asyncio.Lock()
-        """Held during a registry call, so that the record that is sent last wins."""
+        """Lock that is held during a registry call. So the registry keeps the record that was sent
+        last."""
 
     @property
     def is_known(self) -> bool:
@@ -79,7 +80,7 @@ class OwnEntry:
         return self._lease.registered
 
     def begin(self) -> None:
-        """Begin another session, which has no entry yet: ``keep`` writes one at once."""
+        """Begin another session. It has no registry entry yet, so ``keep`` writes one at once."""
         self._lease.begin()
         self._is_lost = self._is_removed = False
         self._woken.set()
@@ -91,8 +92,8 @@ class OwnEntry:
             self._woken.set()
 
     async def keep(self) -> None:
-        """Write the entry to the registry once per heartbeat, and at once after a standstill, until
-        cancelled."""
+        """Write the registry entry once per heartbeat, until cancelled. After a standstill of the
+        worker, write it at once."""
         while True:
             began = time.monotonic()
             self._woken.clear()
@@ -102,7 +103,7 @@ class OwnEntry:
                     await self._woken.wait()
 
     def write_soon(self) -> None:
-        """Let ``keep`` write the changed record soon; do not wait for it."""
+        """Make ``keep`` write the changed record soon; this call does not wait."""
         self._woken.set()
 
     async def write(self) -> None:
@@ -135,10 +136,10 @@ class OwnEntry:
         self._on_lost(self._lease.stood_still)
 
     async def remove(self) -> None:
-        """Remove the entry, so that routers count the worker as gone at once. Ignores errors of
+        """Remove the entry, so that routers see at once that the worker is gone. Ignores errors of
         Redis.
 
-        Afterwards ``write`` has no effect until ``begin``.
+        Afterwards ``write`` has no effect until ``begin`` is called.
         """
         self._is_removed = True
         with contextlib.suppress(redis.RedisError, TimeoutError):

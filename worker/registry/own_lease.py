@@ -17,7 +17,8 @@ class OwnLease:
     heartbeat."""
 
     def __init__(self, ttl_s: float, heartbeat_s: float) -> None:
-        """``ttl_s`` is the number of seconds after which an entry lapses unless it is renewed."""
+        """``ttl_s`` is the number of seconds after which a registry entry lapses unless it is
+        renewed."""
         self._ttl_s = ttl_s
         self._heartbeat_s = heartbeat_s
         self._beaten_at: float | None = None
@@ -35,19 +36,20 @@ class OwnLease:
 
     @property
     def stood_still(self) -> bool:
-        """Whether the entry may have lapsed while the worker stood still, and was not renewed
-        since."""
+        """Whether the worker stood still for so long that its entry may have lapsed, and has not
+        renewed the entry since."""
         return self._woke_at is not None
 
     def renewed(self, asked_at: float) -> None:
-        """Record that the entry was renewed, by a registry call that began at ``asked_at``."""
+        """Record that the entry was renewed. ``asked_at`` is the time at which the registry call
+        began."""
         self._renewed_at = asked_at
         if self._woke_at is not None and asked_at >= self._woke_at:
             self._woke_at = None
 
     def beat(self, now: float) -> bool:
-        """Record that the event loop runs. Returns whether it stood still before, so that the entry
-        may have lapsed."""
+        """Record that the event loop runs. Returns whether it had stood still for so long that the
+        entry may have lapsed."""
         stood_since, self._beaten_at = self._beaten_at, now
         if stood_since is None or self._renewed_at is None:
             return False

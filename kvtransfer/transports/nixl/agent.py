@@ -34,7 +34,8 @@ class NixlAgent:
     """One nixl agent. Thread-safe."""
 
     def __init__(self, name: str) -> None:
-        """``name`` must be unique forever. Raises ConfigError without nixl or UCX."""
+        """``name`` must never have been used by another agent. Raises ConfigError if nixl or UCX is
+        missing."""
         self._nixl = _load_nixl()
         config = self._nixl.nixlAgentConfig()
         config.useProgThread = True
@@ -47,7 +48,8 @@ class NixlAgent:
             raise ConfigError(f"transport nixl cannot start UCX: {error!r}") from error
 
     def register(self, address: int, length: int, device: str) -> None:
-        """Let the network read ``length`` bytes from ``address`` on. Raises ConfigError."""
+        """Allow peers to read ``length`` bytes from ``address`` on over the network. Raises
+        ConfigError."""
         kind, number = self._place(device)
         try:
             regions = self._nixl.nixlRegDList(kind, [(address, length, number, "")])
@@ -56,7 +58,7 @@ class NixlAgent:
             raise ConfigError(f"transport nixl cannot use memory on {device}: {error!r}") from error
 
     def metadata(self) -> bytes:
-        """Return the data by which any process can reach this agent and read its registered
+        """Return the data with which other processes can reach this agent and read its registered
         memory."""
         return bytes(self._agent.getLocalMD())
 
@@ -99,8 +101,8 @@ class NixlAgent:
         return handle
 
     def ended(self, name: str, handle: int) -> bool:
-        """Whether a read has succeeded; False while it runs. Raises WorkerFailed if it has
-        failed."""
+        """Whether a read has ended successfully; False while it runs. Raises WorkerFailed if the
+        read has failed."""
         try:
             status = self._agent.getXferStatus(handle)
         except Exception as error:
@@ -108,9 +110,9 @@ class NixlAgent:
         return bool(status == self._nixl.NIXL_SUCCESS)
 
     def release(self, handle: int) -> None:
-        """Release the handle of a read that has ended.
+        """Release the handle of a read. The read must have ended.
 
-        If a read still runs, its release would let it go on unseen.
+        If it still runs, it continues after the release, and its end can no longer be seen.
         """
         try:
             self._agent.releaseXferReq(handle)

@@ -24,7 +24,7 @@ from kvtransfer.transports.transfer import OpenTransfers, Transfer
 from kvtransfer.transports.transport import AnnouncedBatch, place
 
 SLOT_BYTES = 8 << 20
-"""Maximum bytes of one read, the size of a staging slot. UCX emulates reads over TCP, and larger
+"""Maximum bytes of one read; staging slots have this size. UCX emulates reads over TCP, and larger
 ones would not be faster."""
 _SLOTS_OF_A_WRITER = 2
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 0.0001, 0.002
@@ -64,12 +64,13 @@ class _Read:
     slot: int
     incoming: _Incoming
     first: int
-    """First of the batch's parts that are read; the read has ``count`` consecutive ones."""
+    """Number of the first part in this read. The read covers ``count`` consecutive parts of the
+    batch."""
     count: int
 
 
 class Source:
-    """A writer as one link knows it, with the batches to read from it.
+    """A writer, as one link sees it, with the batches to read from that writer.
 
     Most fields belong to the reader's thread. The exceptions are the three fields that ``__init__``
     sets first, and the arrived batches.
@@ -93,7 +94,7 @@ class Source:
         self._arrived.append(incoming)
 
     def sort(self, now: float) -> None:
-        """Accept new batches, drop those that are over, and fail those whose deadline has
+        """Accept new batches, remove batches that are over, and fail batches whose deadline has
         passed."""
         while self._arrived:
             self.incoming.append(self._arrived.popleft())
@@ -104,7 +105,8 @@ class Source:
         self.incoming = [incoming for incoming in self.incoming if not incoming.over]
 
     def next_unread(self) -> _Incoming | None:
-        """Return the first batch that has parts whose read has not begun."""
+        """Return the first batch with parts that were not requested from the writer yet; None if
+        there is none."""
         for incoming in self.incoming:
             if not incoming.over and incoming.posted < len(incoming.batch.source.blocks):
                 return incoming
@@ -113,7 +115,7 @@ class Source:
 
 @dataclass(eq=False, slots=True)
 class _Writer:
-    """A writer's agent, with the links that read from it, and its reads in flight."""
+    """A writer's agent, with the links that read from the writer, and the reads in flight."""
 
     memory: WriterMemory
     sources: list[Source] = field(default_factory=list)
@@ -122,8 +124,8 @@ class _Writer:
 
 
 class NixlReader:
-    """Reads blocks from all writers on a thread of its own. It starts the thread; ``close`` ends
-    it."""
+    """Reads blocks from all writers on a thread of its own. The constructor starts the thread;
+    ``close`` ends it."""
 
     def __init__(self, agent: NixlAgent, memory: BlockMemory, staging_bytes: int) -> None:
         """Register ``staging_bytes`` (at least two slots) with the agent. Raises ConfigError."""
@@ -220,8 +222,8 @@ class NixlReader:
                 source.transfers.end(error)
 
     def _attach(self, source: Source) -> None:
-        """Attach a source to its writer's agent. If a writer of the same name was lost, wait until
-        that one is gone.
+        """Attach a source to its writer's agent. If an earlier agent of the same name was lost,
+        wait until that agent is removed.
 
         Raises HandoffError.
         """
@@ -317,7 +319,7 @@ class NixlReader:
                 del self._writers[writer.memory.agent]
 
     def _let_others_first(self) -> None:
-        """Move the writer that was served first to the end, so that the others are served before
-        it."""
+        """Move the writer that was served first to the end of the order, so that the others are
+        served first next time."""
         for name in list(self._writers)[:1]:
             self._writers[name] = self._writers.pop(name)

@@ -45,8 +45,8 @@ class NixlTransport:
     reads_in_place = False
 
     def __init__(self, incarnation: str, staging_bytes: int = 128 << 20) -> None:
-        """``incarnation`` is this worker's; ``staging_bytes`` of host memory hold arriving
-        bytes."""
+        """``incarnation`` is this worker's. ``staging_bytes`` is the size of the host memory for
+        arriving bytes."""
         # Also random, because two agents with one name would be confused.
         self._agent_name = f"{incarnation}-{secrets.token_hex(8)}"
         self._staging_bytes = staging_bytes
@@ -58,12 +58,13 @@ class NixlTransport:
 
     @property
     def staging_bytes(self) -> int:
-        """See ``Transport``. It is the size of the reader's staging memory, which is registered
-        once."""
+        """Number of bytes of this transport's staging memory. It is the size of the reader's
+        staging memory, which is registered once. See ``Transport``."""
         return self._staging_bytes if self._reader is not None else 0
 
     def register(self, memory: BlockMemory) -> None:
-        """See ``Transport``. Over RDMA this pins all of the memory."""
+        """Prepare the worker's blocks for this transport. Over RDMA this pins all of the memory.
+        See ``Transport``."""
         agent = NixlAgent(self._agent_name)
         agent.register(memory.address, memory.blocks * memory.block_bytes, memory.device)
         # Before the staging memory is registered, because no peer may read that.
@@ -81,12 +82,13 @@ class NixlTransport:
         self._agent, self._memory = agent, memory
 
     def offer(self) -> bytes:
-        """See ``Transport``. An offer lets any process read the blocks, so it must go only to
-        peers."""
+        """Return the data with which a peer decides whether it can use this transport. An offer
+        lets any process read the blocks, so it must go only to peers. See ``Transport``."""
         return self._offer
 
     def accept(self, peer: Peer, offer: bytes) -> tuple[NixlReceiveLink, bytes]:
-        """See ``Transport``. Only the first batch shows whether the network works."""
+        """Start to receive from a writer. Only the first batch shows whether the network works. See
+        ``Transport``."""
         assert self._memory is not None, "not registered"
         assert self._reader is not None
         source = Source(_decode(offer))
@@ -94,7 +96,8 @@ class NixlTransport:
         return NixlReceiveLink(source, self._memory, self._reader), b""
 
     def connect(self, peer: Peer, answer: bytes) -> ReadSendLink:
-        """See ``Transport``. The receiver connects itself when it reads."""
+        """Make the writer's end of the link. The receiver connects to the writer when it reads. See
+        ``Transport``."""
         assert self._memory is not None, "not registered"
         if answer:
             raise HandoffError(
@@ -105,7 +108,7 @@ class NixlTransport:
         return link
 
     def close(self) -> None:
-        """See ``Transport``."""
+        """Close all links of this transport; idempotent. See ``Transport``."""
         for link in list(self._send_links):
             link.close()
         reader, self._reader = self._reader, None
@@ -127,7 +130,7 @@ class NixlReceiveLink:
         self._reader = reader
 
     def receive(self, batch: AnnouncedBatch, deadline_s: float, *, wanted: bool = True) -> Transfer:
-        """See ``ReceiveLink``."""
+        """Start to bring a batch into its target blocks. See ``ReceiveLink``."""
         transfer = self._source.transfers.new()
         if not wanted:
             transfer.cancel()
@@ -145,8 +148,8 @@ class NixlReceiveLink:
         return transfer
 
     def _check(self, batch: AnnouncedBatch) -> None:
-        """Raise HandoffError if a batch names parts that do not exist: peers may name wrong
-        ones."""
+        """Raise HandoffError if a batch names parts that do not exist. The check is needed because
+        the peer names the parts."""
         theirs, source, target = self._source.memory, batch.source, batch.target
         end = source.offset + source.length
         if not 0 <= source.offset < end <= min(theirs.block_bytes, source.offset + SLOT_BYTES):
@@ -158,7 +161,7 @@ class NixlReceiveLink:
             raise HandoffError(f"batch {batch.number} has a target that does not match its source")
 
     def close(self) -> None:
-        """See ``ReceiveLink``."""
+        """End every transfer and disconnect; idempotent. See ``ReceiveLink``."""
         self._source.transfers.end(WorkerFailed("the pair was closed"))
         self._source.closed = True
         self._reader.wake()

@@ -42,11 +42,12 @@ from kvtransfer.transports.transport import AnnouncedBatch, Packed, Parts
 log = logging.getLogger(__name__)
 
 BUFFERS = 4
-"""Staging buffers of a link: two for the mover, and for a writer two for packed batches."""
+"""Number of staging buffers of a link: two for the mover. A writer uses the other two for packed
+batches."""
 _MOVING = 2
 _GRACE_S = 5.0
-"""Seconds after a batch's deadline until the mover's wait ends by itself. The watcher breaks the
-link before that."""
+"""Seconds after a batch's deadline at which the mover stops waiting by itself. The watcher normally
+breaks the link before that."""
 _JOIN_S = 1.0
 
 
@@ -57,7 +58,7 @@ class LinkPlan:
     name: str
     """Name of the transport: ``gloo`` or ``nccl``."""
     peer: str
-    """Address of the other worker, for messages."""
+    """Address of the other worker, for log and error messages."""
     opener: Opener
     form: Callable[[PairStore], ProcessPair]
     new_buffer: Callable[[], StagingBuffer]
@@ -104,10 +105,10 @@ class _Link:
         return self.is_broken and not any(thread.is_alive() for thread in self._threads)
 
     def close(self) -> None:
-        """See ``SendLink`` and ``ReceiveLink``. Threads and sockets may take a moment longer to
-        end.
+        """Close the link. Threads and sockets may take a moment longer to end; see ``SendLink`` and
+        ``ReceiveLink``.
 
-        It does not wait for them, because an event loop may call it; ``join`` does.
+        It does not wait for them, because an event loop may call it. ``join`` waits.
         """
         self._break(WorkerFailed(f"the link to {self._plan.peer} was closed"))
         if not self._threads:
@@ -120,7 +121,7 @@ class _Link:
                 thread.join(_JOIN_S)
 
     def _submit(self, job: Job) -> Transfer:
-        """Queue a job behind all others. Returns its transfer."""
+        """Queue a batch after all queued ones. Returns its transfer."""
         if not job.parts.bytes:
             job.transfer.finish()
             return job.transfer
@@ -175,8 +176,8 @@ class _Link:
     def _ready(
         self, waited: socket.socket, *, to_write: bool = False, until: float | None = None
     ) -> bool:
-        """Wait until a socket is ready: see ``Readiness``. Raises DeadlineExceeded when a batch is
-        late."""
+        """Wait until a socket is ready: see ``Readiness``. Raises DeadlineExceeded when the
+        deadline of a batch has passed."""
         poll = select.poll()
         poll.register(self._woken, select.POLLIN)
         poll.register(waited, select.POLLOUT if to_write else select.POLLIN)
@@ -250,8 +251,8 @@ class _Link:
         return pair
 
     def _wait_for_message(self, *, has_posted: bool) -> bool:
-        """Wait until there is a message to post or a posted one to settle. Returns False if the
-        link is broken."""
+        """Wait until a message can be passed to the process group, or a posted message must be
+        awaited. Returns False if the link is broken."""
         with self._changed:
             self._changed.wait_for(lambda: has_posted or self._messages or self.is_broken)
             return not self.is_broken
@@ -265,8 +266,8 @@ class _Link:
         raise NotImplementedError
 
     def _settle(self, pair: ProcessPair, posted: Posted) -> None:
-        """Wait until a posted message has moved, then free its buffer, and end the batch after its
-        last message."""
+        """Wait until a posted message was sent or received, and free its buffer. After the last
+        message of a batch, end the batch."""
         job = posted.message.job
         pair.wait(posted.work, max(0.0, job.deadline - time.monotonic()) + _GRACE_S)
         self._has_moved(posted)
@@ -278,11 +279,11 @@ class _Link:
             self._end(job)
 
     def _has_moved(self, posted: Posted) -> None:
-        """Process a message that has moved, before its buffer is reused."""
+        """Process a message that was sent or received, before its buffer is reused."""
         raise NotImplementedError
 
     def _end(self, job: Job) -> None:
-        """End a batch successfully after its last message has moved."""
+        """End a batch successfully after its last message was sent or received."""
         with self._changed:
             if self._error is not None:
                 return
@@ -292,7 +293,7 @@ class _Link:
     # Breaking
 
     def _break(self, error: BatonError) -> None:
-        """Break the link and fail everything in flight. Only the first call's error counts."""
+        """Break the link and fail all batches in flight. Errors of later calls are ignored."""
         with self._changed:
             if self._error is not None:
                 return
@@ -337,8 +338,8 @@ class GroupSendLink(_Link):
         self._unmade = BUFFERS - _MOVING
 
     def pack(self, parts: Parts, memory: BlockMemory | None = None) -> Packed:
-        """See ``SendLink``. It never waits for a buffer: if none is free, the mover reads the parts
-        later."""
+        """Prepare parts of blocks for sending. It never waits for a buffer: if none is free, the
+        mover reads the parts later. See ``SendLink``."""
         source = self._memory if memory is None else memory
         staged = self._stage(parts)
         if staged is None:
@@ -348,7 +349,8 @@ class GroupSendLink(_Link):
         return Packed(parts, sums, staged)
 
     def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
-        """See ``SendLink``. Cancelled batches are sent too, because the peer waits for them."""
+        """Start to send a batch that was announced. Cancelled batches are sent too, because the
+        peer waits for them. See ``SendLink``."""
         deadline = time.monotonic() + deadline_s
         if isinstance(packed.payload, Staged):
             return self._submit(Job(number, packed.parts, deadline, staged=packed.payload))
@@ -384,11 +386,9 @@ class GroupReceiveLink(_Link):
     """The receiver's end of a link. Implements ``ReceiveLink``."""
 
     def receive(self, batch: AnnouncedBatch, deadline_s: float, *, wanted: bool = True) -> Transfer:
-        """See ``ReceiveLink``.
-
-        A batch of several messages counts as running from the first one on. A cancel then waits for
-        the last, or for the deadline.
-        """
+        """Start to bring a batch into its target blocks. A batch of several messages counts as
+        running from the first one on. A cancel then waits for the last, or for the deadline. See
+        ``ReceiveLink``."""
         deadline = time.monotonic() + deadline_s
         # An unwanted batch has no target, and its messages are received nevertheless.
         parts = batch.target if wanted else batch.source
@@ -421,8 +421,8 @@ class GroupReceiveLink(_Link):
                 job.transfer.fail(error)
 
     def _may_write(self, message: Message) -> bool:
-        """Whether a message's parts may be written to their blocks. They are dropped if the batch's
-        transfer is over or the link is broken."""
+        """Whether a message's parts may be written to their blocks. Otherwise the parts are
+        dropped: the batch's transfer is over, or the link is broken."""
         job = message.job
         with self._changed:
             if self._error is not None or job.dropped:

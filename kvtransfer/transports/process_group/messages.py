@@ -23,10 +23,11 @@ class Job:
     transfer: Transfer = field(default_factory=Transfer)
     checksums: tuple[int, ...] = ()
     memory: BlockMemory | None = None
-    """Memory from which the parts are read; None if they are staged, or are received."""
+    """Memory from which the parts are read. None if the parts are staged already, or are
+    received."""
     staged: Staged | None = None
     writing: bool = False
-    """Whether the mover may be writing to blocks. Meanwhile, only the mover itself fails the
+    """Whether the mover thread may be writing to blocks. While it does, only the mover may fail the
     job."""
     dropped: bool = False
     """Whether the receiver drops the remaining messages of the batch."""
@@ -53,7 +54,7 @@ class Staged:
     """A staging buffer that holds a packed batch until the batch is sent or dropped."""
 
     def __init__(self, buffer: StagingBuffer, home: queue.SimpleQueue[StagingBuffer]) -> None:
-        """``home`` is the queue to which the buffer returns."""
+        """``home`` is the queue to which the buffer returns after use."""
         self.buffer = buffer
         self._home: queue.SimpleQueue[StagingBuffer] | None = home
 
@@ -70,7 +71,7 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """A message that was passed to the process group and may not have moved yet."""
+    """A message that was passed to the process group. It may still be in flight."""
 
     message: Message
     buffer: StagingBuffer
@@ -90,7 +91,7 @@ def read_parts(
 
 
 def messages_of(job: Job, message_bytes: int) -> list[Message]:
-    """Cut a job into messages of at most ``message_bytes``. Both ends get the same ones, since they
-    agree on the size."""
+    """Divide a job into messages of at most ``message_bytes``. Both ends agree on this size, so
+    both get the same messages."""
     total, most = len(job.parts.blocks), message_bytes // job.parts.length
     return [Message(job, first, min(most, total - first)) for first in range(0, total, most)]

@@ -39,7 +39,7 @@ _NCCL_SETTINGS = {
 
 
 class ProcessPair(Protocol):
-    """A process group of two processes. Only one thread uses it, but any thread may call
+    """A process group of two processes. Only one thread may use it, but any thread may call
     ``abort``."""
 
     def send(self, data: torch.Tensor, tag: int) -> Work:
@@ -56,15 +56,16 @@ class ProcessPair(Protocol):
         """
 
     def abort(self) -> None:
-        """End all sends and receives, here and at the other end. Any thread may call this;
-        idempotent."""
+        """End all sends and receives, in this process and in the other one. Any thread may call
+        this; idempotent."""
 
 
 class GlooPair:
-    """A process group of two over TCP, for tensors in host memory."""
+    """A process group of two processes over TCP, for tensors in host memory."""
 
     def __init__(self, store: PairStore, rank: int, host: str, timeout_s: float) -> None:
-        """Form the process group: wait until both ends have done so. This end listens on ``host``.
+        """Form the process group: wait until both processes have joined. This process listens on
+        ``host``.
 
         Raises RuntimeError after ``timeout_s`` seconds, and the errors of the store.
         """
@@ -79,36 +80,37 @@ class GlooPair:
         self._group = gloo(store, rank, 2, options)
 
     def send(self, data: torch.Tensor, tag: int) -> Work:
-        """See ``ProcessPair``."""
+        """Start to send the tensor ``data``. See ``ProcessPair``."""
         work: Work = self._group.send([data], self._other, tag)
         return work
 
     def receive(self, data: torch.Tensor, tag: int) -> Work:
-        """See ``ProcessPair``."""
+        """Start to receive a message into the tensor ``data``. See ``ProcessPair``."""
         work: Work = self._group.recv([data], self._other, tag)
         return work
 
     def wait(self, work: Work, timeout_s: float) -> None:
-        """See ``ProcessPair``."""
+        """Wait until a send or receive has ended. See ``ProcessPair``."""
         # At least this long, because zero means forever.
         work.wait(max(timedelta(seconds=timeout_s), _ABORT))
 
     def abort(self) -> None:
-        """See ``ProcessPair``.
+        """End all sends and receives of this pair. See ``ProcessPair``.
 
-        Gloo has no abort, but an operation that is late ends all others and the connection. So this
-        starts an operation for which no message arrives.
+        Gloo has no abort. But an operation that times out ends all others and the connection. So
+        this starts an operation for which no message arrives.
         """
         with contextlib.suppress(RuntimeError):
             self._group.recv([torch.empty(1)], self._other, _ABORT_TAG).wait(_ABORT)
 
 
 class NcclPair:
-    """A process group of two over NVLink, PCIe or the network, for tensors of two GPUs."""
+    """A process group of two processes over NVLink, PCIe or the network, for tensors on two
+    GPUs."""
 
     def __init__(self, store: PairStore, rank: int, device: torch.device) -> None:
-        """Prepare the process group. The first send or receive forms it, and blocks until both ends
-        are there."""
+        """Prepare the process group. The first send or receive forms it, and blocks until both
+        processes have joined."""
         from torch.distributed.distributed_c10d import ProcessGroupNCCL  # noqa: PLC0415
 
         self._other = 1 - rank
@@ -120,20 +122,21 @@ class NcclPair:
         self._group = nccl(store, rank, 2, options)
 
     def send(self, data: torch.Tensor, tag: int) -> Work:
-        """See ``ProcessPair``. NCCL has no tags: only the order counts."""
+        """Start to send the tensor ``data``. NCCL has no tags, so messages are matched by their
+        order. See ``ProcessPair``."""
         with torch.cuda.stream(self._stream):
             work: Work = self._group.send([data], self._other, tag)
         return work
 
     def receive(self, data: torch.Tensor, tag: int) -> Work:
-        """See ``ProcessPair``."""
+        """Start to receive a message into the tensor ``data``. See ``ProcessPair``."""
         with torch.cuda.stream(self._stream):
             work: Work = self._group.recv([data], self._other, tag)
         return work
 
     def wait(self, work: Work, timeout_s: float) -> None:
-        """See ``ProcessPair``. NCCL reports an aborted operation as finished, so a flag tells them
-        apart."""
+        """Wait until a send or receive has ended. NCCL reports an aborted operation as finished, so
+        a flag shows whether it was aborted. See ``ProcessPair``."""
         until = time.monotonic() + timeout_s
         while not (work.is_completed() or self._aborted.is_set()):
             if time.monotonic() >= until:
@@ -143,8 +146,8 @@ class NcclPair:
             raise RuntimeError("NCCL was aborted")
 
     def abort(self) -> None:
-        """See ``ProcessPair``. A flag ends the waits in this process, however long NCCL takes to
-        end."""
+        """End all sends and receives of this pair. A flag ends the waits in this process, even if
+        NCCL needs a long time to end. See ``ProcessPair``."""
         if not self._aborted.is_set():
             self._aborted.set()
             threading.Thread(target=self._group.abort, name="kv-nccl-abort", daemon=True).start()
@@ -195,7 +198,8 @@ class HostBuffer:
         self.view = self._bytes.numpy().data
 
     def tensor(self, length: int) -> torch.Tensor:
-        """See ``StagingBuffer``."""
+        """Return the first ``length`` bytes of the buffer as a uint8 tensor. See
+        ``StagingBuffer``."""
         return self._bytes[:length]
 
     def upload(self, length: int) -> None:
@@ -209,7 +213,8 @@ class DeviceBuffer:
     """A staging buffer on a GPU, with a pinned counterpart in host memory."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        """``capacity`` is the size in bytes of the buffer, on the GPU and again on the host."""
+        """``capacity`` is the size of the buffer in bytes. The GPU and the host each have a buffer
+        of this size."""
         self._host = torch.empty(capacity, dtype=torch.uint8, pin_memory=True)
         self._device = torch.empty(capacity, dtype=torch.uint8, device=device)
         # A stream of its own: the default stream would wait for the engine's kernels.
@@ -217,15 +222,16 @@ class DeviceBuffer:
         self.view = self._host.numpy().data
 
     def tensor(self, length: int) -> torch.Tensor:
-        """See ``StagingBuffer``."""
+        """Return the first ``length`` bytes of the buffer as a uint8 tensor. See
+        ``StagingBuffer``."""
         return self._device[:length]
 
     def upload(self, length: int) -> None:
-        """See ``StagingBuffer``."""
+        """Copy ``length`` bytes from the host to the GPU. See ``StagingBuffer``."""
         self._copy(self._device[:length], self._host[:length])
 
     def download(self, length: int) -> None:
-        """See ``StagingBuffer``."""
+        """Copy ``length`` received bytes from the GPU to the host. See ``StagingBuffer``."""
         self._copy(self._host[:length], self._device[:length])
 
     def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:

@@ -35,8 +35,8 @@ _WELCOME = b"\x01"
 
 
 class Readiness(Protocol):
-    """Waits for a socket in the way of a link: it obeys the link's deadlines, and ends when the
-    link breaks."""
+    """Function that waits for a socket on behalf of a link. It respects the link's deadlines, and
+    ends when the link breaks."""
 
     def __call__(
         self, waited: socket.socket, *, to_write: bool = False, until: float | None = None
@@ -49,10 +49,11 @@ class Readiness(Protocol):
 
 
 class Opener(Protocol):
-    """One end's way to connect to the other process: it accepts or it connects."""
+    """Opens one end's connection to the other process: the receiver accepts, and the writer
+    connects."""
 
     def open(self, ready: Readiness) -> socket.socket:
-        """Open the connection to the other process. It waits only through ``ready``.
+        """Open the connection to the other process. All waiting is done by ``ready``.
 
         Raises WorkerFailed or HandoffError.
         """
@@ -75,7 +76,7 @@ class Acceptor:
         self.token = secrets.token_hex(TOKEN_BYTES // 2)
 
     def open(self, ready: Readiness) -> socket.socket:
-        """See ``Opener``."""
+        """Open the connection to the other process. See ``Opener``."""
         while True:
             ready(self._listener)
             try:
@@ -89,7 +90,7 @@ class Acceptor:
             connection.close()
 
     def close(self) -> None:
-        """See ``Opener``."""
+        """Stop connecting; idempotent. See ``Opener``."""
         self._listener.close()
 
     def _is_welcome(self, connection: socket.socket, ready: Readiness) -> bool:
@@ -118,7 +119,7 @@ class Connector:
         self._token = token
 
     def open(self, ready: Readiness) -> socket.socket:
-        """See ``Opener``."""
+        """Open the connection to the other process. See ``Opener``."""
         connection = socket.socket(_family(self._address[0]), socket.SOCK_STREAM)
         try:
             connection.setblocking(False)
@@ -140,7 +141,7 @@ class Connector:
         return connection
 
     def close(self) -> None:
-        """See ``Opener``."""
+        """Stop connecting; idempotent. See ``Opener``."""
 
 
 def _family(host: str) -> socket.AddressFamily:
@@ -148,18 +149,19 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 FORM_S = 5.0
-"""Maximum seconds to wait for one value of the other process, which is forming the group by then,
-too."""
+"""Maximum seconds to wait for one value from the other process. That process is forming the group
+at the same time."""
 _HEADER = struct.Struct("!HI")
 _MAX_VALUE_BYTES = 1 << 20
 _READ_BYTES = 1 << 16
 
 
 class PairStore(Store):
-    """A torch Store of two processes: each reads its own values and the other's. Thread-safe."""
+    """A torch Store of two processes. Each process reads its own values and those of the other
+    process. Thread-safe."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """``connection`` reaches the other end's store; the caller closes it."""
+        """``connection`` leads to the store of the other process; the caller closes it."""
         super().__init__()
         connection.settimeout(FORM_S)
         self._connection = connection
@@ -170,7 +172,7 @@ class PairStore(Store):
         self._arrived = bytearray()
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Set a value here and send it to the other end. Raises OSError when the other end is
+        """Set a value, and send it to the other process. Raises OSError when that process is
         gone."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._put(key, data)
@@ -210,10 +212,10 @@ class PairStore(Store):
             self._changed.notify_all()
 
     def receive(self) -> bool:
-        """Read values that the other end has sent; call it when its bytes have arrived.
+        """Read values that the other process has sent; call it when bytes of them have arrived.
 
-        Returns False if the other end has closed. Raises HandoffError for data that no store sends,
-        and OSError.
+        Returns False if the other process has closed the connection. Raises OSError, and
+        HandoffError for data that is not in the format of this store.
         """
         data = self._connection.recv(_READ_BYTES)
         self._arrived += data

@@ -70,8 +70,8 @@ class _Offer:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A receiver's answer to an offer: the port at which it waits, and a token. They serve one
-    link."""
+    """A receiver's answer to an offer: the port on which the receiver listens, and a token. Both
+    are for one link."""
 
     host: str
     port: int
@@ -88,10 +88,11 @@ class GroupTransport:
     def __init__(
         self, backend: Backend, host: str = "127.0.0.1", staging_bytes: int = STAGING_BYTES
     ) -> None:
-        """``host`` is the address at which others reach this process, which listens only there.
+        """``host`` is the address at which other processes reach this one. It listens on no other
+        address.
 
-        ``staging_bytes`` is the maximum memory of a link for messages. With GPUs, a link uses the
-        same amount on the host, too.
+        ``staging_bytes`` is the maximum size of a link's message buffers. With GPUs, a link uses
+        the same amount on the host, too.
         """
         self._backend: Backend = backend
         self._host = host
@@ -102,27 +103,29 @@ class GroupTransport:
 
     @property
     def name(self) -> str:
-        """See ``Transport``."""
+        """Name of the transport: ``gloo`` or ``nccl``. See ``Transport``."""
         return self._backend
 
     @property
     def part_bytes(self) -> int:
-        """See ``Transport``."""
+        """Largest part, in bytes, that suits this transport. See ``Transport``."""
         return self._message_bytes
 
     @property
     def batch_bytes(self) -> int:
-        """See ``Transport``: a batch is one message."""
+        """Largest batch, in bytes, that suits this transport. A batch is one message. See
+        ``Transport``."""
         return self._message_bytes
 
     @property
     def staging_bytes(self) -> int:
-        """See ``Transport``. With GPUs, a link uses the same amount on the host, too."""
+        """Number of bytes of this transport's staging memory. With GPUs, a link uses the same
+        amount on the host, too. See ``Transport``."""
         with self._lock:
             return sum(link.staging_bytes for link in self._links)
 
     def register(self, memory: BlockMemory) -> None:
-        """See ``Transport``."""
+        """Prepare the worker's blocks for this transport. See ``Transport``."""
         if self._backend == "nccl":
             check_nccl(memory.device)
         else:
@@ -135,11 +138,12 @@ class GroupTransport:
         self._memory = memory
 
     def offer(self) -> bytes:
-        """See ``Transport``."""
+        """Return the data with which a peer decides whether it can use this transport. See
+        ``Transport``."""
         return _encode(_Offer(self._host, _machine(), self._device(), self._message_bytes))
 
     def accept(self, peer: Peer, offer: bytes) -> tuple[GroupReceiveLink, bytes]:
-        """See ``Transport``."""
+        """Start to receive from a writer. See ``Transport``."""
         offered = _decode(_Offer, offer, peer)
         self._check_reach(peer, offered)
         memory = self._registered()
@@ -156,7 +160,7 @@ class GroupTransport:
         return link, _encode(answer)
 
     def connect(self, peer: Peer, answer: bytes) -> GroupSendLink:
-        """See ``Transport``."""
+        """Connect to a receiver that has accepted. See ``Transport``."""
         told = _decode(_Answer, answer, peer)
         if told.message_bytes > self._message_bytes:
             raise HandoffError(f"{peer.address} wants larger messages than were offered")
@@ -167,7 +171,7 @@ class GroupTransport:
         return link
 
     def close(self) -> None:
-        """See ``Transport``."""
+        """Close all links of this transport; idempotent. See ``Transport``."""
         with self._lock:
             links, self._links = self._links, []
         for link in links:
@@ -221,7 +225,7 @@ class GroupTransport:
 
 
 def _machine() -> str:
-    """Return an ID of this host that stays the same until it restarts."""
+    """Return an ID of this host. It stays the same until the host restarts."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
