@@ -53,8 +53,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """Ratios of Baton's figures to those of the best other server, one for each column of the
-    table."""
+    """Ratios of Baton's figures to those of the best other server, one for each figure."""
 
     tokens_per_s: float
     ttft_ms: float
@@ -89,7 +88,7 @@ def tabulate(runs: Sequence[Run]) -> dict[str, dict[str, Figures]]:
 
 
 def ratios(ours: Figures, others: Sequence[Figures]) -> Ratios | None:
-    """Return Baton's figures divided by the best of ``others``, separately for each column. Return
+    """Return Baton's figures divided by the best of ``others``, separately for each figure. Return
     None if ``others`` is empty."""
     if not others:
         return None

@@ -44,8 +44,8 @@ class Comparison:
 
 
 def default_peers(programs: Programs) -> tuple[str, ...]:
-    """Return the names of the servers that are compared by default. Without an 8-bit model file for
-    llama.cpp, the 8-bit servers are left out.
+    """Return the names of the servers that are compared by default. vLLM with small steps is left
+    out. So are the 8-bit servers if there is no 8-bit model file for llama.cpp.
     """
     left_out = {"vllm-small-steps"}
     if programs.gguf_q8 is None:
