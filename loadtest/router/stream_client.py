@@ -271,8 +271,8 @@ class StreamClient:
         return {}
 
     async def finish(self, question: Fields) -> Fields:
-        """Wait until the open answers have ended. Return their numbers of tokens and events, and
-        the seconds since this call.
+        """Wait until the open answers have ended. Return the numbers of tokens and events that
+        arrived since this call, and the seconds that it took.
         """
         began = time.perf_counter()
         events = sum(answer.events for answer in self._open)
