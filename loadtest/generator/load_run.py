@@ -196,7 +196,7 @@ def _window(
     driver: LoadDriver[Any],
     records: list[RequestRecord],
 ) -> Window:
-    """Return the part of the run whose requests count.
+    """Return the window of a run whose requests count.
 
     A closed loop that ends by its number of requests lasts until the last request has ended.
     """
@@ -245,8 +245,8 @@ async def _beside(work: Any) -> AsyncIterator[None]:
 
 
 def make_target(server: ServerSettings) -> Target[Any]:
-    """Return the target for a server's settings. The running event loop owns it. Raises
-    ConfigError.
+    """Return the object that sends requests to the server of these settings. It belongs to the
+    running event loop. Raises ConfigError.
     """
     options = AskOptions(server.model, server.temperature, server.ignore_eos, server.timeout_s)
     if server.grpc:
