@@ -32,7 +32,7 @@ class LiveCounts:
     """Counts of a running load. The load's driver writes them; other objects only read them."""
 
     planned: int | None = None
-    """Number of requests that the run sends; None if it ends by time."""
+    """Number of requests that the run sends; None if the run ends after a given time."""
     sent: int = 0
     ended: int = 0
     outcomes: Counter[Outcome] = field(default_factory=Counter)

@@ -131,7 +131,8 @@ def _line(console: Console, text: str) -> None:
 
 
 def rates_table(runs: Sequence[LoadRun]) -> Table:
-    """Return a table with a row for each run: the offered load, and its results."""
+    """Return a table with a row for each run. A row has the offered load and the results of the
+    run."""
     table = whole_table(
         *("load", "requests", "ok", "error", "shed", "aborted", "offered/s", "ok/s", "goodput/s"),
         *("attainment", "tokens in/s", "tokens out/s", "TTFT p50, ms", "p99", "TPOT p50, ms"),

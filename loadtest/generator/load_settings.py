@@ -96,11 +96,11 @@ class PaceSettings:
     requests: int | None = None
     """Maximum number of requests that the run sends."""
     warm_up_s: float | None = None
-    """Seconds at the beginning of the run whose requests do not count; None: a tenth of the
-    sending, at most 10."""
+    """Seconds at the beginning of the run whose requests do not count; If None, they are a tenth of
+    the duration of sending, at most 10 seconds."""
     cool_down_s: float | None = None
-    """Seconds at the end of sending whose requests do not count; None: a tenth of the sending, at
-    most 5."""
+    """Seconds at the end of sending whose requests do not count; If None, they are a tenth of the
+    duration of sending, at most 5 seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class LoadSettings:
     pace: PaceSettings
     slo: Slo = field(default_factory=Slo)
     bounds: tuple[int, ...] = DEFAULT_BOUNDS
-    """Upper bounds of the buckets into which results are divided, in input tokens."""
+    """Upper bounds of the buckets of input lengths, in tokens. Results are shown by bucket."""
 
     def fields(self) -> dict[str, Any]:
         """Return the settings' fields for JSON, without credentials and with paths as text."""
@@ -127,7 +127,8 @@ class LoadSettings:
 
 @dataclass(frozen=True, slots=True)
 class RunTraffic:
-    """The requests of a run. In an open loop each has a time; in a closed loop none has."""
+    """The requests of a run. In an open loop, each request has a time in ``times_s``; in a closed
+    loop, that is empty."""
 
     source: Source
     times_s: tuple[float, ...]

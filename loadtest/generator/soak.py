@@ -39,10 +39,11 @@ MORE_KEYS = 16
 """Number of Redis keys by which a kind of key may grow without a reported leak. Some keys are made
 at the first request and stay; a leak adds keys with every request."""
 MORE_BYTES = 64 << 20
-"""Growth of a process's memory that is not reported as a leak, in bytes: an allocator keeps some
+"""Growth of a process's memory in bytes that is not reported as a leak. An allocator keeps some
 freed memory."""
 MORE_SHARE = 0.1
-"""Growth of a process's memory that is not reported as a leak, as a share of the memory before."""
+"""Growth of a process's memory that is not reported as a leak, as a share of its memory before the
+growth."""
 _FEWEST_SAMPLES = 8
 
 
@@ -161,8 +162,8 @@ class WatchedCluster:
     pids: Callable[[], Mapping[str, int]]
     """Returns the ids of the cluster's processes on this machine, by name."""
     redis_url: str = ""
-    """URL of the cluster's Redis; empty: Redis is not examined. The URL has the password: keep it
-    out of logs."""
+    """URL of the cluster's Redis. If empty, Redis is not examined. The URL contains the password,
+    so keep it out of logs."""
     key_prefix: str = ""
     tls: TlsFiles | None = None
     """CA and client certificate for an https ``url``."""

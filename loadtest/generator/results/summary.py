@@ -108,7 +108,7 @@ class Summary:
     buckets: tuple[BucketSummary, ...]
     """Figures of each bucket of input lengths that has requests, in rising order."""
     lag: Distribution
-    """Delay of the client's sends after their scheduled times."""
+    """Delay of the client: from the scheduled time of each request to its actual send."""
     codes: dict[str, int]
     """Number of failed requests, by the code of the failure."""
 
