@@ -74,8 +74,8 @@ class RankRow:
     seconds: float
     """Median time of the runs."""
     beside: float
-    """Throughput divided by the throughput of workers with one rank each, which was measured at the
-    same time."""
+    """Throughput divided by the throughput of workers with one rank each, which runs in alternation
+    with it."""
 
 
 def main(
