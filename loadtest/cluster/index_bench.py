@@ -1,8 +1,8 @@
 """Measures lookups in a prefix index of a given size, in a dedicated Valkey.
 
-    python -m loadtest.cluster.index_bench --workers 1000 --blocks 10000000
+python -m loadtest.cluster.index_bench --workers 1000 --blocks 10000000
 
-With two cores, the server has one for itself.
+On a machine with at least two cores, the Valkey server has one core for itself.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ _BYTES_PER_PAIR = 64
 """Redis memory per (block, worker) pair, in bytes. It is large enough that no pair is evicted."""
 _LOADERS = 4
 _WARM = 200
-"""Number of uncounted lookups at the start, which set up connections."""
+"""Number of lookups that run before the measurement, so that connections are open when it
+starts."""
 _DEADLINE_S = 5.0
 _MAX_AT_A_TIME = 64
-"""Maximum concurrent lookups, fewer than the client's maximum connections. If a lookup must wait
-because of it, the wait counts in the lookup's time."""
+"""Maximum number of concurrent lookups. It is lower than the Redis client's maximum number of
+connections. If a lookup must wait for another one to end, the wait counts as part of its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class IndexReport:
     machine: Machine
     workers: int
     blocks: int
-    """Number of (block, worker) pairs."""
+    """Number of (block, worker) pairs in the index."""
     lookup_ms_p50: float
     lookup_ms_p99: float
     """p99 time of lookups that are sent at a constant rate."""
@@ -78,7 +79,8 @@ class IndexReport:
     """Answered lookups per second, when lookups are sent at a constant rate."""
     bytes_per_million_blocks: float
     deep_share: float
-    """Share of lookups whose answer has at least 16 workers that hold at least 128 blocks."""
+    """Share of lookups that find at least 16 workers, each with at least 128 blocks of the
+    prompt."""
     server_us_per_lookup: float
     server_us_p99: float
     client_cpu_us_per_lookup: float
@@ -169,7 +171,7 @@ async def _measure(
 
 
 async def _load(index: PrefixIndex, workload: IndexWorkload, workers: int, say: Say) -> None:
-    """Add every worker's snapshot of blocks to the index, a few workers at a time."""
+    """Add the blocks of every worker to the index, a few workers at a time."""
     left = iter(range(workers))
 
     async def load_some() -> None:
@@ -195,7 +197,7 @@ def _take(questions: Iterator[Question], count: int) -> list[Question]:
 
 
 async def _check(index: PrefixIndex, question: Question, workers: int) -> None:
-    """Check the index's answer to one question. Raises BatonError if it is wrong."""
+    """Look up one prompt in the index, and check the result. Raises BatonError if it is wrong."""
     expected = dict.fromkeys(map(_name, range(workers)), COMMON_BLOCKS)
     expected |= {_name(worker): depth for worker, depth in question.holders.items()}
     if await index.lookup(question.hashes) != expected:
@@ -203,7 +205,8 @@ async def _check(index: PrefixIndex, question: Question, workers: int) -> None:
 
 
 class _Run:
-    """Runs lookups with given gaps between their starts, independent of earlier answers."""
+    """Runs lookups in an open loop. The gaps between their starts are given, and do not depend on
+    earlier answers."""
 
     def __init__(
         self, index: PrefixIndex, asked: list[Question], gaps_s: npt.NDArray[np.float64]
@@ -216,7 +219,7 @@ class _Run:
         self.wall_s = self.cpu_s = 0.0
 
     async def measure(self) -> _Run:
-        """Run the lookups. Raises BatonError if one fails."""
+        """Run all lookups, and record their times. Raises BatonError if a lookup fails."""
         # As in the router, existing objects are not examined by the garbage collector again.
         gc.collect()
         gc.freeze()

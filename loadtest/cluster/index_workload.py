@@ -23,12 +23,12 @@ _MAX_HOLDERS = 64
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt's block hashes, and the workers that hold more of its leading blocks than the common
-    ones, which all workers hold."""
+    """A prompt to look up: its block hashes, and the workers that hold more of its leading blocks
+    than the system prompt, which all workers hold."""
 
     hashes: list[bytes]
     holders: dict[int, int]
-    """For each worker number: how many leading blocks of the prompt it holds."""
+    """For each worker number, the number of leading blocks of the prompt that the worker holds."""
 
     @property
     def is_deep(self) -> bool:
@@ -42,16 +42,16 @@ class _Prompt:
     """Block hashes of the prompt, concatenated, without those of the prefix that all prompts
     share."""
     holders: dict[int, int]
-    """For each worker number: how many leading blocks of the prompt it holds, including the shared
-    ones."""
+    """For each worker number, the number of leading blocks of the prompt that the worker holds. The
+    blocks that all prompts share are included."""
 
 
 class IndexWorkload:
-    """Prompts, and the workers that hold their blocks, made from ``seed``. Owned by the
-    benchmark."""
+    """Random prompts, and the workers that hold their blocks. The same ``seed`` gives the same
+    workload. Owned by the benchmark."""
 
     def __init__(self, workers: int, pairs: int, seed: int = 1) -> None:
-        """``pairs`` is the approximate number of (block, worker) pairs."""
+        """``pairs`` is the approximate number of (block, worker) pairs in the index."""
         self._random = np.random.default_rng(seed)
         self._workers = workers
         self._common = self._random.bytes(COMMON_BLOCKS * HASH_BYTES)
@@ -90,10 +90,10 @@ class IndexWorkload:
         return hashes
 
     def questions(self) -> Iterator[Question]:
-        """Yield prompts without end.
+        """Yield prompts to look up, without end.
 
-        Every second one is a shared prompt. The others continue a conversation differently from a
-        random block on, or are new.
+        Every second prompt is one that several workers hold. The others are new, or continue a held
+        prompt differently from a random block on.
         """
         while True:
             yield self._question(self._any_of(self._shared), PROMPT_BLOCKS)

@@ -39,8 +39,8 @@ Say = Callable[[str], None]
 Kind = Literal["ok", "refused", "failed", "hung"]
 Mode = Literal["queue", "slo"]
 MODES: tuple[Mode, ...] = ("slo", "queue")
-"""The admission modes. The capacity is measured with the first one, which keeps requests within
-their SLOs."""
+"""Admission modes to compare. The capacity is measured in the first mode, which keeps requests
+within their SLOs."""
 
 HANG_S = 120.0
 """Seconds after which a request counts as hanging if it has neither ended nor been rejected."""
@@ -48,10 +48,11 @@ _REFUSALS = (429, 503)
 _FIRST_RATE = 2.0
 _RATE_STEP = 1.5
 _FELL_BEHIND = 0.75
-"""Share of good requests below which a rate exceeds the capacity."""
+"""If fewer than this share of requests meet their SLOs, the offered rate exceeds the capacity."""
 _WARM_UP_S = 5.0
 _VOCABULARY = 2000
-"""Upper bound of the token ids in prompts. Every vocabulary has plain tokens below it."""
+"""Upper bound of the token ids in prompts. In every vocabulary, ids below it are ordinary
+tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class OverloadSettings:
 
     trace: Path
     scale_length: float
-    """Divisor of the trace's lengths."""
+    """Number by which the lengths of the trace's prompts and answers are divided."""
     factors: tuple[float, ...]
     """Offered loads, as multiples of the measured capacity."""
     seconds: float
@@ -70,7 +71,7 @@ class OverloadSettings:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The end of one request, by the client's clock."""
+    """The outcome of one request, with its times by the client's clock."""
 
     kind: Kind
     ttft_s: float = 0.0
@@ -86,11 +87,12 @@ class Load:
     offered_per_s: float
     requests: int
     goodput_per_s: float
-    """Requests that met both SLOs, per second of arrivals."""
+    """Goodput: the requests that met both SLOs, divided by the seconds in which requests
+    arrived."""
     ok: int
     refused: int
     refused_counted: int
-    """Number of rejected requests by the router's own metrics."""
+    """Number of rejected requests that the router's metrics report."""
     failed: int
     hung: int
     ttft_p50_ms: float
@@ -165,8 +167,8 @@ async def measure(
 ) -> Overload:
     """Measure the admission mode of the cluster at ``base_url``, which has the default SLOs.
 
-    ``before`` has the capacity and the rows of modes that were measured before. If it is None, the
-    capacity is searched first. Raises Unavailable if no request succeeds.
+    ``before`` has the capacity and the rows of modes that were measured before. If ``before`` is
+    None, the capacity is searched first. Raises Unavailable if no request succeeds.
     """
     config = Config()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
@@ -217,7 +219,8 @@ class _Driver:
         self._dice = random.Random(0)  # noqa: S311 - prompts, no secret
 
     async def run(self, rate: float, seconds: float) -> Load:
-        """Offer ``rate`` requests per second for ``seconds``, and wait until all have ended."""
+        """Offer ``rate`` requests per second for ``seconds``, and wait until all requests have
+        ended."""
         before = await self._shed()
         # Each run starts at the same row, since pieces of a trace differ by more than rates do.
         arrivals = list(self._trace.at_rate(rate, seconds))
@@ -285,7 +288,8 @@ class _Driver:
 
 
 async def _max_tokens(http: httpx.AsyncClient) -> int:
-    """Return the cluster's maximum tokens of prompt and answer together."""
+    """Return the maximum number of tokens that the cluster accepts for a prompt and its answer
+    together."""
     models = (await http.get("/v1/models")).json()
     return int(models["data"][0]["max_model_len"])
 
@@ -300,8 +304,8 @@ async def _refusal(response: httpx.Response) -> Ending:
 
 
 def load_of(endings: Sequence[Ending], seconds: float, config: Config, counted: int) -> Load:
-    """Return the figures of one offered rate. ``seconds`` is the duration of arrivals; ``counted``
-    is the router's own number of rejections.
+    """Return the results at one offered rate. Requests arrived for ``seconds`` seconds; ``counted``
+    is the number of rejections that the router reports.
     """
     kinds = [ending.kind for ending in endings]
     well = [ending for ending in endings if ending.kind == "ok"]
@@ -328,8 +332,8 @@ def load_of(endings: Sequence[Ending], seconds: float, config: Config, counted: 
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value of ``values`` that at least ``percent`` percent of them do not
-    exceed; 0 without values.
+    """Return a percentile by the nearest rank: the smallest of ``values`` that at least ``percent``
+    percent of ``values`` do not exceed. Return 0 without values.
     """
     if not values:
         return 0.0
@@ -338,7 +342,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def draw(found: Overload) -> Table:
-    """Return a table with a row for each load of each mode."""
+    """Return a table with a row for each offered load in each admission mode."""
     table = whole_table(
         *("mode", "of capacity", "offered/s", "good/s", "TTFT p50, ms", "p99", "TPOT p99, ms"),
         *("refused", "counted", "failed", "hung", "Retry-After p50, s"),

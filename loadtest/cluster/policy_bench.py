@@ -47,10 +47,11 @@ from router.routing.routing_state import Promise, RoutingState
 
 
 class LruCache:
-    """A prefill worker's prefix cache in a replay: blocks by hash, least recently used first."""
+    """A simulated prefill worker's prefix cache: block hashes, ordered from the least to the most
+    recently used."""
 
     def __init__(self, max_blocks: int | None) -> None:
-        """``max_blocks`` is the maximum number of cached blocks; None: unlimited."""
+        """``max_blocks`` is the maximum number of cached blocks; None means unlimited."""
         self._most = max_blocks
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
         self._stored: dict[bytes, None] = {}
@@ -63,8 +64,8 @@ class LruCache:
         )
 
     def use(self, hashes: Sequence[bytes]) -> None:
-        """Cache the blocks of a computed prompt. Blocks towards its end are evicted before those at
-        its start.
+        """Cache the blocks of a computed prompt. Of these, the last blocks of the prompt are
+        evicted first.
         """
         for block in reversed(hashes[: self._most]):
             if block not in self._blocks:
@@ -79,16 +80,19 @@ class LruCache:
             self._removed[block] = None
 
     def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the blocks that were stored and those that were removed since the last call."""
+        """Return the hashes of the blocks that were stored and of those that were removed since the
+        last call."""
         changes = list(self._stored), list(self._removed)
         self._stored, self._removed = {}, {}
         return changes
 
 
 PUBLISH_S = 0.05
-"""Seconds from a prompt's end until its blocks are in the index, as in ``worker.process``."""
+"""Seconds from the end of a prefill until the prompt's blocks are in the prefix index. A real
+worker publishes them with the same delay."""
 HEARTBEAT_S = 1.0
-"""Interval of the workers' load reports in seconds, which is that of the default heartbeat."""
+"""Interval in seconds at which simulated workers report their load. It is the default heartbeat
+interval."""
 _SEED = 1
 _REDIS_S = 30.0
 _PLENTY = 1 << 40
@@ -104,11 +108,11 @@ class PolicyBenchSettings:
     workers: int = 4
     policy: PolicyName = "predictive"
     scale_length: float = 1.0
-    """Divisor of the trace's lengths, and of the tokens of its blocks."""
+    """Number by which the lengths in the trace, and its number of tokens per block, are divided."""
     cache_blocks: int | None = None
-    """Maximum blocks in a worker's prefix cache; None: unlimited."""
+    """Maximum number of blocks in each worker's prefix cache; None means unlimited."""
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
-    """Tokens in a block of the trace."""
+    """Number of tokens in a block of the trace."""
     routers: int = 1
 
 
@@ -117,13 +121,14 @@ class Replay:
     """Results of a replay of a trace."""
 
     asked: int = 0
-    """Number of blocks of all prompts, cached or not."""
+    """Number of blocks of all prompts together, cached or not."""
     found: int = 0
-    """Number of leading prompt blocks that the chosen workers had cached."""
+    """Number of leading prompt blocks of all requests that were cached at the chosen worker."""
     uncached: list[int] = field(default_factory=list)
-    """Number of blocks that each worker computed, by worker."""
+    """For each worker, the number of blocks that it computed because it had not cached them."""
     decision_us: list[float] = field(default_factory=list)
-    """Time of each request's routing decision in microseconds, without the lookup."""
+    """Time of each request's routing decision in microseconds, without the lookup in the prefix
+    index."""
     ttft_ms: list[float] = field(default_factory=list)
     """TTFT of each request in milliseconds, without the KV transfer."""
 
@@ -153,11 +158,11 @@ class _Worker:
         self.sequence = 0
         self.generation = b""
         self.changes: deque[tuple[float, list[bytes], list[bytes]]] = deque()
-        """Changes of the cache that are not published yet: publication time, stored and removed
-        blocks."""
+        """Cache changes that are not in the prefix index yet. Each has its time of publication, the
+        stored blocks and the removed blocks."""
 
     def load(self, now: float) -> LoadSnapshot:
-        """Return the load that a heartbeat of this worker reports."""
+        """Return the load that this worker's heartbeat reports at ``now``."""
         while self.waiting and self.waiting[0][0] <= now:
             self.waiting.popleft()
         tokens = sum(count for _, count in self.waiting)
@@ -237,9 +242,9 @@ class Replayer:
             state.table.set_up(name, True)
 
     def _tell_loads(self, now: float) -> None:
-        """Give each router the loads of the workers, once per heartbeat.
+        """Give each router the loads of all workers, if a heartbeat is due at ``now``.
 
-        A single router does not need them, since it knows all requests.
+        A single router does not need the loads, since it knows all requests.
         """
         if len(self._states) == 1 or now - self._told_at < HEARTBEAT_S:
             return
@@ -252,8 +257,8 @@ class Replayer:
     def _compute(
         self, worker: _Worker, row: TracedRequest, hashes: list[bytes], promise: Promise
     ) -> int:
-        """Queue a prompt at a worker, first come, first served. When it runs, earlier prompts are
-        in the cache."""
+        """Queue a prompt at a worker, first come, first served. When the prompt runs, the blocks of
+        earlier prompts are in the worker's cache."""
         found = worker.cache.leading(hashes)
         worker.cache.use(hashes)
         cached = min(found * self._hash_block, row.input_tokens - 1)
@@ -268,7 +273,8 @@ class Replayer:
         return found
 
     def _catch_up(self, now: float) -> None:
-        """Publish the events of prompts that were computed until ``now``."""
+        """For each prompt whose prefill ended by ``now``, update the routing state of the router
+        that placed it."""
         while self._ends and self._ends[0][0] <= now:
             at, _, promise, count, took_ms = heapq.heappop(self._ends)
             promise.computed(at, computed_tokens=count, compute_ms=took_ms)

@@ -14,7 +14,7 @@ import typer
 from baton.errors import BatonError
 
 _INTERRUPTED = 130
-"""Exit code of a command that Ctrl-C ended, as in shells."""
+"""Exit code of a command that Ctrl-C ended. Shells use the same number."""
 
 ModelFolder = Annotated[
     Path,

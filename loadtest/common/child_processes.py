@@ -36,10 +36,11 @@ def process_group(
     grace_s: float = GRACE_S,
     folder: Path | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start ``command`` in a separate session. End its process group when the block ends.
+    """Start ``command`` in a separate session. At the end of the block, end the whole process group
+    of the command.
 
-    Output is appended to ``log``. ``folder`` is the working directory; None keeps this process's.
-    Raises ConfigError if the command cannot be started.
+    Output is appended to ``log``. ``folder`` is the working directory of the command; None means
+    that of this process. Raises ConfigError if the command cannot be started.
     """
     process = _start(command, environment, log, folder)
     try:
@@ -50,8 +51,8 @@ def process_group(
 
 @contextlib.contextmanager
 def signals_interrupt() -> Iterator[None]:
-    """Raise KeyboardInterrupt during the block on signals that end this process, so that it ends
-    its process groups first.
+    """During the block, turn signals that would end this process into KeyboardInterrupt. The
+    process can then end its process groups before it exits.
     """
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
@@ -67,7 +68,7 @@ def signals_interrupt() -> Iterator[None]:
 
 
 def ending_with_parent(command: Sequence[str]) -> tuple[str, ...]:
-    """Return a command that runs ``command`` and ends with this process.
+    """Return a command that runs ``command``, and ends when this process ends.
 
     It is for programs that do not watch their parent. Start it from a thread that lives as long as
     this process.
@@ -106,7 +107,7 @@ def _start(
 def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
     """End a process group: send SIGTERM, then SIGKILL after ``grace_s``.
 
-    A Ctrl-C in between shortens the wait and is raised at the end.
+    Ctrl-C during a wait ends that wait. KeyboardInterrupt is then raised after both signals.
     """
     interrupted: KeyboardInterrupt | None = None
     for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _KILL_S)):
@@ -166,7 +167,8 @@ def cores() -> list[int]:
 
 @contextlib.contextmanager
 def pinned(core: int) -> Iterator[None]:
-    """Pin this thread, and what it starts within the block, to one CPU core."""
+    """During the block, pin this thread, and the threads and processes that it starts, to one CPU
+    core."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:
@@ -183,8 +185,8 @@ _STORE_POLL_S = 0.02
 def bench_store(folder: Path) -> Iterator[str]:
     """Run a Valkey in ``folder``, a private folder with a short path; yield its URL.
 
-    It listens on a socket file, which only this user may open, and on no port. It ends with the
-    process that started it, even if that is killed.
+    Valkey listens on a socket file that only this user may open, and on no port. It ends when this
+    process ends, even if this process is killed.
 
     Raises ConfigError if there is no Valkey, Unavailable if it does not start.
     """

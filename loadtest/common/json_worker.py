@@ -1,10 +1,10 @@
 """Runs a helper process of a benchmark. It answers questions, one line of JSON each.
 
-    starting ─hello→ ready ─question→ ready …
+starting ─hello→ ready ─question→ ready …
     starting, ready ─end of its input→ gone
 
-The helper ends with the process that started it, even if that was killed. Its other output goes to
-a log.
+The helper ends when the process that started it ends, even if that process was killed. Output of
+the helper other than answers goes to a log.
 """
 
 from __future__ import annotations
@@ -63,15 +63,16 @@ class Helper:
     async def ask(self, question: Fields, deadline_s: float) -> Fields:
         """Send a question to the helper process and return its answer.
 
-        Raises the BatonError that the helper answers with, WorkerFailed if the process has ended,
-        and DeadlineExceeded.
+        Raises the BatonError with which the helper answers, WorkerFailed if the helper has ended,
+        and DeadlineExceeded if no answer arrives in time.
         """
         assert self._process.stdin is not None, "a pipe"
         self._process.stdin.write(json.dumps(question).encode() + b"\n")
         return await self.hear(deadline_s)
 
     async def hear(self, deadline_s: float) -> Fields:
-        """Return the next line that the helper process writes. Raises the errors of ``ask``."""
+        """Return the JSON object in the next line that the helper process writes. Raises the same
+        errors as `ask`."""
         assert self._process.stdout is not None, "a pipe"
         try:
             async with asyncio.timeout(deadline_s):
@@ -88,8 +89,8 @@ class Helper:
 
 @contextlib.asynccontextmanager
 async def helper(module: str, start: Fields, log: Path, *, ready_s: float) -> AsyncIterator[Helper]:
-    """Run ``python -P -m module`` as a helper process until the block ends. Its first line of input
-    is ``start``.
+    """Run ``python -P -m module`` as a helper process until the block ends. The helper's first line
+    of input is ``start``.
 
     Raises BatonError if the process does not send its hello in time.
     """
@@ -126,7 +127,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 class Asker:
-    """The helper's view of the process that has started it: reads its questions, and writes
+    """The helper's connection to the process that started it: reads questions, and writes
     answers.
     """
 
@@ -137,7 +138,7 @@ class Asker:
         self._in: asyncio.StreamReader | None = None
 
     async def read(self) -> Fields | None:
-        """Return the next question; None after the last one."""
+        """Return the next question to the helper, or None if no more questions follow."""
         if self._in is None:
             reader = asyncio.StreamReader(limit=_LINE_BYTES)
             protocol = asyncio.StreamReaderProtocol(reader)
@@ -152,8 +153,8 @@ class Asker:
             print(json.dumps(fields), file=self._out, flush=True)
 
     async def serve(self, answerer: Answerer) -> None:
-        """Answer questions until there are no more. An error is sent as the answer to its
-        question."""
+        """Answer each question to the helper with ``answerer``, until no more follow. If
+        ``answerer`` raises a BatonError, send the error as the answer."""
         while (question := await self.read()) is not None:
             try:
                 self.say(await answerer(question))
@@ -164,7 +165,8 @@ class Asker:
 async def run_helper(work: Callable[[Asker, Fields], Awaitable[None]]) -> None:
     """Run this process as a helper.
 
-    ``work`` gets the first line of input. It sends a hello and serves.
+    ``work`` receives the asker and the first line of input. It must send a hello, and then answer
+    questions.
     """
     asker = Asker()
     start = await asker.read()

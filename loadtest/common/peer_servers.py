@@ -1,7 +1,7 @@
 """Defines the compared servers: how each is started on the loopback address, and when it is
 ready.
 
-Their options are those that a user would take from their documentation: continuous batching, no
+Each server has the options that a user would take from its documentation: continuous batching, no
 speculation, 32 sequences.
 """
 
@@ -41,7 +41,7 @@ PEERS = {
     "baton-int8": "Baton, int8",
     "llamacpp-q8": "llama.cpp, Q8_0",
 }
-"""The servers by name, with their titles."""
+"""Names of the servers that can be compared, each with the title that tables show."""
 
 Precision = Literal["bf16", "int8"]
 
@@ -55,7 +55,8 @@ _THREAD_VARIABLES = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "VLLM_")
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """Paths of the servers' programs and of the model. A peer whose program is None is left out."""
+    """Paths of the servers' programs and of the model. A server whose program is None is not
+    compared."""
 
     model: Path
     """Folder of the model in Hugging Face format."""
@@ -72,15 +73,15 @@ class Programs:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One server to measure: a peer in one configuration, on one port."""
+    """One server to measure: an LLM server in one configuration, on one port."""
 
     name: str
     precision: Precision
     command: tuple[str, ...]
     port: int
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables in addition to those of this process, whose thread settings are
-    removed."""
+    """Environment variables of the server. It also gets those of this process, except the ones that
+    set numbers of threads."""
 
     @property
     def title(self) -> str:
@@ -98,7 +99,7 @@ class Server:
 def make_server(name: str, programs: Programs) -> Server:
     """Return a server by its name in ``PEERS``, on a free port.
 
-    Raises ConfigError with what is missing if it cannot be started here.
+    If the server cannot be started here, raises ConfigError, which names the missing part.
     """
     if name not in PEERS:
         raise ConfigError(f"unknown peer {name!r}; known: {', '.join(PEERS)}")
@@ -111,8 +112,8 @@ def make_server(name: str, programs: Programs) -> Server:
 
 @contextlib.contextmanager
 def serving(server: Server, log: Path, *, ready_s: float = _READY_S) -> Iterator[float]:
-    """Start ``server``, wait until its /health is 200, and end it. Yields the start time in
-    seconds.
+    """Run ``server`` during the block. Wait until its /health returns 200, and yield the seconds
+    that the start took.
 
     Raises Unavailable with the last lines of ``log`` if it ends or is not ready in time. SIGINT,
     SIGTERM and SIGHUP end it too, and then raise KeyboardInterrupt. Call it on the main thread.
@@ -215,7 +216,8 @@ def _core_list(usable: Sequence[int]) -> str:
 
 
 def find_program(given: Path | None, name: str) -> Path | None:
-    """Return the program ``given``; without it, the program ``name`` on the PATH; else None.
+    """Return the path of the program ``given``. If it is None, search ``name`` on the PATH, and
+    return None if it is not there.
 
     Raises ConfigError if the given program does not exist.
     """
@@ -228,7 +230,8 @@ def find_program(given: Path | None, name: str) -> Path | None:
 
 
 def _plain_environment() -> dict[str, str]:
-    """Return this process's environment without thread settings, and set to offline."""
+    """Return this process's environment variables without those that set numbers of threads. Add
+    those that keep Hugging Face libraries and vLLM offline."""
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(_THREAD_VARIABLES)
     }

@@ -20,8 +20,8 @@ VOCABULARY = (
     "eye job word business issue side kind head house service friend father power hour game line "
     "end member law car city community"
 )
-"""Words that make up the prompts. In most vocabularies each is one token, with the space before
-it."""
+"""Words that make up the prompts. In most vocabularies, each word with the space before it is one
+token."""
 _PREFIXES = 8
 
 
@@ -35,8 +35,8 @@ class Workload:
     concurrency: int
     requests: int
     input_tokens: int
-    """Number of tokens of each prompt. With a shared prefix: of the part after it. Approximate for
-    chats."""
+    """Number of tokens of each prompt; approximate for chats. If the prompts share a prefix, it is
+    not included."""
     output_tokens: int
     """Number of tokens of each answer. Approximate for chats."""
     prefix_tokens: int = 0
@@ -52,8 +52,8 @@ class Workload:
         return f"{self.name}: c{self.concurrency} {tokens}"
 
     def client_options(self, seed: int, folder: Path) -> list[str]:
-        """Return the options with which `vllm bench serve` makes this workload's prompts. Files go
-        to ``folder``.
+        """Return the options with which `vllm bench serve` makes this workload's prompts. Files
+        that it needs are written to ``folder``.
         """
         if self.kind == "random":
             return [

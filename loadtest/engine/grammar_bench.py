@@ -48,7 +48,8 @@ _PERSON = {
     "additionalProperties": False,
 }
 PEOPLE = {"type": "array", "items": _PERSON, "minItems": 1000}
-"""JSON schema whose answers are longer than the measured steps, so that no sequence ends."""
+"""JSON schema of a list of at least 1000 people. Such an answer is so long that no sequence ends
+during the measured steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +59,15 @@ class GrammarBenchSettings:
     model: Path
     batches: tuple[int, ...] = (1, 8, 32)
     steps: int = 100
-    """Number of measured steps at each size, with a grammar and without."""
+    """Number of measured engine steps with a grammar, and also of those without, at each batch
+    size."""
     output: Path | None = None
     """JSON file to which the figures are written."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarCost:
-    """Cost of structured output at one batch size: medians over the steps.
+    """Cost of structured output at one batch size. Each figure is a median over engine steps.
 
     Step times are in milliseconds; ``mask_us`` is in microseconds per sequence.
     """
@@ -78,7 +80,7 @@ class GrammarCost:
 
 
 class _TimedRows(GrammarRows):
-    """Records the time that a step spends on the masks of its grammar."""
+    """Records how long each engine step computes grammar masks."""
 
     seconds = 0.0
 
@@ -90,7 +92,8 @@ class _TimedRows(GrammarRows):
 
 
 def bench_grammar(settings: GrammarBenchSettings, say: Say, console: Console) -> list[GrammarCost]:
-    """Measure the cost of structured output, print a table, and write the file."""
+    """Measure the cost of structured output, print a table, and write the JSON file of
+    ``settings.output``."""
     say("loading the model")
     engine = build_engine(EngineSettings(settings.model, max_sequences=2 * max(settings.batches)))
     warm_up(engine)
@@ -162,8 +165,8 @@ class _Set:
 def measure(
     engine: Engine, grammar: Grammar, batch: int, temperature: float, steps: int
 ) -> GrammarCost:
-    """Measure ``batch`` sequences with ``grammar`` and as many without it. ``grammar`` must not let
-    its sequences end.
+    """Measure decode steps of ``batch`` sequences with ``grammar``, and of as many without.
+    ``grammar`` must not let a sequence end during the steps.
     """
     rows = _TimedRows(engine.config.vocab_size)
     engine.runner._grammars = rows

@@ -109,7 +109,7 @@ def profile_engine(settings: ProfileSettings, say: Say) -> Profile:
 def draw(profile: Profile) -> Table:
     """Return a table with a row for each measured phase.
 
-    Times are of one step, or of a whole prompt for prefill.
+    A decode phase has the time of one step, and a prefill phase the time of a whole prompt.
     """
     table = whole_table(
         *("phase", "MB", "GFLOP", "memory floor, ms", "arithmetic floor, ms", "took, ms"),
@@ -135,8 +135,8 @@ def draw(profile: Profile) -> Table:
 
 
 class _Bench:
-    """An engine that runs plans made here, without its scheduler. Sequences use the first blocks of
-    the cache.
+    """An engine that runs step plans made by this class, not by a scheduler. Sequences use the
+    first blocks of the cache.
     """
 
     def __init__(self, engine: Engine, storage: Storage) -> None:
@@ -146,8 +146,8 @@ class _Bench:
         self._dice = random.Random(0)  # noqa: S311 - prompts, no secret
 
     def prefill(self, tokens: int) -> tuple[float, Work]:
-        """Compute one prompt in the scheduler's chunks. Return the time in seconds, and the
-        work."""
+        """Prefill one prompt, in chunks as large as the scheduler's. Return the time in seconds,
+        and the computed work."""
         (table,) = self._tables(1, tokens)
         steps = self._run_prompt(self._prompts(1, tokens), table, tokens, sample=True)
         self._forget(1)
@@ -216,20 +216,21 @@ class _Bench:
 
 
 def _dtype(settings: EngineSettings) -> torch.dtype:
-    """Return the torch type for a name that the engine has already accepted."""
+    """Return the torch dtype of the engine's settings. The engine has already checked its name."""
     dtype: torch.dtype = getattr(torch, settings.dtype)
     return dtype
 
 
 def _prefill_phase(bench: _Bench, tokens: int, ceilings: Ceilings) -> Phase:
-    """Measure three prompts after an uncounted one; the median counts."""
+    """Measure the prefill of three prompts, after one that warms up. The result has the median
+    time."""
     runs = [bench.prefill(tokens) for _ in range(1 + _PREFILLS)][1:]
     seconds = statistics.median(seconds for seconds, _ in runs)
     return Phase(_prefill_name(tokens), tokens, Roof(runs[0][1], ceilings, seconds))
 
 
 def _decode_phase(bench: _Bench, batch: int, context: int, ceilings: Ceilings) -> Phase:
-    """Measure sixteen decode steps after two uncounted ones; the median counts."""
+    """Measure sixteen decode steps, after two that warm up. The result has the median time."""
     runs = bench.decode(batch, context, _WARM_STEPS + _DECODE_STEPS)[_WARM_STEPS:]
     seconds = statistics.median(seconds for seconds, _ in runs)
     # The context grows by a token each step, so the middle step represents all.
@@ -284,9 +285,10 @@ def _check_fit(settings: ProfileSettings, engine: Engine) -> None:
 
 
 def _with_room(settings: ProfileSettings) -> EngineSettings:
-    """Return the engine's settings, with a KV pool on the CPU that holds the largest batch.
+    """Return the engine's settings, changed so that the largest measured batch fits. On a CPU, the
+    KV pool gets the size of that batch.
 
-    On a GPU, memory is left for measuring its peak rates.
+    On a GPU, the engine leaves memory free for the measurement of peak rates.
     """
     engine = settings.engine
     config = load_model_config(engine.model_path)

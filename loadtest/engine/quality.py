@@ -28,19 +28,19 @@ from engine.scheduling.plan import PlanRow
 from planning.common.report import whole_table
 
 _STEP_TOKENS = 128
-"""Number of tokens of a step. The step returns the logits of each of them, which is much data with
-a large vocabulary."""
+"""Number of tokens in one step. It is small because the step returns the logits of every token,
+which are large for a large vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class QualitySettings:
-    """Settings of a measurement, all in tokens."""
+    """Settings of a quality measurement. All values are numbers of tokens."""
 
     text_tokens: int = 8192
-    """Length of the text that is measured; the rest of the file is ignored."""
+    """Number of tokens of the text to measure, from its start. The rest of the text is ignored."""
     window: int = 512
     prompt: int = 64
-    """Length of the start of each window from which a greedy answer continues."""
+    """Number of tokens at the start of each window that are the prompt of a greedy answer."""
     answer: int = 64
 
 
@@ -53,9 +53,11 @@ class Quality:
     """Number of tokens over which the perplexity is computed."""
     perplexity: float
     same_choice: float
-    """Share of positions in the text at which the most likely token is that of the first engine."""
+    """Share of positions in the text at which this engine and the first engine have the same most
+    likely token."""
     same_answer: float
-    """Mean share of an answer before its first difference from the answer of the first engine."""
+    """Mean share of an answer that equals the first engine's answer, counted from its start to the
+    first difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +74,8 @@ def measure(
     settings: QualitySettings,
     progress: Callable[[str], None],
 ) -> list[Quality]:
-    """Measure each engine in turn, and compare it with the first one. Only one engine is in memory
-    at a time.
+    """Measure the engines one after another, and compare each with the first. Only one engine is in
+    memory at a time.
 
     Raises ConfigError if the text is shorter than a window.
     """
@@ -170,8 +172,8 @@ def _examine(engine: Engine, windows: list[list[int]], settings: QualitySettings
 
 
 def _predictions(engine: Engine, window: list[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the fp32 logits of each step [tokens, vocab_size], and the tokens that actually follow
-    in the text [tokens].
+    """Yield two tensors for each step: fp32 logits [tokens, vocab_size], and for each position the
+    token that follows it in the text [tokens].
     """
     table = tuple(range(-(-len(window) // engine.cache.block_size)))
     for start in range(0, len(window) - 1, _STEP_TOKENS):
@@ -198,7 +200,8 @@ def _answers(
 
 
 def _common(answer: Sequence[int], reference: Sequence[int]) -> float:
-    """Return the share of the reference that equals the answer from its start on."""
+    """Return the share of ``reference`` that ``answer`` repeats, counted from the start to the
+    first difference."""
     pairs = enumerate(zip(answer, reference, strict=True))
     same = next((n for n, (one, other) in pairs if one != other), len(reference))
     return same / len(reference)

@@ -46,8 +46,8 @@ Say = Callable[[str], None]
 
 _MAX_CHARACTERS = 1 << 20
 _MIN_PROMPTS = 4
-"""Minimum number of prompts that run with drafts, or without, before the other way takes its
-turn."""
+"""Minimum number of prompts in a group. A group runs with drafts and without in turn, before the
+next group runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,29 +55,33 @@ class SpeculationSettings:
     """Settings of a measurement of speculative decoding."""
 
     engine: EngineSettings
-    """Settings of the engine. Its ``drafter`` is compared with no drafter."""
+    """Settings of the engine. The benchmark compares decoding with the ``drafter`` of these
+    settings and without one."""
     prompts: Path | None = None
-    """Folder of prompts for ``read_questions``. Without it, only the copying tasks are measured."""
+    """Folder of ``.jsonl`` files with prompts; see `read_questions`. If it is None, only the
+    copying tasks are measured."""
     categories: tuple[str, ...] = ()
     """Categories of prompts to measure; empty: all."""
     concurrency: tuple[int, ...] = (1, 4, 16)
     rows: int = 8
-    """Number of prompts per category; at least twice the concurrency, if there are enough."""
+    """Number of prompts to measure per category. It is raised to twice the concurrency if that is
+    larger and the category has enough prompts."""
     answer_tokens: int = 128
     temperature: float = 0.0
     repeats: int = 2
-    """Number of runs with drafts, and of runs without. The fastest one counts, since disturbances
-    only make a run longer."""
+    """Number of runs with drafts, and also of runs without. Of each, only the fastest run counts,
+    since disturbances only make a run longer."""
 
 
 @dataclass(slots=True)
 class Run:
-    """Results of one run: its decode steps only."""
+    """Results of one run of the engine on a group of prompts. They cover decode steps only, not
+    prefill."""
 
     tokens: int = 0
     turns: int = 0
-    """Number of rows in all steps: a sequence counts once in each step. Without drafts, this equals
-    the tokens."""
+    """Sum of the batch sizes of all steps: a sequence counts once in each step. Without drafts, it
+    equals ``tokens``."""
     drafted: int = 0
     accepted: int = 0
     seconds: float = 0.0
@@ -106,7 +110,7 @@ class SpeculationRow:
     drafted: int
     accepted: int
     same_answers: int
-    """Number of answers with drafts that equal those without, token for token."""
+    """Number of prompts whose answers with drafts and without drafts are the same tokens."""
 
     @property
     def speedup(self) -> float:
@@ -165,8 +169,8 @@ class SpeculationBench:
         self._next_id = 0
 
     def measure(self, category: str, questions: Sequence[str], concurrency: int) -> SpeculationRow:
-        """Run with and without drafts alternately, on a few prompts at a time. For each such group,
-        the faster run counts."""
+        """Measure one category of prompts. A few prompts at a time run with and without drafts
+        alternately; for each way the fastest run counts."""
         count = max(self._settings.rows, 2 * concurrency)
         prompts = [self._prompt(question) for question in questions[:count]]
         few = max(concurrency, _MIN_PROMPTS)
@@ -245,8 +249,8 @@ class SpeculationBench:
         )
 
     def _fresh_engine(self, concurrency: int, drafts: bool) -> Engine:
-        """Return an engine with an empty cache that runs ``concurrency`` sequences. ``drafts``:
-        whether it has the drafter.
+        """Return an engine with an empty cache that runs ``concurrency`` sequences. ``drafts`` is
+        true if the engine uses its drafter.
         """
         built = self._engine
         built.pool.drop_cache()
@@ -258,7 +262,7 @@ class SpeculationBench:
 
 
 def _rate(runs: Sequence[Run]) -> float:
-    """Return the tokens per second over several runs."""
+    """Return the tokens per second over all ``runs`` together."""
     seconds = sum(run.seconds for run in runs)
     return sum(run.tokens for run in runs) / seconds if seconds else 0.0
 

@@ -52,8 +52,8 @@ def read_questions(folder: Path) -> dict[str, list[str]]:
 
 
 def copying_tasks() -> list[str]:
-    """Return tasks that quote passages or edit code, made from Baton's documentation and
-    sources."""
+    """Return prompts that ask the model to quote a passage or to edit code. The passages and the
+    code are from Baton's documentation and sources."""
     passages, functions = _passages(), _functions()
     tasks = []
     for passage, function in zip(passages, functions, strict=False):

@@ -49,12 +49,12 @@ _LOWEST_ID = 100
 """Lowest token id in prompts. Lower ids may be control tokens, which come first in a vocabulary."""
 _DEADLINE_S = 60.0
 _PROMPTS_IN_POOL = 2.5
-"""Size of the block pool, in prompts. Half of the pool is copied ahead, and one prompt must fit in
-that half."""
+"""Size of the block pool, as a multiple of a prompt's KV. Half of the pool is copied to the tier
+ahead of eviction, and one prompt must fit in that half."""
 _OTHERS = 3
-"""Number of prompts that are computed to evict another one."""
+"""Number of other prompts that are computed to evict the KV of one prompt."""
 _POOLS_IN_TIER = 4
-"""Size of a tier, in pools."""
+"""Size of an offload tier, as a multiple of the block pool."""
 KINDS = ("none", "host", "disk")
 
 
@@ -66,23 +66,24 @@ class TierBenchSettings:
     prompt_tokens: int = 1024
     rounds: int = 5
     folder: Path | None = None
-    """Folder of the disk tier's file; None: a temporary folder."""
+    """Folder of the disk tier's file. None means a temporary folder."""
     output: Path | None = None
     """JSON file to which the figures are written."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierTimes:
-    """Measured times to first token with one kind of tier, in seconds."""
+    """Measured times to first token with one kind of offload tier."""
 
     tier: str
     block_bytes: int
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """Times to first token, by where the prompt's KV was: ``computed`` (nowhere), ``pool``,
-    ``tier``, ``cold`` (only on disk)."""
+    """Times to first token in seconds, by where the prompt's KV was before: ``computed`` (nowhere),
+    ``pool``, ``tier``, or ``cold`` (on disk, but not in the page cache)."""
 
     def add(self, where: str, seconds: float) -> None:
-        """Add a time to first token for a prompt whose KV was at ``where``."""
+        """Add the time to first token of a prompt. ``where`` is the place of its KV before, a key
+        of ``seconds``."""
         self.seconds.setdefault(where, []).append(seconds)
 
 
@@ -117,7 +118,7 @@ class _Bench:
     async def first_token_s(self, prompt: tuple[int, ...], cached: int) -> float:
         """Compute a prompt and return its time to first token.
 
-        Raises BatonError unless exactly ``cached`` blocks of it are found.
+        Raises BatonError unless exactly ``cached`` tokens of the prompt are cached.
         """
         began = time.perf_counter()
         engine = self._engine
@@ -140,7 +141,7 @@ class _Bench:
         return took
 
     async def settled(self) -> None:
-        """Wait until no block is left to copy to or from the tier."""
+        """Wait until all copies of blocks to and from the tier have ended."""
         if self.tiers is None:
             return
         books = self.tiers.tiers
@@ -150,7 +151,8 @@ class _Bench:
 
 
 def bench_tiers(settings: TierBenchSettings, say: Say, console: Console) -> list[TierTimes]:
-    """Measure each kind of tier, print a table, and write the file. Raises BatonError."""
+    """Measure each kind of offload tier, print a table, and write the JSON file of
+    ``settings.output``. Raises BatonError."""
     found = []
     for kind in KINDS:
         say(f"{settings.rounds} rounds, tier: {kind}")
@@ -166,7 +168,8 @@ def bench_tiers(settings: TierBenchSettings, say: Say, console: Console) -> list
 
 
 async def measure(settings: TierBenchSettings, kind: str) -> TierTimes:
-    """Run all rounds with one kind of tier, which is one of ``KINDS``. Raises BatonError."""
+    """Run all rounds of the measurement with one kind of offload tier, one of ``KINDS``. Raises
+    BatonError."""
     engine = await asyncio.to_thread(_build, settings)
     costs = calibrate(engine, engine.runner.run)
     times = TierTimes(kind, engine.cache.block_bytes)

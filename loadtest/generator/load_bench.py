@@ -20,7 +20,8 @@ from planning.common.traces import Trace
 
 Say = Callable[[str], None]
 Drive = Callable[[LoadSettings, int], LoadRun]
-"""Function that runs a load with these settings; its second argument is the run's number."""
+"""Function that sends the load of the given settings once, and returns the results. The second
+argument is the number of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,8 @@ class Outputs:
     """JSON Lines file with one record for each request."""
 
     def check(self) -> None:
-        """Check before a run that the files can be written. Raises ConfigError."""
+        """Check that the report's files can be written. Call it before a run. Raises
+        ConfigError."""
         if self.html is not None:
             check_plots()
         for path in (self.json, self.html, self.records):
@@ -43,7 +45,8 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class SearchSettings:
-    """Settings of a search for the highest rate at which enough requests are good."""
+    """Settings of the search for the highest request rate at which enough requests meet their
+    SLOs."""
 
     first_rate: float = 1.0
     attainment: float = ATTAINMENT
@@ -58,7 +61,8 @@ def bench_serve(
     console: Console,
     say: Say,
 ) -> LoadReport:
-    """Do one run for each rate, or a single run if ``rates`` is empty. Raises BatonError."""
+    """Run the load once at each of ``rates``, or once at the rate of ``settings`` if ``rates`` is
+    empty. Raises BatonError."""
     outputs.check()
     settings, drive = _prepared(settings, console, say)
     runs: list[LoadRun] = []
@@ -73,7 +77,8 @@ def bench_serve(
 def bench_goodput(
     settings: LoadSettings, search: SearchSettings, outputs: Outputs, console: Console, say: Say
 ) -> LoadReport:
-    """Search for the highest rate at which enough requests are good. Raises BatonError."""
+    """Search for the highest request rate at which enough requests meet their SLOs, and report it.
+    Raises BatonError."""
     if settings.pace.concurrency is not None:
         raise ConfigError("a closed loop has no rate: goodput needs an open loop")
     if not settings.slo.bounds():
@@ -88,8 +93,8 @@ def bench_goodput(
 def search_rate(
     settings: LoadSettings, search: SearchSettings, drive: Drive, say: Say
 ) -> tuple[list[LoadRun], float]:
-    """Return all runs in order, and the highest rate at which enough requests were good; 0 if there
-    is none.
+    """Return all runs of the search in order, and the highest request rate at which enough requests
+    met their SLOs. The rate is 0 if there is none.
     """
     searching = RateSearch(
         search.first_rate,
@@ -108,8 +113,8 @@ def search_rate(
 
 
 def _prepared(settings: LoadSettings, console: Console, say: Say) -> tuple[LoadSettings, Drive]:
-    """Complete the settings with the model's name, and read the trace. Return the settings, and a
-    function that does one run.
+    """Complete the settings with the model's name, and read the trace. Return the completed
+    settings, and a function that runs the load once.
     """
     trace: Trace | None = open_trace(settings.traffic)
     if not settings.server.model:

@@ -23,7 +23,7 @@ from loadtest.generator.workload.traffic import Source
 P = TypeVar("P")
 
 _AHEAD = 128
-"""Number of requests that are prepared before they are due."""
+"""Maximum number of requests that are encoded ahead of the time at which they are sent."""
 _PROBE_S = 0.02
 
 
@@ -32,13 +32,14 @@ class LiveCounts:
     """Counts of a running load. The load's driver writes them; other objects only read them."""
 
     planned: int | None = None
-    """Number of requests that the run sends; None if it ends by time."""
+    """Number of requests that the run sends; None if the run ends after a given time."""
     sent: int = 0
     ended: int = 0
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     output_tokens: int = 0
     late_s: float = 0.0
-    """Delay of the last send after its due time, in seconds."""
+    """Delay of the request that was sent last, in seconds: from its scheduled time to its actual
+    send."""
 
     @property
     def under_way(self) -> int:
@@ -47,14 +48,14 @@ class LiveCounts:
 
 
 class LoadDriver(Generic[P]):
-    """Drives one run of a load against one target."""
+    """Sends the requests of one run of a load to one target."""
 
     def __init__(self, target: Target[P]) -> None:
         self.clock = RunClock()
         self.counts = LiveCounts()
         self.loop_lag_s: list[float] = []
-        """Measured event-loop lag of this process, in seconds. Measured times may be wrong by this
-        much."""
+        """Samples of the event-loop lag of this process, in seconds. The times of requests may be
+        wrong by as much."""
         self.stopped_s: float | None = None
         """Time of the call of ``stop``, in seconds since the run's beginning."""
         self._asleep: asyncio.Future[None] | None = None

@@ -20,15 +20,15 @@ _TEMPLATE = "load_page.html"
 
 
 def write_page(path: Path, report: LoadReport, bounds: Sequence[int]) -> None:
-    """Write the report's HTML page. ``bounds`` are the upper bounds of the buckets, in input
-    tokens. Raises ConfigError if that fails.
+    """Write the report's HTML page. The report shows requests by input length; ``bounds`` are the
+    upper bounds of the buckets, in tokens. Raises ConfigError if the file cannot be written.
     """
     write_json(path, page(report, bounds))
 
 
 def page(report: LoadReport, bounds: Sequence[int]) -> str:
-    """Return the report's whole HTML page. ``bounds`` are the upper bounds of the buckets, in input
-    tokens.
+    """Return the report's whole HTML page. The report shows requests by input length; ``bounds``
+    are the upper bounds of the buckets, in tokens.
     """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("loadtest.generator", "."),

@@ -29,15 +29,17 @@ class LoadReport:
     """Machine on which the client ran."""
     runs: tuple[LoadRun, ...]
     attainment: float | None = None
-    """Share of good requests that a search for the highest rate requires; None without a search."""
+    """Share of requests that must meet their SLOs at a rate, in a search for the highest such rate.
+    None without a search."""
     goodput_rate: float | None = None
-    """Highest rate that the search found, in requests per second, or 0; None without a search."""
+    """Highest request rate per second at which enough requests met their SLOs. 0 if the search
+    found none; None without a search."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """All settings of the load, for the JSON report."""
 
     def fields(self) -> dict[str, Any]:
-        """Return the report's fields for JSON, without the requests, which ``write_records``
-        writes.
+        """Return the report's fields for JSON, without the records of requests. `write_records`
+        writes those.
         """
         fields: dict[str, Any] = {
             "command": self.command,
@@ -51,7 +53,7 @@ class LoadReport:
         return fields
 
     def verdict(self) -> str:
-        """Describe the result of the search; empty without a search."""
+        """Describe the result of the search for the highest rate; empty without a search."""
         if self.attainment is None:
             return ""
         if not self.goodput_rate:
@@ -129,7 +131,8 @@ def _line(console: Console, text: str) -> None:
 
 
 def rates_table(runs: Sequence[LoadRun]) -> Table:
-    """Return a table with a row for each run: the offered load, and its results."""
+    """Return a table with a row for each run. A row has the offered load and the results of the
+    run."""
     table = whole_table(
         *("load", "requests", "ok", "error", "shed", "aborted", "offered/s", "ok/s", "goodput/s"),
         *("attainment", "tokens in/s", "tokens out/s", "TTFT p50, ms", "p99", "TPOT p50, ms"),
@@ -155,8 +158,8 @@ def rates_table(runs: Sequence[LoadRun]) -> Table:
 
 
 def latency_table(run: LoadRun) -> Table:
-    """Return a table of latency percentiles by input length: one row for each bucket and
-    measure."""
+    """Return a table of latency percentiles. It has one row for each measure, such as TTFT, and
+    each bucket of input lengths."""
     table = whole_table(
         *("input tokens", "measure", "requests", "attainment", "mean, ms", "p50", "p95", "p99"),
         title=run.title,
@@ -173,7 +176,8 @@ def latency_table(run: LoadRun) -> Table:
 
 
 def latency_rows(run: LoadRun) -> Iterator[tuple[BucketSummary, str, Distribution]]:
-    """Yield the latency measures of all requests, and of each bucket if there are several."""
+    """Yield the latency measures of all requests, then those of each bucket of input lengths if
+    there are several buckets."""
     buckets = run.summary.buckets if len(run.summary.buckets) > 1 else ()
     for bucket in (run.summary.all, *buckets):
         yield bucket, "TTFT", bucket.ttft

@@ -93,7 +93,8 @@ class LiveProgress:
 
 
 HONEST_LAG_MS = 10.0
-"""p99 of the client's lag above which its figures are unreliable, in milliseconds."""
+"""Limit of the p99 of the client's event-loop lag, in milliseconds. Above it, the latencies that
+the client measures are unreliable."""
 _HONEST_CORE = 0.9
 _MODELS_S = 10.0
 
@@ -103,18 +104,19 @@ class LoadRun:
     """Results of one run of a load."""
 
     rate: float | None
-    """Requested rate per second; None in a closed loop and with a trace's own times."""
+    """Configured number of requests per second. None in a closed loop, and when a trace gives the
+    arrival times."""
     concurrency: int | None
     summary: Summary
     loop_lag: Distribution
-    """Event-loop lag of the client, which is the maximum error of the measured times."""
+    """Event-loop lag of the client. The times of requests may be wrong by as much."""
     client_core: float
     """Share of a CPU core that the client used while it sent requests."""
     timeline: Timeline
     records: tuple[RequestRecord, ...]
     """Records of all requests, including those outside the counted window."""
     stopped: bool = False
-    """Whether Ctrl-C has ended the run early: the results are those until then."""
+    """Whether Ctrl-C ended the run early. If so, the results cover the requests until then."""
 
     @property
     def title(self) -> str:
@@ -194,7 +196,7 @@ def _window(
     driver: LoadDriver[Any],
     records: list[RequestRecord],
 ) -> Window:
-    """Return the part of the run whose requests count.
+    """Return the window of a run whose requests count.
 
     A closed loop that ends by its number of requests lasts until the last request has ended.
     """
@@ -231,7 +233,8 @@ async def _stopping(driver: LoadDriver[Any], say: Say) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def _beside(work: Any) -> AsyncIterator[None]:
-    """Run ``work`` in a task during the block. If it fails, its error is raised at the end."""
+    """Run ``work`` in a task during the block, and cancel the task at the end of the block. If the
+    task has failed, raise its error there."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -242,8 +245,8 @@ async def _beside(work: Any) -> AsyncIterator[None]:
 
 
 def make_target(server: ServerSettings) -> Target[Any]:
-    """Return the target for a server's settings. The running event loop owns it. Raises
-    ConfigError.
+    """Return the object that sends requests to the server of these settings. It belongs to the
+    running event loop. Raises ConfigError.
     """
     options = AskOptions(server.model, server.temperature, server.ignore_eos, server.timeout_s)
     if server.grpc:

@@ -35,24 +35,27 @@ class ServerSettings:
     url: str = "http://127.0.0.1:8000"
     """URL of a server with OpenAI's API, with or without a path in front of /v1."""
     grpc: str = ""
-    """Address of a Baton router's gRPC listener, host:port; replaces ``url``."""
+    """Address of a Baton router's gRPC listener, host:port. If it is given, requests go there, and
+    not to ``url``."""
     endpoint: Endpoint = "completions"
     model: str = ""
-    """Id of the model; empty: the first model that the server lists."""
+    """Id of the model in the server's API. If empty, the first model that the server lists is
+    used."""
     api_key: str = field(default="", repr=False)
     temperature: float = 0.0
     ignore_eos: bool = True
     timeout_s: float = 300.0
     metrics: str = ""
-    """URL of the server, or of the page, from which metrics are read; empty: ``url``."""
+    """URL of the server or of the metrics page from which metrics are read. If empty, it is
+    ``url``."""
     tls: TlsFiles | None = None
-    """CA and client certificate for an https ``url``, or for ``grpc``. None: https trusts the
-    system's CAs, and gRPC has no TLS."""
+    """CA and client certificate for an https ``url``, or for ``grpc``. If None, https trusts the
+    system's CAs, and gRPC does not use TLS."""
 
     @property
     def form(self) -> Form:
-        """Return the form of random prompts. Token ids have exact lengths, but chats accept only
-        text."""
+        """Return the form of random prompts: text or token ids. Token ids give exact lengths, but
+        the chat endpoint accepts only text."""
         return "text" if self.endpoint == "chat" and not self.grpc else "tokens"
 
 
@@ -69,34 +72,35 @@ class TrafficSettings:
     scale_time: float = 1.0
     scale_length: float = 1.0
     max_tokens: int | None = None
-    """Maximum tokens of prompt and answer together when a trace is replayed. Longer requests are
-    cut."""
+    """Maximum number of tokens of a prompt and its answer together. It applies when a trace is
+    replayed; longer requests are shortened."""
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PaceSettings:
-    """Settings of when requests are sent, and which of them count."""
+    """Settings that determine when requests are sent, and which requests count."""
 
     rate: float | None = None
-    """Rate of an open loop, in requests per second; None: the trace's own rate."""
+    """Rate of an open loop, in requests per second. If None, it is the rate of the trace."""
     arrivals: Arrivals | None = None
-    """Arrival process of an open loop. None: the trace's own arrivals if there is a trace,
-    otherwise poisson."""
+    """Arrival process of an open loop. If None, the arrival times are those of the trace, or a
+    Poisson process if there is no trace."""
     burstiness: float = 1.0
     first_rate: float = 0.0
     concurrency: int | None = None
-    """Number of requests in flight in a closed loop; None: an open loop."""
+    """Number of requests in flight in a closed loop. None means an open loop."""
     seconds: float | None = None
-    """Duration of sending; None: a minute, or until the trace or ``requests`` end."""
+    """Duration of sending, in seconds. If None, it is a minute, or until the trace ends or
+    ``requests`` are sent."""
     requests: int | None = None
     """Maximum number of requests that the run sends."""
     warm_up_s: float | None = None
-    """Seconds at the beginning of the run whose requests do not count; None: a tenth of the
-    sending, at most 10."""
+    """Seconds at the beginning of the run whose requests do not count; If None, they are a tenth of
+    the duration of sending, at most 10 seconds."""
     cool_down_s: float | None = None
-    """Seconds at the end of sending whose requests do not count; None: a tenth of the sending, at
-    most 5."""
+    """Seconds at the end of sending whose requests do not count; If None, they are a tenth of the
+    duration of sending, at most 5 seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,7 @@ class LoadSettings:
     pace: PaceSettings
     slo: Slo = field(default_factory=Slo)
     bounds: tuple[int, ...] = DEFAULT_BOUNDS
-    """Upper bounds of the buckets into which results are divided, in input tokens."""
+    """Upper bounds of the buckets of input lengths, in tokens. Results are shown by bucket."""
 
     def fields(self) -> dict[str, Any]:
         """Return the settings' fields for JSON, without credentials and with paths as text."""
@@ -123,7 +127,8 @@ class LoadSettings:
 
 @dataclass(frozen=True, slots=True)
 class RunTraffic:
-    """The requests of a run. In an open loop each has a time; in a closed loop none has."""
+    """The requests of a run. In an open loop, each request has a time in ``times_s``; in a closed
+    loop, that is empty."""
 
     source: Source
     times_s: tuple[float, ...]
@@ -142,7 +147,8 @@ def open_trace(settings: TrafficSettings) -> Trace | None:
 def make_traffic(settings: LoadSettings, trace: Trace | None, run: int = 0) -> RunTraffic:
     """Return a run's requests. ``trace`` is the result of ``open_trace``. Raises ConfigError.
 
-    Another ``run`` number gives prompts of other text, unless they come from a file.
+    A different ``run`` number gives prompts with different text, unless the prompts come from a
+    file.
     """
     source = _source(settings, trace, run)
     pace = settings.pace
@@ -188,7 +194,8 @@ def _times(pace: PaceSettings, trace: Trace | None, seed: int) -> tuple[list[flo
 
 
 def counted(pace: PaceSettings, sending_s: float) -> Window:
-    """Return the window whose requests count, for ``sending_s`` seconds of sending.
+    """Return the part of a run whose requests count, if requests are sent for ``sending_s``
+    seconds.
 
     Raises ConfigError if it is empty.
     """

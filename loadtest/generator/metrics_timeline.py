@@ -19,8 +19,8 @@ from loadtest.generator.targets.target import RunClock
 EVERY_S = 1.0
 _PAGE_S = 5.0
 _PATHS = ("/metrics/cluster", "/metrics")
-"""Paths at which a metrics page is looked for: Baton's page of the whole cluster, then the usual
-path."""
+"""Paths of a server at which the reader looks for metrics, in this order: Baton's metrics of the
+whole cluster, then the usual path of Prometheus metrics."""
 _OK = 200
 _SERIES: dict[str, tuple[str, ...]] = {
     "baton_sequences": ("role", "state"),
@@ -31,7 +31,8 @@ _SERIES: dict[str, tuple[str, ...]] = {
     "llamacpp:requests_processing": (),
     "llamacpp:requests_deferred": (),
 }
-"""Metric series to keep, each with the labels to keep. Values are summed over all other labels."""
+"""Names of the metrics that a timeline keeps, each with the labels that it keeps. Values are summed
+over all other labels."""
 _KEPT = re.compile(rb"^(?:%s)[{ ].*$" % b"|".join(map(str.encode, _SERIES)), re.MULTILINE)
 
 
@@ -58,7 +59,7 @@ class MetricsReader:
         self._pages: list[tuple[float, bytes]] = []
 
     async def run(self) -> None:
-        """Read the metrics page until cancelled. Return early if the server has no such page."""
+        """Read the metrics page until cancelled. Return early if the server has no metrics page."""
         try:
             while self._paths:
                 now = self._clock.now()
@@ -94,7 +95,8 @@ class MetricsReader:
 
 
 class _Page:
-    """Receives the metrics page of an HTTP answer; None if there is none."""
+    """Receives an HTTP answer, and sets the future ``whole`` to its body. The result is None if the
+    request failed."""
 
     def __init__(self) -> None:
         self.whole: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
@@ -114,7 +116,8 @@ class _Page:
 
 
 def read_page(page: str) -> dict[str, float]:
-    """Parse a page in Prometheus' text format. Return the values of the series to keep."""
+    """Parse a page in Prometheus' text format. Return the values of those series that a timeline
+    keeps."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:

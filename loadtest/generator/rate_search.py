@@ -12,11 +12,11 @@ ATTAINMENT = 0.9
 PRECISION = 0.05
 _STEP = 2.0
 _MIN_SHARE = 1 / 1024
-"""Lowest rate that a search tries, as a share of its first rate."""
+"""Lowest request rate that a search tries, as a share of the first rate that it tried."""
 
 
 class RateSearch:
-    """Searches the highest rate at which enough requests are good.
+    """Searches the highest request rate at which enough requests meet their SLOs.
 
     The caller takes the next rate, tries it and reports the result, until no rate is left. The
     search doubles the rate while enough requests are good, or halves it until they are. Then it
@@ -32,8 +32,8 @@ class RateSearch:
         precision: float = PRECISION,
         max_rate: float = math.inf,
     ) -> None:
-        """``precision`` ends the search: the lowest rate that missed the target is at most 1 +
-        ``precision`` times the best one that met it.
+        """The search ends when the lowest rate that missed the target is at most 1 + ``precision``
+        times the highest rate that met it.
 
         Rates above ``max_rate`` are not tried.
         """
@@ -46,8 +46,8 @@ class RateSearch:
 
     @property
     def best(self) -> float:
-        """Return the highest rate that met the target so far, below all that missed it; 0 without
-        one.
+        """Return the highest tried rate that met the target, and is below all rates that missed it.
+        Return 0 if there is none.
         """
         return self._met
 
@@ -65,7 +65,8 @@ class RateSearch:
         return (self._met + self._failed) / 2
 
     def tell(self, rate: float, attainment: float) -> None:
-        """Report that ``attainment`` of the requests at ``rate`` were good."""
+        """Record the result of a tried ``rate``. ``attainment`` is the share of its requests that
+        met their SLOs."""
         if attainment >= self._attainment:
             self._met = max(self._met, rate)
         else:

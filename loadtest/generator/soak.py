@@ -33,16 +33,17 @@ from loadtest.generator.load_settings import LoadSettings, make_traffic, open_tr
 from planning.common.report import write_json
 
 MORE_DESCRIPTORS = 16
-"""Number of additional file descriptors that are not reported as a leak, since connections come and
-go."""
+"""Number of file descriptors by which a process may grow without a reported leak, since connections
+come and go."""
 MORE_KEYS = 16
-"""Number of additional Redis keys that are not reported as a leak. Some kinds of keys exist from
-the first request on; a leak adds keys with every request."""
+"""Number of Redis keys by which a kind of key may grow without a reported leak. Some keys are made
+at the first request and stay; a leak adds keys with every request."""
 MORE_BYTES = 64 << 20
-"""Growth of a process's memory that is not reported as a leak, in bytes: an allocator keeps some
+"""Growth of a process's memory in bytes that is not reported as a leak. An allocator keeps some
 freed memory."""
 MORE_SHARE = 0.1
-"""Growth of a process's memory that is not reported as a leak, as a share of the memory before."""
+"""Growth of a process's memory that is not reported as a leak, as a share of its memory before the
+growth."""
 _FEWEST_SAMPLES = 8
 
 
@@ -57,15 +58,15 @@ class Footprint:
     descriptors: Mapping[str, int] = field(default_factory=dict)
     """Number of file descriptors, by the process's name."""
     held: Mapping[str, float] = field(default_factory=dict)
-    """Resources that the cluster holds for requests, by its metrics: all 0 when no request is in
-    flight."""
+    """Amount of each resource that the cluster's metrics show as held for requests. All are 0 when
+    no request is in flight."""
     keys: Mapping[str, int] = field(default_factory=dict)
-    """Number of keys in Redis, by kind."""
+    """Number of Redis keys, by the kind of key."""
 
 
 def measure_processes(pids: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the resident bytes and the number of descriptors of the processes that run, by
-    name."""
+    """Return the resident memory in bytes and the number of file descriptors of those processes
+    that still run, both by the process's name."""
     resident, descriptors = {}, {}
     for name, pid in pids.items():
         with contextlib.suppress(psutil.Error):
@@ -76,8 +77,8 @@ def measure_processes(pids: Mapping[str, int]) -> tuple[dict[str, int], dict[str
 
 
 def still_held(first: Footprint, last: Footprint) -> list[str]:
-    """Return the resources that an idle cluster still holds, a line each. ``first`` was measured
-    before the load.
+    """Return a line for each resource that the idle cluster holds after the load. ``first`` was
+    measured before the load.
     """
     lines = [f"{count:.0f} {what} are held" for what, count in last.held.items() if count]
     lines += [
@@ -94,7 +95,7 @@ def still_held(first: Footprint, last: Footprint) -> list[str]:
 
 
 def growing(samples: Sequence[Footprint]) -> list[str]:
-    """Return the processes whose memory kept growing in the second half of a load, a line each.
+    """Return a line for each process whose memory kept growing in the second half of a load.
 
     In the first half caches and pools fill. Medians of quarters are compared, since a single sample
     is not significant.
@@ -116,8 +117,8 @@ def growing(samples: Sequence[Footprint]) -> list[str]:
 
 
 def verdict(leaks: Sequence[str], looks: int) -> list[str]:
-    """Return the lines that report ``leaks``. ``looks`` is the number of measurements under
-    load."""
+    """Return the lines of the report that describe ``leaks``, or that none was found. ``looks`` is
+    the number of measurements under load."""
     lines = [f"leak: {leak}" for leak in leaks]
     if looks < _FEWEST_SAMPLES:
         lines.append(
@@ -137,7 +138,8 @@ def _median(part: Sequence[Footprint], name: str) -> float:
 Say = Callable[[str], None]
 
 QUIET_S = 30.0
-"""Seconds after the last request from which on held resources count as leaked."""
+"""Seconds that the cluster has after the last request to release its resources. Those that it still
+holds then count as leaked."""
 _LOOK_S = 0.5
 _PAGE_S = 10.0
 _STORE_S = 10.0
@@ -160,8 +162,8 @@ class WatchedCluster:
     pids: Callable[[], Mapping[str, int]]
     """Returns the ids of the cluster's processes on this machine, by name."""
     redis_url: str = ""
-    """URL of the cluster's Redis; empty: Redis is not examined. The URL has the password: keep it
-    out of logs."""
+    """URL of the cluster's Redis. If empty, Redis is not examined. The URL contains the password,
+    so keep it out of logs."""
     key_prefix: str = ""
     tls: TlsFiles | None = None
     """CA and client certificate for an https ``url``."""
@@ -177,11 +179,12 @@ class SoakReport:
     samples: tuple[Footprint, ...]
     """Measurements during the load."""
     last: Footprint
-    """Measurement after the load: when no resource was held any more, or ``QUIET_S`` later."""
+    """Measurement after the load. It is made when the cluster has released all resources, or
+    ``QUIET_S`` seconds after the load."""
 
     @property
     def leaks(self) -> tuple[str, ...]:
-        """Return the leaks that were found, a line each."""
+        """Return a line for each leak that was found."""
         return (*still_held(self.first, self.last), *growing(self.samples))
 
 
@@ -233,8 +236,8 @@ async def soak(
 
 
 async def _settled(cluster: WatchedCluster, began: float, first: Footprint | None) -> Footprint:
-    """Wait until the cluster holds no resources, at most ``QUIET_S``. Return the last
-    measurement."""
+    """Wait until the cluster holds no resources for requests, but at most ``QUIET_S`` seconds.
+    Return the last measurement."""
     until = time.monotonic() + QUIET_S
     while True:
         found = await look(cluster, began)

@@ -25,16 +25,15 @@ PLANS: tuple[Plan, ...] = ("10min", "30min")
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A phase of a run: a process with a time limit. Results that it had until then are kept."""
+    """A phase of a GPU run: a process with a time limit. Results before the limit are kept."""
 
     name: str
     question: str
     limits_s: dict[Plan, float]
-    """Time limit of the phase in each plan, in seconds. A plan without an entry leaves the phase
-    out."""
+    """Time limit of the phase in each plan, in seconds. A plan without an entry skips the phase."""
     items: Callable[[Place, Path], Iterator[Item]]
-    """Function that yields the phase's items. ``Path`` is a folder for their files, which the run
-    removes."""
+    """Function that yields the phase's items. The second argument is a folder for the items' files.
+    The run removes the folder at its end."""
     describes: bool = False
     """Whether the phase's items can launch their kernels on tensors without values."""
     serves: bool = False

@@ -41,8 +41,8 @@ class Report:
             os.close(file)
 
     def records(self) -> list[Record]:
-        """Return the records of all complete lines. An interrupted run may have left half of a
-        line.
+        """Return the records of all complete lines. An incomplete line that an interrupted run has
+        left is skipped.
         """
         try:
             text = self._path.read_bytes().decode(errors="replace")
@@ -69,7 +69,7 @@ def _parsed(lines: Sequence[str]) -> Iterator[Record]:
 
 
 def finished(records: Sequence[Record], phase: str) -> set[str]:
-    """Return the names of a phase's items that need not run again."""
+    """Return the names of those items of a phase that have ended, and need not run again."""
     return {
         record["item"]
         for record in records

@@ -32,23 +32,23 @@ from loadtest.gpu.report import table as report_table
 from loadtest.gpu.triton_cache import StaleCache, code_hash, unpack
 
 _ITEM_S = 120.0
-"""Maximum time of an item, in seconds; on a GPU the longest should take half a minute."""
+"""Maximum time of an item, in seconds. On a GPU, the longest item should take half a minute."""
 _DRY = 5.0
-"""Factor by which all times are longer in a dry run."""
+"""Factor by which time limits are longer in a dry run."""
 _POLL_S = 0.1
 _GONE_S = 30.0
-"""Seconds that a killed process has to end: the GPU may run a kernel that hangs."""
+"""Seconds that a killed process has to end. It may not end if the GPU runs a kernel that hangs."""
 _BROKEN = 4
 """Exit code of a phase's process after it has recorded an item as broken."""
 _COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "loadtest.gpu.run")
 _WHY_CHARACTERS = 500
 _OWN = ("device", "torch", "triton", "code")
-"""Properties of a report that must be the same when it is resumed."""
+"""Properties in a report's first line that must be the same when a run resumes the report."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the phases. Return 0 if all is done and right, 1 if something is wrong, 2 if the run is
-    impossible, 3 if some items are left."""
+    """Run the phases. Return 0 if all items have run and passed, 1 if an item failed, 2 if the run
+    is impossible, 3 if some items have not run."""
     options = _parser().parse_args(arguments)
     if options.list:
         sys.stdout.write(table() + "\n")
@@ -156,8 +156,8 @@ def _supervise(
     environment: dict[str, str],
     scratch: Path,
 ) -> bool:
-    """Run a phase's items in a child process, and in another one whenever an item has ended the
-    last.
+    """Run a phase's items in a child process. If an item ends the child process, run the rest in a
+    new one.
 
     Return whether all items are done.
     """
@@ -191,8 +191,8 @@ def _supervise(
 
 
 def _end(child: subprocess.Popen[bytes]) -> bool:
-    """Kill the child process if it still runs. Return whether it has ended, and so released all
-    that it held on the GPU."""
+    """Kill the child process if it still runs. Return whether the child process has ended, so that
+    its GPU memory is free."""
     if child.poll() is None:
         child.kill()
     try:
@@ -228,7 +228,8 @@ def _wait(
 
 
 def _under_way(report: Report, phase: Phase) -> str | None:
-    """Return the name of the phase's item that was started and has not ended; None without one."""
+    """Return the name of that item of the phase that was started and has not ended; None if there
+    is none."""
     own = [record for record in report.records() if record.get("phase") == phase.name]
     ended = finished(own, phase.name)
     begun = [record["item"] for record in own if record["kind"] == "begun"]

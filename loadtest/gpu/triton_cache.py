@@ -1,9 +1,10 @@
 """Compiles kernels before a GPU is available, for use on another machine:
 
-    python -m loadtest.gpu.triton_cache DIR --capability 90
+python -m loadtest.gpu.triton_cache DIR --capability 90
 
-It runs the items with tensors that have no values, and compiles what they would launch. It needs
-the Triton version of the GPU's machine, built for any version of Python.
+It runs the items of a GPU run with tensors that have no values, and compiles the kernels that the
+items would launch. It needs the same version of Triton as the GPU's machine, but the version of
+Python may differ.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ def _noted_keys(ends: dict[str, str]) -> Iterator[None]:
     """During the block, collect the end of each compiled kernel's key in ``ends``, by the name of
     the kernel's folder.
 
-    A key begins with a hash of triton's own files. It differs between builds of one version for two
-    versions of Python, which compile the same code.
+    A key begins with a hash of triton's own files. This hash differs between Triton builds for two
+    versions of Python, although both compile the same code.
     """
     original = compiler.get_cache_key
 
@@ -110,8 +111,8 @@ def _folder_of(key: str) -> str:
 def unpack(folder: Path, target: Path) -> Path:
     """Copy compiled kernels to the writable folder ``target``, and return it.
 
-    They get the keys of this build of triton. Triton's files contain the path of their folder,
-    which may have moved. Raises StaleCache.
+    The copies get the cache keys of this build of Triton. Triton's files contain the path of their
+    folder, which may have moved. Raises StaleCache.
     """
     try:
         about = json.loads((folder / _ABOUT).read_text())

@@ -15,8 +15,8 @@ from worker.process import WorkerProcess
 from worker.settings import WorkerSettings
 
 _PARTNERS = 2
-"""Number of workers that the host is set up for: this one, and the prefill worker of a small
-cluster."""
+"""Number of workers for which this machine's cores are planned: this decode worker, and the prefill
+worker of a small cluster."""
 
 
 async def _work(asker: Asker, start: Fields) -> None:

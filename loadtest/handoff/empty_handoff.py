@@ -34,14 +34,15 @@ from loadtest.handoff.transfer_rows import EmptyHandoff
 from worker.exchange.exchange import Exchange
 
 EMPTY_PER_REPETITION = 20
-"""Number of empty handoffs per repetition of a large transfer."""
+"""Number of empty handoffs to measure for each repetition of the largest transfer in `baton bench
+transfer`."""
 _WRITER, _ROUTER = "writer", "router"
 _READY_S = 300.0
 _CALL_S = 30.0
 _FIRST_TOKEN = 100
 _PAUSES_S = 0.002, 0.03
-"""Minimum and maximum pause between two handoffs in seconds, so that they arrive at any moment of a
-step."""
+"""Minimum and maximum pause between two handoffs, in seconds. The pauses are random, so that
+handoffs arrive at any moment of a decode step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +54,19 @@ class EmptySettings:
     model_name: str
     dtype: str = "bfloat16"
     prompt_blocks: int = 32
-    """Number of the prompt's blocks, all cached at the decode worker."""
+    """Length of the prompt in blocks. All of them are cached at the decode worker."""
     answer_tokens: int = 512
-    """Length in tokens of each answer in the batch. When an answer ends, another one starts."""
+    """Length in tokens of each answer in the decode batch. When an answer ends, another one
+    starts."""
     max_sequences: int = 64
     kv_pool_mib: int = 1024
     handoffs: int = 100
-    """Number of measured handoffs with an idle worker, and with a busy one."""
+    """Number of measured handoffs to the idle decode worker, and also to the busy one."""
 
 
 async def measure_empty_handoffs(settings: EmptySettings) -> EmptyHandoff:
-    """Measure empty handoffs. Raises BatonError if the decode worker does not start, or refuses
-    one.
+    """Measure empty handoffs. Raises BatonError if the decode worker does not start, or refuses a
+    handoff.
     """
     # The path is short, since a socket's path is limited.
     with tempfile.TemporaryDirectory(prefix="baton-") as name, bench_store(Path(name)) as url:
@@ -160,7 +162,8 @@ class _Writer:
         await self._abort("first")
 
     async def measure(self, handoffs: int) -> float:
-        """Return the median time of reserve and commit together, in milliseconds."""
+        """Return the median time of a handoff in milliseconds: of its reserve and commit calls
+        together."""
         found = []
         for _ in range(handoffs):
             await asyncio.sleep(self._dice.uniform(*_PAUSES_S))
@@ -172,7 +175,7 @@ class _Writer:
         return statistics.median(found) * 1e3
 
     async def run_batch(self, sequences: int) -> None:
-        """Start a batch of ``sequences`` sequences on the decode worker, and wait until all
+        """Start a batch of ``sequences`` sequences on the decode worker, and wait until all of them
         decode."""
         for _ in range(sequences):
             await self._add_to_batch()

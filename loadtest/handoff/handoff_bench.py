@@ -35,7 +35,8 @@ from planning.common.report import Machine, print_whole, this_machine, whole_tab
 Say = Callable[[str], None]
 
 CHUNK_TOKENS = 512
-"""Maximum prompt tokens in one step on a CPU. Late in a long prompt, chunks are shorter."""
+"""Maximum number of prompt tokens in one prefill step on a CPU. Towards the end of a long prompt,
+chunks are shorter."""
 _BLOCK_TOKENS = 16
 _BANDWIDTH_BYTES = 16 << 20
 """Size of the transfers by which bandwidth is measured, in bytes."""
@@ -63,7 +64,7 @@ class TimedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class HandoffRow:
-    """Results of one transport. Times are medians, in milliseconds."""
+    """Results of handoffs with one transport. Times are medians over requests, in milliseconds."""
 
     transport: str
     prompt_tokens: int
@@ -72,14 +73,15 @@ class HandoffRow:
     """TTFT of answers that end at the prefill worker, without a handoff."""
     ttft_ratio: float
     first_gap_ms: float
-    """Gap between the first token and the second, which includes the handoff."""
+    """Gap between the first token and the second. It includes the handoff."""
     step_ms: float
-    """Gap between later tokens, averaged over each answer."""
+    """Gap between two tokens after the second: the mean of each answer."""
     over_step_ms: float
-    """Time that the handoff adds to a step: ``first_gap_ms`` minus ``step_ms``."""
+    """Time that the handoff adds to the gap before the second token: ``first_gap_ms`` minus
+    ``step_ms``."""
     last_chunk_ms: float
-    """Time to transfer the bytes of a prompt's last chunk, at the bandwidth measured in the same
-    run."""
+    """Time to transfer the KV of a prompt's last chunk, computed from the bandwidth that the same
+    run measured."""
 
 
 def bench_handoffs(
@@ -144,8 +146,8 @@ def row_of(
     handed: Sequence[TimedAnswer],
     last_chunk_s: float,
 ) -> HandoffRow:
-    """Return the row of a transport. ``alone`` are answers of one token; ``handed`` are answers of
-    at least 3 tokens, which were handed off.
+    """Return the row of a transport. ``alone`` are answers of one token, without a handoff.
+    ``handed`` are answers of at least 3 tokens, with a handoff.
     """
     ttft = statistics.median(answer.times[0] for answer in handed)
     ttft_alone = statistics.median(answer.times[0] for answer in alone)
@@ -168,7 +170,7 @@ def row_of(
 
 
 def draw(rows: Sequence[HandoffRow]) -> Table:
-    """Return a table with a line for each row."""
+    """Return a table with one line for each transport."""
     table = whole_table(
         *("transport", "TTFT, ms", "without handoff", "ratio"),
         *("first gap, ms", "decode step", "over it", "last chunk's bytes, ms"),
@@ -195,8 +197,8 @@ def as_json(machine: Machine, rows: Sequence[HandoffRow]) -> str:
 
 
 def _cluster(transport: str, programs: Programs) -> tuple[Server, str]:
-    """Return the server that starts a cluster with this transport, and the address of its gRPC
-    listener.
+    """Return the server whose command starts a cluster with this transport. Also return the address
+    of the router's gRPC listener.
     """
     port, grpc = free_port(), f"{LOOPBACK}:{free_port()}"
     command = (
@@ -217,7 +219,8 @@ def _cluster(transport: str, programs: Programs) -> tuple[Server, str]:
 def _turns(
     client: Client, settings: HandoffSettings, vocabulary: int
 ) -> Iterator[tuple[TimedAnswer, TimedAnswer]]:
-    """Yield pairs of answers: one of a single token, and one of more tokens."""
+    """Send requests one at a time. Yield pairs of answers: one of a single token, and one of
+    ``settings.answer_tokens`` tokens."""
     dice = random.Random(0)  # noqa: S311 - prompts, no secret
     for number in range(-_WARM_UPS, settings.repetitions):
         lengths = (1, settings.answer_tokens)
@@ -232,7 +235,7 @@ def _turns(
 
 
 def random_prompt(dice: random.Random, tokens: int, vocabulary: int) -> list[int]:
-    """Return a random prompt of this length. No two prompts begin equally, so that none is
+    """Return a random prompt of this length. No two prompts share a prefix, so that no prompt is
     cached."""
     return [dice.randrange(min(_LOWEST_ID, vocabulary - 1), vocabulary) for _ in range(tokens)]
 

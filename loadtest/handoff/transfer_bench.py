@@ -1,5 +1,5 @@
-"""`baton bench transfer`: measures how fast each transport moves blocks, and the limit in the same
-run.
+"""`baton bench transfer`: measures how fast each transport moves blocks, compared with a limit
+measured in the same run.
 
 A second process receives. Transport and limit alternate, so that other load of the machine affects
 both equally.
@@ -47,7 +47,7 @@ SENDER = "sender"
 _POOLS = 3
 """Number of block pools in memory: the sender's, the receiver's, and the target of memcpy."""
 _SHARE = 0.8
-"""Maximum fraction of the free memory that the pools use."""
+"""Maximum share of the free memory that the block pools together may use."""
 _READY_S = 60.0
 _DEADLINE_S = 120.0
 
@@ -58,13 +58,14 @@ class TransferSettings:
 
     transports: tuple[str, ...] = tuple(LIMITS)
     block_bytes: int = 360 << 10
-    """Bytes of a block; the default is that of the demo model in bfloat16."""
+    """Size of a block in bytes. The default is the block size of the demo model in bfloat16."""
     max_bytes: int = 1 << 30
     repetitions: int = 5
-    """Number of repetitions of the largest sizes. Smaller sizes are transferred more often."""
+    """Number of transfers of each of the largest sizes. Transfers of smaller sizes are repeated
+    more often."""
     certs: str = ""
-    """Folder of `baton certs init`, for mutual TLS; empty: no TLS. Limits are measured without
-    TLS."""
+    """Folder that `baton certs init` has made, for mutual TLS; empty means no TLS. Limits are
+    always measured without TLS."""
 
 
 def bench_transfers(
@@ -96,10 +97,11 @@ def bench_transfers(
 
 
 async def measure_transfers(settings: TransferSettings, say: Say) -> tuple[TransferRow, ...]:
-    """Measure each transport that works here at each size, and return the rows.
+    """Measure each transport that works on this machine, at each transfer size. Return a row for
+    each.
 
-    Raises ConfigError for impossible sizes, or if no transport works; BatonError if one fails
-    during the measurement.
+    Raises ConfigError for impossible sizes, or if no transport works. Raises BatonError if a
+    transport fails during the measurement.
     """
     identity = identity_of(SENDER, settings.block_bytes)
     settings = _within_memory(settings, say)
@@ -143,10 +145,11 @@ def _within_memory(settings: TransferSettings, say: Say) -> TransferSettings:
 
 
 class _Bench:
-    """Measures one transport. Each transfer uses the blocks after those of the last one, if there
-    is room.
+    """Measures one transport. Each transfer sends the blocks that follow those of the previous
+    transfer, and starts again at block 0 at the pool's end.
 
-    So blocks of small transfers are not in a CPU cache more often than those of large ones.
+    So the blocks of small transfers are in a CPU cache no more often than the blocks of large
+    transfers.
     """
 
     def __init__(
@@ -216,8 +219,8 @@ class _Bench:
     async def _pair_of(
         self, pair: Outbound, receiver: Helper, limit: Limit, blocks: int
     ) -> tuple[float, float]:
-        """Transfer the same number of blocks by the transport and by its limit. Return the seconds
-        of each.
+        """Transfer the same blocks by the transport, and then by the method of its limit. Return
+        the seconds of each.
         """
         if self._first + blocks > self._source.memory.blocks:
             self._first = 0
@@ -231,8 +234,8 @@ class _Bench:
 
 
 async def _push(pair: Outbound, receiver: Helper, blocks: range, block_bytes: int) -> float:
-    """Send ``blocks`` to the receiver. Return the seconds from handing over the first block until
-    the last one is confirmed.
+    """Send ``blocks`` to the receiver. Return the seconds from the start of the push until the
+    receiver has confirmed all blocks.
     """
     promised = await receiver.ask({"promise": len(blocks), "writer": SENDER}, _DEADLINE_S)
     began = time.perf_counter()

@@ -41,7 +41,7 @@ _SLOTS, _SIDES, _VALUE_BYTES = 16, 2, 2
 
 @dataclass(frozen=True, slots=True)
 class BenchPool:
-    """A pool of blocks that other processes of the host may map into their memory."""
+    """A pool of blocks in shared memory, which other processes of the host may map."""
 
     data: npt.NDArray[np.uint8]
     """The pool's blocks, uint8 [blocks, block_bytes], contiguous."""
@@ -88,7 +88,7 @@ async def transfer_end(
 ) -> AsyncIterator[Exchange]:
     """Make one end of a transfer, which uses only ``transport``. Its limits are the defaults.
 
-    ``address`` is the host:port of the end's gRPC server; empty for an end that receives nothing.
+    ``address`` is the host:port of the end's gRPC server. It is empty for an end that only sends.
     ``certs`` is a folder of `baton certs init`, for mutual TLS. ``rank_addresses`` are the
     addresses of the end's other ranks, if any. Raises ConfigError if the transport does not work
     here, and WorkerFailed if a rank does not answer.

@@ -28,22 +28,24 @@ from kvtransfer.transports.grpc_transport import CHUNK_BYTES
 from loadtest.common.child_processes import LOOPBACK
 
 LIMITS = {"shm": "memcpy", "grpc": "grpcio", "gloo": "socket", "nixl": "socket"}
-"""Name of the limit with which each transport is compared."""
+"""For each transport, the name of the limit with which its speed is compared."""
 _METHOD = "/baton.bench.Limit/Send"
 _PIECE_BYTES = 1 << 20
 _DISTINCT_BYTES = 64 << 20
-"""Total size of distinct messages, which are sent in turn. It exceeds most CPU caches."""
+"""Total bytes of the different messages that the grpcio limit sends in turn. They exceed most CPU
+caches."""
 _DEADLINE_S = 120.0
 _SIZE_BYTES = 8
 
 Pool = npt.NDArray[np.uint8]
 Limit = Callable[[int, int], float]
-"""Function that transfers a number of blocks by a limit's method, and returns the seconds. Its
-arguments are the first block and the number of blocks."""
+"""Function that transfers blocks by the method of one limit, and returns the seconds that this
+took. Its arguments are the first block and the number of blocks."""
 
 
 def memcpy_limit(source: Pool, target: Pool) -> Limit:
-    """Return a limit that copies blocks between pools, uint8 [blocks, block_bytes]."""
+    """Return a limit that copies blocks from ``source`` to ``target``, both uint8 [blocks,
+    block_bytes]."""
     start, end, block_bytes = source.ctypes.data, target.ctypes.data, source.shape[1]
 
     def move(first: int, blocks: int) -> float:
@@ -56,15 +58,16 @@ def memcpy_limit(source: Pool, target: Pool) -> Limit:
 
 
 def message_bytes(block_bytes: int) -> int:
-    """Return the size of the gRPC transport's messages for blocks of this size."""
+    """Return the size in bytes of the gRPC transport's messages, for blocks of ``block_bytes``
+    bytes."""
     part = min(block_bytes, CHUNK_BYTES)
     return CHUNK_BYTES // part * part
 
 
 @contextlib.contextmanager
 def grpc_limit(address: str, source: Pool) -> Iterator[Limit]:
-    """Yield a limit that sends blocks of ``source`` to a ``grpc_sink``. Raises WorkerFailed if
-    sending fails.
+    """Yield a limit that sends blocks of ``source`` to the `grpc_sink` server at ``address``.
+    Raises WorkerFailed if sending fails.
     """
     block_bytes = source.shape[1]
     size = message_bytes(block_bytes)
@@ -93,8 +96,8 @@ def grpc_limit(address: str, source: Pool) -> Iterator[Limit]:
 
 @contextlib.contextmanager
 def grpc_sink() -> Iterator[str]:
-    """Run a gRPC server that drops the data that it receives, and reports the size. Yield its
-    address.
+    """Run a gRPC server that drops the data it receives, and answers with their size. Yield the
+    server's address.
     """
 
     def take(messages: Iterator[bytes], _context: grpc.ServicerContext) -> bytes:
@@ -121,7 +124,7 @@ def grpc_sink() -> Iterator[str]:
 
 @contextlib.contextmanager
 def socket_limit(address: str, source: Pool) -> Iterator[Limit]:
-    """Yield a limit that sends blocks of ``source`` to a ``socket_sink``."""
+    """Yield a limit that sends blocks of ``source`` to the `socket_sink` server at ``address``."""
     host, _, port = address.rpartition(":")
     flat, block_bytes = source.reshape(-1).data, source.shape[1]
     with socket.create_connection((host, int(port)), timeout=_DEADLINE_S) as connection:
@@ -142,8 +145,8 @@ def socket_limit(address: str, source: Pool) -> Iterator[Limit]:
 
 @contextlib.contextmanager
 def socket_sink() -> Iterator[str]:
-    """Run a TCP server that accepts one connection after another and drops the data. Yield its
-    address."""
+    """Run a TCP server that accepts one connection after another and drops the data. Yield the
+    server's address."""
     with socket.create_server((LOOPBACK, 0)) as listener:
         thread = threading.Thread(target=_accept, args=(listener,), name="sink", daemon=True)
         thread.start()
@@ -167,7 +170,8 @@ def _accept(listener: socket.socket) -> None:
 
 
 def _drop_one(connection: socket.socket, buffer: memoryview) -> bool:
-    """Drop the data of one connection. Return False if the sender has closed it."""
+    """Receive the data of one transfer over ``connection``, and drop them. Return False if the
+    sender has closed the connection."""
     head = connection.recv(_SIZE_BYTES, socket.MSG_WAITALL)
     left = int.from_bytes(head, "little")
     while left:

@@ -22,7 +22,7 @@ from worker.exchange.exchange import Exchange
 from worker.services import TransferServicer
 
 RECEIVER = "receiver"
-"""Incarnation by which the sender addresses the receiving process."""
+"""Incarnation of the receiving process, by which the sender addresses it."""
 
 
 async def _work(asker: Asker, start: Fields) -> None:
@@ -55,15 +55,16 @@ async def _work(asker: Asker, start: Fields) -> None:
 
 
 class _Tickets:
-    """Answers the sender's questions: reserves blocks and commits transfers."""
+    """Answers the sender's requests: reserves blocks for a ticket, and commits a ticket's
+    transfer."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._receiver = exchange.receiver
         self._count = 0
 
     async def answer(self, question: Fields) -> Fields:
-        """Answer a question: first ``{"promise": blocks, "writer": …}``, which reserves blocks,
-        then ``{"commit": ticket, "writer": …}``.
+        """Answer a request. ``{"promise": blocks, "writer": …}`` reserves a number of blocks, and
+        ``{"commit": ticket, "writer": …}`` commits their transfer.
         """
         now = time.monotonic()
         if "promise" in question:

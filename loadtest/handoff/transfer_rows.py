@@ -21,20 +21,20 @@ _MAX_PAIRS = 60
 
 @dataclass(frozen=True, slots=True)
 class TransferRow:
-    """Results of one transport at one size, compared with its limit."""
+    """Results of one transport at one transfer size, compared with the transport's limit."""
 
     transport: str
     bytes: int
     gb_per_s: float
     """Bandwidth of the transport in 10^9 bytes per second, from the median time."""
     limit: str
-    """Name of the limit, which was measured alternately with the transport."""
+    """Name of the limit with which the transport is compared. Their transfers alternate."""
     limit_gb_per_s: float
     ratio: float
-    """Speed of the transport divided by that of its limit."""
+    """Bandwidth of the transport divided by the bandwidth of its limit."""
     ms_p50: float
-    """Median time of a transfer: from handing over the first block until the last one is
-    confirmed."""
+    """Median time of a transfer in milliseconds: from its start until the receiver has confirmed
+    all blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class EmptyHandoff:
     model: str
     idle_ms: float
     busy_ms: float
-    """Time of the handoff while the decode worker runs ``batch`` sequences."""
+    """Time of the handoff in milliseconds while the decode worker runs ``batch`` sequences."""
     batch: int
     step_ms: float
-    """Time of a step of ``batch`` sequences."""
+    """Time of a decode step of ``batch`` sequences, in milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class TransferReport:
 
 
 def sizes_of(block_bytes: int, max_bytes: int) -> tuple[int, ...]:
-    """Return the sizes of transfers to measure: one block, then 1 MiB … 1 GiB in whole blocks, up
-    to ``max_bytes``.
+    """Return the transfer sizes to measure, in bytes: one block, then 1 MiB to 1 GiB, as far as
+    they do not exceed ``max_bytes``.
 
     Sizes are rounded up to whole blocks. Raises ConfigError if a block is larger than
     ``max_bytes``.
@@ -76,8 +76,8 @@ def sizes_of(block_bytes: int, max_bytes: int) -> tuple[int, ...]:
 
 
 def pairs_of(size: int, least: int) -> int:
-    """Return how often a transfer of ``size`` bytes is repeated. Small ones are repeated more
-    often, because their times vary more.
+    """Return how often a transfer of ``size`` bytes is repeated. It is at least ``least``. Small
+    transfers are repeated more often, because their times vary more.
     """
     return max(least, min(_MAX_PAIRS, _ENOUGH_BYTES // size))
 
@@ -85,8 +85,8 @@ def pairs_of(size: int, least: int) -> int:
 def row_of(
     transport: str, size: int, limit: str, seconds: Sequence[float], limit_seconds: Sequence[float]
 ) -> TransferRow:
-    """Return a row from the seconds of single transfers, and from those of as many transfers by the
-    limit.
+    """Return the row of a transport at one size. ``seconds`` are the times of its transfers, and
+    ``limit_seconds`` those of the limit's transfers.
     """
     took, least = statistics.median(seconds), statistics.median(limit_seconds)
     return TransferRow(
@@ -101,7 +101,7 @@ def row_of(
 
 
 def draw(rows: Sequence[TransferRow]) -> Table:
-    """Return a table with a line for each row."""
+    """Return a table with one line for each transport and transfer size."""
     table = whole_table(
         *("transport", "bytes", "p50, ms", "GB/s", "limit", "its GB/s", "ratio"),
         title="Blocks into a block pool of another process, with checksums",
@@ -120,7 +120,7 @@ def draw(rows: Sequence[TransferRow]) -> Table:
 
 
 def lines_of(report: TransferReport) -> list[str]:
-    """Return the lines of text that follow the table."""
+    """Return the lines of text that are printed below the table of transfers."""
     said = [f"Medians. Blocks of {report.block_bytes:,} bytes. {report.machine.line()}."]
     if report.empty is not None:
         empty = report.empty

@@ -30,7 +30,7 @@ class ClientResult(BaseModel):
     total_input_tokens: int
     total_output_tokens: int
     output_throughput: float
-    """Output tokens per second, over all requests."""
+    """Output tokens per second of the whole run, summed over all requests."""
     total_token_throughput: float
     p50_ttft_ms: float
     p99_ttft_ms: float
@@ -42,20 +42,21 @@ class ClientResult(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class BenchClient:
-    """Runs workloads against servers with `vllm bench serve`: greedy, and end-of-sequence tokens
-    are ignored.
+    """Runs workloads against servers with `vllm bench serve`: with greedy sampling, and with
+    end-of-sequence tokens ignored.
     """
 
     vllm: Path
     tokenizer: Path
-    """Folder of a model in Hugging Face format. Its tokenizer determines the lengths of prompts."""
+    """Folder of a model in Hugging Face format. The client counts prompt tokens with the model's
+    tokenizer."""
     warmups: int = 2
 
     def run(
         self, server: Server, workload: Workload, seed: int, *, deadline_s: float = _RUN_S
     ) -> ClientResult:
-        """Run a workload against a server. Raises Unavailable with the client's last lines on
-        failure or timeout.
+        """Run a workload against a server. If the client fails or exceeds ``deadline_s``, raises
+        Unavailable with the last lines of the client's log.
         """
         with tempfile.TemporaryDirectory(prefix="baton-bench-") as name:
             folder = Path(name)
@@ -103,8 +104,8 @@ def _failure(server: Server, workload: Workload, reason: str, log: Path) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Return an environment in which the client uses one thread, since client and server share the
-    machine.
+    """Return environment variables that limit the client to one thread, since the server runs on
+    the same machine.
     """
     ones = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "VLLM_NO_USAGE_STATS", "OMP_NUM_THREADS")
     return dict(os.environ) | dict.fromkeys(ones, "1") | {"NO_PROXY": "*", "no_proxy": "*"}

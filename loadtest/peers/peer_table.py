@@ -34,18 +34,18 @@ class Figures:
     """Medians over the repetitions of one workload against one server."""
 
     tokens_per_s: float
-    """Output tokens per second, over all requests."""
+    """Output tokens per second, summed over all requests of a run."""
     ttft_ms: float
-    """p50 of TTFT, in milliseconds."""
+    """Median TTFT of a run's requests, in milliseconds."""
     tpot_ms: float
-    """p99 of TPOT, in milliseconds."""
+    """p99 of TPOT over a run's requests, in milliseconds."""
     completed: int
     sent: int
-    """Number of requests sent in all repetitions."""
+    """Number of requests that were sent in all repetitions together."""
 
     def text(self) -> str:
-        """Return the figures as text, such as ``69.7 · 52 · 16.0``. If some requests did not
-        complete, add how many did.
+        """Return the figures as text, such as ``69.7 · 52 · 16.0``. If some requests failed, add
+        the number of completed requests.
         """
         text = f"{self.tokens_per_s:.1f} · {self.ttft_ms:.0f} · {self.tpot_ms:.1f}"
         return text if self.completed == self.sent else f"{text} ({self.completed}/{self.sent})"
@@ -53,7 +53,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """Baton's figures divided by those of the best peer, column by column."""
+    """Ratios of Baton's figures to those of the best other server, one for each figure."""
 
     tokens_per_s: float
     ttft_ms: float
@@ -76,7 +76,8 @@ def summarize(results: Sequence[ClientResult]) -> Figures:
 
 
 def tabulate(runs: Sequence[Run]) -> dict[str, dict[str, Figures]]:
-    """Return the figures by peer, then by workload, each in the order of their first run."""
+    """Return the figures of each server and workload, as nested mappings: first by server, then by
+    workload. Both are in the order of the first runs."""
     results: dict[str, dict[str, list[ClientResult]]] = {}
     for run in runs:
         results.setdefault(run.peer, {}).setdefault(run.workload, []).append(run.result)
@@ -87,8 +88,8 @@ def tabulate(runs: Sequence[Run]) -> dict[str, dict[str, Figures]]:
 
 
 def ratios(ours: Figures, others: Sequence[Figures]) -> Ratios | None:
-    """Divide Baton's figures by the best of ``others`` in each column. None if there are no
-    others."""
+    """Return Baton's figures divided by the best of ``others``, separately for each figure. Return
+    None if ``others`` is empty."""
     if not others:
         return None
     return Ratios(

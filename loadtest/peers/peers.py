@@ -38,14 +38,14 @@ class Comparison:
     workloads: tuple[Workload, ...]
     repetitions: int
     alternate: bool = False
-    """Whether the servers take turns within each repetition. Each server is then restarted for
-    every repetition."""
+    """Whether each repetition measures all servers in turn, which restarts each server for every
+    repetition. If false, all repetitions of a server come one after another."""
     seed: int = 1
 
 
 def default_peers(programs: Programs) -> tuple[str, ...]:
-    """Return all peers that are compared by default. Variants are left out, and so are 8-bit ones
-    without a peer of the same precision.
+    """Return the names of the servers that are compared by default. vLLM with small steps is left
+    out. So are the 8-bit servers if there is no 8-bit model file for llama.cpp.
     """
     left_out = {"vllm-small-steps"}
     if programs.gguf_q8 is None:
@@ -56,8 +56,8 @@ def default_peers(programs: Programs) -> tuple[str, ...]:
 def run_comparison(
     comparison: Comparison, programs: Programs, say: Say, console: Console, output: Path | None
 ) -> None:
-    """Measure all servers, print the table, and write the runs to ``output`` as JSON while they
-    finish.
+    """Measure all servers, and print the table. Whenever a run ends, write all runs so far to
+    ``output`` as JSON.
 
     After a failure or a Ctrl-C, the table and the file have the measurements so far. Raises
     ConfigError for unknown or missing parts, Unavailable if a server or the client fails.
@@ -98,8 +98,8 @@ def _versions(programs: Programs, peers: Sequence[str]) -> dict[str, str]:
 
 
 def choose_peers(names: Sequence[str], programs: Programs, say: Say) -> tuple[str, ...]:
-    """Return the peers of ``names`` that can be started here; ``say`` gets the reason for each
-    other one.
+    """Return the servers of ``names`` that can be started here. For each other server, ``say``
+    receives the reason.
 
     Raises ConfigError for an unknown name, or if none is left.
     """
@@ -125,8 +125,8 @@ def compare(
     say: Say,
     keep: Callable[[Run], None],
 ) -> None:
-    """Start one server at a time and run the workloads against it. ``keep`` gets each run when it
-    has ended.
+    """Start one server at a time and run the workloads against it. ``keep`` is called with each run
+    when it has ended.
 
     Raises Unavailable if a server does not start or the client fails. All processes have ended when
     it returns or raises, even on SIGINT, SIGTERM and SIGHUP (as KeyboardInterrupt).

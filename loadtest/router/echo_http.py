@@ -1,8 +1,8 @@
-"""Runs the echo worker's counterpart for routers that forward HTTP: it serves OpenAI's streamed
+"""Runs an echo server without a model, for routers that forward HTTP: it serves OpenAI's streamed
 chat completions.
 
-It answers a request's first token at once and then one token a step, all answers in the same step.
-Run as a module; see ``json_worker``. Owned by the process's event loop.
+It sends a request's first token at once and then one token a step. Every step sends a token of all
+answers. Run as a module; see ``json_worker``. Owned by the process's event loop.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from loadtest.common.json_worker import Asker, Fields, run_helper
 
 _MODEL = {"id": "m", "object": "model", "created": 0, "owned_by": "echo"}
 _OK = json.dumps({"status": "ok", "object": "list", "data": [_MODEL], "model_path": "m"}).encode()
-"""Answer to the questions that routers send before they forward requests, such as the list of
-models."""
+"""Body of the response to health checks and to other queries that routers send before they forward
+requests, such as the list of models."""
 _STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 )
@@ -54,7 +54,8 @@ class EchoHttp:
     def __init__(self) -> None:
         self.step_s: float | None = None
         self._answers: dict[_Connection, list[int]] = {}
-        """Number of sent tokens and of all tokens for each open answer, by connection."""
+        """For each connection with an open answer: the number of tokens sent so far, and the number
+        of all tokens."""
         self._begun = asyncio.Event()
 
     def begin(self, connection: _Connection, tokens: int) -> None:
@@ -71,12 +72,12 @@ class EchoHttp:
         self._answers.pop(connection, None)
 
     def pace(self, step_s: float | None) -> None:
-        """Set the time of all further steps; None pauses the answers."""
+        """Set the duration of all further steps to ``step_s`` seconds; None pauses the answers."""
         self.step_s = step_s
         self._begun.set()
 
     async def run_steps(self) -> None:
-        """Run steps forever, at regular times while there is anything to send."""
+        """Run steps until cancelled, at regular times. While no tokens are to be sent, wait."""
         loop = asyncio.get_running_loop()
         while True:
             self._begun.clear()
@@ -99,8 +100,8 @@ class EchoHttp:
 
 
 class _Connection(asyncio.Protocol):
-    """One HTTP connection. It reads requests one after another; their Content-Length must be
-    given."""
+    """One HTTP connection. It reads requests one after another. Each request needs a Content-Length
+    header."""
 
     def __init__(self, echo: EchoHttp) -> None:
         self._echo = echo

@@ -1,8 +1,8 @@
 """An echo worker: both roles over real gRPC, in the real registry, without a model.
 
 It answers a prompt at once and then one token a step, for all sequences in one message per router,
-as a decode worker does. So the time of a request beyond the steps is the router's. Run as a module;
-see ``json_worker``. Everything is owned by the process's event loop.
+as a decode worker does. So a request's time, apart from the steps, is spent in the router. Run as a
+module; see ``json_worker``. Everything is owned by the process's event loop.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _GEOMETRY = Geometry(block_size=16, layers=1, kv_heads=1, head_dim=64, kv_dtype=
 _BLOCKS = 1 << 20
 _MAX_SEQUENCES = 4096
 _TOKEN_IDS = 64
-"""Number of token ids through which answers cycle, so that their texts differ."""
+"""Number of different token ids in answers. An answer cycles through them, so that consecutive
+tokens differ."""
 
 Context = grpc.aio.ServicerContext[object, object]
 
@@ -51,7 +52,7 @@ class _Answer:
     request_id: str
     attempt: int
     told: int
-    """Number of tokens that were already sent."""
+    """Number of the answer's tokens that were already sent."""
     tokens: int
     first_token_id: int
 
@@ -73,7 +74,7 @@ class _Answer:
 
 
 class _Mail:
-    """Messages that wait to be sent to one router."""
+    """Messages that the echo worker still has to send to one router."""
 
     def __init__(self) -> None:
         self.outputs: list[worker_pb2.TokenOutput] = []
@@ -84,8 +85,8 @@ class EchoWorker(
     prefill_pb2_grpc.PrefillServiceServicer,
     decode_pb2_grpc.DecodeServiceServicer,
 ):
-    """Implements the prefill and the decode service. A step takes ``step_s`` seconds; 0 sends an
-    answer's tokens at once.
+    """Implements the prefill and the decode service. A step takes ``step_s`` seconds. If it is 0,
+    all tokens of an answer are sent at once.
 
     While ``step_s`` is None, answers pause after their first token.
     """
@@ -94,8 +95,8 @@ class EchoWorker(
         self.step_s: float | None = 0.0
         self._first_token_id = first_token_id
         self.steps_missed = 0
-        """Number of steps that began at least one step late. If there are any, this worker is too
-        slow for the measurement."""
+        """Number of steps that began late by at least the duration of a step. If there are any,
+        this worker is too slow for the measurement."""
         self._answers: dict[tuple[str, int], _Answer] = {}
         self._mail: defaultdict[str, _Mail] = defaultdict(_Mail)
         self._begun = asyncio.Event()
@@ -103,8 +104,8 @@ class EchoWorker(
     async def Prefills(  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[prefill_pb2.PrefillsRequest], context: Context
     ) -> AsyncIterator[prefill_pb2.PrefillsResponse]:
-        """Implement prefill.proto. A prefill has already ended when its cancellation could
-        arrive."""
+        """Implement prefill.proto. Cancellations are ignored, since a prefill ends before its
+        cancellation can arrive."""
         async for message in request_iterator:
             response = prefill_pb2.PrefillsResponse()
             for command in message.commands:
@@ -122,7 +123,7 @@ class EchoWorker(
         message.events.add(request_id=name, attempt=spec.attempt, end=end)
 
     def _begin(self, spec: worker_pb2.SequenceSpec) -> list[prefill_pb2.PrefillResponse]:
-        """Return the messages that answer a prefill, and start decoding its sequence."""
+        """Return the messages that answer a prefill request, and start to decode its sequence."""
         answer = _Answer(
             router_id=spec.router_id,
             request_id=spec.request_id,
@@ -145,7 +146,7 @@ class EchoWorker(
         return responses
 
     def pace(self, step_s: float | None) -> None:
-        """Set the time of all further steps; None pauses the answers."""
+        """Set the duration of all further steps to ``step_s`` seconds; None pauses the answers."""
         self.step_s = step_s
         self._begun.set()
 
@@ -185,7 +186,7 @@ class EchoWorker(
         del self._answers[(answer.request_id, answer.attempt)]
 
     async def run_steps(self) -> None:
-        """Run steps forever, at regular times while there is anything to send."""
+        """Run steps until cancelled, at regular times. While no tokens are to be sent, wait."""
         while True:
             self._begun.clear()
             await self._begun.wait()
@@ -228,7 +229,8 @@ def _records(address: str, context_length: int) -> list[WorkerRecord]:
 
 
 async def _renew(registry: Registry, records: list[WorkerRecord]) -> None:
-    """Renew the records as workers do, so that a router finds them after an outage of Redis."""
+    """Renew the registry records periodically, as workers do. A router then finds them again after
+    an outage of Redis."""
     while True:
         with contextlib.suppress(redis.RedisError, OSError):
             for record in records:

@@ -1,6 +1,7 @@
-"""Measures how long a request holds a router's event loop, and its memory: a table of bodies.
+"""Measures how long a hostile request body blocks a router's event loop, and how much memory it
+costs.
 
-    python -m loadtest.router.hostile_bodies --model FOLDER
+python -m loadtest.router.hostile_bodies --model FOLDER
 
 Each body is the worst of its kind within the default limits, or exceeds a limit. The router's HTTP
 app handles it in this process; the tokenizer and chat template are the model's, and the workers
@@ -46,7 +47,7 @@ MODEL_NAME = "m"
 CONTEXT = 8192
 EMBEDDING_SIZE = 576
 PART_BYTES = 64 << 10
-"""Size of the parts in which a body arrives, in bytes."""
+"""Size in bytes of the parts in which a request body arrives at the router."""
 TICK_S = 0.0005
 SETTLE_S = 0.02
 
@@ -103,8 +104,8 @@ class InstantDispatcher:
 
 @functools.cache
 def prompt_message(tokens: int, top: int) -> bytes:
-    """Return a worker's message with the log probabilities of a prompt of ``tokens`` tokens,
-    ``top`` alternatives each.
+    """Return a worker's message with prompt log probabilities: ``tokens`` tokens, each with ``top``
+    alternatives.
     """
     output = TokenOutput("r", 0, 0, (), prompt_logprobs=(_scores(top),) * tokens)
     return output_to_proto(output).SerializeToString()
@@ -122,12 +123,13 @@ class Body:
     path: str
     status: int
     make: Callable[[int], bytes]
-    """Function that makes the body. Its argument is the size limit of bodies, in bytes."""
+    """Function that makes the request body. Its argument is the router's size limit of bodies, in
+    bytes."""
 
 
 def _filled(head: str, item: str, tail: str) -> Callable[[int], bytes]:
-    """Return a function that makes a body with as many items, joined by commas, as the size limit
-    allows.
+    """Return a function that makes a request body: ``head``, as many copies of ``item`` as the size
+    limit allows, joined by commas, and ``tail``.
     """
 
     def make(size: int) -> bytes:
@@ -138,7 +140,8 @@ def _filled(head: str, item: str, tail: str) -> Callable[[int], bytes]:
 
 
 def _text(head: str, text: str, tail: str) -> Callable[[int], bytes]:
-    """Return a function that makes a body with a text as long as the size limit allows."""
+    """Return a function that makes a request body: ``head``, as many copies of ``text`` as the size
+    limit allows, and ``tail``."""
 
     def make(size: int) -> bytes:
         count = (size - len(head.encode()) - len(tail.encode())) // len(text.encode())
@@ -247,19 +250,19 @@ BODIES = (
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Time and memory that one body cost the router."""
+    """Time and memory that one request body cost the router."""
 
     status: int
     answer_bytes: int
     hold_s: float
-    """Longest time for which the event loop was held, by the wall clock, in seconds."""
+    """Longest time for which the event loop was blocked, in seconds of the wall clock."""
     hold_cpu_s: float
-    """Longest time for which the event loop was held, in CPU seconds of its thread. Other load of
-    the machine does not count."""
+    """Longest time for which the event loop was blocked, in CPU seconds of its thread. Other load
+    of the machine does not count."""
     cpu_s: float
-    """CPU seconds that the process used."""
+    """CPU seconds that the router's process used for the request."""
     memory_bytes: int
-    """Peak growth of the process's resident memory, in bytes."""
+    """Peak growth of the resident memory of the router's process, in bytes."""
 
 
 class _Holds:
@@ -285,8 +288,8 @@ def make_app(tokenizer: Tokenizer, config: Config) -> ASGIApp:
 
 
 async def held_by(app: ASGIApp, body: Body, max_bytes: int) -> Held:
-    """Send a body to the app, and measure the time and memory that it costs. ``max_bytes`` is the
-    size limit of bodies.
+    """Send a request body to the app, and measure the time and memory that it costs. ``max_bytes``
+    is the router's size limit of bodies.
     """
     raw = body.make(max_bytes)
     parts = [raw[begin : begin + PART_BYTES] for begin in range(0, len(raw), PART_BYTES)]
@@ -331,8 +334,8 @@ async def held_by(app: ASGIApp, body: Body, max_bytes: int) -> Held:
 
 @contextmanager
 def _peak_memory() -> Iterator[Callable[[], int]]:
-    """Measure the peak of resident memory during the block. Yield a function that returns its
-    growth in bytes, after the block."""
+    """Measure the peak of resident memory during the block. Yield a function that returns the
+    growth from the block's start to the peak, in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     before = _status_bytes("VmRSS")
     yield lambda: max(0, _status_bytes("VmHWM") - before)
@@ -344,7 +347,8 @@ def _status_bytes(name: str) -> int:
 
 
 def main(model: ModelFolder, only: str = "") -> None:
-    """Print the table; ``only`` selects bodies whose name has this text."""
+    """Measure the hostile bodies, and print a table. ``only`` selects bodies whose names contain
+    this text."""
     table = Table("body", "status", "hold ms", "loop CPU ms", "CPU s", "answer MiB", "memory MiB")
     asyncio.run(_fill(table, model, only))
     Console(width=120).print(table)

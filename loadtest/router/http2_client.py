@@ -1,7 +1,7 @@
 """An HTTP/2 client that sends arbitrary frames, valid or invalid.
 
-It supports what unauthenticated clients need: frames, uncompressed headers, flow control of sent
-data. Owned by one event loop.
+It supports what an unauthenticated client needs: frames, uncompressed headers, and flow control of
+sent data. Owned by one event loop.
 """
 
 from __future__ import annotations
@@ -61,9 +61,10 @@ class Http2Connection(asyncio.Protocol):
         self.ended: set[int] = set()
         """Numbers of the streams that the server has ended."""
         self.answered: Counter[int] = Counter()
-        """Number of data frames that the server has sent, by stream."""
+        """Number of DATA frames that the server has sent, by stream number."""
         self.max_streams = 0
-        """Maximum concurrent streams that the server allows; 0 until it has announced them."""
+        """Maximum number of concurrent streams that the server allows; 0 until the server has
+        announced it."""
         self.closed = asyncio.Event()
         self.changed = asyncio.Event()
         self._transport: asyncio.Transport | None = None
@@ -73,7 +74,7 @@ class Http2Connection(asyncio.Protocol):
         self._sent: Counter[int] = Counter()
         self._granted: Counter[int] = Counter()
         self._unsent: dict[int, int] = {}
-        """Number of bytes that remain to be sent, by stream."""
+        """Number of message bytes that the client still has to send, by stream number."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         # uvloop's transports are not subclasses of asyncio's.
@@ -104,8 +105,8 @@ class Http2Connection(asyncio.Protocol):
             self._transport.write(data)
 
     def call(self, stream: int, headers: bytes, message: bytes, unsent: int = 0) -> None:
-        """Begin a call on a stream: send headers and a message. Then send ``unsent`` zero bytes as
-        the windows allow.
+        """Begin a call on a stream: send headers and a message. Then send ``unsent`` zero bytes, as
+        fast as the flow-control windows allow.
         """
         end = 0 if unsent else END_STREAM
         size = (len(message) + unsent).to_bytes(4, "big")

@@ -49,8 +49,8 @@ from loadtest.router.router_process import check_command, peer_router, router_ch
 from planning.common.report import Machine, print_whole, this_machine, write_json
 
 KEPT_UP = 1.03
-"""Maximum ratio between the time in which the answers arrived and the time of their steps, for a
-rate that counts as kept up."""
+"""Limit of the time in which answers arrived, divided by the time of the echo worker's steps. Up to
+this ratio, the router keeps up with a token rate."""
 _CLUSTER_ID = "bench"
 _READY_S = 60.0
 _RUN_S = 120.0
@@ -73,22 +73,25 @@ class RouterBenchSettings:
     """Number of words in a prompt; a word is about a token."""
     answer_tokens: int = 16
     step_s: float = 0.01
-    """Step time of the echo worker in the latency test, in seconds."""
+    """Duration of the echo worker's steps in the latency test, in seconds."""
     streams: int = 128
     """Number of concurrent answers in the throughput test."""
     tokens_per_s: tuple[int, ...] = (10_000, 15_000, 20_000, 25_000, 30_000, 40_000, 50_000)
-    """Token rates to try in the throughput test, rising, until the router falls behind."""
+    """Token rates to try in the throughput test. They rise; the test ends at the first rate at
+    which the router falls behind."""
     rate_s: float = 3.0
     """Duration of each token rate in the throughput test, in seconds."""
     first_token_id: int = 1000
     """Lowest token id in the echo worker's answers."""
     peer: str = ""
-    """Another router's command; see ``loadtest.router.router_process``. Empty: none is measured."""
+    """Command that starts another router, to be measured too; see
+    ``loadtest.router.router_process``. If empty, only Baton's router is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Latencies of one path in milliseconds, and the share of a core that the router used."""
+    """Latencies in milliseconds of requests on one path, such as through the router, and the share
+    of a CPU core that the router used."""
 
     first_ms_p50: float
     first_ms_p99: float
@@ -106,8 +109,8 @@ class Rate:
     passed: float
     """Tokens per second that the client received through the router."""
     events_per_token: float
-    """Events that the client received, per token. The ratio is below 1 if tokens that arrive
-    together share an event."""
+    """Number of events that the client received, divided by the number of tokens. It is below 1 if
+    tokens that arrive together share an event."""
     core_used: float
     kept_up: bool
 
@@ -197,7 +200,7 @@ def _fields(figures: RouterFigures) -> dict[str, object]:
 
 
 def draw(figures: RouterFigures, title: str = "") -> Table:
-    """Return a table of one router's latencies."""
+    """Return a table of the latencies that were measured with one router."""
     columns = ("", "first event p50, ms", "p99", "end p50, ms", "p99", "router's core")
     table = Table(*columns, title=title)
     for column in table.columns[1:]:
@@ -218,7 +221,7 @@ def draw(figures: RouterFigures, title: str = "") -> Table:
 
 
 def draw_rates(rates: Sequence[Rate], title: str = "") -> Table:
-    """Return a table with a row for each token rate."""
+    """Return a table of the throughput test, with a row for each token rate."""
     columns = ("tokens/s offered", "passed on", "events per token", "router's core", "kept up")
     table = Table(*columns, title=title)
     for column in table.columns:
@@ -299,8 +302,8 @@ async def _measure(
 ) -> RouterFigures:
     """Measure latency and token rates through a router.
 
-    ``direct_start`` has what a client needs to reach the echo worker directly. ``router`` is the
-    router's host:port and its process.
+    ``direct_start`` has the settings of a client process that sends requests directly to the echo
+    worker. ``router`` is the router's host:port and its process.
     """
     http, process = router
     common: Fields = {"prompt_words": settings.prompt_words, "seed": 1}
@@ -363,7 +366,7 @@ async def _rate(
 
 
 class _CoreUse:
-    """Measures the share of a core that a process uses, since this object was made."""
+    """Measures the share of a CPU core that a process has used since this object was made."""
 
     def __init__(self, process: psutil.Process) -> None:
         self._process = process
@@ -375,7 +378,7 @@ class _CoreUse:
         return float(times.user + times.system)
 
     def share(self) -> float:
-        """Return the share of a core that the process has used; 1 is a whole core."""
+        """Return the share of a CPU core that the process has used; 1 is one whole core."""
         return (self._seconds() - self._before) / (time.perf_counter() - self._began)
 
 

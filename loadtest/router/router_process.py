@@ -51,7 +51,7 @@ async def router_child(
     core: int | None = None,
     program: Sequence[str] = ("-m", "router.main"),
 ) -> AsyncIterator[RouterChild]:
-    """Start a router process, which ends with the block. Its ports replace those of ``config``.
+    """Run a router process during the block. It listens on free ports, not on those of ``config``.
 
     Only the tokenizer of ``model``, a Hugging Face folder, is used. If ``core`` is given, the
     router runs only on that CPU core. ``program`` has the arguments with which Python runs the
@@ -86,13 +86,15 @@ async def router_child(
 
 
 def forget_peak(process: psutil.Process) -> int:
-    """Reset the peak of a process's resident memory, and return its present value in bytes."""
+    """Reset the recorded peak of a process's resident memory. Return the present resident memory in
+    bytes."""
     Path(f"/proc/{process.pid}/clear_refs").write_text("5", encoding="ascii")
     return int(process.memory_info().rss)
 
 
 def peak_memory(process: psutil.Process) -> int:
-    """Return the peak of a process's resident memory since ``forget_peak``, in bytes."""
+    """Return the peak of a process's resident memory since the last call of `forget_peak`, in
+    bytes."""
     status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
     (line,) = (line for line in status.splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) << 10
@@ -137,10 +139,11 @@ def check_command(command: str) -> None:
 async def peer_router(
     command: str, backend: str, core: int, folder: Path
 ) -> AsyncIterator[tuple[str, psutil.Process]]:
-    """Start another router on its CPU core. Yield its host:port, and its process.
+    """Run another router than Baton's on CPU core ``core`` during the block. Yield the router's
+    host:port and its process.
 
-    ``command`` has shell syntax, with ``{backend}`` and ``{port}`` in it. Raises ConfigError if it
-    cannot be started, Unavailable if it does not become ready.
+    ``command`` has shell syntax, and contains ``{backend}`` and ``{port}``. Raises ConfigError if
+    the router cannot be started, Unavailable if it does not become ready.
     """
     check_command(command)
     port, log = free_port(), folder / "peer.log"
@@ -162,8 +165,8 @@ async def peer_router(
 
 
 async def _answers(client: httpx.AsyncClient, address: str) -> bool:
-    """Return whether the router answers requests. It may report that it is healthy before it has
-    found its backend.
+    """Return whether the router answers requests. A router may report that it is healthy before it
+    has found its backend.
     """
     url, messages = f"http://{address}/v1/chat/completions", [{"role": "user", "content": "Hello."}]
     body = {"model": SERVED_NAME, "messages": messages, "max_tokens": 1, "stream": True}

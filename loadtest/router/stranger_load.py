@@ -22,9 +22,9 @@ from loadtest.router.http2_client import Http2Connection, call_headers
 
 GENERATE, WATCH = "/baton.v1.InferenceService/Generate", "/grpc.health.v1.Health/Watch"
 _PIECE_S = 2.0
-"""Interval between two sends of a slow connection, in seconds."""
+"""Seconds between two pieces that a slow connection sends."""
 _AGAIN_S = 5.0
-"""Time after which a closed connection is opened again, in seconds."""
+"""Seconds after which a connection that the router has closed is opened again."""
 _OPENINGS = 100
 """Maximum number of connections that are being opened at the same time."""
 _HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\n"
@@ -32,12 +32,13 @@ _SLOW_HEAD = _HEAD + b"x-slow: " + b"x" * 10_000
 _BODY = _HEAD + b"content-length: 1000000000\r\n\r\n" + b"x" * 10_000
 _LIVE = b"GET /live HTTP/1.1\r\nhost: router\r\n\r\n"
 _KINDS = ((b"", 0), (_SLOW_HEAD, 1), (_BODY, 200), (_LIVE * 100, len(_LIVE)))
-"""What each kind of hostile client sends, and in pieces of how many bytes."""
+"""For each kind of hostile client: the bytes that it sends, and the number of bytes that it sends
+at a time."""
 
 
 class Strangers:
-    """Calls, and connections that are opened again whenever the router closes them, by clients
-    without a key.
+    """Connections and gRPC calls of clients without an API key. A connection is opened again
+    whenever the router closes it.
     """
 
     def __init__(self, http: str, grpc: str) -> None:
@@ -49,8 +50,8 @@ class Strangers:
         self._dice = random.Random(1)  # noqa: S311 - pauses, no secret
 
     async def connect(self, question: Fields) -> Fields:
-        """Open ``count`` connections and keep them open. Return the number of open ones after all
-        were tried.
+        """Open as many connections as ``count`` says, and keep them open. When each was tried once,
+        return the number of open ones.
         """
         count = question["count"]
         self._tasks = [
@@ -91,8 +92,8 @@ class Strangers:
             await asyncio.sleep(_PIECE_S)
 
     async def call(self, question: Fields) -> Fields:
-        """Make ``calls`` gRPC calls that announce ``bytes`` bytes, and ``watches`` that watch the
-        health, on one connection.
+        """Make gRPC calls on one connection. The question's ``calls`` and ``watches`` are numbers
+        of calls: the former announce a message of ``bytes`` bytes, the latter watch the health.
         """
         host, port = self._grpc.rsplit(":", 1)
         loop = asyncio.get_running_loop()
@@ -125,7 +126,7 @@ class Strangers:
         }
 
     async def leave(self, question: Fields) -> Fields:
-        """Close all connections of the clients without a key."""
+        """Close all connections of the clients without an API key."""
         counted = await self.counts(question)
         for task in self._tasks:
             task.cancel()

@@ -44,7 +44,8 @@ from planning.common.report import this_machine, write_json
 
 KEY = "sk-strangers"
 MAX_RATIO = 1.25
-"""Maximum ratio of p99 with strangers to p99 without."""
+"""Limit of the p99 latency with strangers (clients without an API key), divided by the p99 latency
+without them."""
 MAX_GROWTH_MIB = 64.0
 CALL_BYTES = 60 << 20
 _CLUSTER_ID = "strangers"
@@ -63,20 +64,21 @@ ATTACKS: Mapping[str, Fields] = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of a measurement of hostile load."""
+    """Settings of a measurement with hostile load: that of clients without an API key."""
 
     model: Path
     rate: float = 100.0
-    """Requests per second of the client with a key."""
+    """Requests per second that the client with an API key sends."""
     requests: int = 1000
-    """Requests of the client with a key in each turn."""
+    """Number of requests that the client with an API key sends in each turn."""
     turns: int = 3
     answer_tokens: int = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Effect of one kind of attack. Times are in milliseconds; they are medians over all turns."""
+    """Effect of one kind of attack on a router. Times are in milliseconds, and are medians over all
+    turns."""
 
     attack: str
     p99_without: float
@@ -84,11 +86,12 @@ class Row:
     p99_beside: float
     growth_mib: float
     strangers: Fields
-    """Numbers of connections and calls of the clients without a key, at the end."""
+    """Numbers of open connections and calls of the clients without an API key, at the end of the
+    attack."""
 
     @property
     def ratio(self) -> float:
-        """Return p99 with strangers divided by p99 without."""
+        """Return the p99 latency with strangers, divided by the p99 latency without them."""
         return self.p99_beside / max(self.p99_without, self.p99_again)
 
     @property
@@ -98,8 +101,8 @@ class Row:
 
 
 async def measure(settings: Settings) -> list[Row]:
-    """Measure each attack. Raises ConfigError on a machine with one core, and BatonError if a
-    process fails.
+    """Measure the effect of each kind of attack. Raises ConfigError on a machine with one core, and
+    BatonError if a process fails.
     """
     usable = cores()
     if len(usable) < 2:

@@ -48,7 +48,7 @@ _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":(\d+)')
 
 @dataclass(slots=True)
 class StreamResult:
-    """The result of one streamed request. Times are in seconds of one clock."""
+    """The result of one streamed request. All times are in seconds, by the same clock."""
 
     began: float
     first: float = 0.0
@@ -62,7 +62,7 @@ class StreamResult:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def came(self, events: int) -> None:
-        """Record the arrival of ``events`` events."""
+        """Record that ``events`` further events of the answer arrived now."""
         if not self.events:
             self.first = time.perf_counter()
             self.begun.set()
@@ -131,7 +131,8 @@ class _CountedEvents:
         self._answer = answer
         self._status = 0
         self._kept = b""
-        """Last bytes of the answer so far. They contain its number of tokens, or its error."""
+        """Last bytes of the answer so far. When the answer has ended, they contain its number of
+        tokens, or its error."""
 
     def head(self, status: int, headers: dict[bytes, bytes]) -> None:
         self._status = status
@@ -157,7 +158,7 @@ class DirectTarget(Target):
     """
 
     def __init__(self, channel: grpc.aio.Channel, decode: str, tokenizer: Tokenizer) -> None:
-        """``decode`` is the worker's incarnation in its decode role."""
+        """``decode`` is the incarnation of the worker in its decode role."""
         self._router_id = f"direct-{secrets.token_hex(4)}"
         self._channel = channel
         self._prefills = PrefillStream(channel, decode)
@@ -241,7 +242,8 @@ class StreamClient:
     async def at_rate(self, question: Fields) -> Fields:
         """Send requests at random times (a Poisson process), independent of earlier ones.
 
-        Return the milliseconds from sending a request to its first event, and to its end.
+        Return two times of each request in milliseconds: from its send to the first event, and from
+        its send to the end of the answer.
         """
         answers: list[StreamResult] = []
         due = time.perf_counter()
@@ -258,7 +260,7 @@ class StreamClient:
         }
 
     async def open(self, question: Fields) -> Fields:
-        """Begin many answers at once, and wait for the first event of each."""
+        """Send many requests at once, and wait for the first event of each answer."""
         tokens = question["tokens"]
         async with asyncio.timeout(_ANSWER_S):
             self._open = [
@@ -269,8 +271,8 @@ class StreamClient:
         return {}
 
     async def finish(self, question: Fields) -> Fields:
-        """Wait until the open answers have ended. Return their tokens, events and seconds from this
-        call on.
+        """Wait until the open answers have ended. Return the numbers of tokens and events that
+        arrived since this call, and the seconds that it took.
         """
         began = time.perf_counter()
         events = sum(answer.events for answer in self._open)
@@ -284,8 +286,8 @@ class StreamClient:
 
 
 async def _ended(answers: list[StreamResult], tokens: int) -> None:
-    """Wait until all answers have ended. Raises WorkerFailed if one did not end with all its
-    tokens, and DeadlineExceeded.
+    """Wait until all answers have ended. Raises WorkerFailed if an answer has not exactly
+    ``tokens`` tokens, and DeadlineExceeded if one takes too long.
     """
     try:
         async with asyncio.timeout(_ANSWER_S):

@@ -41,10 +41,10 @@ class RequestRecord:
     code: str = ""
     """Reason of a failure: an HTTP status, an error's code, or the client's observation."""
     input_tokens: int = 0
-    """Number of prompt tokens by the server's count; without one, the planned number."""
+    """Number of prompt tokens that the server reports. If it reports none, the planned number."""
     output_tokens: int = 0
-    """Number of output tokens by the server's count; without one, the number of messages with
-    tokens."""
+    """Number of output tokens that the server reports. If it reports none, the number of tokens or
+    messages that the client received."""
     cached_tokens: int = 0
     """Number of prompt tokens that the server had cached."""
     token_times_s: array[float] = field(default_factory=_no_times)
@@ -57,24 +57,27 @@ class RequestRecord:
 
     @property
     def ttft_s(self) -> float:
-        """Return the TTFT of a request that has tokens."""
+        """Return the TTFT in seconds. The request must have received a token."""
         return self.token_times_s[0] - self.due_s
 
     @property
     def e2el_s(self) -> float:
-        """Return the E2EL of a request that has tokens."""
+        """Return the E2EL (until the last token) in seconds. The request must have received a
+        token."""
         return self.token_times_s[-1] - self.due_s
 
     @property
     def tpot_s(self) -> float:
-        """Return the TPOT of a request that has tokens; 0 if it has a single one."""
+        """Return the TPOT in seconds, or 0 for a single token. The request must have received a
+        token."""
         if self.output_tokens < 2:
             return 0.0
         return (self.e2el_s - self.ttft_s) / (self.output_tokens - 1)
 
     @property
     def itl_s(self) -> list[float]:
-        """Return the gaps between messages with tokens."""
+        """Return the ITL in seconds: the gap between each two consecutive messages that carry
+        tokens."""
         return [after - before for before, after in itertools.pairwise(self.token_times_s)]
 
     def met(self, slo: Slo) -> bool:

@@ -20,7 +20,8 @@ from planning.common.slo import Slo
 
 PERCENTILES = (50, 95, 99)
 DEFAULT_BOUNDS = (512, 4096)
-"""Upper bounds of the buckets in input tokens, those of Baton's default context-length classes."""
+"""Default upper bounds of the buckets of input lengths, in tokens. They are those of Baton's
+default context-length classes."""
 _ALL = "all"
 
 
@@ -76,9 +77,10 @@ class BucketSummary:
     good: int
     """Number of requests that met every SLO."""
     attainment: float
-    """Share of good requests: good / (ok + error + shed + aborted)."""
+    """Share of requests that met every SLO: good / (ok + error + shed + aborted)."""
     input_tokens: int
-    """Prompt tokens of successful requests; the fields below also cover only these."""
+    """Number of prompt tokens of successful requests. The fields after this one also cover
+    successful requests only."""
     output_tokens: int
     cached_tokens: int
     ttft: Distribution
@@ -93,7 +95,8 @@ class Summary:
     """Figures of a whole run."""
 
     window_s: float
-    """Length of the counted window, in seconds; rates are over it."""
+    """Length in seconds of the counted part of the run. The rates of this summary are averages over
+    it."""
     offered_per_s: float
     """Rate at which requests were scheduled, per second."""
     completed_per_s: float
@@ -103,15 +106,15 @@ class Summary:
     output_tokens_per_s: float
     all: BucketSummary
     buckets: tuple[BucketSummary, ...]
-    """Figures of each bucket that has requests, by rising input length."""
+    """Figures of each bucket of input lengths that has requests, in rising order."""
     lag: Distribution
-    """Delay of the client's sends after their scheduled times."""
+    """Delay of the client: from the scheduled time of each request to its actual send."""
     codes: dict[str, int]
-    """Number of failed requests, by code."""
+    """Number of failed requests, by the code of the failure."""
 
 
 def parse_bounds(text: str) -> tuple[int, ...]:
-    """Parse the bounds of buckets, such as ``512,4096``.
+    """Parse the upper bounds of the buckets of input lengths, such as ``512,4096``.
 
     Raises ConfigError unless these are rising integers.
     """
@@ -125,7 +128,8 @@ def parse_bounds(text: str) -> tuple[int, ...]:
 
 
 def bucket_names(bounds: Sequence[int]) -> tuple[str, ...]:
-    """Return the names of the buckets, such as ``<= 512``, ``513 - 4096``, ``> 4096``."""
+    """Return the names of the buckets of input lengths, such as ``<= 512``, ``513 - 4096``, ``>
+    4096``."""
     if not bounds:
         return (_ALL,)
     between = [f"{low + 1} - {high}" for low, high in itertools.pairwise(bounds)]
@@ -143,7 +147,7 @@ def summarize(
     slo: Slo,
     bounds: Sequence[int] = DEFAULT_BOUNDS,
 ) -> Summary:
-    """Return the figures of the requests that were scheduled within the window."""
+    """Return the figures of those requests whose scheduled time of sending is in ``window``."""
     counted = [record for record in records if window.holds(record)]
     parts: list[list[RequestRecord]] = [[] for _ in range(len(bounds) + 1)]
     for record in counted:

@@ -22,8 +22,8 @@ from loadtest.generator.workload.prompts import PlannedRequest
 
 
 class GrpcTarget(Target[pb.GenerateRequest]):
-    """Sends requests by gRPC. It connects on first use. The event loop on which it is made owns
-    it."""
+    """Sends requests by gRPC. It connects at the first request. It belongs to the event loop on
+    which it is made."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class GrpcTarget(Target[pb.GenerateRequest]):
 def _failure(failure: grpc.aio.AioRpcError, address: str) -> tuple[Outcome, str]:
     """Return outcome and code of a failed request.
 
-    If the server cannot be reached, or fails, the outcome is not ``shed``.
+    If the server fails or cannot be reached, the outcome is ``error``, not ``shed``.
     """
     error = error_from_rpc(failure, address)
     if isinstance(error, DeadlineExceeded):

@@ -20,7 +20,8 @@ from baton.errors import ConfigError
 from baton.security.tls import TlsFiles, client_context
 
 _IDLE_S = 1.0
-"""Seconds of idleness after which the pool assumes that the server may have closed a connection."""
+"""Idle time of a connection in seconds. After it, the pool assumes that the server may have closed
+the connection."""
 
 
 class HttpExchange(Protocol):
@@ -47,8 +48,8 @@ class Origin:
     port: int
     tls: bool
     path: str
-    """Path of the server that precedes each request's own path; empty, or without a slash at its
-    end."""
+    """Base path of the server, to which each request's path is appended. It is empty, or has no
+    slash at its end."""
 
     @classmethod
     def parse(cls, url: str) -> Origin:

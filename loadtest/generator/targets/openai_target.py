@@ -41,13 +41,13 @@ _TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
 _OK = 200
 _REFUSALS = (429, 503)
 _KEPT_BYTES = 4096
-"""Maximum size in bytes that is kept of a body that is not a stream of events; it may hold an
-error."""
+"""Maximum number of bytes to keep of an answer that is not a stream of events. Such an answer may
+describe an error."""
 
 
 class OpenAiTarget(Target[bytes]):
-    """Sends requests to OpenAI's API. It encodes them ahead of time, and reads answers event by
-    event.
+    """Sends requests to OpenAI's API. Requests are encoded ahead of time, and answers are read
+    event by event.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class StreamedAnswer:
             self.ended.set_result(None)
 
     def fail(self, outcome: Outcome, code: str) -> None:
-        """Record that the request failed. If it is called again, the first reason counts."""
+        """Record that the request failed. After the first call, further calls have no effect."""
         if self._outcome == "ok":
             self._outcome, self._code = outcome, code
 

@@ -58,8 +58,8 @@ class Target(ABC, Generic[P]):
     async def ask(
         self, request: PlannedRequest, prepared: P, due_s: float, clock: RunClock
     ) -> RequestRecord:
-        """Send a request now, and wait for the end of its answer. The wait takes at most the
-        timeout of the options."""
+        """Send a request now, and wait until its answer has ended, or until `AskOptions.timeout_s`
+        has passed."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -25,10 +25,11 @@ class ArrivalProcess:
     """Mean requests per second; for a ramp, the rate at its end."""
     burstiness: float = 1.0
     """Shape of the gamma distribution of the gaps. 1 is a Poisson process; lower values are
-    burstier, higher ones more even. The squared coefficient of variation of the gaps is its
-    reciprocal."""
+    burstier, higher ones more even. The squared coefficient of variation of the gaps is 1 /
+    ``burstiness``."""
     first_rate: float = 0.0
-    """Requests per second at the beginning of a ramp. The rate then changes linearly."""
+    """Requests per second at the beginning of a ramp. From there the rate changes linearly to
+    ``rate``."""
 
     def __post_init__(self) -> None:
         if not 0 < self.rate < np.inf:
@@ -43,8 +44,8 @@ class ArrivalProcess:
     def times(self, seconds: float, generator: np.random.Generator) -> NDArray[np.float64]:
         """Return arrival times in seconds: float64 [count], rising, all below ``seconds``.
 
-        The first request arrives one gap after the beginning. In a constant process it arrives at
-        0.
+        The first request arrives one gap after the beginning. In a constant process the first
+        request arrives at 0.
         """
         if self.kind == "constant":
             times = np.arange(int(np.ceil(seconds * self.rate))) / self.rate

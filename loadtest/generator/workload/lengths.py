@@ -27,8 +27,8 @@ class Lengths:
     """First parameter of the distribution: the fixed length, the minimum, the mean, or the
     median."""
     second: float = 0.0
-    """Second parameter: the maximum of a uniform distribution, the deviation, or the sigma of the
-    logarithm."""
+    """Second parameter of the distribution: the maximum (uniform), the standard deviation (normal),
+    or the sigma of the logarithm (lognormal)."""
     most: int = _MAX_TOKENS
 
     @classmethod

@@ -24,13 +24,14 @@ class PlannedRequest:
 
     number: int
     due_s: float
-    """Time at which the request is due, in seconds after the run's beginning. In a closed loop
-    requests follow the end of others, and this is 0."""
+    """Time at which the request is due, in seconds after the run's beginning. It is 0 in a closed
+    loop, where a request is sent when an earlier one has ended."""
     prompt: Prompt
     input_tokens: int
     """Number of the prompt's tokens: exact for token ids, otherwise approximate."""
     output_tokens: int
-    """Maximum tokens of the answer; the exact number if the end of sequence is ignored."""
+    """Maximum number of tokens of the answer. If the answer ignores the end of sequence, it has
+    exactly this number."""
 
 
 Form = Literal["text", "tokens"]
@@ -47,13 +48,14 @@ class PromptMaker:
     """Makes prompts of given lengths out of blocks of random content."""
 
     def __init__(self, form: Form, *seed: int) -> None:
-        """Different seeds give different blocks, so that no prompts of two seeds begin equally."""
+        """Each seed gives different blocks, so that prompts of two seeds never share a prefix."""
         self._form = form
         self._seed = seed
         self._block = lru_cache(_KEPT_BLOCKS)(self._make_block)
 
     def fresh(self, number: int, tokens: int) -> Prompt:
-        """Return the prompt of request ``number``, whose beginning no other prompt has."""
+        """Return a prompt of ``tokens`` tokens for the request of this number. No other prompt
+        shares a prefix with it."""
         return self._join([self._drawn(tokens, 0, number)])
 
     def of_blocks(
@@ -100,8 +102,8 @@ def read_prompts(path: Path) -> tuple[FilePrompt, ...]:
     """Read the prompts of a file, or of all ``.jsonl`` files of a folder: one JSON object per line.
 
     A prompt's text is the object's ``prompt``, the first of its ``turns``, or the first of its
-    ``messages`` that is a user's. ``output_tokens`` bounds the answer. Raises ConfigError with the
-    line at fault.
+    ``messages`` that is a user's. ``output_tokens`` bounds the answer. Raises ConfigError, which
+    names the invalid line.
     """
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     found = [prompt for file in files for prompt in _read_file(file)]

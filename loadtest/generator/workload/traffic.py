@@ -18,12 +18,13 @@ from loadtest.generator.workload.prompts import FilePrompt, Form, PlannedRequest
 from planning.common.traces import Trace
 
 _LENGTHS, _ORDER, _ANSWERS = 2, 3, 4
-"""Numbers of the random streams for lengths, order and answers, so that no two of these share a
-stream."""
+"""Numbers that seed the random generators of prompt lengths, of the order of prompts, and of answer
+lengths. They differ, so that the three are independent."""
 
 
 class Source(ABC):
-    """Makes the request of a given number, reproducibly for a seed and run."""
+    """Makes the requests of a run by their numbers. The same seed, run and number give the same
+    request."""
 
     @abstractmethod
     def request(self, number: int, due_s: float) -> PlannedRequest:
@@ -34,7 +35,7 @@ class DrawnLengths(Source):
     """Makes prompts of random content, with lengths drawn from distributions."""
 
     _DRAWN = 1024
-    """Number of lengths that are drawn at a time."""
+    """Number of prompt and answer lengths that are drawn from the distributions at a time."""
 
     def __init__(
         self, inputs: Lengths, outputs: Lengths, form: Form, *, seed: int, run: int = 0
@@ -100,6 +101,6 @@ class TraceRows(Source):
 
 
 def planned(source: Source, times_s: Sequence[float]) -> Iterator[PlannedRequest]:
-    """Yield a request for each of the times, at which it is due."""
+    """Yield one request of ``source`` for each of ``times_s``. A request is due at its time."""
     for number, due_s in enumerate(times_s):
         yield source.request(number, due_s)

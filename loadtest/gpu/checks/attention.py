@@ -17,7 +17,7 @@ from loadtest.gpu.common.results import Check, Item
 
 _BLOCK = 16
 _FAR_ELEMENTS = 1 << 31
-"""Offset in elements that does not fit a signed 32-bit number."""
+"""Smallest offset, in elements, that does not fit a signed 32-bit integer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,8 @@ class _Chunk:
     heads: _Heads
     kv: torch.dtype
     chunks: Sequence[tuple[int, int]]
-    """For each chunk: the number of tokens before it, and its own number of tokens."""
+    """For each chunk of a prompt: the number of tokens before the chunk, and the number of tokens
+    in it."""
 
     def __call__(self) -> Iterator[Check]:
         torch.manual_seed(0)
@@ -95,7 +96,8 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Far:
-    """A few blocks at the end of a pool so large that offsets into it need 64 bits."""
+    """A few KV blocks at the end of a pool. The pool is so large that offsets of these blocks need
+    64 bits."""
 
     place: Place
     heads: _Heads
@@ -129,8 +131,8 @@ class _Far:
 def _filled(
     place: Place, heads: _Heads, kv: torch.dtype, lengths: Sequence[int]
 ) -> tuple[KvBlocks, list[list[int]]]:
-    """Return blocks of two layers with random values, and for each length a block table. No two
-    tables share a block."""
+    """Return KV blocks of two layers with random values, and one block table for each of
+    ``lengths``. No two tables share a block."""
     widths = [-(-length // _BLOCK) for length in lengths]
     count = sum(widths) + 3
     shape = (count, 2, 2, heads.kv_heads, _BLOCK, heads.dim)

@@ -33,7 +33,7 @@ from worker.costs.calibration import calibrate
 _REGRET = 0.25
 """Maximum difference between the highest fp32 logit and that of a sampled token. Logits of random
 weights have a standard deviation of about 1, and steps in bf16 have an error of some hundredths.
-All tokens except the best few lie far below the highest one."""
+The logits of all but a few tokens lie far below the highest logit."""
 _FRACTION = 0.5
 """Fraction of the GPU's memory that the engine may use."""
 _BLOCK = 16
@@ -136,7 +136,7 @@ def _regret(place: Place, model: DecoderModel, token_ids: list[int], prompt: int
 
 
 def _memory(place: Place, built: Engine) -> Iterator[Result]:
-    """Check that the engine holds no more than its fraction of the GPU's memory."""
+    """Check that the engine holds at most the share of the GPU's memory that its settings allow."""
     if not place.on_gpu:
         yield Fact("memory", {"pool bytes": built.cache.bytes.nbytes})
         return

@@ -45,7 +45,8 @@ _SMALL_ROPES = (("all turn", 8, 2, 64, 64, False), ("part turns, normed", 8, 2, 
 
 
 def kernel_items(place: Place) -> Iterator[Item]:
-    """Yield checks that compare each kernel with its reference, for one or several sizes."""
+    """Yield checks that compare each kernel's result with a reference in fp32, for one or several
+    sizes."""
     for kv in (place.dtype, torch.int8, torch.float8_e4m3fn):
         for shape in _SMALL_ROPES if place.small else _ROPES:
             name = f"rotation and KV write, {shape[0]}, KV {_name(kv)}"

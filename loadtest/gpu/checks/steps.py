@@ -25,11 +25,12 @@ from loadtest.gpu.common.results import Check, Item
 from loadtest.gpu.common.shapes import SHAPES, llama_1b, llama_8b, miniature, with_layers
 
 _NOISE = 1.5
-"""Maximum ratio of the median error of whole steps to that of torch in bf16."""
+"""Maximum ratio of the median logit error of Baton's steps to the median error of torch in bf16."""
 _WORST = 3.0
-"""Maximum ratio of the largest error of whole steps to that of torch in bf16."""
+"""Maximum ratio of the largest logit error of Baton's steps to the largest error of torch in
+bf16."""
 _CODE_STEP = 1e-2
-"""Maximum error in fp32 if KV is quantized to codes, relative to the largest value."""
+"""Maximum error of a step in fp32 with quantized KV, relative to the largest expected value."""
 _BLOCK = 16
 _MAX_ROWS = 4
 _COUNTS = (90, 60, 20, 1)
@@ -40,7 +41,8 @@ _STEPS = (
     ((0, 72, 18), (1, 51, 1)),
     ((1, 52, 1),),
 )
-"""Rows of some steps, each as sequence, start and token count: chunks, single tokens, and both."""
+"""Rows of the steps to check, each as (sequence, start position, number of tokens). There are steps
+of chunks, of single tokens, and of both."""
 _SMALL_STEPS = (
     ((1, 0, 2), (0, 0, 17), (2, 0, 1)),
     ((0, 17, 1), (1, 2, 1)),
@@ -51,7 +53,8 @@ _LONG_STEPS = (
     ((0, 5121, 1), (1, 300, 1)),
     ((0, 5122, 1), (1, 301, 1)),
 )
-"""Rows of a prompt in chunks, then of captured steps whose attention has more than 16 splits."""
+"""Rows of the steps of a long prompt: its chunks, then captured decode steps, whose attention has
+more than 16 splits."""
 _LONG_COUNTS = (5123, 302)
 
 
@@ -117,8 +120,8 @@ def _sized(place: Place, config: ModelConfig) -> ModelConfig:
 def _logits(place: Place, case: _Case) -> Iterator[Check]:
     """Check the logits of all steps against torch in fp32.
 
-    In bf16 the median error is compared with that of torch in bf16, since both round. In fp32 the
-    largest error counts.
+    In bf16, the median error is compared with the median error of torch in bf16, since both round.
+    In fp32, the largest error is compared with a limit.
     """
     found = _all_logits(_ours(place, case), case)
     if place.describes:
@@ -216,8 +219,8 @@ def _copied(place: Place, case: _Case) -> Iterator[Check]:
 
 
 def _overlapping(place: Place, config: ModelConfig) -> Iterator[Check]:
-    """Check that a step that starts before the last one has ended samples the same tokens as torch,
-    in fp32.
+    """Check steps that start before the previous step has ended. They must sample the same tokens
+    as torch in fp32.
     """
     place = place.with_dtype(torch.float32)
     case = _Case(config)
@@ -264,8 +267,8 @@ def _plans(case: _Case, steps: int) -> list[StepPlan]:
 
 
 def _same_bits(place: Place, case: _Case) -> Iterator[Check]:
-    """Check ``deterministic`` mode: a prompt at once gives the same bits as in chunks batched with
-    other sequences.
+    """Check ``deterministic`` mode: a prompt in one step gives the same bits as the prompt in
+    chunks that are batched with other sequences.
 
     In an interpreter, matrix products depend on a row's place in its tile. There the results are
     only compared with a tolerance.
@@ -294,7 +297,8 @@ def _same_bits(place: Place, case: _Case) -> Iterator[Check]:
 
 
 def _warm_up(place: Place) -> Iterator[Check]:
-    """Run the warm-up of workers on tensors without values, which only compiles its kernels."""
+    """Run the warm-up of a worker on tensors without values. This only compiles the kernels of the
+    warm-up."""
     for whole in (llama_1b(), llama_8b()):
         config = replace(with_layers(whole, 1), context_length=16384)
         cache = KvCache(config, 1024, _BLOCK, place.dtype, place.device)

@@ -12,8 +12,8 @@ from loadtest.gpu.common.shapes import SHAPES, miniature
 
 BLOCK = 16
 WEIGHT_BYTES: dict[QuantKind | None, float] = {None: 2.0, "int8": 1.125, "int4": 0.75, "fp8": 1.0}
-"""Bytes of one weight on a GPU, by the type of the weights. Scales and minimums in groups of 32
-inputs are included."""
+"""Bytes that one weight takes on a GPU, by the type of the weights. Scales and minimums in groups
+of 32 inputs are included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,11 @@ class DecodeAttention:
     kv_heads: int = 8
     dim: int = 128
     layers: int = 8
-    """Number of the pool's layers. They are used in turn, so that none is in the GPU's caches."""
+    """Number of layers in the KV pool. The timed attention uses them in turn, so that no layer is
+    in the GPU's caches."""
     full_pool: bool = False
-    """Whether blocks are spread over most of the GPU's memory, with all layers of the model."""
+    """Whether the pool has all layers of the model and takes most of the GPU's memory, so that
+    blocks are far apart."""
 
     @property
     def name(self) -> str:
@@ -81,7 +83,7 @@ class Product:
     inputs: int
     outputs: int
     way: str = "cuBLAS"
-    """Implementation of the product: ``cuBLAS``, ``fixed order``, or a type of quantized
+    """Implementation of the matrix product: ``cuBLAS``, ``fixed order``, or a type of quantized
     weights."""
 
     @property
@@ -90,7 +92,7 @@ class Product:
 
     @property
     def kind(self) -> QuantKind | None:
-        """Return the type of the quantized weights; None if they are not quantized."""
+        """Return the type of the quantized weights, or None for weights that are not quantized."""
         found: dict[str, QuantKind] = {"int8": "int8", "int4": "int4", "fp8": "fp8"}
         return found.get(self.way)
 
@@ -142,7 +144,7 @@ class Pass:
     sampling."""
 
     what: str
-    """Kind of kernel: ``norm``, ``gate``, ``rotation``, ``draw`` or ``top-p``."""
+    """Name of the kernel: ``norm``, ``gate``, ``rotation``, ``draw`` or ``top-p``."""
     rows: int
     width: int
 
@@ -286,7 +288,7 @@ def step_cases() -> tuple[Step, ...]:
 
 
 def small(case: Case) -> Case:
-    """Return a smaller case of the same kind, for an interpreter."""
+    """Return a case that is like ``case``, but small enough for interpreted kernels."""
     match case:
         case DecodeAttention():
             context = min(case.context // 64, 300)
@@ -307,5 +309,6 @@ def small(case: Case) -> Case:
 
 
 def config_of(case: Step, *, tiny: bool) -> ModelConfig:
-    """Return the model of a step's case. ``tiny`` makes it small enough for an interpreter."""
+    """Return the model configuration of a step's case. With ``tiny``, the model is small enough for
+    interpreted kernels."""
     return miniature(case.config) if tiny else case.config

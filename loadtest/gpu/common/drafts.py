@@ -40,19 +40,19 @@ _BLOCK = 16
 _IN_FLIGHT = 2
 """Maximum number of steps in flight, as in a worker."""
 _HOT = 1e6
-"""Sampling temperature at which only the noise decides: rounding changes no token, and no text
-repeats."""
+"""Sampling temperature so high that only random noise chooses tokens. Rounding errors then change
+no token, and no text repeats."""
 
 
 class KnownAnswers:
-    """A drafter that knows the answers, and proposes each token correctly with a given
+    """A drafter that has all answers in advance, and proposes each token correctly with a given
     probability."""
 
     name = "known"
 
     def __init__(self, answers: Sequence[Sequence[int]], right: float, vocab: int) -> None:
-        """``answers`` has all tokens of each sequence, by its id. ``right`` is the probability of a
-        correct token.
+        """``answers`` has all tokens of each sequence, indexed by the sequence's id. ``right`` is
+        the probability of a correct token.
         """
         self._answers = answers
         self._right = right
@@ -73,7 +73,7 @@ class KnownAnswers:
 
 
 class _Whole(DraftLength):
-    """A draft length that always uses all tokens of a draft."""
+    """A draft length policy that always uses all tokens of a draft."""
 
     def choose(
         self,
@@ -91,7 +91,7 @@ class _Whole(DraftLength):
 
 
 class _Always(OverlapCosts):
-    """Costs that make every draft worthwhile, however much it costs."""
+    """Costs that give every step the same time, so that every draft is worthwhile."""
 
     def seconds(self, batch: int, rows: int, most: int, *, first: bool) -> list[float] | None:
         return [1.0] * (most + 1)
@@ -106,7 +106,7 @@ def run_to_end(
     runner: ModelRunner,
     note: Callable[[StepPlan, StepResult], None] = lambda plan, result: None,
 ) -> None:
-    """Run all sequences of a scheduler to their ends. Each step starts while the one before it
+    """Run all sequences of ``scheduler`` to their ends. Each step starts while the previous step
     still runs.
 
     ``note`` is called with each step's plan and result.
@@ -129,8 +129,8 @@ class GpuSequences:
     def __init__(
         self, place: Place, config: ModelConfig, blocks: int, most: int, *, deterministic: bool
     ) -> None:
-        """Prepare a runner in which at most ``most`` sequences run at a time, with a pool of
-        ``blocks`` blocks.
+        """Prepare a runner for at most ``most`` concurrent sequences, with a pool of ``blocks``
+        blocks.
         """
         self._place = place
         self._most = most
@@ -185,8 +185,8 @@ class GpuSequences:
 
 
 def draft_check_items(place: Place) -> Iterator[Item]:
-    """Yield checks that the tokens of a small model with drafts, some of them wrong, equal those
-    without drafts.
+    """Yield checks that a small model generates the same tokens with drafts as without. Some of the
+    drafted tokens are wrong.
     """
     # In another batch, torch's products round differently: a little in fp32, and not at all in
     # kernels of fixed order.
@@ -205,8 +205,8 @@ def _unchanged(place: Place, deterministic: bool) -> Iterator[Check]:
 
 
 def _wrong_tokens(bench: GpuSequences, prompt: int, tokens: int) -> tuple[int, int]:
-    """Return the number of sequences that differ with drafts, and the number of correct drafted
-    tokens.
+    """Return the number of sequences whose tokens with drafts differ from those without, and the
+    number of accepted draft tokens.
     """
     base = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     samplings = [
@@ -245,13 +245,13 @@ class _Rate:
 
     @property
     def token_s(self) -> float:
-        """Return the seconds in which each sequence gets one token."""
+        """Return the mean seconds that one sequence takes per token."""
         return self.seconds * self.batch / max(1, self.tokens)
 
 
 def draft_speed_items(place: Place) -> Iterator[Item]:
-    """Yield measurements of seconds per token, with drafts whose length the runner's measurements
-    choose, and without drafts.
+    """Yield measurements of the seconds per token with drafts and without. The draft length is
+    chosen from measured step times, as in a worker.
     """
     batches = (2,) if place.small else (1, 16, 64)
     prompt, answer = (4, 3) if place.small else (512, 160)
@@ -276,8 +276,8 @@ def _ratios(
     ]
 
     def measured(speculation: OverlapSpeculation | None) -> tuple[_Rate, list[list[int]]]:
-        """Do two runs, and return the second one, which uses what the first has learned and
-        captured.
+        """Run all sequences twice, and return the results of the second run. It uses the draft
+        lengths and CUDA graphs of the first.
         """
         if not place.small:
             bench.run(speculation, samplings, prompt)

@@ -87,8 +87,8 @@ def tensor_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 _SHARPER = 2.0
-"""Factor on the queries and keys of a written model, so that attention prefers some tokens. Then an
-answer depends on the KV of its whole prompt."""
+"""Factor by which queries and keys of a written model are scaled. Attention then prefers some
+tokens, so that an answer depends on the KV of its whole prompt."""
 
 
 def write_folder(config: ModelConfig, folder: Path, device: torch.device) -> Path:
@@ -151,7 +151,7 @@ def random_codes(
     device: torch.device,
     generator: torch.Generator | None = None,
 ) -> QuantizedWeight:
-    """Return random quantized codes, with scales that give weights of a usual size."""
+    """Return random quantized weights, with scales that give them a usual size."""
     outputs, inputs = shape
     width = inputs // 2 if kind == "int4" else inputs
     group = inputs if kind == "fp8" else DEFAULT_GROUP

@@ -17,7 +17,7 @@ from engine.roofline import measure_ceilings
 from loadtest.gpu.common.results import Check, Fact, Item
 
 _LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-"""Maximum error of a check by data type, relative to the largest expected value."""
+"""Maximum error that a check allows for each data type, relative to the largest expected value."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Place:
     """A device and the sizes that suit it.
 
     On ``cuda`` everything runs at full size. On ``cpu`` kernels are interpreted at small sizes: a
-    dry run. On ``meta`` nothing is computed at full size: launches are described, for compiling.
+    dry run. On ``meta`` nothing is computed at full size: kernel launches are only described, so
+    that the kernels can be compiled.
     """
 
     device: torch.device
@@ -38,7 +39,8 @@ class Place:
 
     @property
     def describes(self) -> bool:
-        """Whether tensors on this device have no values, so that work is only described."""
+        """Whether tensors on this device have no values. Kernel launches are then described, but
+        not run."""
         return self.device.type == "meta"
 
     def with_dtype(self, dtype: torch.dtype) -> Place:
@@ -55,7 +57,7 @@ class Place:
         self, name: str, found: torch.Tensor, expected: torch.Tensor, *, by_row: bool = False
     ) -> Check:
         """Compare ``found`` with ``expected``. The error is the largest difference relative to the
-        largest expected value; the limit is that of the type.
+        largest expected value; the limit is that of the data type.
 
         With ``by_row``, the error of each row is relative to the row's own largest value, since
         rows differ in size.

@@ -3,12 +3,12 @@
 The predictions were written before any GPU had run Baton, to compare measurements with
 expectations.
 
-    time = max(bytes / reached bandwidth, operations / reached rate) + launches × gap
+time = max(bytes / reached bandwidth, operations / reached rate) + launches × gap
     step = max(sum over its parts on the GPU, time of its host)
 
-The share of a peak rate that a kind of kernel reaches is an estimate, from its instructions and
-from published kernels of the same form. `python -m loadtest.gpu.common.predictions` prints the
-tables.
+Each kernel is assumed to reach a share of a peak rate. The share is an estimate, from the kernel's
+instructions and from published kernels of the same form. `python -m
+loadtest.gpu.common.predictions` prints the tables.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Gpu:
 
     name: str
     bytes_per_s: float
-    """Bytes per second of a large copy, counting those read and those written."""
+    """Bytes per second of a large copy. Bytes read and bytes written both count."""
     operations_per_s: float
     """Operations per second of a large matrix product in bf16."""
     processors: int
     gap_s: float
-    """Seconds between two kernels of a captured step."""
+    """Seconds between two consecutive kernels of a captured step."""
 
 
 H200 = Gpu("H200", 4.3e12, 790e12, 132, 1.0e-6)
@@ -65,23 +65,25 @@ _OF_BANDWIDTH = {
 }
 _OF_PRODUCTS = {"linear": 0.90, "fixed order": 0.50, "chunk attention": 0.44, "experts": 0.55}
 _SMALL_BYTES = 4e6
-"""Bytes at which a kernel takes half as long again as its bytes alone need, because it starts and
-drains."""
+"""Number of bytes at which a kernel takes 1.5 times as long as the bytes alone need. The rest is
+the time to start and to drain."""
 _DEQUANTIZED_ROWS = 64
-"""Number of rows above which quantized weights are first dequantized, in torch."""
+"""Number of rows above which a product first dequantizes its weights in torch."""
 _DEQUANTIZE_BYTES = 52.0
-"""Bytes that dequantizing moves for each weight, in about ten passes in fp32."""
+"""Bytes of memory traffic for each weight that is dequantized, in about ten passes in fp32."""
 _SORT_BYTES = 600.0
-"""Bytes that top-p moves for each logit: a stable sort with its indices, and five passes."""
+"""Bytes of memory traffic of top-p sampling for each logit: a stable sort with indices, and five
+passes."""
 _ELEMENT_BYTES, _OF_ELEMENTS = 55.0, 0.72
 """Bytes that small kernels move for each hidden value of a token and layer (norms 24, gate 21,
 rotation 6, output 4), and the share of the bandwidth that they reach."""
 _LAUNCHES, _EXPERT_LAUNCHES = 11, 45
-"""Kernel launches of a dense layer, and of a layer with experts."""
+"""Number of kernel launches in a dense layer, and in a layer with experts."""
 _EMPTY_S = 0.6e-6
-"""Seconds that a decode attention program without work occupies its slot of a processor."""
+"""Seconds for which a decode attention program that has no work occupies a GPU processor's program
+slot."""
 _SLOTS = 2.5
-"""Number of decode attention programs without work that one processor runs at a time."""
+"""Number of decode attention programs without work that one GPU processor runs at a time."""
 _SPLIT = 256
 _EAGER_LAUNCH_S, _CAPTURED_STEP_S = 35e-6, 0.45e-3
 """Host time of one launch outside a captured step, and of a captured step without its rows, in
@@ -201,8 +203,8 @@ def _step_host_s(step: Step) -> float:
 
 
 def _extra_s(step: Step, gpu: Gpu) -> float:
-    """Return the seconds that are added to a step: host work that nothing hides, and work for
-    quantized weights.
+    """Return the seconds that a step takes in addition to its kernels: host work that does not
+    overlap with the GPU, and work for quantized weights.
     """
     config, rows = step.config, len(step.rows)
     extra = 0.0
@@ -227,8 +229,8 @@ def by_name(gpu: Gpu) -> dict[str, Prediction]:
 
 
 def gpu_of(device: str) -> Gpu | None:
-    """Return the rates of a GPU by the device's CUDA name; None if there are no predictions for
-    it."""
+    """Return the peak rates of a GPU by its CUDA device name. Return None for a GPU without
+    predictions."""
     return next((gpu for gpu in GPUS if gpu.name.split()[0] in device), None)
 
 

@@ -33,19 +33,20 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """A measured time, and the time of the best peer for the same work, if any."""
+    """A measured time, and the time of the fastest other implementation of the same work, if
+    any."""
 
     name: str
     """Name of the case, by which its prediction is found."""
     seconds: float
-    """Median time of the case."""
+    """Median time of the case, in seconds."""
     peer: str = ""
     """Name of the fastest other implementation of the same work, such as ``cuBLAS``; empty if there
     is none."""
     peer_s: float | None = None
-    """Median time of the peer; None without a peer."""
+    """Median time of the other implementation, in seconds; None if there is none."""
     limit_s: float | None = None
-    """Maximum time of the case, if the design requires one."""
+    """Maximum time of the case in seconds; None if the design requires no limit."""
 
     def record(self) -> Record:
         """Return the result as a line of the report."""
@@ -70,11 +71,12 @@ Result = Check | Timing | Fact
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A unit of work in a phase. The report shows for each item, by its name, whether it was
+    """A unit of work in a phase of a GPU run. The report shows by the item's name whether it was
     done."""
 
     name: str
-    """Name of the item: unique in its phase, known before the work, and the same in every call."""
+    """Name of the item. It is unique in its phase, known before the work, and the same in every
+    call of the program."""
     work: Callable[[], Iterable[Result]]
-    """Function that does the work. What several items share is created by the first one that
-    runs."""
+    """Function that does the work. If items share an object, the first item that runs creates
+    it."""

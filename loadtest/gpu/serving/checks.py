@@ -25,19 +25,20 @@ GONE_S = 2.0
 """Maximum time until a worker with a broken CUDA context ends, in seconds."""
 MIB = 1 << 20
 _KEPT_MIB = 64
-"""MiB of a killed worker's memory that may seem not to be freed, because other processes allocate
-in the meantime."""
+"""Tolerance in MiB of the check that a killed worker's memory is free again. Other processes may
+allocate memory in the meantime."""
 _RELEASE_S = 20.0
 _ANSWER_S = 60.0
 _GIVE_UP_S = 15.0
 _POLL_S = 0.005
 _TOKENS = 256
-"""Number of token ids from which prompts are drawn. Every shape of the model has these ids."""
+"""Number of token ids from which prompts are drawn. The served model has these ids at every
+size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes and numbers of the requests that the checks send."""
+    """Sizes and numbers of the requests that the serving checks send."""
 
     prompts: tuple[int, ...]
     """Lengths of the prompts whose answers are compared. Each prompt is sent greedily and
@@ -51,7 +52,7 @@ class Sizes:
     killed_prompt: int
     killed_requests: int
     long_answer: int
-    """Length of an answer that takes a second or more."""
+    """Length in tokens of an answer that takes a second or more."""
 
 
 SMALL = Sizes(
@@ -216,7 +217,7 @@ async def _gone(cluster: ServingCluster, slot: str, began: float) -> tuple[int |
 
 
 async def _replaced(cluster: ServingCluster, role: str, prompt: Sequence[int]) -> list[Result]:
-    """Start the missing worker, and check that it takes part in a handoff."""
+    """Start the missing worker of this role, and check that it takes part in a handoff."""
     began = time.perf_counter()
     await cluster.ensure()
     deadline = began + _ANSWER_S
@@ -239,13 +240,13 @@ async def _replaced(cluster: ServingCluster, role: str, prompt: Sequence[int]) -
 async def _check_memory(
     cluster: ServingCluster, own_bytes: int, busy: Fields, killed_at: float
 ) -> list[Result]:
-    """Check that the killed worker's memory is free again, although the decode worker had opened
-    it.
+    """Check that the killed worker's GPU memory is free again, although the decode worker had
+    mapped it.
     """
 
     def kept(now: Fields) -> float:
-        """Return the MiB of the killed worker that are not free, minus what the decode worker has
-        allocated since."""
+        """Return the MiB of the killed worker's memory that are not free again. Memory that the
+        decode worker has allocated since does not count."""
         freed = now["free_bytes"] - busy["free_bytes"]
         return float(own_bytes - freed - (now["own_bytes"] - busy["own_bytes"])) / MIB
 
@@ -270,7 +271,7 @@ async def _until(
     cluster: ServingCluster, condition: Callable[[Fields], bool], within_s: float
 ) -> Fields | None:
     """Wait until ``condition`` holds for the decode worker's state, and return the state; None if
-    that takes too long.
+    that takes more than ``within_s`` seconds.
     """
     deadline = time.perf_counter() + within_s
     while not condition(now := await cluster.look("decode-0")):
@@ -309,8 +310,8 @@ async def _client(
 def load_results(
     answers: Sequence[StreamResult], tokens: int, concurrency: int, took_s: float
 ) -> list[Result]:
-    """Return results of the load test: answers of ``tokens`` tokens each, which took ``took_s`` in
-    total.
+    """Return results of the load test: its answers have ``tokens`` tokens each, and all together
+    took ``took_s`` seconds.
     """
     failed = [answer for answer in answers if answer.error or answer.tokens != tokens]
     good = [answer for answer in answers if answer not in failed]

@@ -1,6 +1,6 @@
 """Runs a prefill worker and a decode worker on one device, a Valkey, and a router for each route.
 
-One router hands every prompt off while there is a prefill worker. The other one has the decode
+One router hands every prompt off while there is a prefill worker. The other router lets the decode
 worker compute every prompt. The workers are plain processes, without Ray and a supervisor: only
 ``ensure`` restarts one that has ended. All processes end with this one, for any reason. Owned by
 one event loop, which need not run between two calls.
@@ -47,13 +47,14 @@ _GPU_SHARE = 0.1
 or more."""
 _SILENCES = ("lease_s", "registry_ttl_s", "hang_s")
 _PATIENT_S = 10.0
-"""Value of each setting of ``_SILENCES`` on a CPU, in seconds. The engines use its cores, so a
-process that is silent for less time has not failed."""
+"""Value of each setting of ``_SILENCES`` on a CPU, in seconds. Engines on a CPU use all its cores,
+so a process may send nothing for seconds although it has not failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request to the cluster. It is sampled with ``seed``; without one it is greedy."""
+    """A request to the cluster. With a ``seed``, its answer is sampled; without a seed, it is
+    greedy."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -87,7 +88,7 @@ class ClusterSettings:
     device: Device
     deterministic: bool
     chunk_tokens: int
-    """Maximum prompt tokens in a worker's step; 0 takes the default."""
+    """Maximum number of prompt tokens in a worker's step; 0 means the default."""
     kv_pool_mib: int
     """Memory for a worker's KV blocks in MiB, on a CPU."""
 
@@ -130,7 +131,7 @@ class ServingCluster:
         self, settings: ClusterSettings, model: Path, folder: Path, redis_url: str
     ) -> None:
         self.workers: dict[str, Helper] = {}
-        """Worker processes, by slot."""
+        """Worker processes, by the worker's slot."""
         self._settings = settings
         self._model = model
         self._folder = folder

@@ -56,8 +56,8 @@ Find = Callable[[ServingCluster, Sizes], Awaitable[list[Result]]]
 
 
 class ServingPhase:
-    """Runs the work of the serving phase's items. Each method starts the cluster that it needs. A
-    context manager.
+    """Runs the work of the serving phase's items. Each method starts the cluster that it needs. The
+    object is a context manager, which stops the clusters.
     """
 
     def __init__(self, device: str, *, small: bool, folder: Path) -> None:
@@ -108,7 +108,8 @@ class ServingPhase:
             work.close()
 
     async def _exactly(self, find: Find) -> list[Result]:
-        """Run ``find`` on the deterministic cluster, which keeps running for further checks."""
+        """Run the check ``find`` on the deterministic cluster. That cluster keeps running for
+        further checks."""
         if self._exact is None:
             self._exact = await self._ends.enter_async_context(self._cluster(deterministic=True))
         await self._exact.ensure()

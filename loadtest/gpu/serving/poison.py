@@ -17,9 +17,7 @@ _NOWHERE = 16
 
 @triton.jit
 def store_kernel(address):  # type: ignore[no-untyped-def]
-    """Store 1 to the location whose address is read from ``address``. The read address is an int64,
-    the stored value an int32.
-    """
+    """Load an int64 from ``address``, and store the int32 1 at the address that was loaded."""
     tl.store(tl.load(address).to(tl.pointer_type(tl.int32)), 1)
 
 

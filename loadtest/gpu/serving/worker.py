@@ -38,7 +38,7 @@ _ILLEGAL_ACCESS = "CUDA error: an illegal memory access was encountered"
 
 
 def look(process: WorkerProcess) -> Fields:
-    """Return what a started worker holds, and what it has received.
+    """Return the state of a started worker: its blocks, sequences and received handoffs.
 
     ``total_blocks``; ``held_blocks``: used or in quarantine; ``running``: sequences;
     ``received_handoffs`` and ``received_bytes`` by transport; on a GPU also its ``free_bytes`` for
@@ -64,7 +64,7 @@ def look(process: WorkerProcess) -> Fields:
 
 
 def _by_transport(counter: Counter, **labels: str) -> dict[str, float]:
-    """Return the values of a counter for these labels, by transport."""
+    """Return the values of those series of a counter that have these labels, by transport."""
     return {
         sample.labels["transport"]: sample.value
         for family in counter.collect()
@@ -74,8 +74,8 @@ def _by_transport(counter: Counter, **labels: str) -> dict[str, float]:
 
 
 def _make_poison(engine: Engine) -> Callable[[], None]:
-    """Return the function that SIGUSR1 runs, which breaks the worker. Its kernel is compiled
-    beforehand.
+    """Return the function that breaks the worker when SIGUSR1 arrives. The kernel for it is
+    compiled by this call.
     """
     device = engine.cache.data.device
     if device.type == "cpu":

@@ -46,8 +46,8 @@ _REPEATS, _TOGETHER = 7, 8
 
 
 def median(place: Place, works: Sequence[Work]) -> float:
-    """Return the median seconds of one function of ``works``. The functions run one after another;
-    the result is 0 if nothing runs."""
+    """Run the functions of ``works`` one after another, and return the median seconds of one.
+    Return 0 where kernels are not run."""
     repeats = -(-_TOGETHER // len(works)) if place.on_gpu else 1
 
     def all_works() -> None:
@@ -69,8 +69,8 @@ def median(place: Place, works: Sequence[Work]) -> float:
 def timed(
     place: Place, name: str, works: Sequence[Work], peers: Mapping[str, Sequence[Work]]
 ) -> Timing:
-    """Time ``works``, and the fastest of the peers that this version of torch and this device
-    support.
+    """Time ``works``, and each of ``peers`` that this torch and this device support. The result has
+    the fastest peer.
     """
     seconds = median(place, works)
     best, best_s, missing = "", None, []
@@ -87,9 +87,10 @@ def timed(
 
 
 _POOL_PART = 0.6
-"""Fraction of the GPU's free memory that the pool of a ``full_pool`` case takes."""
+"""Share of the GPU's free memory that the KV pool takes in a case with ``full_pool``."""
 _ROTATED_BYTES = 1 << 29
-"""Total size of weights that are read in turn, far larger than a GPU's caches."""
+"""Total bytes of the weights that a timed product reads in turn. It is far larger than a GPU's
+caches."""
 
 
 def kernel_speed_items(place: Place) -> Iterator[Item]:
@@ -159,8 +160,8 @@ def _decode_attention(place: Place, case: DecodeAttention) -> Timing:
 def _sdpa(
     inputs: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], *, causal: bool
 ) -> Mapping[str, Sequence[Work]]:
-    """Return peers for attention: torch's own over contiguous keys and values, with each of its
-    backends.
+    """Return implementations with which to compare attention: torch's attention over contiguous
+    keys and values, with each backend.
     """
 
     def attend(
@@ -205,8 +206,8 @@ def _chunk_attention(place: Place, case: ChunkAttention) -> Timing:
 
 
 def _copies(place: Place, count: float) -> int:
-    """Return the number of weights to use in turn so that none is in a cache. Each has ``count``
-    bytes.
+    """Return the number of weight matrices to use in turn, so that none of them is in a GPU cache.
+    Each matrix has ``count`` bytes.
     """
     return max(1, min(32, int(_ROTATED_BYTES // count))) if place.on_gpu else 1
 

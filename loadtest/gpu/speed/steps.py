@@ -34,12 +34,14 @@ from loadtest.gpu.common.shapes import with_layers
 _WARM_STEPS, _STEPS, _TRACED = 4, 32, 8
 _PREFILLS = 5
 _FREE_PART = 0.8
-"""Fraction of the GPU memory left by the weights that is used for KV and captured steps."""
+"""Share of the GPU memory for KV and captured steps. It is a share of the memory that the weights
+leave free."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """Properties of a case that determine its runner. Cases with equal ones share a runner."""
+    """Properties of a timed step that determine its runner. Cases with equal keys share a
+    runner."""
 
     model: str
     weights: QuantKind | None
@@ -47,7 +49,8 @@ class _Key:
 
 
 class _Benches:
-    """Holds the runner of the last case. There is only one, since its weights fill the GPU."""
+    """Holds the runner of the last timed case. There is only one runner at a time, since its
+    weights fill the GPU."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -58,7 +61,7 @@ class _Benches:
     def seconds(self, case: Step) -> float | None:
         """Return the time of a case's step; None if the GPU's memory cannot hold its KV.
 
-        Small steps are often equal: results are cached.
+        Results are cached, since different cases may have the same step.
         """
         alike = replace(case, name="")
         if alike not in self._seconds:
@@ -68,7 +71,7 @@ class _Benches:
         return self._seconds[alike]
 
     def of(self, case: Step) -> _Bench:
-        """Return the runner for a case. If the previous one does not suit, it is freed first."""
+        """Return the runner for a case. If the previous runner has another key, free it first."""
         key = _Key(case.model, case.weights, case.deterministic)
         if self._bench is None or key != self._key:
             self._bench = None
@@ -154,7 +157,8 @@ def _rows(case: Step, step: int) -> tuple[PlanRow, ...]:
 
 
 class _Bench:
-    """A runner with a model of random weights. It runs plans made here, without a scheduler."""
+    """A runner with a model of random weights. It runs step plans that this class makes, without a
+    scheduler."""
 
     def __init__(self, place: Place, case: Step) -> None:
         self._place = place
@@ -168,8 +172,8 @@ class _Bench:
         self._runner = GpuRunner(steps, self._cache, place.device)
 
     def _pool(self, config: ModelConfig) -> int:
-        """Return the number of blocks in the pool: those of the largest case, or as many as memory
-        allows.
+        """Return the number of blocks in the KV pool: as many as the largest case needs, or as many
+        as the GPU's memory allows.
         """
         if not self._place.on_gpu:
             return 64

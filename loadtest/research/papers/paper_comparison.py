@@ -37,13 +37,13 @@ _REQUESTS = 400
 _ATTAINMENT = 0.9
 
 ENGINE_OF_2024 = Efficiency(products=0.34, attention=0.3, memory=0.6, launch_s=8e-3)
-"""Efficiencies that are fitted to two of DistServe's figures: prefill alone, and decode alone.
-Other figures are predicted with them."""
+"""Efficiencies fitted to two of DistServe's figures: prefill alone, and decode alone. The simulator
+predicts the other figures with these efficiencies."""
 
 
 def poisson(rate: float, prompt: int, answer: int) -> list[TracedRequest]:
-    """Return requests of one size at random times of this rate. At another rate, the times are the
-    same ones, scaled.
+    """Return requests of one size that arrive at random times, ``rate`` per second. Another rate
+    scales the same times.
     """
     gaps = np.random.default_rng(SEED).exponential(1.0, _REQUESTS)
     return [TracedRequest(float(at_s), prompt, answer) for at_s in np.cumsum(gaps) / rate]

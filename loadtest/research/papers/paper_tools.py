@@ -12,7 +12,8 @@ from planning.simulator.results import SimulationResult
 
 SEED = 7
 _ROUNDS = 6
-"""Number of rounds of the bisection, which finds the rate to within a sixtieth of its range."""
+"""Number of rounds of the bisection. They find the rate to within a sixtieth of the searched
+range."""
 _LONGEST_PROMPT = 1 << 30
 
 MeetsSlos = Callable[[SimulationResult], bool]
@@ -20,7 +21,7 @@ MeetsSlos = Callable[[SimulationResult], bool]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A published figure, and the simulated one."""
+    """A figure of a published experiment, and the simulated figure for the same configuration."""
 
     name: str
     published: str

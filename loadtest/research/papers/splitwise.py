@@ -19,10 +19,10 @@ from planning.simulator.simulation import simulate
 from worker.costs.step_costs import StepCosts, fit
 
 _MIXED = 1.1
-"""Ratio of the time of a step with prompts and decoding sequences to that of a step with prompts of
-as many tokens, as in the authors' simulator (performance_model.py)."""
+"""Time of a step with prompts and decoding sequences, divided by the time of a step with prompts
+alone and as many tokens. The value is from the authors' simulator (performance_model.py)."""
 _CONTEXT = 512
-"""Number of context tokens of each sequence in the decode measurements."""
+"""Number of context tokens of each sequence in the paper's decode measurements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,10 @@ class MachineTimes:
     """Measured median times of one machine, in milliseconds."""
 
     prompt: Mapping[int, float]
-    """Time of a step with one prompt, by the prompt's tokens."""
+    """Time of a step with one prompt, by the prompt's number of tokens."""
     decode: Mapping[int, float]
-    """Time of a decode step, by the number of its sequences, with 512 tokens each."""
+    """Time of a decode step, by the number of sequences in the step. Each sequence has 512
+    tokens."""
 
 
 TIMES: Mapping[str, MachineTimes] = {
@@ -54,9 +55,9 @@ class SplitwiseCosts:
         """``gpu`` is a100 or h100. With ``flat``, decode steps are looked up as in the authors'
         simulator.
 
-        That simulator looks a step up by its number of computed tokens. In the measurement, that
-        number is the context's tokens. So a step with hundreds of sequences takes as long as one
-        with a single sequence.
+        The authors' simulator looks up the time of a step by the number of tokens that it computes.
+        The measured data have the number of context tokens instead. So a step with hundreds of
+        sequences takes as long as a step with one.
         """
         times = TIMES[gpu]
         self._prompt = _columns(times.prompt)
@@ -78,7 +79,8 @@ class SplitwiseCosts:
         return prompts_s * _MIXED if shape.decodes else prompts_s
 
     def decode_line(self, batch: int) -> DecodeLine:
-        """Implement ``StepCostModel``. The cost of the context is included in that of the batch."""
+        """Implement ``StepCostModel``. The cost of the sequences' context is included in the cost
+        of the batch."""
         line = self._lines.get(batch)
         if line is None:
             line = self._lines[batch] = DecodeLine(_between(self._decode, batch) / 1e3, 0.0)
@@ -99,7 +101,8 @@ def _columns(times: Mapping[int, float]) -> tuple[Floats, Floats]:
 
 
 def _between(columns: tuple[Floats, Floats], at: float) -> float:
-    """Interpolate linearly; beyond the last point, extrapolate the last segment."""
+    """Return the value at ``at`` by linear interpolation between two columns of points. Beyond the
+    last point, extend the last segment."""
     x, y = columns
     if at <= x[-1] or len(x) == 1:
         return float(np.interp(at, x, y))
@@ -118,8 +121,8 @@ _OBJECTIVES = {
     "TPOT": {50: 1.25, 90: 1.5, 99: 5.0},
     "E2EL": {50: 1.25, 90: 1.5, 99: 5.0},
 }
-"""The paper's nine objectives, as in its authors' notebooks/plots.ipynb: at a percentile of the
-requests, the maximum slowdown relative to a single request on an A100 machine."""
+"""The paper's nine objectives, as in its authors' notebooks/plots.ipynb: for each metric and
+percentile of the requests, the maximum slowdown, relative to a request alone on an A100 machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +153,8 @@ EQUAL_POWER = (
 )
 """Clusters of equal power. They have half of the authors' machines (70; 45+25)."""
 Kinds = Callable[[str], StepCostModel | None]
-"""Function that returns the cost model of a machine by its GPU. None: costs are computed from the
-data sheet."""
+"""Function that returns the cost model of a machine by its GPU. If the function returns None, costs
+are computed from the GPU's data sheet."""
 KINDS: dict[str, Kinds] = {
     "sheets": lambda gpu: None,
     "measured": SplitwiseCosts,
@@ -188,8 +191,8 @@ def conversations(trace: Trace, rate: float) -> list[TracedRequest]:
 
 
 def slowdowns(result: SimulationResult, lone: StepCostModel) -> dict[str, Floats]:
-    """Return the slowdowns of each request relative to a single request, by metric. They are
-    infinite for a failed request."""
+    """Return the slowdowns of all requests by metric, relative to a request that runs alone. A
+    failed request has an infinite slowdown."""
     found: dict[str, list[float]] = {name: [] for name in _OBJECTIVES}
     for request in result.requests:
         prompt, answer = request.input_tokens, request.output_tokens
@@ -207,7 +210,7 @@ def slowdowns(result: SimulationResult, lone: StepCostModel) -> dict[str, Floats
 
 
 def missed(result: SimulationResult, lone: StepCostModel) -> list[str]:
-    """Return the names of the objectives that are not met, such as "TTFT p90"."""
+    """Return the names of the latency objectives that ``result`` misses, such as "TTFT p90"."""
     return [
         f"{name} p{percentile}"
         for name, ratios in slowdowns(result, lone).items()
@@ -257,8 +260,8 @@ def equal_power(trace: Trace, costs: str) -> list[Finding]:
 def _findings(
     clusters: Sequence[Machines], trace: Trace, kinds: Kinds, published: str
 ) -> list[Finding]:
-    """Compare the throughput of the other clusters with that of the first one. ``published`` is the
-    paper's figure for Splitwise-AA.
+    """Compare the throughput of each other cluster with the throughput of the first cluster.
+    ``published`` is the paper's figure for Splitwise-AA.
     """
     found: list[Finding] = []
     base = 0.0

@@ -60,7 +60,8 @@ class Load:
     """Duration of sending requests, in seconds."""
 
     def times(self) -> tuple[tuple[float, bool], ...]:
-        """Return when each request is due, in seconds, and whether it is a document."""
+        """Return for each request the time in seconds at which it is due, and whether it is a
+        document."""
         process = ArrivalProcess("poisson", self.chat_rate)
         chats = process.times(self.seconds, np.random.default_rng(_SEED)).tolist()
         due = [(time, False) for time in chats]
@@ -71,7 +72,8 @@ class Load:
 
 
 class ChatsAndDocuments(Source):
-    """Makes the requests of a load. Each ``run`` number gives new texts, so that none is cached."""
+    """Makes the requests of a load: chats and documents. Each ``run`` number gives new texts, so
+    that no prompt is cached."""
 
     def __init__(self, load: Load, run: int) -> None:
         self._load = load
@@ -94,7 +96,7 @@ class Figures:
     document_tokens: int
     repetition: int
     chats: int
-    """Number of counted chats, which are due between warm-up and cool-down."""
+    """Number of chats that count: those due between warm-up and cool-down."""
     documents: int
     failed: int
     """Number of chats and documents without a complete answer."""
@@ -114,7 +116,7 @@ def figures_of(
     records: Sequence[RequestRecord],
     warnings: tuple[str, ...],
 ) -> Figures:
-    """Return the figures of one run. ``records`` are its counted requests."""
+    """Return the figures of one run. ``records`` are those requests of the run that count."""
     documents = {number for number, (_, document) in enumerate(load.times()) if document}
     good = [record for record in records if record.outcome == "ok"]
     chats = [record for record in good if record.number not in documents]

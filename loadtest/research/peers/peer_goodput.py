@@ -55,10 +55,11 @@ from planning.common.report import print_whole, this_machine, whole_table
 from planning.common.slo import Slo
 
 _STEP = 1.25
-"""Ratio of consecutive rates. It determines the precision of the goodput."""
+"""Ratio of each tried request rate to the previous one. It determines the precision of the
+goodput."""
 _HOPELESS = 0.6
-"""Share of requests within the loosest SLO. If a rate has a lower share, no higher rate is
-tried."""
+"""Minimum share of requests that meet the loosest SLO. If the share at a rate is lower, no higher
+rate is tried."""
 _WARM_UP_RATE, _WARM_UP_S = 1.0, 8.0
 _TIMEOUT_S = 60.0
 _SEED = 5
@@ -144,7 +145,7 @@ class RateFigures:
     rate: float
     requests: int
     attainment: tuple[float, ...]
-    """Attainment of each SLO, in the order of ``SLOS``."""
+    """For each of ``SLOS``, in this order, the share of requests that met it."""
     ttft_p50_ms: float
     ttft_p95_ms: float
     tpot_p50_ms: float
@@ -153,14 +154,14 @@ class RateFigures:
 
 
 def goodput(figures: Sequence[RateFigures], slo: int) -> float:
-    """Return the highest rate that met ``SLOS[slo]``, below every rate that missed it; 0 if there
-    is none."""
+    """Return the highest rate at which enough requests met ``SLOS[slo]``, if the same holds at
+    every lower rate. Return 0 if there is none."""
     met = itertools.takewhile(lambda one: one.attainment[slo] >= ATTAINMENT, figures)
     return max((one.rate for one in met), default=0.0)
 
 
 def figures_of(run: LoadRun, records: Sequence[RequestRecord]) -> RateFigures:
-    """Return the figures of one run. ``records`` are its counted requests."""
+    """Return the figures of one run. ``records`` are those requests of the run that count."""
     found = run.summary.all
     shares = tuple(
         sum(record.met(slo) for record in records) / max(1, len(records)) for slo in SLOS
@@ -213,7 +214,8 @@ def sweep(
     texts: Texts | None,
     say: Say,
 ) -> tuple[RateFigures, ...]:
-    """Measure a server at rising rates, until hardly any request is good. Raises BatonError."""
+    """Measure a server at rising request rates, until too few requests meet even the loosest SLO.
+    Raises BatonError."""
     drive(server, _WARM_UP_RATE, _WARM_UP_S, Mix(documents, _SEED, 0, texts), say)
     found: list[RateFigures] = []
     for number, rate in enumerate(rising, start=1):
@@ -225,8 +227,8 @@ def sweep(
 
 
 def show(found: Mapping[str, Sequence[RateFigures]], console: Console) -> None:
-    """Print the goodput in requests/s for each SLO, and the first server's ratio to each other
-    one."""
+    """Print the goodput in requests/s for each SLO. Also print the first server's goodput divided
+    by that of each other server."""
     names = list(found)
     ours, others = names[0], names[1:]
     ratios = [f"{ours} / {name}" for name in others]
@@ -243,8 +245,8 @@ def show(found: Mapping[str, Sequence[RateFigures]], console: Console) -> None:
 
 
 def _ratio(ours: float, other: float, least: float) -> str:
-    """Return the ratio of the first server's goodput to another one's as text; empty if the first
-    server met the SLO at no rate.
+    """Return the first server's goodput divided by another server's, as text. It is empty if the
+    first server met the SLO at no rate.
 
     ``least`` is the lowest rate at which the other server was tried.
     """

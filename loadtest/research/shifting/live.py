@@ -87,8 +87,8 @@ class LiveCluster:
 async def live_cluster(
     prefill: int, decode: int, fields: Mapping[str, Any], folder: Path
 ) -> AsyncIterator[LiveCluster]:
-    """Start a cluster whose configuration has these fields, with its files in ``folder``. It ends
-    with the block.
+    """Run a cluster during the block. ``fields`` are its configuration, and its files are in
+    ``folder``.
     """
     http, grpc = (f"{LOOPBACK}:{free_port()}" for _ in range(2))
     config, log = folder / "cluster.toml", folder / "cluster.log"
@@ -112,8 +112,8 @@ async def live_cluster(
 
 
 def toml_of(fields: Mapping[str, Any]) -> str:
-    """Return the fields as TOML: plain ones first, then a table for each mapping. Values may only
-    be texts and numbers.
+    """Return ``fields`` as TOML: first the plain values, then a table for each mapping. Plain
+    values must be texts or numbers.
     """
     plain = [f"{name} = {json.dumps(value)}" for name, value in fields.items() if _plain(value)]
     tables = [f"[{name}]\n{toml_of(value)}" for name, value in fields.items() if not _plain(value)]
@@ -142,7 +142,7 @@ _LOOK_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RolesSeen:
-    """Number of workers in each role, at one moment of a run."""
+    """Numbers of workers in the prefill and the decode role, at one moment of a run."""
 
     at_s: float
     prefill: int
@@ -151,7 +151,7 @@ class RolesSeen:
 
 async def drive(cluster: LiveCluster, traffic: ShiftingTraffic, name: str, run: int) -> Outcome:
     """Send the traffic to a cluster, and return the results. Each ``run`` number gives new prompts,
-    so that none is cached.
+    so that no prompt is cached.
     """
     target = OpenAiTarget(cluster.url, "completions", AskOptions(SERVED_NAME))
     driver = LoadDriver(target)
@@ -167,8 +167,8 @@ async def drive(cluster: LiveCluster, traffic: ShiftingTraffic, name: str, run: 
 async def fixed_ratios(
     traffic: ShiftingTraffic, ratios: Sequence[tuple[int, int]], local: str, folder: Path, say: Say
 ) -> list[Outcome]:
-    """Measure each ratio of roles on one cluster, and return the results. Between runs, workers
-    change roles by command.
+    """Measure each ratio of prefill to decode workers on one cluster, and return the results.
+    Between two ratios, commands change the roles of workers.
     """
     found = []
     half = scenario.WORKERS // 2
@@ -186,8 +186,8 @@ async def fixed_ratios(
 async def autoscaled(
     traffic: ShiftingTraffic, local: str, folder: Path, say: Say
 ) -> tuple[Outcome, list[RolesSeen]]:
-    """Measure a cluster with the autoscaler, which begins with equal roles. Return the results, and
-    the numbers of roles over time.
+    """Measure a cluster with the autoscaler. It begins with as many prefill as decode workers.
+    Return the results, and the numbers of workers in each role over time.
     """
     half = scenario.WORKERS // 2
     fields = scenario.fields(autoscaled=True, local_prefill=local)

@@ -21,7 +21,7 @@ class Outcome:
     """Results of one run on one cluster."""
 
     name: str
-    """Name of the cluster: ``3P3D``, or ``AUTOSCALED``."""
+    """Name of the cluster: its ratio of roles, such as ``3P3D``, or ``AUTOSCALED``."""
     requests: int
     good: int
     """Number of requests that met both SLOs."""
@@ -29,7 +29,7 @@ class Outcome:
     failed: int
     goodput_per_s: float
     by_phase: tuple[float, ...]
-    """Share of good requests in each phase of the traffic."""
+    """For each phase of the traffic, the share of requests that met both SLOs."""
     late_ms: float = 0.0
     """p99 of the client's event-loop lag in milliseconds; 0 if it was not measured."""
 
@@ -68,7 +68,7 @@ def gain(found: Sequence[Outcome]) -> float:
 
 
 def table_of(found: Sequence[Outcome], traffic: ShiftingTraffic, title: str) -> Table:
-    """Return a table with the results of each cluster in a row."""
+    """Return a table that has one row with the results of each cluster."""
     phases = [phase.kind for phase in traffic.phases()]
     table = whole_table(
         *("workers", "goodput/s", "good", "refused", "failed", *phases, "client late, ms"),

@@ -22,7 +22,7 @@ from worker.costs.step_costs import StepCosts
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of requests, with its prompt and answer lengths."""
+    """A kind of requests, with the lengths of their prompts and answers."""
 
     name: str
     inputs: Lengths
@@ -34,8 +34,8 @@ LONG_PROMPTS = Kind(
 )
 LONG_ANSWERS = Kind("long answers", Lengths.parse("uniform:30-70"), Lengths.parse("uniform:70-150"))
 SHARES = ((LONG_PROMPTS, 0.5), (LONG_ANSWERS, 1.0), (LONG_PROMPTS, 0.5))
-"""Phases of the traffic: kind of requests, and duration as a multiple of ``phase_s``. So half of
-the requests are of each kind."""
+"""Phases of the traffic. Each has the kind of its requests, and its duration as a multiple of
+``phase_s``. Each kind has half of all requests."""
 
 
 REST_S = 6.0
@@ -91,8 +91,8 @@ class ShiftingTraffic:
         return found
 
     def planned(self, run: int = 0) -> Iterator[PlannedRequest]:
-        """Return the requests to send to a live cluster. Another ``run`` number gives other prompts
-        of the same lengths.
+        """Return the requests to send to a live cluster. A different ``run`` number gives different
+        prompts of the same lengths.
         """
         number = 0
         for place, phase in enumerate(self.phases()):
@@ -102,7 +102,8 @@ class ShiftingTraffic:
                 number += 1
 
     def traced(self) -> list[TracedRequest]:
-        """Return the requests to simulate, which are those of a live run."""
+        """Return the requests of this traffic for the simulator. They are the same as in a live
+        run."""
         return [
             TracedRequest(request.due_s, request.input_tokens, request.output_tokens)
             for request in self.planned()
@@ -110,17 +111,17 @@ class ShiftingTraffic:
 
 
 WARM_UP = ShiftingTraffic(2.0, 4.0)
-"""Traffic of the warm-up, which does not count. It covers one-time costs, and trains routers on
-both kinds of requests."""
+"""Traffic before the measurement, which does not count. One-time costs fall into it, and routers
+learn the costs of both kinds of requests."""
 
 
 WORKERS = 6
 RATIOS = tuple((prefill, WORKERS - prefill) for prefill in range(1, WORKERS))
-"""All fixed ratios: numbers of prefill and decode workers."""
+"""All fixed ratios of roles to measure, each as (prefill workers, decode workers)."""
 COSTS = StepCosts(prefill=(15.0, 0.4, 0.00002), step=(30.0, 3.0, 0.002))
-"""Costs in milliseconds. With these, a worker computes about 2,200 prompt tokens per second, or
-generates about 190 tokens within the SLO. This is slow, so that two cores carry six workers, a
-router and the client."""
+"""Costs of a timed worker's steps in milliseconds. With these costs, a worker computes about 2,200
+prompt tokens per second, or generates about 190 tokens within the SLO. This is slow, so that two
+cores carry six workers, a router and the client."""
 SLO = Slo(2.0, 0.075)
 RATE, PHASE_S = 6.5, 50.0
 """Rate in requests per second, and duration of a phase in seconds. The load is as much as five
@@ -136,5 +137,5 @@ def fields(*, autoscaled: bool, local_prefill: str = "never") -> dict[str, Any]:
 
 
 def shape(prefill: int, decode: int) -> ClusterShape:
-    """Return the cluster in the form that the simulator needs."""
+    """Return a cluster with these numbers of workers, in the form that the simulator needs."""
     return shape_of(TimedSettings(prefill, decode, COSTS))

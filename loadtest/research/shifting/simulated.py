@@ -32,8 +32,8 @@ def simulated(
 def compare(
     traffic: ShiftingTraffic, local_prefill: str = "never"
 ) -> tuple[list[Outcome], tuple[RoleChange, ...]]:
-    """Simulate the traffic with every fixed ratio, and last with the autoscaler, which begins with
-    equal roles.
+    """Simulate the traffic with every fixed ratio of roles, and then with the autoscaler. It begins
+    with as many prefill as decode workers.
 
     Return all results, and the autoscaler's role changes.
     """

@@ -50,11 +50,12 @@ class TimedSettings:
     decode: int
     """Number of decode workers at the start."""
     costs: StepCosts
-    """Costs of every worker's steps."""
+    """Time that a worker's steps take, as a function of their size. It is the same for all
+    workers."""
     max_sequences: int = 64
-    """Maximum sequences in a worker's step."""
+    """Maximum number of sequences in a worker's step."""
     chunk_tokens: int = 512
-    """Maximum prompt tokens in a worker's step."""
+    """Maximum number of prompt tokens in a worker's step."""
     kv_pool_mib: int = 8
     """Memory for a worker's KV blocks, in MiB. 1 MiB holds 2048 blocks of 16 tokens."""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -83,7 +84,7 @@ class Steps:
     """Timings of the steps of one worker; float64 seconds, each [steps]."""
 
     asked_s: npt.NDArray[np.float64]
-    """Duration of each step by the cost model."""
+    """Duration that the cost model requests for each step."""
     took_s: npt.NDArray[np.float64]
     """Actual duration of each step."""
     gap_s: npt.NDArray[np.float64]
@@ -106,7 +107,7 @@ class TimedCluster:
         """Worker processes by slot. A drained worker has ended but stays in the dict."""
         self._folder = folder
         self._stacks: list[contextlib.AsyncExitStack] = []
-        """Exit stacks of the processes: closing one ends its process."""
+        """One exit stack for each process of the cluster. To close a stack ends its process."""
         self._router: RouterChild | None = None
 
     @property
@@ -160,13 +161,13 @@ class TimedCluster:
         return float(answer["took_s"])
 
     async def drain(self, slot: str) -> bool:
-        """Drain a worker as ``baton drain`` does. Return whether it was empty before the
-        deadline."""
+        """Drain a worker as ``baton drain`` does. Return whether the worker had no requests left
+        before the deadline."""
         return bool((await self._operate(slot, "drain", {"force": True}))["empty"])
 
     async def steps(self, slot: str) -> Steps:
-        """Return the timings of a worker's steps since the last call. Preferably call it when no
-        step runs.
+        """Return the timings of a worker's steps since the last call. Preferably call this method
+        when no step runs.
         """
         answer = await self.workers[slot].ask({}, _ANSWER_S)
         return Steps(*(np.array(answer[name]) for name in ("asked_s", "took_s", "gap_s")))
@@ -207,7 +208,8 @@ class TimedCluster:
 
 @contextlib.asynccontextmanager
 async def timed_cluster(settings: TimedSettings) -> AsyncIterator[TimedCluster]:
-    """Start a cluster, which ends with the block. Raises BatonError if it does not start."""
+    """Run a cluster of timed workers during the block. Raises BatonError if the cluster does not
+    start."""
     # The path is short, since a socket's path is limited.
     with tempfile.TemporaryDirectory(prefix="baton-") as name, bench_store(Path(name)) as url:
         cluster = TimedCluster(settings, Path(name), url)

@@ -26,8 +26,8 @@ PLANNED_AHEAD_S = 0.01
 the next step counts as planned ahead, and its duration is counted from the scheduled end of the
 step before. GPU steps are planned in this way, so that planning time does not add up."""
 FIRST_TOKEN_ID, TOKEN_IDS = 64, 26
-"""First token id of answers, and number of ids in use: plain tokens in any vocabulary, and the
-letters a to z in that of ``loadtest.research.timed.model_folder``."""
+"""Lowest token id in answers, and number of different ids. They are ordinary tokens in any
+vocabulary. In the vocabulary of ``loadtest.research.timed.model_folder``, they are letters."""
 _CERTAIN = 1e4
 """Logit so high that its token is always sampled."""
 
@@ -37,7 +37,7 @@ class StepTiming:
     """Requested and actual times of one step, in seconds."""
 
     asked_s: float
-    """Duration of the step by the cost model."""
+    """Duration that the cost model requests for the step."""
     took_s: float
     """Actual duration of the step, from the time at which it counts as begun to its end."""
     gap_s: float
@@ -64,7 +64,7 @@ class TimedStepModel:
         self._vocab_size = vocab_size
         self._clock, self._sleep = clock, sleep
         self._due = 0.0
-        """Time at which the last step should end, by the cost model."""
+        """Time at which the last step should have ended according to the cost model."""
         self._ended = 0.0
         """Time at which the last step actually ended."""
 
@@ -86,7 +86,7 @@ class TimedStepModel:
         """Sleep for the step's duration, and generate tokens. Each token is a pure function of the
         one before it and of its position.
 
-        So a sequence that is computed again, or on another worker, gets the same tokens.
+        So a sequence gets the same tokens if it is computed again, also on another worker.
         """
         self._wait(self._costs.seconds(shape_of_rows(step.rows)))
         best = [FIRST_TOKEN_ID + place % TOKEN_IDS for place in _places(step)]
@@ -111,8 +111,8 @@ class TimedStepModel:
 
 
 def _places(step: StepInput) -> list[int]:
-    """Return a number for each output of the step, which depends only on its token and its position
-    in the sequence."""
+    """Return one number for each output of the step. The number depends only on the input token and
+    the position of the token in its sequence."""
     positions: list[int] = []
     for row in step.rows:
         positions += range(row.start, row.start + row.count)
@@ -120,9 +120,10 @@ def _places(step: StepInput) -> list[int]:
 
 
 CHUNK_TOKENS = 512
-"""Maximum tokens of a step if the pool's setting is 0."""
+"""Maximum number of tokens in a step if the pool's ``chunk_tokens`` is 0."""
 FINGERPRINT = "timed"
-"""Fingerprint of all timed engines. So they share KV, which is never read, only with each other."""
+"""Fingerprint of all timed engines. With it, timed engines exchange KV only with each other. That
+KV is never read."""
 
 
 def build_timed_engine(
@@ -131,8 +132,9 @@ def build_timed_engine(
     """Build an engine for ``model``, as ``worker.engine_start.start_engine`` does. Raises
     ConfigError.
 
-    The folder's ``config.json`` determines the size of blocks, ``kv_pool_mib`` their number. Chunks
-    do not get shorter late in a prompt, since the cost model alone determines a step's time.
+    The ``config.json`` in the model's folder determines the size of KV blocks, and ``kv_pool_mib``
+    determines their number. Chunks do not get shorter late in a prompt, since the cost model alone
+    determines a step's time.
     """
     pool, config, folder = settings.pool, settings.config, Path(settings.model_path)
     shape = load_model_config(folder, config.max_model_len)

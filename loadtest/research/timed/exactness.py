@@ -29,11 +29,13 @@ from planning.common.report import print_whole, this_machine, whole_table
 from worker.costs.step_costs import StepCosts
 
 _COSTS = StepCosts(prefill=(10.0, 0.2, 0.0), step=(50.0, 0.0, 0.0))
-"""Step costs that give each sequence 20 tokens per second, at any number of sequences."""
+"""Step costs with which each sequence gets 20 tokens per second, independent of the number of
+sequences."""
 _PROMPT_TOKENS = 64
 _IDLE_S = 5.0
 _FIRST_STEPS = 20
-"""Number of first steps of a worker that do not count, because sequences still arrive."""
+"""Number of steps at a worker's start that do not count, because sequences are still arriving
+then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +43,10 @@ class Footprint:
     """Resources that one worker's process uses."""
 
     idle_core: float
-    """Share of a core that the process uses while idle."""
+    """Share of a CPU core that the worker's process uses while it is idle."""
     busy_core: float
     private_mib: float
-    """Memory that the process shares with no other one (USS), in MiB."""
+    """Memory that the worker's process shares with no other process (USS), in MiB."""
 
 
 def main() -> None:
@@ -92,7 +94,7 @@ async def measure(
 
 
 class _Use:
-    """Measures the share of a core that each worker uses, since this object was made."""
+    """Measures the share of a CPU core that each worker has used since this object was made."""
 
     def __init__(self, cluster: TimedCluster) -> None:
         self._pids = _pids(cluster)
@@ -120,7 +122,8 @@ def ratios(steps: Sequence[Steps]) -> tuple[float, float, float, float]:
     """Return median and p99 of the ratios of measured to requested step times, and of the gaps
     between steps in milliseconds.
 
-    Gaps count only if the next step followed immediately: after longer ones the worker was idle.
+    Only short gaps count, after which the next step followed immediately. In longer gaps the worker
+    was idle.
     """
     kept = [
         slice(_FIRST_STEPS, None) if len(one.asked_s) > 2 * _FIRST_STEPS else slice(None)

@@ -27,8 +27,8 @@ def write_model_folder(
     """Write config and tokenizer of a Llama whose KV takes ``KV_TOKEN_BYTES`` per token; returns
     the folder.
 
-    A byte of text is a token: a prompt of n letters has n tokens. ``costs`` take the place of
-    weights: a real engine finds no weights, and reports that.
+    A byte of text is a token: a prompt of n letters has n tokens. The folder contains ``costs``
+    instead of weights. A real engine that loads the folder reports that the weights are missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {

@@ -5,7 +5,8 @@ The process's event loop owns everything except the steps.
 
 It reads ``config``, ``pool``, ``slot``, ``model_path``, ``model_name``, ``redis_url``,
 ``cluster_id``, ``number`` and ``workers_here``. Its hello has its process id and incarnation, and
-each answer has its steps' timings since the last one. It ends with its input, and with a drain.
+each answer has its steps' timings since the last one. The process ends when its input ends, and
+after a drain.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class TimedProcess:
     def __init__(self, settings: WorkerSettings) -> None:
         """Make a worker process for a model folder of ``write_model_folder``.
 
-        Raises ConfigError for another folder.
+        Raises ConfigError for any other folder.
         """
         folder = Path(settings.model_path)
         self._costs = read_step_costs(folder)
@@ -61,8 +62,8 @@ class TimedProcess:
     def _measure(
         self, settings: WorkerSettings, engine: Engine, board: CoreBoard | None
     ) -> StepCosts:
-        """Return the costs of the cost model. No step is measured, since other workers may start on
-        the same cores."""
+        """Return the costs of the cost model. No step is measured, because other workers that start
+        on the same cores would disturb the measurement."""
         return self._costs
 
 
@@ -87,8 +88,8 @@ class TimedWorker:
         }
 
     async def serve(self, asker: Asker) -> None:
-        """Answer questions until there are no more, or a drain has ended. If the worker has failed,
-        raise its error.
+        """Answer questions until no more follow, or until a drain of this worker has ended. If the
+        worker has failed, raise its error.
         """
         record = await self._process.start()
         asker.say({"pid": os.getpid(), "incarnation": record.incarnation})

@@ -31,7 +31,7 @@ class Feeling:
 
     first_token_s: float
     token_s: float
-    """Mean time per token after the first."""
+    """Mean time per token after the first token."""
 
 
 def ask(client: httpx.Client, model: str, number: int, tokens: int) -> Feeling:

@@ -1,9 +1,9 @@
 """Measures the maximum load of one `baton bench serve` process, and its accuracy, against an echo.
 
-    python -m loadtest.research.timings.client_limits --rates 500,1000,2000 --seconds 10
+python -m loadtest.research.timings.client_limits --rates 500,1000,2000 --seconds 10
 
 The server answers each request's first token at once and the others one per step, so any delay
-comes from the client, or from the echo server, which shares the machine.
+comes from the client or from the echo server. Both run on the same machine.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from baton.client import DEFAULT_ADDRESS, Client
 from baton.v1.sampling_pb2 import SamplingParameters
 
 _LOWEST_ID, _HIGHEST_ID = 100, 40_000
-"""Lowest and highest token id in prompts. Control tokens come before this range in every vocabulary
-of this size."""
+"""Lowest and highest token id in prompts. In a vocabulary of this size, control tokens have lower
+ids."""
 
 
 def measure(client: Client, prompt: list[int]) -> tuple[float, int]:

@@ -57,7 +57,8 @@ class RankCase:
 
     @property
     def floor(self) -> int:
-        """Return the minimum bytes of a run: each rank of the receiver gets its heads once."""
+        """Return the minimum number of bytes that a run must send. Each rank of the receiver gets
+        its own heads once."""
         layouts = KvLayout.of(self.source), KvLayout.of(self.target)
         slices = plan(*layouts, 0, self.blocks * self.source.block_size)
         return TICKETS * sum(each.length for each in slices)
@@ -69,11 +70,12 @@ class RankRow:
 
     case: RankCase
     bytes: int
-    """Number of bytes that a run transferred."""
+    """Number of bytes that one run transferred."""
     seconds: float
     """Median time of the runs."""
     beside: float
-    """Throughput relative to workers of one rank each, measured in the same minutes."""
+    """Throughput divided by the throughput of workers with one rank each, which runs in alternation
+    with it."""
 
 
 def main(
@@ -178,7 +180,7 @@ class _Bench:
         self._receiver = receiver
         self._exchange = exchange
         self.idle_s = 0.0
-        """Time in the last run before its first block was sent, in seconds."""
+        """Seconds from the start of the last run until the first block was sent."""
 
     async def run(self) -> int:
         """Hand over all tickets at once. Return the number of bytes sent."""

@@ -20,7 +20,7 @@ from worker.exchange.block_receiver import BlockReceiver
 from worker.services import TransferServicer
 
 RECEIVER = "receiver"
-"""Incarnation by which the sender addresses the receiving worker."""
+"""Incarnation of the receiving worker, by which the sender addresses it."""
 _DEADLINE_S = 60.0
 
 
@@ -50,7 +50,7 @@ async def _work(asker: Asker, start: Fields) -> None:
 
 
 class _Tickets:
-    """Answers the sender's questions: reserves blocks and commits tickets."""
+    """Answers the sender's requests: reserves blocks for tickets, and commits the tickets."""
 
     def __init__(self, receiver: BlockReceiver, writer: Geometry) -> None:
         self._receiver = receiver
@@ -58,8 +58,8 @@ class _Tickets:
         self._count = 0
 
     async def answer(self, question: Fields) -> Fields:
-        """Answer a question: first ``{"promise": [blocks, …], "writer": …}``, which reserves
-        blocks, then ``{"commit": [ticket, …], …}``.
+        """Answer a request. ``{"promise": [blocks, …], "writer": …}`` reserves a number of blocks
+        for each ticket, and ``{"commit": [ticket, …], …}`` commits tickets.
         """
         if "promise" in question:
             tickets = [self._promise(each, question["writer"]) for each in question["promise"]]

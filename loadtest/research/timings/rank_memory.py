@@ -28,7 +28,7 @@ from engine.parallel.weight_slices import WeightSlices
 
 _MIB = 1 << 20
 _BYTES = 2
-"""Bytes of a bfloat16."""
+"""Bytes of one bfloat16 value."""
 _INDEX = "model.safetensors.index.json"
 _STATUS = Path("/proc/self/status")
 _CLEAR_PEAK = Path("/proc/self/clear_refs"), "5"
@@ -63,7 +63,7 @@ class Shape:
         }
 
     def ends(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the tensors before and after the layers, by name."""
+        """Return the shapes of the tensors outside the layers, such as the embedding, by name."""
         table = (self.vocabulary, self.hidden)
         return {
             "model.embed_tokens.weight": table,
@@ -89,8 +89,8 @@ class Shape:
 
 
 def write_checkpoint(folder: Path, shape: Shape) -> None:
-    """Write a checkpoint whose tensors are holes: one file for each layer, and one for the other
-    tensors.
+    """Write a checkpoint as sparse files, whose tensors are holes: one file for each layer, and one
+    for the other tensors.
     """
     (folder / "config.json").write_text(json.dumps(shape.config()))
     parts = [shape.ends(), *(shape.layer(number) for number in range(shape.layers))]

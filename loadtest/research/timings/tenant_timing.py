@@ -25,16 +25,16 @@ _DEADLINE_S = 60.0
 
 
 def area(quick: Sequence[float], slow: Sequence[float]) -> float:
-    """Return the area under the ROC curve: the share of pairs in which the time from ``quick`` is
-    smaller. A tie counts half.
+    """Return the area under the ROC curve: the share of pairs, one time from each list, in which
+    the time from ``quick`` is smaller. Equal times count half.
     """
     wins = sum((a < b) + 0.5 * (a == b) for a in quick for b in slow)
     return wins / (len(quick) * len(slow))
 
 
 def chance(quick: Sequence[float], slow: Sequence[float], dice: random.Random) -> float:
-    """Return the share of shuffled labelings that separate the times at least as well, in either
-    direction.
+    """Return the probability of a result at least as clear by chance. It is the share of random
+    relabelings that separate the times as well or better, in either direction.
     """
     seen = abs(area(quick, slow) - 0.5)
     both, count = [*quick, *slow], 0

@@ -99,8 +99,8 @@ def eagle(
 
 
 def _layers(config: ModelConfig) -> tuple[int, int, int]:
-    """Return the numbers of the recorded outputs: those of a low layer, a middle layer, and the
-    last one.
+    """Return the numbers of the layers whose outputs are recorded: a low layer, a middle layer, and
+    the last layer.
     """
     return max(1, config.layers // 4), max(1, config.layers // 2), config.layers
 

@@ -54,8 +54,7 @@ class EagleTrainee(nn.Module):
         """Return the logits of each pass, [rows, length, draft_vocab] each.
 
         ``embedded`` is [rows, length, hidden_size]. ``features`` is [rows, length, 3 *
-        hidden_size]: the target's features of the token before each row's, or zeros if there is
-        none.
+        hidden_size]: the target's features of the previous token, or zeros if there is none.
         """
         feature = self.fc(features)
         before: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -120,7 +119,8 @@ class _Attention(nn.Module):
     ) -> torch.Tensor:
         """Run the head's layer for one pass.
 
-        ``before`` has the keys and values of earlier passes. Those of this pass are appended to it.
+        ``before`` has the keys and values of earlier passes. The keys and values of this pass are
+        appended to ``before``.
         """
         rows, length, _ = x.shape
         query = _rotate(self.q_proj(x).view(rows, length, -1, self.dim), rope)

@@ -27,13 +27,14 @@ from loadtest.research.training.eagle_trainee import FEATURE_LAYERS, EagleTraine
 from loadtest.research.training.self_talk import Conversation
 
 _HELD_BACK = 15
-"""One of this number of conversations is not trained on, but used to measure agreement."""
+"""One in this number of conversations is used to measure agreement, and not for training."""
 _PASS_SHARE = 0.8
-"""Weight of each pass of the training-time test relative to the one before it."""
+"""Loss weight of each pass of the training-time test, relative to the previous pass."""
 _QUESTION_SHARE = 0.1
 """Weight of a question's token in the loss, relative to an answer's token."""
 _LOST_FEATURES = 0.01
-"""Share of rows whose feature is replaced by zeros in training, as after a handoff."""
+"""Share of training rows whose feature is replaced by zeros. After a handoff, a feature is missing
+in the same way."""
 _WARM_UP_STEPS = 30
 _MIN_RATE = 0.05
 """Final learning rate of the cosine schedule, relative to the initial one."""
@@ -48,8 +49,7 @@ class EagleTrainingSettings:
     draft_vocab: int = 4096
     """Number of tokens that the head can propose: the most frequent ones of the answers."""
     passes: int = 3
-    """Number of passes of the training-time test, which is the number of draft tokens that are
-    learned."""
+    """Number of passes of the training-time test. The head learns to draft as many tokens."""
     batch_tokens: int = 1536
     learning_rate: float = 1.5e-3
 
@@ -60,13 +60,14 @@ class _Batch:
 
     token_ids: torch.Tensor
     features: torch.Tensor
-    """Target's features of the token before each row's, fp32 [rows, length, 3 * hidden_size]."""
+    """The target's features of the token before each row's token, fp32 [rows, length, 3 *
+    hidden_size]."""
     last: torch.Tensor
     """Normed output of the target's last layer, fp32 [rows, length, hidden_size]."""
     weight: torch.Tensor
     """Weight of each row in the loss; 0 for padding."""
     answered: torch.Tensor
-    """Whether the token after each row's belongs to the answer."""
+    """For each row, whether the token after the row's token belongs to the answer."""
 
 
 class EagleTraining:
@@ -151,8 +152,8 @@ class EagleTraining:
         return sum(last) / max(1, len(last))
 
     def learn(self, share: float) -> float:
-        """Do one training step. ``share`` is the part of the whole training that is over. Return
-        the loss of the first pass.
+        """Do one training step. ``share`` is the share of the whole training that is already done.
+        Return the loss of the first pass.
         """
         self._set_rate(share)
         loss = self._step(self._batch(self._next()))
@@ -167,7 +168,8 @@ class EagleTraining:
             group["lr"] = self._settings.learning_rate * warm * rate
 
     def _next(self) -> list[Conversation]:
-        """Return conversations of similar length, up to the number of tokens of a batch."""
+        """Return the conversations of the next batch. They have similar lengths, and together at
+        most the batch's number of tokens."""
         if not self._pool:
             order = self._learned[:]
             self._random.shuffle(order)
@@ -238,8 +240,8 @@ class EagleTraining:
 
     @torch.no_grad()
     def agreement(self, most: int = 64) -> list[float]:
-        """Return how often the head's most likely token is the target's, if the tokens before it
-        are the target's own.
+        """Return the shares of draft tokens at which the head and the target have the same most
+        likely token, after the same earlier tokens.
 
         Entries are for the first token of a draft, the second, and so on. Only held-out answers
         count.

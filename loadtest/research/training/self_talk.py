@@ -24,10 +24,10 @@ from loadtest.engine.speculation_prompts import copying_tasks
 from router.text.tokenizer import Tokenizer
 
 _OWN_TASKS = 0.15
-"""Share of the conversations that are about Baton's own text."""
+"""Share of the conversations whose task is about text of Baton's documentation or sources."""
 _TEMPERATURES = (0.0, 0.3, 0.7, 1.0)
-"""Temperatures at which answers are generated, since drafts must be right for greedy and for
-sampled ones."""
+"""Temperatures at which answers are generated. The head must draft well for greedy and for sampled
+answers."""
 _QUESTION_TOKENS, _ANSWER_TOKENS = 96, 320
 _MAX_TOKENS = 768
 _MARK = "\x1a"
@@ -44,8 +44,8 @@ class Conversation:
     """Outputs of the recorded layers for every token of the conversation, bf16 [tokens, layers,
     hidden_size]."""
     answer: int
-    """Index of the answer's first token. The target has not generated the tokens before it as an
-    answer."""
+    """Index of the answer's first token. The tokens before it are not part of an answer of the
+    target."""
 
 
 @dataclass(slots=True)

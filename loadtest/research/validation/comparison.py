@@ -11,7 +11,8 @@ from loadtest.research.validation.offered_load import OfferedLoad
 from planning.common.slo import Slo
 
 LATENCY_AIM, GOODPUT_AIM = 0.15, 0.10
-"""Maximum relative errors of a predicted latency, and of a predicted goodput."""
+"""Maximum relative error of a predicted latency, and maximum relative error of a predicted
+goodput."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +48,14 @@ class Comparison:
     rate: float
     """Requests per second of the load."""
     requests: int
-    """Number of counted requests."""
+    """Number of requests that count."""
     figures: tuple[Figure, ...]
     attainment: tuple[float, float]
     """Share of requests that met every SLO: the predicted and the measured one."""
     refused: tuple[int, int]
     """Number of requests that the router rejected: the predicted and the measured one."""
     late_ms: float
-    """p99 of the client's event-loop lag."""
+    """p99 of the client's event-loop lag, in milliseconds."""
 
 
 def compare(

@@ -16,9 +16,11 @@ from loadtest.generator.workload.traffic import DrawnLengths, planned
 from planning.common.traces import TracedRequest
 
 _ARRIVALS = 7
-"""Number of the random stream for arrivals, which is separate from that of lengths."""
+"""Number that seeds the random arrival times, so that they are independent of the random
+lengths."""
 _WARM_UP = 0.1
-"""Share of a load's duration whose requests do not count, because the cluster is still filling."""
+"""Share of a load's duration, from its start, in which requests do not count because the cluster is
+still filling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,8 @@ class OfferedLoad:
         return Window(_WARM_UP * self.seconds, self.seconds)
 
     def planned(self, run: int = 0) -> list[PlannedRequest]:
-        """Return the requests to send to a live cluster. Another ``run`` number gives other prompts
-        of the same lengths.
+        """Return the requests to send to a live cluster. A different ``run`` number gives different
+        prompts of the same lengths.
         """
         generator = np.random.default_rng((self.seed, _ARRIVALS))
         times = ArrivalProcess(self.kind, self.rate).times(self.seconds, generator)
@@ -47,7 +49,7 @@ class OfferedLoad:
         return list(planned(source, tuple(times.tolist())))
 
     def traced(self) -> list[TracedRequest]:
-        """Return the requests to simulate. No two prompts begin equally."""
+        """Return the requests of this load for the simulator. No two prompts share a prefix."""
         return [
             TracedRequest(request.due_s, request.input_tokens, request.output_tokens)
             for request in self.planned()

@@ -25,9 +25,9 @@ def predicted(
     """Simulate the loads on one cluster. Return the records of each load's requests in order, in
     seconds from that load's beginning.
 
-    ``loads`` has the time in seconds at which each load begins, in order. The cluster serves one
-    load after another, as a live one does, because its router and workers learn from earlier
-    requests.
+    Each entry of ``loads`` is the time in seconds at which a load begins, and the load. The
+    simulated cluster serves all loads in turn, as a live cluster does, because router and workers
+    learn from earlier requests.
     """
     requests = [
         replace(request, arrival_s=begin_s + request.arrival_s)
@@ -44,11 +44,11 @@ def predicted(
 def with_call_time(
     shape: ClusterShape, config: Config, probe: OfferedLoad, measured: Sequence[RequestRecord]
 ) -> ClusterShape:
-    """Return the cluster with fitted message times: those at which the simulated median TTFT of
-    ``probe`` equals the measured one.
+    """Return ``shape`` with a fitted time per message. With that time, the simulated median TTFT of
+    ``probe`` equals the measured median.
 
-    The probe must be so light that requests do not overlap. Then all time except that of messages
-    is computation.
+    The probe must be so light that requests do not overlap. Each request's time then consists of
+    messages and computation only.
     """
     none, trial = (
         _median_ttft(predicted([(0.0, probe)], _with_call(shape, call_s), config)[0])

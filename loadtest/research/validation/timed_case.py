@@ -20,8 +20,8 @@ SLOS = {"slo_ttft_s": 1.0, "slo_tpot_s": 0.075}
 INPUTS, OUTPUTS = Lengths.parse("lognormal:450,0.7,3000"), Lengths.parse("lognormal:60,0.6,300")
 PROBE = OfferedLoad(1.0, 8.0, Lengths.parse("400"), Lengths.parse("12"), "constant")
 _WIRE_BYTES_PER_S = 1e9
-"""Bandwidth of shared memory in bytes per second. The timed engine's KV is too small for it to
-matter."""
+"""Bandwidth of shared memory in bytes per second. It has no influence here, since the timed
+engine's KV is very small."""
 
 
 def settings_of(prefill: int, decode: int) -> TimedSettings:
@@ -36,7 +36,7 @@ def live_cluster(cluster: TimedCluster) -> LiveCluster:
 
 
 def shape_of(settings: TimedSettings) -> ClusterShape:
-    """Return the cluster in the form that the simulator needs."""
+    """Return the shape of a cluster with these settings, in the form that the simulator needs."""
     profile = WorkerProfile(
         name="timed",
         costs=FittedCosts(settings.costs),

@@ -24,7 +24,7 @@ async def measured(
     """Send a load to a live cluster. Return a record of each request in order, and the p99 of the
     client's event-loop lag in seconds.
 
-    Each ``run`` has new prompts, so that none is cached.
+    Each ``run`` number gives new prompts, so that no prompt is cached.
     """
     target = OpenAiTarget(url, "completions", AskOptions(model))
     driver = LoadDriver(target)
@@ -51,7 +51,8 @@ class LiveCluster:
     config: Config
     """Configuration of the cluster; the goodput uses its SLOs."""
     knows_calls: bool = False
-    """Whether the workers' profiles have the time of a message, like those of `baton calibrate`."""
+    """Whether the workers' profiles have a measured time per message. Profiles that `baton
+    calibrate` writes have one."""
 
     @property
     def name(self) -> str:
@@ -64,9 +65,9 @@ async def validate(
 ) -> list[Comparison]:
     """Run the probe, then one load after another. Return a comparison for each load.
 
-    ``probe`` is a load whose requests do not overlap. If the time of a message is unknown, the
-    probe is sent twice to measure it. The prediction uses no other measurement. Prompts are new
-    each time.
+    ``probe`` is a load whose requests do not overlap. If the time per message is unknown, the probe
+    is sent twice to measure it, with new prompts each time. The prediction uses no other
+    measurement.
     """
     began = time.monotonic()
     # The first requests include one-time costs.
