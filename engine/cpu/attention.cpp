@@ -4,12 +4,18 @@
 
 #include <math.h>
 
+#include <algorithm>
+
 #include "linear.h"
 
 namespace attention {
 namespace {
 
 const long AHEAD = 32;
+
+// Bytes of a run that are computed together: they stay in the second-level cache until their values
+// are used.
+const long CACHED_BYTES = 1 << 18;
 
 using kv::Code;
 
@@ -261,82 +267,141 @@ inline void attend_tile(const Rows& rows, long first, long count, long run, long
 }
 
 #ifdef __AVX512F__
-// The same for the few rows of a single query, for which storing the transposed run would cost more
-// than transposing it. It works in registers, with every sum in the same order.
-template <int KIND, int ROWS>
-void attend_run(const Rows& rows, long run, long length, Memory& memory) {
-  const Problem& p = rows.p;
-  const long width = (length + 15) / 16 * 16;
-  for (long t = 0; t < width; t += 16) {
-    if (run + t + AHEAD <= rows.position(0))
-      fetch<KIND>(p, rows.part, run + t + AHEAD, 0, rows.kv_head);
-    fetch<KIND>(p, rows.part, run + t, 1, rows.kv_head);
-    const Code<KIND>* keys = page<KIND>(p, rows.part, run + t, 0, rows.kv_head);
-    f32x16 sums[ROWS] = {};
-    for (long d = 0; d < p.dim; d += 32) {
-      __m512i pairs[16];
-      turn_block<KIND>(keys + d, p.dim, pairs);
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; i++)
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++) {
-          uint32_t bits;
-          memcpy(&bits, memory.queries.data() + r * p.dim + d + 2 * i, 4);
-          sums[r] = add_products(sums[r], (u32x16)pairs[i], bits - (u32x16){});
-        }
-    }
-    for (int r = 0; r < ROWS; r++) store(memory.scores.data() + r * RUN + t, sums[r]);
+// A part with a single query, and the KV heads that are computed together.
+struct Single {
+  const Problem& p;
+  const Part& part;
+  const long kv_head, heads;
+
+  long first_key() const {
+    return p.window && part.start + 1 > p.window ? part.start + 1 - p.window : 0;
   }
-  float factors[ROWS];
-  for (int r = 0; r < ROWS; r++)
-    factors[r] = weigh<KIND>(p, memory, memory.scores.data() + r * RUN, width,
-                             rows.first_key(r) - run, length, memory.high[r],
-                             memory.total.data() + r * 16, memory.weights.data() + r * RUN);
-  static const Code<KIND> zeros[PANEL] = {};
-  for (long d = 0; d < p.dim; d += PANEL) {
-    f32x16 sums[ROWS][2] = {};
-    for (long t = 0; t < length; t += 16) {
-      const Code<KIND>* values = page<KIND>(p, rows.part, run + t, 1, rows.kv_head) + d;
-      for (long i = 0; i < 16 && t + i < length; i += 2) {
-        __m512i pairs[2];
-        pair_block<KIND>(values + i * p.dim, t + i + 1 < length ? values + (i + 1) * p.dim : zeros,
-                         pairs);
+  long first_run() const { return first_key() / RUN * RUN; }
+  template <int KIND>
+  const Code<KIND>* page(long position, long kv, long head) const {
+    return attention::page<KIND>(p, part, std::min(position, part.start), kv, kv_head + head);
+  }
+};
+
+// Prefetches one of 16 parts of 32 dims of 16 slots to the second-level cache. A core can have only
+// some requests to memory in flight, and a burst of more makes it wait. So arithmetic and prefetches
+// alternate.
+template <int KIND>
+inline __attribute__((always_inline)) void fetch_part(const Code<KIND>* from, int i) {
+  if (i * 64 < 512 * (int)sizeof(*from)) __builtin_prefetch((const char*)from + i * 64, 0, 2);
+}
+
+// Computes one run for a single query, with every sum in the same order as `attend_tile`. It works in
+// registers: for so few rows, storing the transposed run would cost more than transposing it.
+//
+// The products with keys prefetch the run's values, and those with values prefetch the keys of run
+// `then` of `next`. A first run may be longer than the run before it, so it prefetches its own later
+// keys. The heads of a block are adjacent in memory: processors prefetch best in that order.
+template <int KIND, int ROWS>
+void attend_run(const Single& now, long run, const Single& next, long then, Memory& memory) {
+  const Problem& p = now.p;
+  const long length = std::min(RUN, now.part.start + 1 - run), width = (length + 15) / 16 * 16;
+  const bool first = run == now.first_run();
+  for (long t = 0; t < width; t += 16)
+    for (long h = 0; h < now.heads; h++) {
+      const Code<KIND>* keys = now.page<KIND>(run + t, 0, h);
+      const Code<KIND>* values = now.page<KIND>(run + t, 1, h);
+      const Code<KIND>* later = first ? now.page<KIND>(run + t + AHEAD, 0, h) : values;
+      f32x16 sums[ROWS] = {};
+      for (long d = 0; d < p.dim; d += 32) {
+        __m512i pairs[16];
+        turn_block<KIND>(keys + d, p.dim, pairs);
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) {
+          fetch_part<KIND>(values + d * 16, i);
+          fetch_part<KIND>(later + d * 16, i);
 #pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++) {
-          uint32_t bits;
-          memcpy(&bits, memory.weights.data() + r * RUN + t + i, 4);
-          const u32x16 weights = bits - (u32x16){};
-          sums[r][0] = add_products(sums[r][0], (u32x16)pairs[0], weights);
-          sums[r][1] = add_products(sums[r][1], (u32x16)pairs[1], weights);
+          for (int r = 0; r < ROWS; r++) {
+            uint32_t bits;
+            memcpy(&bits, memory.queries.data() + (h * ROWS + r) * p.dim + d + 2 * i, 4);
+            sums[r] = add_products(sums[r], (u32x16)pairs[i], bits - (u32x16){});
+          }
         }
       }
+      for (int r = 0; r < ROWS; r++) store(memory.scores.data() + (h * ROWS + r) * RUN + t, sums[r]);
     }
-    for (int r = 0; r < ROWS; r++)
-      for (int i = 0; i < 2; i++) {
-        float* sum = memory.sums.data() + r * rows.wide + d + i * 16;
-        store(sum, load<f32x16>(sum) * factors[r] + sums[r][i]);
+  for (long h = 0; h < now.heads; h++) {
+    if (KIND != BF16) take_scales(p, now.part, now.kv_head + h, run, length, memory);
+    float factors[ROWS];
+    for (int r = 0; r < ROWS; r++) {
+      const long row = h * ROWS + r;
+      factors[r] = weigh<KIND>(p, memory, memory.scores.data() + row * RUN, width,
+                               now.first_key() - run, length, memory.high[row],
+                               memory.total.data() + row * 16, memory.weights.data() + row * RUN);
+    }
+    static const Code<KIND> zeros[PANEL] = {};
+    for (long d = 0; d < p.dim; d += PANEL) {
+      f32x16 sums[ROWS][2] = {};
+      for (long t = 0; t < length; t += 16) {
+        const Code<KIND>* values = now.page<KIND>(run + t, 1, h) + d;
+        const Code<KIND>* keys = next.page<KIND>(then + t, 0, std::min(h, next.heads - 1)) + d * 16;
+        for (long i = 0; i < 16 && t + i < length; i += 2) {
+          fetch_part<KIND>(keys, i);
+          fetch_part<KIND>(keys, i + 1);
+          __m512i pairs[2];
+          pair_block<KIND>(values + i * p.dim,
+                           t + i + 1 < length ? values + (i + 1) * p.dim : zeros, pairs);
+#pragma GCC unroll 8
+          for (int r = 0; r < ROWS; r++) {
+            uint32_t bits;
+            memcpy(&bits, memory.weights.data() + (h * ROWS + r) * RUN + t + i, 4);
+            const u32x16 weights = bits - (u32x16){};
+            sums[r][0] = add_products(sums[r][0], (u32x16)pairs[0], weights);
+            sums[r][1] = add_products(sums[r][1], (u32x16)pairs[1], weights);
+          }
+        }
       }
+      for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < 2; i++) {
+          float* sum = memory.sums.data() + (h * ROWS + r) * p.dim + d + i * 16;
+          store(sum, load<f32x16>(sum) * factors[r] + sums[r][i]);
+        }
+    }
   }
 }
 
-typedef void (*AttendRun)(const Rows&, long, long, Memory&);
+typedef void (*AttendRun)(const Single&, long, const Single&, long, Memory&);
 template <int KIND>
 const AttendRun attend_runs[9] = {
     nullptr,
     attend_run<KIND, 1>, attend_run<KIND, 2>, attend_run<KIND, 3>, attend_run<KIND, 4>,
     attend_run<KIND, 5>, attend_run<KIND, 6>, attend_run<KIND, 7>, attend_run<KIND, 8>};
+
+// Computes the query of a part for its heads.
+template <int KIND>
+inline void attend_single(const Single& now, const Single& next, Memory& memory) {
+  const Problem& p = now.p;
+  const long group = p.heads / p.kv_heads, rows = now.heads * group;
+  memory.weights.resize(rows * RUN);
+  memory.scores.resize(rows * RUN);
+  memory.sums.assign(rows * p.dim, 0.0f);
+  memory.high.assign(rows, -INFINITY);
+  memory.total.assign(rows * 16, 0.0f);
+  const long place = (now.part.first * p.heads + now.kv_head * group) * p.dim;
+  memory.queries.assign(p.queries + place, p.queries + place + rows * p.dim);
+  for (long run = now.first_run(); run <= now.part.start; run += RUN) {
+    const bool is_last = run + RUN > now.part.start;
+    attend_runs<KIND>[group](now, run, is_last ? next : now, is_last ? next.first_run() : run + RUN,
+                             memory);
+  }
+  for (long r = 0; r < rows; r++) {
+    const float share = 1.0f / sum_of(load<f32x16>(memory.total.data() + r * 16));
+    for (long d = 0; d < p.dim; d += 16)
+      store(p.out + place + r * p.dim + d,
+            half_of(load<f32x16>(memory.sums.data() + r * p.dim + d) * share));
+  }
+}
 #endif
 
 // Computes one run for all rows.
 template <int KIND>
 inline void attend_rows(const Rows& rows, long run, long length, Memory& memory) {
   if (KIND != BF16) take_scales(rows.p, rows.part, rows.kv_head, run, length, memory);
-#ifdef __AVX512F__
-  if (rows.part.count == 1 && rows.group <= 8 && rows.p.dim % 32 == 0) {
-    attend_runs<KIND>[rows.group](rows, run, length, memory);
-    return;
-  }
-#endif
   turn<KIND>(rows.p, rows.part, rows.kv_head, run, length, memory);
   const long width = (length + PANEL - 1) / PANEL * PANEL;
   linear::tiles(rows.count(), [&](long first, long number) {
@@ -346,8 +411,7 @@ inline void attend_rows(const Rows& rows, long run, long length, Memory& memory)
 
 // Computes all queries of a part that belong to one KV head.
 template <int KIND>
-inline void attend(const Problem& p, const Part& part, long kv_head, const Next& next,
-                   Memory& memory) {
+inline void attend_queries(const Problem& p, const Part& part, long kv_head, Memory& memory) {
   const Rows rows(p, part, kv_head);
   const long count = rows.count(), last = part.start + part.count;
   memory.keys.resize(RUN * p.dim);
@@ -361,13 +425,8 @@ inline void attend(const Problem& p, const Part& part, long kv_head, const Next&
   for (long r = 0; r < count; r++)
     memcpy(memory.queries.data() + r * p.dim, p.queries + rows.place(r), p.dim * sizeof(bf16));
   const long from = rows.first_key(0);
-  if (next.part) {
-    const long first = Rows(p, *next.part, next.kv_head).first_key(0) / RUN * RUN;
-    for (long t = first; t < next.part->start + next.part->count && t < first + AHEAD; t += 16)
-      fetch<KIND>(p, *next.part, t, 0, next.kv_head);
-  }
   for (long run = from - from % RUN; run < last; run += RUN)
-    attend_rows<KIND>(rows, run, last - run < RUN ? last - run : RUN, memory);
+    attend_rows<KIND>(rows, run, std::min(RUN, last - run), memory);
   for (long r = 0; r < count; r++) {
     const float share = 1.0f / sum_of(load<f32x16>(memory.total.data() + r * 16));
     for (long d = 0; d < p.dim; d += 16)
@@ -376,14 +435,49 @@ inline void attend(const Problem& p, const Part& part, long kv_head, const Next&
   }
 }
 
+// Whether `attend_single` computes a part.
+inline bool is_single(const Problem& p, const Part& part) {
+#ifdef __AVX512F__
+  return part.count == 1 && p.heads / p.kv_heads <= 8 && p.dim % 32 == 0;
+#else
+  return false;
+#endif
+}
+
+template <int KIND>
+inline void attend(const Problem& p, const Task& task, const Task* next, Memory& memory) {
+#ifdef __AVX512F__
+  if (is_single(p, *task.part)) {
+    const Single now = {p, *task.part, task.kv_head, task.heads};
+    const bool known = next && is_single(p, *next->part);
+    attend_single<KIND>(now, known ? Single{p, *next->part, next->kv_head, next->heads} : now, memory);
+    return;
+  }
+#endif
+  for (long h = 0; h < task.heads; h++) attend_queries<KIND>(p, *task.part, task.kv_head + h, memory);
+}
+
 }  // namespace
 
-void attend(long kind, const Problem& p, const Part& part, long kv_head, const Next& next,
-            Memory& memory) {
+void divide(long kind, const Problem& p, const std::vector<Part>& parts, long threads,
+            std::vector<Task>& tasks) {
+  const long bytes = 2 * RUN * p.dim * (kind == BF16 ? sizeof(bf16) : 1);
+  long most = std::max<long>(1, CACHED_BYTES / bytes);
+  // Several tasks for each thread: threads then end together.
+  if (threads > 1) most = std::min(most, (long)parts.size() * p.kv_heads / (4 * threads));
+  tasks.clear();
+  for (const Part& part : parts) {
+    const long heads = is_single(p, part) ? std::clamp<long>(most, 1, p.kv_heads) : 1;
+    for (long head = 0; head < p.kv_heads; head += heads)
+      tasks.push_back({&part, head, std::min(heads, p.kv_heads - head)});
+  }
+}
+
+void attend(long kind, const Problem& p, const Task& task, const Task* next, Memory& memory) {
   switch (kind) {
-    case INT8: return attend<INT8>(p, part, kv_head, next, memory);
-    case FP8: return attend<FP8>(p, part, kv_head, next, memory);
-    default: return attend<BF16>(p, part, kv_head, next, memory);
+    case INT8: return attend<INT8>(p, task, next, memory);
+    case FP8: return attend<FP8>(p, task, next, memory);
+    default: return attend<BF16>(p, task, next, memory);
   }
 }
 

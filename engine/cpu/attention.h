@@ -34,10 +34,10 @@ struct Part {
   const int32_t* table;
 };
 
-// The most likely next work of this thread: its first keys are prefetched.
-struct Next {
-  const Part* part;  // or null
-  long kv_head;
+// What a thread computes at a time: all queries of a part that belong to `heads` KV heads.
+struct Task {
+  const Part* part;
+  long kv_head, heads;
 };
 
 struct Memory {
@@ -46,8 +46,12 @@ struct Memory {
   float key_scales[RUN], value_scales[RUN];  // of a run's codes
 };
 
-// Computes all queries of a part that belong to one KV head; `kind` is the cache's.
-void attend(long kind, const Problem& p, const Part& part, long kv_head, const Next& next,
-            Memory& memory);
+// Divides the parts into tasks, in the order of the parts; `kind` is the cache's.
+void divide(long kind, const Problem& p, const std::vector<Part>& parts, long threads,
+            std::vector<Task>& tasks);
+
+// Computes a task. `next` is the most likely next one of this thread, or null: its first keys are
+// prefetched.
+void attend(long kind, const Problem& p, const Task& task, const Task* next, Memory& memory);
 
 }  // namespace attention

@@ -411,15 +411,14 @@ class Decoder {
         m.attention_scale,
         m.attention_softcap};
     divide();
+    attention::divide(c.kind, problem, parts_, step_->threads, tasks_);
     // The last parts of a prompt see the most keys, so they go first: threads then end together.
-    const long count = (long)parts_.size();
-    const auto part_of = [&](long i) { return &parts_[count - 1 - i / m.kv_heads]; };
-    parallel(count * m.kv_heads, [&](long i) {
+    std::reverse(tasks_.begin(), tasks_.end());
+    const long count = (long)tasks_.size(), threads = parts_.size() > 1 ? step_->threads : 1;
+    parallel(count, [&](long i) {
       static thread_local attention::Memory memory;
-      const long then = i + (step_->threads > 1 && count > 1 ? step_->threads : 1);
-      const bool more = then < count * m.kv_heads;
-      attention::attend(c.kind, problem, *part_of(i), i % m.kv_heads,
-                        {more ? part_of(then) : nullptr, then % m.kv_heads}, memory);
+      attention::attend(c.kind, problem, tasks_[i], i + threads < count ? &tasks_[i + threads] : nullptr,
+                        memory);
     });
   }
 
@@ -583,6 +582,7 @@ class Decoder {
   std::vector<int> choices_;
   std::vector<int64_t> where_;
   std::vector<attention::Part> parts_;
+  std::vector<attention::Task> tasks_;
 };
 
 }  // namespace
