@@ -28,7 +28,7 @@ from engine.execution.runner import (
     with_left_out,
 )
 from engine.gpu.decoder import GpuStepModel, StartedStep
-from engine.gpu.draws import draw_of
+from engine.gpu.draws import Draw, draw_of
 from engine.gpu.speculation import OverlapSpeculation, verification_rows
 from engine.kv.kv_cache import KvCache
 from engine.model.embedding import Embedder
@@ -36,7 +36,7 @@ from engine.parallel.ranks import CopyBlocks
 from engine.sampling.grammar_state import Mask
 from engine.sampling.sampling import SampleRow
 from engine.sampling.step import StepWork, by_row
-from engine.scheduling.plan import PlanRow, StepPlan, StepResult
+from engine.scheduling.plan import NewSequence, PlanRow, StepPlan, StepResult
 
 _SELDOM = 16
 """Number of steps between two searches for drafts if the GPU waits for the host. A search then
@@ -98,6 +98,8 @@ class GpuRunner(ModelRunner):
         super().__init__(model, cache, device, vocab_size, speculation, embedder, copy)
         self._gpu = model
         self._drafts = speculation
+        self._draws: dict[int, Draw] = {}
+        """The draws of each sequence, by sequence id."""
         self._unsettled: list[_Unsettled] = []
         self._begun = True
         """Whether the last step was started without an error. If not, the tokens that it sampled
@@ -148,7 +150,7 @@ class GpuRunner(ModelRunner):
         rows = self._undrafted(plan.rows)
         work = self._gather(rows)
         # A mask depends on the tokens themselves.
-        follows = any(draw.bound for draw in work.draws)
+        follows = work.needs_masks
         waits = follows or not work.on_device
         if waits:
             self._settle(running=0)
@@ -180,8 +182,17 @@ class GpuRunner(ModelRunner):
 
     def _started(self, rows: Sequence[PlanRow], work: StepWork, follows: bool) -> StartedStep:
         masks = partial(self._masks, rows, work.draws) if follows else None
-        draws = [draw_of(draw) for draw in work.draws]
-        return self._gpu.start(step_of(self._step_rows(rows), work), draws, masks)
+        step_rows = self._step_rows(rows)
+        draws = [self._draws[row.sequence_id] for row in step_rows if row.sample]
+        return self._gpu.start(step_of(step_rows, work), draws, masks)
+
+    def _learn(self, new: NewSequence) -> None:
+        super()._learn(new)
+        self._draws[new.sequence_id] = draw_of(new.sampling, new.choice)
+
+    def forget(self, sequence_id: int) -> None:
+        super().forget(sequence_id)
+        self._draws.pop(sequence_id, None)
 
     def _extended(self, plan: StepPlan, rows: list[PlanRow], waits: bool) -> list[PlanRow]:
         """Add to the rows the drafts that are expected to pay. If such drafts are likely, this
@@ -275,7 +286,7 @@ class GpuRunner(ModelRunner):
     def _name_tokens(self, step: _Step, started: StartedStep, draws: list[SampleRow]) -> None:
         """Append to each sequence the placeholder of the token that the step samples for it. Either
         all sequences of the step get a placeholder, or none does."""
-        places = tuple((draw.token_ids, len(draw.token_ids)) for draw in draws)
+        places = tuple([(draw.token_ids, len(draw.token_ids)) for draw in draws])
         self._unsettled.append(_Unsettled(step, started, places))
         for number, (sequence, _) in enumerate(places):
             sequence.append(-1 - number)

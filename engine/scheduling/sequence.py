@@ -79,8 +79,7 @@ class Sequence:
         self.sequence_id = sequence_id
         self.spec = spec
         self.stop_ids = stop_ids
-        self.hash_key = hash_key
-        self.prefill_only = prefill_only
+        self.hash_key, self.prefill_only = hash_key, prefill_only
         self.queued_at = queued_at
         self.queue_s = 0.0
         self.deadline = deadline
@@ -103,9 +102,8 @@ class Sequence:
         self.highest = 0
         """Maximum number of tokens that the sequence can have after all plans in flight have ended,
         including draft tokens. It is only kept if the engine drafts tokens."""
+        # As long as the target is not larger, the next decode step needs no block and no check.
         self.steady_until = 0
-        """Number of tokens up to which the sequence is steady: as long as its target is not larger,
-        its next decode step needs no block and no check. 0 if it is not steady."""
         self.in_flight = 0
         """Number of plans in flight that have a row for this sequence."""
         self.cached_tokens = 0
@@ -319,10 +317,11 @@ class SequenceBounds:
         return min(self.max_tokens(sequence), room + 1)
 
     def steady_until(self, sequence: Sequence) -> int:
-        """Value of ``Sequence.steady_until`` after a step has been planned that computes only the
-        sequence's newest token.
+        """Number of tokens up to which a sequence is steady: as long as its target is not larger,
+        its next decode step needs no block and no check. The last planned step must compute only
+        its newest token.
 
-        A sequence with drafts or siblings is not steady, since its steps differ.
+        0 for a sequence with drafts or siblings, since its steps differ.
         """
         if self._limits.draft_tokens or sequence.prefill_only or sequence.siblings:
             return 0

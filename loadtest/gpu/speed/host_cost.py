@@ -45,7 +45,7 @@ from engine.gpu.decoder import GpuStepModel
 from engine.gpu.fused_weights import gpu_weights
 from engine.gpu.graphs import Work
 from engine.gpu.runner import GpuRunner
-from engine.gpu.step_tensors import StepShape, StepTensors
+from engine.gpu.step_tensors import StepTensors
 from engine.kv.kv_cache import KvCache
 from engine.roofline import Storage
 from engine.scheduling.block_pool import BlockPool
@@ -100,13 +100,6 @@ class NullSteps(GpuStepModel):
     def __init__(self, config: ModelConfig, cache: KvCache, max_rows: int) -> None:
         weights = gpu_weights(random_model(config, _CPU, torch.bfloat16))
         super().__init__(weights, cache, max_rows, capture=_captured)
-        self.input_bytes = 0
-        """Bytes of the tensors that were copied to the device."""
-
-    def _host_buffer(self, shape: StepShape) -> torch.Tensor:
-        buffer = super()._host_buffer(shape)
-        self.input_bytes += buffer.nbytes
-        return buffer
 
     def _draw(self, logits: torch.Tensor, tensors: StepTensors) -> torch.Tensor:
         return torch.zeros(len(logits), dtype=torch.int64)
@@ -257,7 +250,7 @@ def _read(bench: HostBench, stream: _Stream) -> _Reading:
         time.thread_time(),
         seconds["step-waiter"],
         time.perf_counter(),
-        bench.model.input_bytes,
+        bench.model.sent_bytes,
         stream.bytes,
         stream.messages,
     )
