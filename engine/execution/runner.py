@@ -387,13 +387,20 @@ def with_left_out(result: StepResult, left_out: tuple[int, ...]) -> StepResult:
     if not left_out:
         return result
     rows = len(result.token_ids) + len(left_out)
-    places = [place for place in range(rows) if place not in left_out]
+    computed = [place for place in range(rows) if place not in left_out]
+    return replace(in_plan_order(result, computed, rows), left_out=left_out)
+
+
+def in_plan_order(result: StepResult, places: Sequence[int], rows: int) -> StepResult:
+    """Move the rows of a result to their ``places`` in a plan of ``rows`` rows."""
 
     def spread(found: Sequence[T], nothing: T) -> tuple[T, ...]:
         if not found:
             return ()
-        by_place = dict(zip(places, found, strict=True))
-        return tuple(by_place.get(place, nothing) for place in range(rows))
+        every = [nothing] * rows
+        for place, one in zip(places, found, strict=True):
+            every[place] = one
+        return tuple(every)
 
     return replace(
         result,
@@ -402,5 +409,4 @@ def with_left_out(result: StepResult, left_out: tuple[int, ...]) -> StepResult:
         logprobs=spread(result.logprobs, None),
         prompt_logprobs=spread(result.prompt_logprobs, ()),
         embeddings=spread(result.embeddings, None),
-        left_out=left_out,
     )

@@ -7,6 +7,7 @@ stay at one address anyway.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,6 +22,48 @@ CHANGE_BYTES = 12
 int32."""
 MAX_SENT = 1 << 18
 """Maximum number of entries that are sent at a time, which bounds the memory for them."""
+
+
+class RowOrder:
+    """Chooses the order of a step's rows, so that a sequence keeps its row while it decodes.
+
+    If a sequence has left, a new one takes its row, or else the last one. So few block tables move.
+    """
+
+    def __init__(self) -> None:
+        self._order: list[int] = []
+        """Ids of the sequences that decoded in the latest step, by row."""
+        self._plan: list[int] = []
+        """The same ids in the order of the plan; empty if the step had other rows, too."""
+        self._places: list[int] = []
+
+    def arrange(self, rows: Sequence[PlanRow]) -> list[int]:
+        """Return the indexes of the plan's rows in the order in which they are computed. Rows of
+        several tokens come last."""
+        ids = [row.sequence_id for row in rows]
+        chunks = [place for place, row in enumerate(rows) if row.count > 1]
+        if chunks or ids != self._plan:
+            places = {number: place for place, number in enumerate(ids)}
+            for chunk in chunks:
+                del places[ids[chunk]]
+            self._order = _without_moving(self._order, list(places))
+            self._places = [*(places[number] for number in self._order), *chunks]
+            self._plan = [] if chunks else ids
+        return self._places
+
+
+def _without_moving(before: Sequence[int], now: Sequence[int]) -> list[int]:
+    """Order the ids ``now`` so that those that were in ``before`` keep their places, as far as
+    possible without gaps."""
+    here, were = set(now), set(before)
+    new = deque(number for number in now if number not in were)
+    order = [number if number in here else None for number in before]
+    for place in range(len(order)):
+        while order and order[-1] is None and not new:
+            order.pop()
+        if place < len(order) and order[place] is None:
+            order[place] = new.popleft() if new else order.pop()
+    return [number for number in (*order, *new) if number is not None]
 
 
 def table_rows(max_rows: int, *, divided: bool) -> int:

@@ -24,9 +24,11 @@ from engine.execution.runner import (
     Ending,
     ModelRunner,
     accepted_of,
+    in_plan_order,
     step_of,
     with_left_out,
 )
+from engine.gpu.block_tables import RowOrder
 from engine.gpu.decoder import GpuStepModel, StartedStep
 from engine.gpu.draws import Draw, draw_of
 from engine.gpu.speculation import OverlapSpeculation, verification_rows
@@ -100,6 +102,7 @@ class GpuRunner(ModelRunner):
         self._drafts = speculation
         self._draws: dict[int, Draw] = {}
         """The draws of each sequence, by sequence id."""
+        self._order = RowOrder()
         self._unsettled: list[_Unsettled] = []
         self._begun = True
         """Whether the last step was started without an error. If not, the tokens that it sampled
@@ -142,8 +145,10 @@ class GpuRunner(ModelRunner):
         self._learn_costs()
         self._settle(running)
         plan, left_out = self._computable(plan)
-        ending = self._begin_rows(plan, began)
-        return partial(_spread, ending, left_out) if left_out else ending
+        places = self._order.arrange(plan.rows)
+        arranged = replace(plan, rows=tuple([plan.rows[place] for place in places]))
+        ending = self._begin_rows(arranged, began)
+        return partial(_as_planned, ending, places, left_out)
 
     def _begin_rows(self, plan: StepPlan, began: float) -> Ending:
         """Start a step whose rows can all be computed, as described in ``start``."""
@@ -299,5 +304,5 @@ class GpuRunner(ModelRunner):
         self._unsettled.clear()
 
 
-def _spread(ending: Ending, left_out: tuple[int, ...]) -> StepResult:
-    return with_left_out(ending(), left_out)
+def _as_planned(ending: Ending, places: list[int], left_out: tuple[int, ...]) -> StepResult:
+    return with_left_out(in_plan_order(ending(), places, len(places)), left_out)

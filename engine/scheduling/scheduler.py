@@ -74,7 +74,8 @@ class Scheduler:
     @property
     def waiting_tokens(self) -> int:
         """Number of tokens whose KV must be computed before the waiting sequences can decode."""
-        rest = [_left(s) for s in (*self.waiting, *self.running)]
+        every = (*self.waiting, *self.running)
+        rest = [len(s.token_ids) + s.pending - s.scheduled for s in every]
         return sum([count for count in rest if count > 1])
 
     @property
@@ -205,7 +206,8 @@ class Scheduler:
         self._release_all_idle()
         preemptions = self.preemptions
         rows = ScheduledStep(self.limits, self._bounds)
-        left = [_left(sequence) for sequence in self.running]
+        # ``_left``, without a call for each sequence.
+        left = [len(s.token_ids) + s.pending - s.scheduled for s in self.running]
         decoding = [s for s, count in zip(self.running, left, strict=True) if count == 1]
         computing = [s for s, count in zip(self.running, left, strict=True) if count > 1]
         for sequence in decoding:

@@ -79,6 +79,8 @@ class HostCost:
     batch: int
     context: int
     """Tokens of each sequence."""
+    churn: int
+    """Number of sequences that end in each step. As many are handed in."""
     engine_ms: float
     """CPU time of the engine thread, which makes a step's inputs and starts it."""
     loop_ms: float
@@ -116,16 +118,17 @@ def _nothing() -> None:
 class HostBench:
     """A decode worker whose model computes nothing, and its sequences."""
 
-    def __init__(self, batch: int, context: int, block_size: int, steps: int) -> None:
-        """Each sequence has ``context`` tokens after half of ``steps`` steps. Call it on the event
-        loop."""
+    def __init__(self, batch: int, context: int, churn: int, block_size: int, steps: int) -> None:
+        """Each sequence has ``context`` tokens after half of ``steps`` steps. ``churn`` sequences
+        end in each step. Call it on the event loop."""
         self.config = replace(
             miniature(llama_8b()), heads=1, kv_heads=1, head_dim=8, context_length=2 * context
         )
         self.config = replace(
             self.config, ropes=tuple(replace(rope, rotary_dim=8) for rope in self.config.ropes)
         )
-        self._batch, self._context, self._steps = batch, context, steps
+        self._batch, self._context, self._steps, self._churn = batch, context, steps, churn
+        self._added = 0
         width = -(-(context + steps) // block_size) + 1
         self.cache = KvCache(self.config, batch * width, block_size, torch.bfloat16, _CPU)
         self.model = NullSteps(self.config, self.cache, batch)
@@ -162,18 +165,20 @@ class HostBench:
             )
         )
         self.core.subscribe(self.role)
+        self._prompt = [7 * place % 300 for place in range(context + 293)]
 
-    def add_sequences(self) -> None:
-        """Hand all sequences in, as if their KV had arrived. Their lengths differ by up to a block,
-        so that each step allocates and registers about as many blocks as the next."""
+    def add_sequences(self, count: int) -> None:
+        """Hand sequences in, as if their KV had arrived. Their lengths differ by up to a block, so
+        that each step allocates and registers about as many blocks as the next."""
         size = self.cache.block_size
         first = self._context - self._steps // 2
-        for number in range(self._batch):
+        for number in range(self._added, self._added + count):
             length = first - number % size
+            steps = min(number, self._batch) // self._churn + 1 if self._churn else self._context
             sampling = SamplingParams(
-                temperature=0.7, seed=number << 33 | 5, max_tokens=self._context, ignore_eos=True
+                temperature=0.7, seed=number << 33 | 5, max_tokens=steps + 1, ignore_eos=True
             )
-            prompt = tuple((number + 7 * place) % 300 for place in range(length))
+            prompt = tuple(self._prompt[number % 293 : number % 293 + length])
             spec = SequenceSpec(f"request-{number:032x}", 0, _ROUTER, prompt, length, sampling)
             sequence = Sequence(
                 self.core.next_sequence_id(), spec, stop_ids=(), hash_key=hash_key("", b"")
@@ -187,6 +192,7 @@ class HostBench:
             self.role.sequences.keep(sequence)
             blocks = self.pool.allocate(-(-length // size))
             self.scheduler.add_computed(sequence, blocks, length)
+        self._added += count
 
 
 class _Stream:
@@ -208,7 +214,8 @@ class _Stream:
 class _Steps:
     """Counts steps, and wakes whoever waits for one of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, bench: HostBench) -> None:
+        self._bench = bench
         self._left = 0
         self._reached = asyncio.Event()
 
@@ -219,7 +226,8 @@ class _Steps:
         await self._reached.wait()
 
     def on_emit(self, updates: list[SequenceUpdate]) -> None:
-        """Count a step."""
+        """Count a step, and replace the sequences that have ended."""
+        self._bench.add_sequences(sum(1 for u in updates if u.sequence.finish_reason))
         self._left -= 1
         if not self._left:
             self._reached.set()
@@ -261,10 +269,10 @@ def _cpu_s(thread: threading.Thread) -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
-async def _measure(batch: int, context: int, block_size: int, steps: int) -> HostCost:
-    bench = HostBench(batch, context, block_size, _WARM_STEPS + steps)
-    bench.add_sequences()
-    counted, stream = _Steps(), _Stream(bench)
+async def _measure(batch: int, context: int, churn: int, block_size: int, steps: int) -> HostCost:
+    bench = HostBench(batch, context, churn, block_size, _WARM_STEPS + steps)
+    bench.add_sequences(batch)
+    counted, stream = _Steps(bench), _Stream(bench)
     bench.core.subscribe(counted)
     bench.core.start()
     reading = asyncio.create_task(stream.run())
@@ -282,6 +290,7 @@ async def _measure(batch: int, context: int, block_size: int, steps: int) -> Hos
     return HostCost(
         batch,
         context,
+        churn,
         (after.engine_s - before.engine_s) / steps * 1e3,
         (after.loop_s - before.loop_s) / steps * 1e3,
         (after.waiter_s - before.waiter_s) / steps * 1e3,
@@ -292,11 +301,13 @@ async def _measure(batch: int, context: int, block_size: int, steps: int) -> Hos
     )
 
 
-def measure(batch: int, context: int, block_size: int, steps: int = _STEPS) -> HostCost:
+def measure(
+    batch: int, context: int, churn: int = 0, block_size: int = 16, steps: int = _STEPS
+) -> HostCost:
     """Measure one batch. It must run in a process without other threads of these names."""
     torch.set_num_threads(1)
     spare_the_interpreter()
-    return asyncio.run(_measure(batch, context, block_size, steps))
+    return asyncio.run(_measure(batch, context, churn, block_size, steps))
 
 
 def _no_grammar() -> Any:
@@ -304,11 +315,13 @@ def _no_grammar() -> Any:
 
 
 def _table(costs: Several[HostCost]) -> str:
-    head = "| batch | context | engine thread | event loop | waiter | bytes in | bytes out |"
-    lines = [head, "|---|---|---|---|---|---|---|"]
+    head = (
+        "| batch | context | churn | engine thread | event loop | waiter | bytes in | bytes out |"
+    )
+    lines = [head, "|---|---|---|---|---|---|---|---|"]
     lines += [
-        f"| {c.batch} | {c.context} | {c.engine_ms:.2f} | {c.loop_ms:.2f} | {c.waiter_ms:.2f} "
-        f"| {c.input_bytes:.0f} | {c.message_bytes:.0f} |"
+        f"| {c.batch} | {c.context} | {c.churn} | {c.engine_ms:.2f} | {c.loop_ms:.2f} "
+        f"| {c.waiter_ms:.2f} | {c.input_bytes:.0f} | {c.message_bytes:.0f} |"
         for c in costs
     ]
     return "\n".join(lines)
@@ -323,12 +336,15 @@ def main(arguments: Several[str] | None = None) -> int:
     )
     parser.add_argument("--batch", type=int, action="append", help="sequences (repeatable)")
     parser.add_argument("--context", type=int, action="append", help="tokens (repeatable)")
+    parser.add_argument(
+        "--churn", type=int, default=0, help="sequences that end in each step; default: 0"
+    )
     parser.add_argument("--block-size", type=int, default=16, help="default: 16")
     parser.add_argument("--steps", type=int, default=_STEPS, help=f"default: {_STEPS}")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args(arguments)
     costs = [
-        measure(batch, context, options.block_size, options.steps)
+        measure(batch, context, options.churn, options.block_size, options.steps)
         for batch in options.batch or _BATCHES
         for context in options.context or _CONTEXTS
     ]
@@ -336,7 +352,7 @@ def main(arguments: Several[str] | None = None) -> int:
     if options.json is not None:
         names = ("engine_ms", "loop_ms", "waiter_ms", "wall_ms", "input_bytes", "message_bytes")
         found = {
-            f"{cost.batch}x{cost.context}_{name}": asdict(cost)[name]
+            f"{cost.batch}x{cost.context}_churn{cost.churn}_{name}": asdict(cost)[name]
             for cost in costs
             for name in names
         }
