@@ -160,7 +160,7 @@ class GpuRunner(ModelRunner):
         if waits:
             self._settle(running=0)
         extended = self._extended(plan, rows, waits)
-        drafted = sum(len(row.draft) for row in extended)
+        drafted = 0 if extended is rows else sum(len(row.draft) for row in extended)
         if drafted:
             rows, work = extended, self._gather(extended)
         step = _Step(plan, began, waits or not self._unsettled, drafted)
@@ -219,7 +219,7 @@ class GpuRunner(ModelRunner):
 
     def _step_rows(self, rows: Sequence[PlanRow]) -> tuple[PlanRow, ...]:
         """Split each row with a draft into rows of one token, as the model computes them."""
-        return verification_rows(rows)
+        return tuple(rows) if self._drafts is None else verification_rows(rows)
 
     def _masks(self, rows: Sequence[PlanRow], draws: list[SampleRow]) -> dict[int, Mask]:
         """Make the masks of a step's outputs, by output number. It may only be called when all

@@ -90,15 +90,20 @@ class Scheduler:
     @property
     def decoding(self) -> list[Sequence]:
         """Running sequences whose next step samples a token, so that clients wait for that step."""
-        return [s for s in self.running if _left(s) == 1 and not s.prefill_only]
+        return [
+            s
+            for s in self.running
+            if len(s.token_ids) + s.pending - s.scheduled == 1 and not s.prefill_only
+        ]
 
     @property
     def next_chunk_start(self) -> int | None:
         """Position at which the next chunk of a prompt begins; None if no prompt has to be
         computed."""
-        prompts = (s for s in (*self.running, *self.waiting) if _left(s) > 1)
-        first = next(prompts, None)
-        return None if first is None else first.scheduled
+        for s in (*self.running, *self.waiting):
+            if len(s.token_ids) + s.pending - s.scheduled > 1:
+                return s.scheduled
+        return None
 
     def is_idle(self) -> bool:
         return not (self.waiting or self.running or self.held or self._plans or self._leaving)
@@ -578,7 +583,10 @@ class Scheduler:
 
 def _left(sequence: Sequence) -> int:
     """Number of tokens that a sequence's next step must compute before it can sample: its target
-    without what is scheduled. One for a sequence that decodes."""
+    without what is scheduled. One for a sequence that decodes.
+
+    Loops over all sequences compute it themselves, because calls would be most of their cost.
+    """
     return len(sequence.token_ids) + sequence.pending - sequence.scheduled
 
 

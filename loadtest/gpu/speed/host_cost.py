@@ -16,11 +16,12 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import sys
 import threading
 import time
+from collections.abc import AsyncIterator
 from collections.abc import Sequence as Several
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,6 +67,7 @@ from worker.settings import WorkerSettings
 
 _BATCHES, _CONTEXTS = (64, 256, 512), (1024, 4096, 32768)
 _WARM_STEPS, _STEPS = 24, 96
+_STOP_S = 10.0
 _CPU = torch.device("cpu")
 _ROUTER = "router"
 _STORAGE = Storage(2.0, 2.0, 131072.0)
@@ -127,7 +129,8 @@ class HostBench:
         self.config = replace(
             self.config, ropes=tuple(replace(rope, rotary_dim=8) for rope in self.config.ropes)
         )
-        self._batch, self._context, self._steps, self._churn = batch, context, steps, churn
+        self.batch = batch
+        self._context, self._steps, self._churn = context, steps, churn
         self._added = 0
         width = -(-(context + steps) // block_size) + 1
         self.cache = KvCache(self.config, batch * width, block_size, torch.bfloat16, _CPU)
@@ -174,7 +177,7 @@ class HostBench:
         first = self._context - self._steps // 2
         for number in range(self._added, self._added + count):
             length = first - number % size
-            steps = min(number, self._batch) // self._churn + 1 if self._churn else self._context
+            steps = min(number, self.batch) // self._churn + 1 if self._churn else self._context
             sampling = SamplingParams(
                 temperature=0.7, seed=number << 33 | 5, max_tokens=steps + 1, ignore_eos=True
             )
@@ -195,7 +198,7 @@ class HostBench:
         self._added += count
 
 
-class _Stream:
+class RouterStream:
     """The router's end of the token stream: it serializes each message and counts."""
 
     def __init__(self, bench: HostBench) -> None:
@@ -211,11 +214,12 @@ class _Stream:
             self.bytes += len(message.SerializeToString())
 
 
-class _Steps:
+class StepCounter:
     """Counts steps, and wakes whoever waits for one of them."""
 
     def __init__(self, bench: HostBench) -> None:
         self._bench = bench
+        self._closed = False
         self._left = 0
         self._reached = asyncio.Event()
 
@@ -225,8 +229,14 @@ class _Steps:
         self._reached.clear()
         await self._reached.wait()
 
+    def close(self) -> None:
+        """Replace no more sequences."""
+        self._closed = True
+
     def on_emit(self, updates: list[SequenceUpdate]) -> None:
         """Count a step, and replace the sequences that have ended."""
+        if self._closed:
+            return
         self._bench.add_sequences(sum(1 for u in updates if u.sequence.finish_reason))
         self._left -= 1
         if not self._left:
@@ -251,7 +261,7 @@ class _Reading:
     messages: int
 
 
-def _read(bench: HostBench, stream: _Stream) -> _Reading:
+def _read(bench: HostBench, stream: RouterStream) -> _Reading:
     seconds = {thread.name: _cpu_s(thread) for thread in threading.enumerate()}
     return _Reading(
         seconds["engine"],
@@ -269,24 +279,34 @@ def _cpu_s(thread: threading.Thread) -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
-async def _measure(batch: int, context: int, churn: int, block_size: int, steps: int) -> HostCost:
-    bench = HostBench(batch, context, churn, block_size, _WARM_STEPS + steps)
-    bench.add_sequences(batch)
-    counted, stream = _Steps(bench), _Stream(bench)
-    bench.core.subscribe(counted)
+@asynccontextmanager
+async def running(bench: HostBench) -> AsyncIterator[tuple[StepCounter, RouterStream]]:
+    """Run steps of all of a bench's sequences, until the context ends."""
+    counter, stream = StepCounter(bench), RouterStream(bench)
+    bench.core.subscribe(counter)
     bench.core.start()
     reading = asyncio.create_task(stream.run())
+    bench.add_sequences(bench.batch)
     bench.core.schedule_steps()
-    await counted.wait(_WARM_STEPS)
-    before = _read(bench, stream)
-    await counted.wait(steps)
-    after = _read(bench, stream)
-    reading.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await reading
-    for sequence in tuple(bench.scheduler.running):
-        bench.scheduler.remove(sequence)
-    bench.core.stop(10.0)
+    try:
+        yield counter, stream
+    finally:
+        reading.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await reading
+        counter.close()
+        for sequence in tuple(bench.scheduler.running):
+            bench.scheduler.remove(sequence)
+        await asyncio.to_thread(bench.core.stop, _STOP_S)
+
+
+async def _measure(batch: int, context: int, churn: int, block_size: int, steps: int) -> HostCost:
+    bench = HostBench(batch, context, churn, block_size, _WARM_STEPS + steps)
+    async with running(bench) as (counter, stream):
+        await counter.wait(_WARM_STEPS)
+        before = _read(bench, stream)
+        await counter.wait(steps)
+        after = _read(bench, stream)
     return HostCost(
         batch,
         context,
@@ -304,9 +324,7 @@ async def _measure(batch: int, context: int, churn: int, block_size: int, steps:
 def measure(
     batch: int, context: int, churn: int = 0, block_size: int = 16, steps: int = _STEPS
 ) -> HostCost:
-    """Measure one batch. It must run in a process without other threads of these names."""
-    torch.set_num_threads(1)
-    spare_the_interpreter()
+    """Measure one batch. No other worker's threads may run in this process."""
     return asyncio.run(_measure(batch, context, churn, block_size, steps))
 
 
@@ -361,5 +379,6 @@ def main(arguments: Several[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    spare_the_interpreter()
     sys.exit(main())
