@@ -67,10 +67,10 @@ class StepWriter:
         tables: dict[int, tuple[int, ...]] = {}
         for place, row in enumerate(step.rows):
             before = self._tables.get(row.sequence_id, ())
-            kept, new = len(before), ()
-            if row.block_table is not before:
-                kept = kept if row.block_table[:kept] == before else 0
-                new = row.block_table[kept:]
+            kept = len(before)
+            if row.block_table is not before and row.block_table[:kept] != before:
+                kept = 0
+            new = row.block_table[kept:]
             rows[place] = (row.sequence_id, row.start, row.count, kept, len(new))
             added += new
             tables[row.sequence_id] = row.block_table

@@ -215,7 +215,7 @@ class RouterStream:
 
 
 class StepCounter:
-    """Counts steps, and wakes whoever waits for one of them."""
+    """Counts steps, and wakes the task that waits for one of them."""
 
     def __init__(self, bench: HostBench) -> None:
         self._bench = bench

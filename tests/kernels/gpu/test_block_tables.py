@@ -103,7 +103,8 @@ def test_prompts_come_last_and_then_stay_there() -> None:
 
 def test_every_row_is_computed_once_and_few_move() -> None:
     chance = random.Random(1)
-    order, running, before, moved = RowOrder(), list(range(20)), [], 0
+    order, running, moved = RowOrder(), list(range(20)), 0
+    before: list[int] = []
     for number in range(20, 400):
         running.remove(chance.choice(running))
         running.append(number)

@@ -49,7 +49,7 @@ async def count(batch: int, context: int, churn: int = 0) -> Counts:
             sent = bench.model.sent_bytes - sent
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
     return Counts((after - before) / STEPS, loop / STEPS, sent / STEPS)
 
 
