@@ -19,10 +19,11 @@ import json
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from collections.abc import Sequence as Several
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -54,6 +55,8 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import SchedulerLimits, Sequence, SequenceUpdate
 from kvtransfer.memory.memory import BlockMemory
 from loadtest.gpu.common.models import random_model
+from loadtest.gpu.common.place import Place
+from loadtest.gpu.common.results import Fact, Item, Result
 from loadtest.gpu.common.shapes import llama_8b, miniature
 from worker.core.engine_core import EngineCore
 from worker.core.gauges import UtilizationMeter, WorkerGauges
@@ -69,6 +72,8 @@ _BATCHES, _CONTEXTS = (64, 256, 512), (1024, 4096, 32768)
 _WARM_STEPS, _STEPS = 24, 96
 _STOP_S = 10.0
 _CPU = torch.device("cpu")
+_SMALL = 4, 100, 4
+"""Sequences, tokens and steps of a dry run."""
 _ROUTER = "router"
 _STORAGE = Storage(2.0, 2.0, 131072.0)
 _COSTS = StepCosts((1.0, 0.02, 0.0), (4.0, 0.01, 1e-5))
@@ -102,11 +107,11 @@ class NullSteps(GpuStepModel):
     """A step model that launches nothing. Each output samples token 0."""
 
     def __init__(self, config: ModelConfig, cache: KvCache, max_rows: int) -> None:
-        weights = gpu_weights(random_model(config, _CPU, torch.bfloat16))
+        weights = gpu_weights(random_model(config, cache.data.device, torch.bfloat16))
         super().__init__(weights, cache, max_rows, capture=_captured)
 
     def _draw(self, logits: torch.Tensor, tensors: StepTensors) -> torch.Tensor:
-        return torch.zeros(len(logits), dtype=torch.int64)
+        return torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
 
 
 def _captured(work: Work) -> Work:
@@ -120,7 +125,15 @@ def _nothing() -> None:
 class HostBench:
     """A decode worker whose model computes nothing, and its sequences."""
 
-    def __init__(self, batch: int, context: int, churn: int, block_size: int, steps: int) -> None:
+    def __init__(
+        self,
+        batch: int,
+        context: int,
+        churn: int,
+        block_size: int,
+        steps: int,
+        device: torch.device = _CPU,
+    ) -> None:
         """Each sequence has ``context`` tokens after half of ``steps`` steps. ``churn`` sequences
         end in each step. Call it on the event loop."""
         self.config = replace(
@@ -133,9 +146,9 @@ class HostBench:
         self._context, self._steps, self._churn = context, steps, churn
         self._added = 0
         width = -(-(context + steps) // block_size) + 1
-        self.cache = KvCache(self.config, batch * width, block_size, torch.bfloat16, _CPU)
+        self.cache = KvCache(self.config, batch * width, block_size, torch.bfloat16, device)
         self.model = NullSteps(self.config, self.cache, batch)
-        runner = GpuRunner(self.model, self.cache, _CPU)
+        runner = GpuRunner(self.model, self.cache, device)
         self.pool = BlockPool(batch * width)
         limits = SchedulerLimits(block_size, 8192, batch, 2 * context)
         self.scheduler = Scheduler(self.pool, limits)
@@ -300,8 +313,10 @@ async def running(bench: HostBench) -> AsyncIterator[tuple[StepCounter, RouterSt
         await asyncio.to_thread(bench.core.stop, _STOP_S)
 
 
-async def _measure(batch: int, context: int, churn: int, block_size: int, steps: int) -> HostCost:
-    bench = HostBench(batch, context, churn, block_size, _WARM_STEPS + steps)
+async def _measure(
+    batch: int, context: int, churn: int, block_size: int, steps: int, device: torch.device
+) -> HostCost:
+    bench = HostBench(batch, context, churn, block_size, _WARM_STEPS + steps, device)
     async with running(bench) as (counter, stream):
         await counter.wait(_WARM_STEPS)
         before = _read(bench, stream)
@@ -322,10 +337,28 @@ async def _measure(batch: int, context: int, churn: int, block_size: int, steps:
 
 
 def measure(
-    batch: int, context: int, churn: int = 0, block_size: int = 16, steps: int = _STEPS
+    batch: int,
+    context: int,
+    churn: int = 0,
+    block_size: int = 16,
+    steps: int = _STEPS,
+    device: torch.device = _CPU,
 ) -> HostCost:
     """Measure one batch. No other worker's threads may run in this process."""
-    return asyncio.run(_measure(batch, context, churn, block_size, steps))
+    return asyncio.run(_measure(batch, context, churn, block_size, steps, device))
+
+
+def host_cost_items(place: Place) -> Iterator[Item]:
+    """Yield an item for each batch. On a GPU, a step's time includes the launch of the copies of
+    its inputs."""
+    for batch in _BATCHES:
+        yield Item(f"host, {batch} × 4k", partial(_measure_at, place, batch))
+
+
+def _measure_at(place: Place, batch: int) -> Iterator[Result]:
+    count, context, steps = _SMALL if place.small else (batch, 4096, _STEPS)
+    cost = measure(count, context, steps=steps, device=place.device)
+    yield Fact(f"host, {batch} × 4k", asdict(cost))
 
 
 def _no_grammar() -> Any:

@@ -12,8 +12,11 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
+import torch
 
-from loadtest.gpu.speed.host_cost import HostBench, main, running
+from loadtest.gpu.common.place import Place
+from loadtest.gpu.common.results import Fact
+from loadtest.gpu.speed.host_cost import HostBench, host_cost_items, main, running
 
 WARM, STEPS = 8, 32
 BLOCK = 16
@@ -71,6 +74,15 @@ def test_inputs_do_not_grow_with_the_context() -> None:
 def test_a_sequence_that_replaces_another_sends_its_own_table_only() -> None:
     steady, churning = (asyncio.run(count(64, 2000, churn)) for churn in (0, 1))
     assert churning.input_bytes - steady.input_bytes < 12 * 2 * (2000 // BLOCK)
+
+
+def test_a_gpu_run_has_the_batches_as_items() -> None:
+    place = Place(torch.device("cpu"), torch.float32, small=True)
+    for item in host_cost_items(place):
+        (found,) = item.work()
+        assert isinstance(found, Fact)
+        assert found.name == item.name
+        assert found.values["engine_ms"] > 0
 
 
 def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
