@@ -87,7 +87,7 @@ _SLOTS = 2.5
 _SPLIT = 256
 _EAGER_LAUNCH_S, _CAPTURED_STEP_S = 35e-6, 0.6e-3
 """Host time of one launch outside a captured step, and of a captured step without its rows, in
-seconds. The latter is measured, but for 0.15 ms of launches."""
+seconds. The latter is measured, except for 0.15 ms of launches."""
 _ROW_S, _TOKEN_S = 12e-6, 0.1e-9
 """Host time of a captured step for each row, and for each token in its block table, in seconds.
 Both are measured (docs/lab-notes/host-cost.md)."""
