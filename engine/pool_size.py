@@ -99,6 +99,7 @@ def _gpu_pool_bytes(settings: EngineSettings, weights: GpuWeights, device: torch
         quantized=weights.quantized,
         separate_experts=weights.waits,
         deterministic=settings.deterministic,
+        divided=weights.context is not None,
         ranks=1 if weights.rank is None else weights.rank.shard.ranks,
     )
     planned = memory_plan(weights.config, limits).total

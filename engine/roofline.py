@@ -16,12 +16,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
 from engine.checkpoint.model_config import ModelConfig
 from engine.scheduling.plan import PlanRow
 
+Numbers = npt.NDArray[np.int64]
 Bound = Literal["memory", "arithmetic"]
 
 
@@ -109,19 +112,21 @@ class Roof:
 
 def step_work(config: ModelConfig, storage: Storage, rows: Sequence[PlanRow]) -> Work:
     """Compute the minimum work of one step that computes ``rows``."""
-    tokens = sum(row.count for row in rows)
-    sampled = sum(row.sample for row in rows)
+    start = np.array([row.start for row in rows], dtype=np.int64)
+    end = start + np.array([row.count for row in rows], dtype=np.int64)
+    tokens = int((end - start).sum())
+    sampled = sum([row.sample for row in rows])
     head = config.vocab_size * config.hidden_size
     held, used = _matrix_weights(config, tokens)
-    attention = [_attention(config, row) for row in rows]
+    moved, pairs = _attention(config, start, end)
     kv_layer = storage.kv_token_bytes / config.layers
     return Work(
         weight_bytes=storage.weight_bytes * held
         + storage.head_weight_bytes * (head if sampled else 0),
-        kv_bytes=kv_layer * sum(moved for moved, _ in attention),
+        kv_bytes=kv_layer * moved,
         operations=2.0 * (used * tokens + head * sampled)
         # Queries times keys, and weights times values.
-        + 4.0 * config.heads * config.head_dim * sum(pairs for _, pairs in attention),
+        + 4.0 * config.heads * config.head_dim * pairs,
     )
 
 
@@ -151,14 +156,15 @@ def _matrix_weights(config: ModelConfig, tokens: int) -> tuple[float, float]:
     return dense + expert * met * mixed, dense + expert * experts.per_token * mixed
 
 
-def _attention(config: ModelConfig, row: PlanRow) -> tuple[int, int]:
-    """Count over all layers: (tokens whose KV is read or written, pairs of a query and a key)."""
+def _attention(config: ModelConfig, start: Numbers, end: Numbers) -> tuple[int, int]:
+    """Count over all layers and rows: (tokens whose KV is read or written, pairs of a query and a
+    key). A row computes the tokens ``start … end - 1`` of its sequence; both are [rows]."""
     moved = pairs = 0
     for window, layers in _layers_by_window(config.windows):
-        reach = window or row.start + row.count
-        first = max(0, row.start + 1 - reach)
-        moved += layers * (row.start + row.count - first)
-        pairs += layers * (_pairs(row.start + row.count, reach) - _pairs(row.start, reach))
+        reach = np.full_like(end, window) if window else end
+        first = np.maximum(0, start + 1 - reach)
+        moved += layers * int((end - first).sum())
+        pairs += layers * int((_pairs(end, reach) - _pairs(start, reach)).sum())
     return moved, pairs
 
 
@@ -169,11 +175,12 @@ def _layers_by_window(windows: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(Counter(windows).items())
 
 
-def _pairs(length: int, reach: int) -> int:
-    """Count the pairs of a query and a key for the first ``length`` tokens; each query sees at most
-    ``reach`` keys."""
-    short = min(length, reach)
-    return short * (short + 1) // 2 + (length - short) * reach
+def _pairs(length: Numbers, reach: Numbers) -> Numbers:
+    """Count the pairs of a query and a key for the first ``length`` tokens of each row; each query
+    sees at most ``reach`` keys. Arguments and result are [rows]."""
+    short = np.minimum(length, reach)
+    found: Numbers = short * (short + 1) // 2 + (length - short) * reach
+    return found
 
 
 _WARM, _REPETITIONS = 2, 7

@@ -148,7 +148,7 @@ class Handoff:
         assert self._pair is not None, "no pair"
         return self._pair.transport
 
-    def computed(self, block_table: list[int], tokens: int) -> None:
+    def computed(self, block_table: Sequence[int], tokens: int) -> None:
         """Push the blocks that are complete after ``tokens`` tokens and that the receiver lacks.
 
         ``block_table`` is the sequence's table on this worker. The last block is complete as soon
@@ -173,7 +173,7 @@ class Handoff:
             return False
         return self._wire_s(tokens // self._context.engine.cache.block_size) >= MIN_WIRE_S
 
-    def computing(self, block_table: list[int], blocks: int, layers: int) -> None:
+    def computing(self, block_table: Sequence[int], blocks: int, layers: int) -> None:
         """Push the layers that the running step has already stored: the first ``layers`` layers of
         the blocks up to number ``blocks``.
 
@@ -189,7 +189,7 @@ class Handoff:
         assert self._pair is not None, "no ticket"
         return blocks * self._context.memory.block_bytes / self._pair.bandwidth.bytes_per_s
 
-    def _send(self, block_table: list[int], parts: list[LayerRun]) -> None:
+    def _send(self, block_table: Sequence[int], parts: list[LayerRun]) -> None:
         assert self._push is not None, "no ticket"
         for target, first, last in parts:
             block = self.pinned_blocks + target

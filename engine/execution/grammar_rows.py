@@ -37,6 +37,13 @@ class GrammarRows:
         """Output length from which a sequence's draws need masks, by sequence id. Sequences with a
         grammar are absent, because all of their draws need masks."""
 
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __contains__(self, sequence_id: int) -> bool:
+        """Whether a sequence has a grammar or a reasoning budget that is not used up."""
+        return sequence_id in self._states
+
     def learn(self, new: NewSequence) -> None:
         """Add a sequence that has a grammar or a reasoning budget; others are ignored."""
         self.forget(new.sequence_id)

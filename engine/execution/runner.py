@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from baton.sampling_params import SamplingParams
 from engine.cpu.decoder import CpuDecoder
 from engine.cpu.library import CoreShare
 from engine.cpu.sampler import cpu_logprobs, cpu_sampler
@@ -23,6 +24,7 @@ from engine.scheduling.plan import NewSequence, PlanRow, RunnerSequence, StepPla
 from engine.speculation.model_drafter import ComputedRow
 from engine.speculation.speculation import StepSpeculation, kept_tokens
 
+_NEVER = SampleRow(SamplingParams(), [], 0, ()), 1
 T = TypeVar("T")
 Ending = Callable[[], StepResult]
 
@@ -58,6 +60,9 @@ class ModelRunner:
         self._sample = self._sampler.sample if self._sampler is not None else sample
         self._scorer = (cpu_logprobs() if device.type == "cpu" else None) or token_logprobs
         self._known: dict[int, RunnerSequence] = {}
+        self._next: dict[int, tuple[SampleRow, int]] = {}
+        """For each sequence, the draw of its next token, and the number of tokens from which on
+        this draw is ``plain``. Absent if it never is, or if the sequence wants more than tokens."""
         self._speculation = speculation
         self._embedder = embedder
         self._copy = copy or cache.copy
@@ -146,6 +151,7 @@ class ModelRunner:
         A sequence is unknown if the step that was to introduce it failed.
         """
         self._known.pop(sequence_id, None)
+        self._next.pop(sequence_id, None)
         self._grammars.forget(sequence_id)
         if self._speculation is not None:
             self._speculation.forget(sequence_id)
@@ -162,6 +168,11 @@ class ModelRunner:
         known = self._known[new.sequence_id] = RunnerSequence.of(new)
         known.takes_prompt = new.takes_prompt and self.takes_prompt()
         self._grammars.learn(new)
+        plain_from = new.prompt_length + new.sampling.min_tokens if new.stop_ids else 0
+        draw = draw_of(known, known.token_ids)
+        is_plain = replace(draw, stop_ids=()).plain and new.sequence_id not in self._grammars
+        if is_plain and new.sampling.logprobs is None and not new.embeds:
+            self._next[new.sequence_id] = draw, plain_from
 
     def _computable(self, plan: StepPlan) -> tuple[StepPlan, tuple[int, ...]]:
         """Remove the rows that cannot be computed from a plan. Returns the rest, and the indexes of
@@ -171,7 +182,15 @@ class ModelRunner:
         was never sampled, or a sequence that the runner does not know. Raises RuntimeError if no
         row is left.
         """
-        left_out = tuple(place for place, row in enumerate(plan.rows) if not self._has_tokens(row))
+        known = self._known
+        left_out = tuple(
+            [
+                place
+                for place, row in enumerate(plan.rows)
+                if (sequence := known.get(row.sequence_id)) is None
+                or row.start + row.count > len(sequence.token_ids)
+            ]
+        )
         if not left_out:
             return plan, ()
         rows = tuple(row for place, row in enumerate(plan.rows) if place not in left_out)
@@ -179,12 +198,10 @@ class ModelRunner:
             raise RuntimeError("the step before this one failed")
         return replace(plan, rows=rows), left_out
 
-    def _has_tokens(self, row: PlanRow) -> bool:
-        sequence = self._known.get(row.sequence_id)
-        return sequence is not None and row.start + row.count <= len(sequence.token_ids)
-
     def _failed(self, rows: tuple[PlanRow, ...]) -> tuple[tuple[int, str], ...]:
         """Return the rows whose grammars have failed, as in ``StepResult.failed``."""
+        if not self._grammars:
+            return ()
         found = ((place, self._grammars.failure(r.sequence_id)) for place, r in enumerate(rows))
         return tuple((place, why) for place, why in found if why)
 
@@ -199,6 +216,9 @@ class ModelRunner:
     def _undrafted(self, rows: Iterable[PlanRow]) -> list[PlanRow]:
         """Return the rows without drafts. A row that computes only its sequence's newest token is
         moved to that token."""
+        if self._speculation is None:
+            # Only accepted drafts make a newer token than the scheduler's.
+            return list(rows)
         return [self._placed(row) for row in rows]
 
     def _placed(self, row: PlanRow) -> PlanRow:
@@ -262,6 +282,11 @@ class ModelRunner:
         """
         work = StepWork()
         for place, row in enumerate(rows):
+            if row.count == 1 and row.sample and row.choices == 1 and not row.scored:
+                draw, plain_from = self._next.get(row.sequence_id, _NEVER)
+                if len(draw.token_ids) >= plain_from:
+                    work.draw_next(draw.token_ids[row.start], draw)
+                    continue
             draft = row.draft
             known = self._known[row.sequence_id]
             work.token_ids += known.token_ids[row.start : row.start + row.count - len(draft)]
@@ -362,13 +387,20 @@ def with_left_out(result: StepResult, left_out: tuple[int, ...]) -> StepResult:
     if not left_out:
         return result
     rows = len(result.token_ids) + len(left_out)
-    places = [place for place in range(rows) if place not in left_out]
+    computed = [place for place in range(rows) if place not in left_out]
+    return replace(in_plan_order(result, computed, rows), left_out=left_out)
+
+
+def in_plan_order(result: StepResult, places: Sequence[int], rows: int) -> StepResult:
+    """Move the rows of a result to their ``places`` in a plan of ``rows`` rows."""
 
     def spread(found: Sequence[T], nothing: T) -> tuple[T, ...]:
         if not found:
             return ()
-        by_place = dict(zip(places, found, strict=True))
-        return tuple(by_place.get(place, nothing) for place in range(rows))
+        every = [nothing] * rows
+        for place, one in zip(places, found, strict=True):
+            every[place] = one
+        return tuple(every)
 
     return replace(
         result,
@@ -377,5 +409,4 @@ def with_left_out(result: StepResult, left_out: tuple[int, ...]) -> StepResult:
         logprobs=spread(result.logprobs, None),
         prompt_logprobs=spread(result.prompt_logprobs, ()),
         embeddings=spread(result.embeddings, None),
-        left_out=left_out,
     )

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.gpu.draws import GREEDY, Draw, keep_allowed
+from engine.gpu.block_tables import BlockTables, table_rows
+from engine.gpu.draws import GREEDY, Draw, DrawArrays, keep_allowed
 from engine.gpu.forward import Forward
 from engine.gpu.fused_weights import GpuWeights
 from engine.gpu.graphs import Bucket, Capture, CudaCapture, DecodeGraphs
@@ -110,9 +111,17 @@ class GpuStepModel:
         self._layers = config.layers
         self._forward = Forward(weights, cache)
         self._drawn = torch.zeros(max_rows, dtype=torch.int64, device=self._device)
+        context = min(config.context_length, cache.blocks * cache.block_size)
+        self._tables = BlockTables(
+            table_rows(max_rows, divided=self._context is not None),
+            table_width(max(context, *_CHUNKS), cache.block_size),
+            self._device,
+        )
+        self._draws = DrawArrays(())
+        self.sent_bytes = 0
+        """Bytes of steps' inputs that were copied to the device."""
         self._graphs: DecodeGraphs | None = None
         if capture is not None and not weights.waits:
-            context = min(config.context_length, cache.blocks * cache.block_size)
             self._graphs = DecodeGraphs(self._decode, capture, max_rows, context)
             largest = self._decode_shape(self._graphs.largest)
             self._inputs = torch.zeros(
@@ -147,7 +156,7 @@ class GpuStepModel:
 
     def _found(self, step: StepInput) -> StepOutput:
         """Compute this rank's part of a step, and return its output."""
-        draws = [GREEDY] * len(step.outputs) if step.greedy else []
+        draws = self._arrays([GREEDY] * len(step.outputs)) if step.greedy else None
         hidden = None
         if step.hidden_layers:
             logits, tensors, hidden = self._watched(step, draws)
@@ -171,11 +180,12 @@ class GpuStepModel:
             with self._part(step) as part:
                 assert part is not None, "rank 0 has a part of every step"
                 assert not part.gathers, "rank 0 has the last token of every row"
-                logits, tensors = self._compute(part.step, draws)
+                arrays = self._arrays(draws)
+                logits, tensors = self._compute(part.step, arrays)
                 if masks is not None:
                     made = masks()
                     forbid(logits, list(made), list(made.values()))
-                drawn = self._draw(keep_allowed(logits, draws), tensors)
+                drawn = self._draw(keep_allowed(logits, arrays), tensors)
                 self._drawn[: len(drawn)].copy_(drawn)
             self._broadcast_drawn(len(drawn))
         return self._brought(drawn)
@@ -194,9 +204,9 @@ class GpuStepModel:
         if self._context is not None:
             self._context.run(step, self._found)
         elif step.hidden_layers:
-            self._watched(step, [])
+            self._watched(step, None)
         else:
-            self._compute(step, [])
+            self._compute(step, None)
         if draws:
             self._broadcast_drawn(len(step.outputs))
 
@@ -223,10 +233,10 @@ class GpuStepModel:
         forbid(torch.zeros(1, self._vocab_size, device=self._device), [0], [any_token])
         for tokens in _CHUNKS:
             width = table_width(tokens, self._block_size)
-            self._run(StepShape(0, 0, 1, tokens, tokens, width, 1), nothing, (), ())
+            self._run(StepShape(0, 0, 1, tokens, tokens, width, 1), nothing, None, None)
         if self._graphs is not None:
             for bucket in self._graphs.warm_sizes():
-                self._replay(bucket, nothing, ())
+                self._replay(bucket, nothing, None)
 
     def _draw(self, logits: torch.Tensor, tensors: StepTensors) -> torch.Tensor:
         """Sample a token from each row of logits, fp32 [outputs, vocab_size]. Returns int64
@@ -246,7 +256,16 @@ class GpuStepModel:
         ended.record(torch.cuda.current_stream(self._device))
         return StartedStep(host, ended)
 
-    def _compute(self, step: StepInput, draws: Sequence[Draw]) -> tuple[torch.Tensor, StepTensors]:
+    def _arrays(self, draws: Sequence[Draw]) -> DrawArrays:
+        """Return the arrays of a step's draws. The previous step's arrays serve again if it had the
+        same draws."""
+        if self._draws.draws != draws:
+            self._draws = DrawArrays(draws)
+        return self._draws
+
+    def _compute(
+        self, step: StepInput, draws: DrawArrays | None
+    ) -> tuple[torch.Tensor, StepTensors]:
         """Compute a step's logits, fp32 [outputs, vocab_size]. Also returns the step's input
         tensors on the device."""
         bucket = self._bucket(step)
@@ -260,13 +279,13 @@ class GpuStepModel:
 
     def _bucket(self, step: StepInput) -> Bucket | None:
         """Choose the size of the CUDA graph for a step; None for a step that is not captured."""
-        if self._graphs is None or any(row.count > 1 for row in step.rows):
+        if self._graphs is None or len(step.token_ids) > len(step.rows):
             return None
-        longest = max(row.start + 1 for row in step.rows)
+        longest = max([row.start for row in step.rows]) + 1
         return self._graphs.bucket(len(step.rows), longest)
 
     def _eager(
-        self, step: StepInput, draws: Sequence[Draw], states: list[torch.Tensor] | None = None
+        self, step: StepInput, draws: DrawArrays | None, states: list[torch.Tensor] | None = None
     ) -> tuple[torch.Tensor, StepTensors]:
         shape = step_shape(
             step.rows, len(step.outputs), self._block_size, singles_first=self._singles_first
@@ -275,7 +294,7 @@ class GpuStepModel:
         return self._run(shape, step, order, draws, states)
 
     def _watched(
-        self, step: StepInput, draws: Sequence[Draw]
+        self, step: StepInput, draws: DrawArrays | None
     ) -> tuple[torch.Tensor, StepTensors, torch.Tensor]:
         """Run a step that also returns the last layer's output for ``StepOutput.hidden``. Such a
         step is never captured."""
@@ -291,28 +310,43 @@ class GpuStepModel:
         self,
         shape: StepShape,
         step: StepInput,
-        order: Sequence[int],
-        draws: Sequence[Draw],
+        order: Sequence[int] | None,
+        draws: DrawArrays | None,
         states: list[torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, StepTensors]:
-        host = self._host_buffer(shape)
-        fill_step(step_tensors(host, shape), step, order, self._block_size, draws)
-        tensors = step_tensors(host.to(self._device, non_blocking=True), shape)
+        host = self._filled(shape, step, order, draws)
+        buffer = host.to(self._device, non_blocking=True)
+        tensors = step_tensors(buffer, shape, self._tables.device)
         logits = self._forward.logits(tensors, self._drawn, tensors.outputs, states)
         return logits.float(), tensors
 
-    def _replay(self, bucket: Bucket, step: StepInput, draws: Sequence[Draw]) -> StepTensors:
+    def _replay(self, bucket: Bucket, step: StepInput, draws: DrawArrays | None) -> StepTensors:
         assert self._graphs is not None, "a bucket comes from them"
         shape = self._decode_shape(bucket)
-        host = self._host_buffer(shape)
-        fill_step(step_tensors(host, shape), step, range(len(step.rows)), self._block_size, draws)
+        host = self._filled(shape, step, None, draws)
         self._inputs[: len(host)].copy_(host, non_blocking=True)
         self._graphs.run(bucket)
-        return step_tensors(self._inputs, shape)
+        return step_tensors(self._inputs, shape, self._tables.device)
+
+    def _filled(
+        self,
+        shape: StepShape,
+        step: StepInput,
+        order: Sequence[int] | None,
+        draws: DrawArrays | None,
+    ) -> torch.Tensor:
+        """Send the changes of the step's block tables to the device. Returns the step's other
+        inputs, on the host."""
+        self.sent_bytes += self._tables.update(step.rows, order)
+        host = self._host_buffer(shape)
+        self.sent_bytes += len(host)
+        tables = torch.from_numpy(self._tables.host)
+        fill_step(step_tensors(host, shape, tables), step, order, self._block_size, draws)
+        return host
 
     def _decode(self, bucket: Bucket) -> None:
         """Run a decode step on persistent tensors. This function is captured as a CUDA graph."""
-        tensors = step_tensors(self._inputs, self._decode_shape(bucket))
+        tensors = step_tensors(self._inputs, self._decode_shape(bucket), self._tables.device)
         logits = self._forward.logits(tensors, self._drawn, None)
         # With several ranks, only the first has logits.
         self._logits[: len(logits)].copy_(logits)

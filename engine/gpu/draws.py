@@ -1,24 +1,32 @@
-"""Parameters of draws on a GPU, and the choice of the tokens that a draw may take."""
+"""Parameters of draws on a GPU, and the choice of the tokens that a draw may take.
+
+The parameters of a sequence's draws are the same at each step; only the position changes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from engine.sampling.noise import noise_keys
-from engine.sampling.sampling import SampleRow
+from baton.sampling_params import SamplingParams
+from engine.sampling.noise import noise_keys_of
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Parameters of one draw from unchanged logits, that is, without penalties or biases."""
+    """Parameters of a sequence's draws from unchanged logits, that is, without penalties or
+    biases."""
 
     temperature: float
     """Sampling temperature; 0 takes the most likely token."""
-    keys: tuple[int, int]
-    """Keys of the noise (``engine.sampling.noise.noise_keys``)."""
+    seed: int
+    """Seed of the noise, 64 bits."""
+    choice: int
+    """Number of the sequence within its request, another input of the noise."""
     top_k: int
     """Only this number of most likely tokens may be drawn; 0 means that all tokens may be drawn."""
     top_p: float
@@ -30,34 +38,44 @@ class Draw:
         return bool(self.temperature) and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
 
-GREEDY = Draw(0.0, (0, 0), 0, 1.0, 0.0)
+GREEDY = Draw(0.0, 0, 0, 0, 1.0, 0.0)
 
 
-def draw_of(row: SampleRow) -> Draw:
-    """Make the GPU's draw for a row whose logits are used unchanged (``row.plain``)."""
-    sampling = row.sampling
+def draw_of(sampling: SamplingParams, choice: int) -> Draw:
+    """Make the GPU's draw of a sequence whose logits are used unchanged (``SampleRow.plain``)."""
     if sampling.greedy:
         return GREEDY
-    return Draw(
-        sampling.temperature,
-        noise_keys(sampling.seed, row.choice, len(row.token_ids)),
-        sampling.top_k,
-        sampling.top_p,
-        sampling.min_p,
-    )
+    limits = sampling.top_k, sampling.top_p, sampling.min_p
+    return Draw(sampling.temperature, sampling.seed, choice, *limits)
 
 
-def keep_allowed(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+class DrawArrays:
+    """The draws of a step as arrays. The next step uses them again if it has the same draws."""
+
+    def __init__(self, draws: Sequence[Draw]) -> None:
+        self.draws = list(draws)
+        self.temperatures = np.array([draw.temperature for draw in draws], dtype=np.float32)
+        self.limited = [number for number, draw in enumerate(draws) if draw.limited]
+        """Indexes of the draws that may not take all tokens."""
+        self._seeds = np.array([draw.seed for draw in draws], dtype=np.uint64)
+        self._choices = np.array([draw.choice for draw in draws], dtype=np.int64)
+
+    def keys(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Compute the noise keys of each draw, int64 [draws, 2]. ``positions`` are those of the
+        drawn tokens in their sequences, [draws]."""
+        return noise_keys_of(self._seeds, self._choices, positions)
+
+
+def keep_allowed(logits: torch.Tensor, draws: DrawArrays) -> torch.Tensor:
     """Set logits, fp32 [rows, vocab], to -inf for each token that its draw may not take.
 
     Which tokens a draw may take is defined by ``engine.sampling.sampling``. This function does it
     for all rows at once, and the host does not wait for the GPU.
     """
-    numbers = [n for n, draw in enumerate(draws) if draw.limited]
-    if not numbers:
+    if not draws.limited:
         return logits
-    limited = [draws[n] for n in numbers]
-    rows = _on_device(torch.tensor(numbers), logits.device)
+    limited = [draws.draws[n] for n in draws.limited]
+    rows = _on_device(torch.tensor(draws.limited), logits.device)
     taken = logits[rows]
     allowed = _allowed(taken, _limits(limited, taken))
     return logits.index_copy(0, rows, taken.masked_fill(~allowed, -torch.inf))

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.checkpoint.model_config import ModelConfig
+from engine.gpu.block_tables import CHANGE_BYTES, MAX_SENT, table_rows
 from engine.gpu.fused_weights import PIECE_VALUES
 from engine.gpu.graphs import batch_sizes, length_sizes
 from engine.gpu.kernels.attention.decode import SPLIT, scratch_bytes, scratch_rows
@@ -73,6 +74,8 @@ class StepLimits:
     separate_experts: bool = False
     """Whether experts are computed one after another, so that no step is captured."""
     deterministic: bool = False
+    divided: bool = False
+    """Whether ranks divide prompts (context parallelism)."""
     ranks: int = 1
     """Number of ranks that divide the model. Each rank computes a memory plan from the
     configuration of its own shard."""
@@ -88,7 +91,8 @@ class MemoryPlan:
     """Bytes of the temporary tensors of the largest captured step; all CUDA graphs share this
     memory."""
     fixed: int
-    """Bytes of the inputs and outputs of captured steps, which are persistent."""
+    """Bytes of block tables, and of the inputs and outputs of captured steps. All of these are
+    persistent."""
     nodes: int
     """Bytes of the CUDA graphs themselves."""
     libraries: int
@@ -109,6 +113,7 @@ def memory_plan(config: ModelConfig, limits: StepLimits) -> MemoryPlan:
     outputs = limits.decode_rows + limits.scored_tokens
     return MemoryPlan(
         step=_ROUNDED
+        + min(MAX_SENT, limits.decode_rows * _width(limits)) * CHANGE_BYTES
         + _input_bytes(limits, tokens, limits.decode_rows, outputs)
         + max(
             *_phases(config, limits, tokens, limits.decode_rows, outputs, captured=False),
@@ -127,21 +132,26 @@ def memory_plan(config: ModelConfig, limits: StepLimits) -> MemoryPlan:
 
 
 def _input_bytes(limits: StepLimits, tokens: int, rows: int, outputs: int) -> int:
-    """Compute the bytes of a step's input buffer (``engine.gpu.step_tensors``); most are block
-    tables."""
-    width = table_width(limits.context, limits.block_size)
+    """Compute the bytes of a step's input buffer (``engine.gpu.step_tensors``)."""
     chunk = tokens - rows
     return buffer_bytes(
-        StepShape(rows, limits.context, min(1, chunk), chunk, chunk, width, outputs)
+        StepShape(rows, limits.context, min(1, chunk), chunk, chunk, _width(limits), outputs)
     )
 
 
+def _width(limits: StepLimits) -> int:
+    """Compute the number of blocks in the longest block table."""
+    return table_width(limits.context, limits.block_size)
+
+
 def _fixed(config: ModelConfig, limits: StepLimits, rows: int) -> int:
-    """Compute the bytes of sampled tokens, and of the inputs and fp32 logits of captured steps."""
-    drawn = 8 * limits.decode_rows + _ROUNDED
+    """Compute the bytes of sampled tokens, of block tables, and of the inputs and fp32 logits of
+    captured steps."""
+    tables = table_rows(limits.decode_rows, divided=limits.divided) * _width(limits)
+    kept = 8 * limits.decode_rows + 4 * tables + _ROUNDED
     if limits.separate_experts:
-        return drawn
-    return _input_bytes(limits, rows, rows, rows) + rows * config.vocab_size * _FLOAT + drawn
+        return kept
+    return _input_bytes(limits, rows, rows, rows) + rows * config.vocab_size * _FLOAT + kept
 
 
 def _phases(

@@ -24,11 +24,13 @@ from engine.execution.runner import (
     Ending,
     ModelRunner,
     accepted_of,
+    in_plan_order,
     step_of,
     with_left_out,
 )
+from engine.gpu.block_tables import RowOrder
 from engine.gpu.decoder import GpuStepModel, StartedStep
-from engine.gpu.draws import draw_of
+from engine.gpu.draws import Draw, draw_of
 from engine.gpu.speculation import OverlapSpeculation, verification_rows
 from engine.kv.kv_cache import KvCache
 from engine.model.embedding import Embedder
@@ -36,7 +38,7 @@ from engine.parallel.ranks import CopyBlocks
 from engine.sampling.grammar_state import Mask
 from engine.sampling.sampling import SampleRow
 from engine.sampling.step import StepWork, by_row
-from engine.scheduling.plan import PlanRow, StepPlan, StepResult
+from engine.scheduling.plan import NewSequence, PlanRow, StepPlan, StepResult
 
 _SELDOM = 16
 """Number of steps between two searches for drafts if the GPU waits for the host. A search then
@@ -98,6 +100,9 @@ class GpuRunner(ModelRunner):
         super().__init__(model, cache, device, vocab_size, speculation, embedder, copy)
         self._gpu = model
         self._drafts = speculation
+        self._draws: dict[int, Draw] = {}
+        """The draws of each sequence, by sequence id."""
+        self._order = RowOrder()
         self._unsettled: list[_Unsettled] = []
         self._begun = True
         """Whether the last step was started without an error. If not, the tokens that it sampled
@@ -140,20 +145,22 @@ class GpuRunner(ModelRunner):
         self._learn_costs()
         self._settle(running)
         plan, left_out = self._computable(plan)
-        ending = self._begin_rows(plan, began)
-        return partial(_spread, ending, left_out) if left_out else ending
+        places = self._order.arrange(plan.rows)
+        arranged = replace(plan, rows=tuple([plan.rows[place] for place in places]))
+        ending = self._begin_rows(arranged, began)
+        return partial(_as_planned, ending, places, left_out)
 
     def _begin_rows(self, plan: StepPlan, began: float) -> Ending:
         """Start a step whose rows can all be computed, as described in ``start``."""
         rows = self._undrafted(plan.rows)
         work = self._gather(rows)
         # A mask depends on the tokens themselves.
-        follows = any(draw.bound for draw in work.draws)
+        follows = work.needs_masks
         waits = follows or not work.on_device
         if waits:
             self._settle(running=0)
         extended = self._extended(plan, rows, waits)
-        drafted = sum(len(row.draft) for row in extended)
+        drafted = 0 if extended is rows else sum(len(row.draft) for row in extended)
         if drafted:
             rows, work = extended, self._gather(extended)
         step = _Step(plan, began, waits or not self._unsettled, drafted)
@@ -180,8 +187,17 @@ class GpuRunner(ModelRunner):
 
     def _started(self, rows: Sequence[PlanRow], work: StepWork, follows: bool) -> StartedStep:
         masks = partial(self._masks, rows, work.draws) if follows else None
-        draws = [draw_of(draw) for draw in work.draws]
-        return self._gpu.start(step_of(self._step_rows(rows), work), draws, masks)
+        step_rows = self._step_rows(rows)
+        draws = [self._draws[row.sequence_id] for row in step_rows if row.sample]
+        return self._gpu.start(step_of(step_rows, work), draws, masks)
+
+    def _learn(self, new: NewSequence) -> None:
+        super()._learn(new)
+        self._draws[new.sequence_id] = draw_of(new.sampling, new.choice)
+
+    def forget(self, sequence_id: int) -> None:
+        super().forget(sequence_id)
+        self._draws.pop(sequence_id, None)
 
     def _extended(self, plan: StepPlan, rows: list[PlanRow], waits: bool) -> list[PlanRow]:
         """Add to the rows the drafts that are expected to pay. If such drafts are likely, this
@@ -203,7 +219,7 @@ class GpuRunner(ModelRunner):
 
     def _step_rows(self, rows: Sequence[PlanRow]) -> tuple[PlanRow, ...]:
         """Split each row with a draft into rows of one token, as the model computes them."""
-        return verification_rows(rows)
+        return tuple(rows) if self._drafts is None else verification_rows(rows)
 
     def _masks(self, rows: Sequence[PlanRow], draws: list[SampleRow]) -> dict[int, Mask]:
         """Make the masks of a step's outputs, by output number. It may only be called when all
@@ -275,7 +291,7 @@ class GpuRunner(ModelRunner):
     def _name_tokens(self, step: _Step, started: StartedStep, draws: list[SampleRow]) -> None:
         """Append to each sequence the placeholder of the token that the step samples for it. Either
         all sequences of the step get a placeholder, or none does."""
-        places = tuple((draw.token_ids, len(draw.token_ids)) for draw in draws)
+        places = tuple([(draw.token_ids, len(draw.token_ids)) for draw in draws])
         self._unsettled.append(_Unsettled(step, started, places))
         for number, (sequence, _) in enumerate(places):
             sequence.append(-1 - number)
@@ -288,5 +304,5 @@ class GpuRunner(ModelRunner):
         self._unsettled.clear()
 
 
-def _spread(ending: Ending, left_out: tuple[int, ...]) -> StepResult:
-    return with_left_out(ending(), left_out)
+def _as_planned(ending: Ending, places: list[int], left_out: tuple[int, ...]) -> StepResult:
+    return with_left_out(in_plan_order(ending(), places, len(places)), left_out)

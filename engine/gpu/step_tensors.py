@@ -1,19 +1,19 @@
 """The input tensors of a step's kernels, without weights and cache. They are in one buffer, which
-is copied to the GPU at once."""
+is copied to the GPU at once. Only the block tables stay on the GPU (``engine.gpu.block_tables``).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.gpu.draws import Draw
+from engine.gpu.draws import DrawArrays
 from engine.sampling.step import StepInput
 from engine.scheduling.plan import PlanRow
 
@@ -38,7 +38,7 @@ class StepShape:
     longest_chunk: int
     """Maximum number of tokens in one chunk."""
     width: int
-    """Number of blocks in each row of the block tables."""
+    """Number of blocks of each row's block table that the step may use."""
     outputs: int
 
     @property
@@ -48,7 +48,8 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """The input tensors of a step, as views of one buffer on the host or on a GPU."""
+    """The input tensors of a step: views of one buffer on the host or on a GPU, and of the block
+    tables there."""
 
     shape: StepShape
     slots: torch.Tensor
@@ -69,15 +70,15 @@ class StepTensors:
     is the number of these tokens; int32 [chunks + 1]."""
     contexts: torch.Tensor
     """For each chunk, the number of tokens that precede it in its sequence, int32 [chunks]."""
-    tables: torch.Tensor
-    """Block tables of the rows, int32 [singles + chunks, width]."""
     temperatures: torch.Tensor
     """Sampling temperature of each output, fp32 [outputs]; 0 for the most likely token."""
+    tables: torch.Tensor
+    """Block tables of the rows, int32 [singles + chunks, width]. Entries after a row's last token
+    have no meaning."""
 
 
 def _fields(shape: StepShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """List the type and shape of each tensor in the buffer, by name."""
-    sequences = shape.singles + shape.chunks
     return {
         "slots": (torch.int64, (shape.tokens,)),
         "outputs": (torch.int64, (shape.outputs,)),
@@ -87,7 +88,6 @@ def _fields(shape: StepShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         "lengths": (torch.int32, (shape.singles,)),
         "query_starts": (torch.int32, (shape.chunks + 1,)),
         "contexts": (torch.int32, (shape.chunks,)),
-        "tables": (torch.int32, (sequences, shape.width)),
         "temperatures": (torch.float32, (shape.outputs,)),
     }
 
@@ -97,14 +97,15 @@ def buffer_bytes(shape: StepShape) -> int:
     return sum(_aligned(dtype, size) for dtype, size in _fields(shape).values())
 
 
-def step_tensors(buffer: torch.Tensor, shape: StepShape) -> StepTensors:
-    """Make the step's tensors as views of ``buffer``, uint8 [at least buffer_bytes(shape)]."""
+def step_tensors(buffer: torch.Tensor, shape: StepShape, tables: torch.Tensor) -> StepTensors:
+    """Make the step's tensors as views of ``buffer``, uint8 [at least buffer_bytes(shape)], and of
+    ``tables``, int32 [at least singles + chunks, at least width]."""
     views, end = {}, 0
     for name, (dtype, size) in _fields(shape).items():
         start, end = end, end + _aligned(dtype, size)
         length = dtype.itemsize * math.prod(size)
         views[name] = buffer[start : start + length].view(dtype).view(size)
-    return StepTensors(shape, **views)
+    return StepTensors(shape, **views, tables=tables[: shape.singles + shape.chunks, : shape.width])
 
 
 def _aligned(dtype: torch.dtype, size: tuple[int, ...]) -> int:
@@ -146,19 +147,27 @@ def step_shape(
 
 
 def fill_step(
-    host: StepTensors, step: StepInput, order: Sequence[int], block_size: int, draws: Sequence[Draw]
+    host: StepTensors,
+    step: StepInput,
+    order: Sequence[int] | None,
+    block_size: int,
+    draws: DrawArrays | None,
 ) -> None:
-    """Write a step into its tensors on the host. The rest of each tensor is filled with padding."""
-    rows = [step.rows[number] for number in order]
-    counts = np.array([row.count for row in rows], dtype=np.int64)
-    starts = np.array([row.start for row in rows], dtype=np.int64)
+    """Write a step into its tensors on the host. The rest of each tensor is filled with padding.
+
+    ``order`` is the result of ``ordered_rows``; None means the order of the plan. ``draws`` is None
+    if no token is drawn. The block tables must be filled already.
+    """
+    counts = np.array([row.count for row in step.rows], dtype=np.int64)
+    starts = np.array([row.start for row in step.rows], dtype=np.int64)
+    source = _source(counts, order)
+    if order is not None:
+        counts, starts = counts[order], starts[order]
     begins = _before(counts)
-    tokens = int(counts.sum())
-    source = _source(step.rows, order)
+    tokens, rows = len(source), len(counts)
     token_ids = np.array(step.token_ids, dtype=np.int64)
     tables = host.tables.numpy()
-    _fill_tables(tables, rows)
-    row_of = np.repeat(np.arange(len(rows)), counts)
+    row_of = np.repeat(np.arange(rows), counts)
     positions = np.arange(tokens) - begins[row_of] + starts[row_of]
     slots = tables[row_of, positions // block_size].astype(np.int64) * block_size
     _fill(host.slots, slots + positions % block_size, -1)
@@ -166,16 +175,20 @@ def fill_step(
     _fill(host.positions, positions, 0)
     singles = host.shape.singles
     # Without singles in the shape, every row is a chunk.
-    single_rows = min(singles, len(rows) if host.shape.chunks == 0 else singles)
+    single_rows = min(singles, rows if host.shape.chunks == 0 else singles)
     _fill(host.lengths, starts[:single_rows] + 1, 0)
     chunk_begins = begins[single_rows:] - single_rows
     _fill(host.query_starts, chunk_begins, tokens - single_rows)
     _fill(host.contexts, starts[single_rows:], 0)
-    _fill(host.outputs, np.argsort(source)[np.array(step.outputs, dtype=np.int64)], 0)
-    _fill(host.temperatures, np.array([draw.temperature for draw in draws]), 0)
-    host.keys.zero_()
-    if draws:
-        host.keys.numpy()[: len(draws)] = [draw.keys for draw in draws]
+    outputs = np.argsort(source)[np.array(step.outputs, dtype=np.int64)]
+    _fill(host.outputs, outputs, 0)
+    if draws is None:
+        host.temperatures.zero_()
+        host.keys.zero_()
+        return
+    _fill(host.temperatures, draws.temperatures, 0)
+    # The drawn token follows the one whose logits it is drawn from.
+    _fill(host.keys, draws.keys(positions[outputs] + 1), 0)
 
 
 def plan_places(rows: Sequence[PlanRow], order: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -184,7 +197,8 @@ def plan_places(rows: Sequence[PlanRow], order: Sequence[int]) -> npt.NDArray[np
 
     ``order`` is the result of ``ordered_rows``.
     """
-    return np.argsort(_source(rows, order))
+    counts = np.array([row.count for row in rows], dtype=np.int64)
+    return np.argsort(_source(counts, order))
 
 
 def _fill(target: torch.Tensor, values: npt.NDArray[Any], rest: int) -> None:
@@ -193,25 +207,15 @@ def _fill(target: torch.Tensor, values: npt.NDArray[Any], rest: int) -> None:
     array[len(values) :] = rest
 
 
-def _fill_tables(tables: npt.NDArray[Any], rows: Sequence[PlanRow]) -> None:
-    """Write the block table of each row, up to the width of ``tables``; the rest is zeros."""
-    tables.fill(0)
-    if not rows:
-        return
-    width = tables.shape[1]
-    counts = np.array([min(width, len(row.block_table)) for row in rows])
-    blocks = chain.from_iterable(row.block_table[:width] for row in rows)
-    at = np.arange(counts.sum()) - np.repeat(_before(counts), counts)
-    found = np.fromiter(blocks, np.int32, int(counts.sum()))
-    tables[np.repeat(np.arange(len(rows)), counts), at] = found
-
-
-def _source(rows: Sequence[PlanRow], order: Sequence[int]) -> npt.NDArray[Any]:
+def _source(counts: npt.NDArray[np.int64], order: Sequence[int] | None) -> npt.NDArray[np.int64]:
     """For each token in the order in which the step computes tokens, find its index in the plan's
-    order."""
-    begins = _before(np.array([row.count for row in rows], dtype=np.int64))
-    spans = [np.arange(begins[n], begins[n] + rows[n].count) for n in order]
-    return np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
+    order. ``counts`` has the number of tokens of each row of the plan."""
+    if order is None:
+        return np.arange(counts.sum())
+    begins, counts = _before(counts)[order], counts[order]
+    within = np.arange(counts.sum()) - np.repeat(_before(counts), counts)
+    found: npt.NDArray[np.int64] = np.repeat(begins, counts) + within
+    return found
 
 
 def _before(counts: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -67,7 +67,9 @@ class StepWriter:
         tables: dict[int, tuple[int, ...]] = {}
         for place, row in enumerate(step.rows):
             before = self._tables.get(row.sequence_id, ())
-            kept = len(before) if row.block_table[: len(before)] == before else 0
+            kept = len(before)
+            if row.block_table is not before and row.block_table[:kept] != before:
+                kept = 0
             new = row.block_table[kept:]
             rows[place] = (row.sequence_id, row.start, row.count, kept, len(new))
             added += new
@@ -121,7 +123,9 @@ class StepReader:
             before = self._tables.get(sequence, ())
             if kept > len(before):
                 raise ValueError(f"sequence {sequence} has {len(before)} blocks, not {kept}")
-            table = (*before[:kept], *numbers[end : end + new])
+            # An equal table is the same object, so the model notices that nothing has changed.
+            unchanged = not new and kept == len(before)
+            table = before if unchanged else (*before[:kept], *numbers[end : end + new])
             end += new
             tables[sequence] = table
             rows.append(PlanRow(sequence, start, count, table, sample=False))

@@ -90,6 +90,12 @@ class StepWork:
     """For each row that samples, its number of draws."""
     scored: list[Scored] = field(default_factory=list)
     """Prompt tokens whose log probabilities are wanted."""
+    needs_logits: bool = False
+    """Whether the step must return logits, because the most likely tokens are not enough."""
+    needs_host: bool = False
+    """Whether a draw changes its logits, or wants log probabilities, so that the host draws."""
+    needs_masks: bool = False
+    """Whether a draw needs a mask, which depends on the newest tokens."""
     embedded: dict[int, int] = field(default_factory=dict)
     """For each row (key) that wants an embedding, the index of the token to embed."""
 
@@ -97,6 +103,7 @@ class StepWork:
         """For each of the first ``row.scored`` tokens of a row, request the log probability of the
         prompt token that follows it. The caller must have added the row's tokens to ``token_ids``
         just before."""
+        self.needs_logits = True
         begin = len(self.token_ids) - row.count
         for n in range(row.scored):
             self.scored.append(Scored(len(self.outputs), known[row.start + n + 1], top))
@@ -111,26 +118,35 @@ class StepWork:
         first = len(self.outputs)
         self.draw_rows += range(first, first + len(draws))
         self.outputs += range(len(self.token_ids) - len(draws), len(self.token_ids))
-        self.draws += draws
-        self.row_draws.append(len(draws))
+        self._add(draws)
+
+    def draw_next(self, token: int, draw: SampleRow) -> None:
+        """Add a row of one ``token``, and the draw of the token after it.
+
+        It is the common case of ``draw``: the draw must be ``plain`` and want no log probabilities.
+        """
+        self.draw_rows.append(len(self.outputs))
+        self.outputs.append(len(self.token_ids))
+        self.token_ids.append(token)
+        self.draws.append(draw)
+        self.row_draws.append(1)
+        if draw.sampling.temperature:
+            self.needs_logits = True
 
     def draw_choices(self, draws: Sequence[SampleRow]) -> None:
         """Add several draws that all use the logits of the step's last token."""
         self.draw_rows += [len(self.outputs)] * len(draws)
         self.outputs.append(len(self.token_ids) - 1)
+        self._add(draws)
+
+    def _add(self, draws: Sequence[SampleRow]) -> None:
         self.draws += draws
         self.row_draws.append(len(draws))
-
-    @property
-    def needs_logits(self) -> bool:
-        """Whether the step must return logits, because the most likely tokens are not enough."""
-        if self.scored:
-            return True
-        for draw in self.draws:
-            sampling = draw.sampling
-            if not (sampling.greedy and sampling.logprobs is None and draw.plain):
-                return True
-        return False
+        for draw in draws:
+            scored = draw.sampling.logprobs is not None
+            self.needs_host |= scored or draw.adjusted
+            self.needs_masks |= draw.bound
+            self.needs_logits |= scored or not (draw.plain and draw.sampling.greedy)
 
     @property
     def on_device(self) -> bool:
@@ -138,9 +154,7 @@ class StepWork:
 
         If true, each output has one draw and no score, and nothing is embedded.
         """
-        if len(self.outputs) != len(self.draws) or self.embedded:
-            return False
-        return not any(draw.adjusted or draw.sampling.logprobs is not None for draw in self.draws)
+        return not (self.needs_host or self.embedded) and len(self.outputs) == len(self.draws)
 
     def draw_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Select a row of logits for each draw from [outputs, vocab_size]."""
@@ -180,9 +194,10 @@ def result_of(
 
 def by_row(rows: Sequence[PlanRow], drawn: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Split drawn tokens by row. Each row that samples must have one draw; other rows get none."""
+    if len(drawn) == len(rows):
+        return zip(drawn)
     tokens = iter(drawn)
-    for row in rows:
-        yield (next(tokens),) if row.sample else ()
+    return ((next(tokens),) if row.sample else () for row in rows)
 
 
 def _token_logprobs(

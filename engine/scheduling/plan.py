@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import compress
 
 from baton.grammar import TokenMatcher
 from baton.logprobs import TokenLogprobs
@@ -40,9 +42,12 @@ class NewSequence:
     otherwise."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlanRow:
     """A sequence's part of a step: compute the KV of tokens ``start … start + count - 1``.
+
+    A row never changes. It is not frozen, because each step makes a row for each sequence, and a
+    frozen one takes five times as long to make.
 
     A row of one token that samples always computes the newest token that the engine has. If drafts
     were accepted in a step that was in flight when this one was planned, that token is after
@@ -53,6 +58,7 @@ class PlanRow:
     start: int
     count: int
     block_table: tuple[int, ...]
+    """The sequence's own table: the same object as in the previous step unless it has changed."""
     sample: bool
     """Whether the row ends with the sequence's last known token, so that the next token is
     sampled."""
@@ -71,7 +77,7 @@ class PlanRow:
     scheduler's plan has none."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepPlan:
     """One engine step. The engine appends sampled tokens to its own copy of each sequence."""
 
@@ -82,14 +88,14 @@ class StepPlan:
     copies: tuple[tuple[int, int], ...] = ()
     """Blocks to copy before the rows are computed, as pairs (from, to)."""
 
-    @property
+    @cached_property
     def tokens(self) -> int:
-        return sum(row.count for row in self.rows)
+        return sum([row.count for row in self.rows])
 
     @property
     def decodes_only(self) -> bool:
         """Whether every row computes one token, so that the step is short."""
-        return all(row.count == 1 for row in self.rows)
+        return self.tokens == len(self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,25 +157,38 @@ class RunnerSequence:
 class ScheduledStep:
     """One step of a scheduler, from its planning until its result is applied.
 
-    planned: ``add``, ``make_plan``, ``mark_planned`` → in flight: ``land`` → over
+    planned: ``add``, ``add_steady``, ``make_plan``, ``mark_planned`` → in flight: ``land`` → over
 
     ``land`` is called once for each sequence of the step. Each is counted once, even if the
     scheduler fails to apply one of the results: ``Scheduler.fail`` continues after that one.
     """
 
-    __slots__ = ("_bounds", "_highest", "_landed", "_limits", "copied", "rows", "stayed")
+    __slots__ = (
+        "_bounds",
+        "_highest",
+        "_landed",
+        "_limits",
+        "copied",
+        "rows",
+        "sequences",
+        "stayed",
+    )
 
     def __init__(self, limits: SchedulerLimits, bounds: SequenceBounds) -> None:
         self._limits = limits
         self._bounds = bounds
-        self.rows: list[tuple[Sequence, PlanRow]] = []
-        """The sequences of the step with their rows, in the order of the plan."""
+        self.sequences: list[Sequence] = []
+        """The sequences of the step, in the order of the plan."""
+        self.rows: list[PlanRow] = []
+        """The row of each sequence."""
         self.copied: list[int] = []
         """Blocks that the plan copies from. They stay pinned until the step has ended."""
         self.stayed: list[Sequence] = []
         """Sequences that had not left the scheduler when their results were applied, and the
         siblings that they started."""
         self._highest: list[int] = []
+        """``Sequence.highest`` after the step, for each row; empty if the engine drafts no
+        tokens."""
         self._landed = 0
 
     def __bool__(self) -> bool:
@@ -177,7 +196,14 @@ class ScheduledStep:
 
     @property
     def tokens(self) -> int:
-        return sum(row.count for _, row in self.rows)
+        return sum([row.count for row in self.rows])
+
+    def add_steady(self, sequence: Sequence) -> None:
+        """Add the row of a sequence that is steady at its next token: see
+        ``Sequence.steady_until``."""
+        row = PlanRow(sequence.sequence_id, sequence.scheduled, 1, sequence.block_table, True)
+        self.rows.append(row)
+        self.sequences.append(sequence)
 
     def add(self, sequence: Sequence, most: int) -> int:
         """Add a row of at most ``most`` tokens for a sequence. Returns the row's number of
@@ -186,50 +212,61 @@ class ScheduledStep:
         count = min(sequence.target - start, most, self._limits.max_tokens(start))
         scored = 0
         if sequence.scores_prompt and start < sequence.prompt_length - 1:
-            left = self._limits.scored_tokens - sum(row.scored for _, row in self.rows)
+            left = self._limits.scored_tokens - sum(row.scored for row in self.rows)
             count = max(1, min(count, left))
             scored = min(count, sequence.prompt_length - 1 - start)
         sample = start + count == sequence.target
-        table, limit = tuple(sequence.block_table), self._bounds.row_limit(sequence)
+        table, limit = sequence.block_table, self._bounds.row_limit(sequence)
         choices = 1 + len(sequence.siblings) if sample else 1
         if scored or choices > 1:
             limit = 0
         row = PlanRow(sequence.sequence_id, start, count, table, sample, limit, choices, scored)
-        self.rows.append((sequence, row))
+        self.rows.append(row)
+        self.sequences.append(sequence)
         return count
 
     def drop_preempted(self) -> None:
         """Remove the rows of sequences that were preempted after they were added."""
-        self.rows = [(sequence, row) for sequence, row in self.rows if not sequence.preempted]
+        kept = [not sequence.preempted for sequence in self.sequences]
+        if not all(kept):
+            self.rows = list(compress(self.rows, kept))
+            self.sequences = list(compress(self.sequences, kept))
 
     def make_plan(self, step: int, dropped: tuple[int, ...]) -> StepPlan:
         """Make the step plan. Sequences do not change until ``mark_planned`` is called."""
-        new, copies, highest = [], [], []
-        for sequence, row in self.rows:
+        new, copies = [], []
+        for sequence, row in zip(self.sequences, self.rows, strict=True):
             if sequence.copy_of is not None:
                 own = row.block_table[row.start // self._limits.block_size]
                 copies.append((sequence.copy_of, own))
             if not sequence.known_to_engine:
                 new.append(_introduced(sequence))
-            after = self._bounds.known_at_most(sequence) + 1
-            drafted = min(row.limit, after + self._limits.draft_tokens)
-            highest.append(max(after, drafted))
-        self._highest = highest
+        self._highest = self._highest_of_rows() if self._limits.draft_tokens else []
         self.copied = [source for source, _ in copies]
-        rows = tuple(row for _, row in self.rows)
-        return StepPlan(step, tuple(new), dropped, rows, tuple(copies))
+        return StepPlan(step, tuple(new), dropped, tuple(self.rows), tuple(copies))
+
+    def _highest_of_rows(self) -> list[int]:
+        """Compute ``Sequence.highest`` after this step, for each row that samples."""
+        found = []
+        for sequence, row in zip(self.sequences, self.rows, strict=True):
+            after = self._bounds.known_at_most(sequence) + 1
+            found.append(max(after, min(row.limit, after + self._limits.draft_tokens)))
+        return found
 
     def mark_planned(self) -> None:
         """Add the plan's tokens to each sequence's counts of scheduled and pending tokens. It never
         raises, so all sequences are updated or none."""
-        for (sequence, row), highest in zip(self.rows, self._highest, strict=True):
+        every = zip(self.sequences, self.rows, strict=True)
+        drafting = zip(self.sequences, self.rows, self._highest, strict=False)
+        for sequence, row in every:
             sequence.copy_of = None
             sequence.known_to_engine = True
-            if row.sample:
-                sequence.highest = highest
             sequence.scheduled += row.count
             sequence.pending += row.sample
             sequence.in_flight += 1
+        for sequence, row, highest in drafting:
+            if row.sample:
+                sequence.highest = highest
 
     def land(self, left: Container[Sequence]) -> int | None:
         """Mark the step as ended for the next sequence of its plan. Returns the index of that
@@ -240,10 +277,10 @@ class ScheduledStep:
         place = self._landed
         if place == len(self.rows):
             return None
-        sequence, row = self.rows[place]
+        sequence = self.sequences[place]
         self._landed += 1
         sequence.in_flight -= 1
-        sequence.pending -= row.sample
+        sequence.pending -= self.rows[place].sample
         if sequence not in left:
             self.stayed.append(sequence)
         return place

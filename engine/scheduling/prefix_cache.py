@@ -36,16 +36,20 @@ class PrefixCache:
     def deduplicate(self, sequence: Sequence) -> None:
         """Replace a sequence's blocks by cached ones with the same contents. No plan in flight may
         have a row for the sequence."""
-        for index in range(sequence.registered):
-            own = sequence.block_table[index]
-            holder = self._make_findable(sequence, index)
-            if holder != own:
-                self._pool.pin([holder])
-                sequence.block_table[index] = holder
-                # The sequence keeps the block until it is released, because the release may raise.
-                sequence.spare.append(own)
-                self._pool.release([own])
-                sequence.spare.remove(own)
+        table = [*sequence.block_table]
+        try:
+            for index in range(sequence.registered):
+                own = table[index]
+                holder = self._make_findable(sequence, index)
+                if holder != own:
+                    self._pool.pin([holder])
+                    table[index] = holder
+                    # The sequence keeps the block until it is released: the release may raise.
+                    sequence.spare.append(own)
+                    self._pool.release([own])
+                    sequence.spare.remove(own)
+        finally:
+            sequence.block_table = (*table,)
 
     def register(self, sequence: Sequence) -> None:
         """Make a sequence's newly filled blocks findable by hash. If the cache already has a block

@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from baton.errors import InvalidRequest
+from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason
 from engine.scheduling.block_pool import BlockPool, OutOfBlocks, victim_of
 from engine.scheduling.plan import PlanRow, ScheduledStep, StepPlan, StepResult
@@ -73,8 +74,9 @@ class Scheduler:
     @property
     def waiting_tokens(self) -> int:
         """Number of tokens whose KV must be computed before the waiting sequences can decode."""
-        rest = (s.target - s.scheduled for s in (*self.waiting, *self.running))
-        return sum(count for count in rest if count > 1)
+        every = (*self.waiting, *self.running)
+        rest = [len(s.token_ids) + s.pending - s.scheduled for s in every]
+        return sum([count for count in rest if count > 1])
 
     @property
     def wanted_blocks(self) -> int:
@@ -88,15 +90,20 @@ class Scheduler:
     @property
     def decoding(self) -> list[Sequence]:
         """Running sequences whose next step samples a token, so that clients wait for that step."""
-        return [s for s in self.running if s.target - s.scheduled == 1 and not s.prefill_only]
+        return [
+            s
+            for s in self.running
+            if len(s.token_ids) + s.pending - s.scheduled == 1 and not s.prefill_only
+        ]
 
     @property
     def next_chunk_start(self) -> int | None:
         """Position at which the next chunk of a prompt begins; None if no prompt has to be
         computed."""
-        prompts = (s for s in (*self.running, *self.waiting) if s.target - s.scheduled > 1)
-        first = next(prompts, None)
-        return None if first is None else first.scheduled
+        for s in (*self.running, *self.waiting):
+            if len(s.token_ids) + s.pending - s.scheduled > 1:
+                return s.scheduled
+        return None
 
     def is_idle(self) -> bool:
         return not (self.waiting or self.running or self.held or self._plans or self._leaving)
@@ -127,7 +134,7 @@ class Scheduler:
     def add_computed(self, sequence: Sequence, blocks: list[int], computed: int) -> None:
         """Queue a sequence whose first ``computed`` tokens have their KV in ``blocks``, which the
         sequence owns from now on."""
-        sequence.block_table = blocks
+        sequence.block_table = (*blocks,)
         sequence.computed = sequence.scheduled = computed
         self.waiting.append(sequence)
         self._prefix_cache.register(sequence)
@@ -173,8 +180,9 @@ class Scheduler:
         self.pool.release([*copied, *sequence.spare, *sequence.block_table])
         if starts_again:
             sequence.prompt_logprobs = []
-        sequence.block_table, sequence.spare, sequence.copy_of = [], [], None
+        sequence.block_table, sequence.spare, sequence.copy_of = (), [], None
         sequence.computed = sequence.scheduled = sequence.registered = 0
+        sequence.steady_until = 0
         if sequence.known_to_engine:
             self._dropped.append(sequence.sequence_id)
             sequence.known_to_engine = False
@@ -203,21 +211,28 @@ class Scheduler:
         self._release_all_idle()
         preemptions = self.preemptions
         rows = ScheduledStep(self.limits, self._bounds)
-        decoding = [s for s in self.running if s.target - s.scheduled == 1]
-        computing = [s for s in self.running if s.target - s.scheduled > 1]
-        for sequence in (*decoding, *computing):
-            is_chunk = sequence.target - sequence.scheduled > 1
-            most = min(budget, chunks) if is_chunk else budget
-            if most == 0:
+        # ``_left``, without a call for each sequence.
+        left = [len(s.token_ids) + s.pending - s.scheduled for s in self.running]
+        decoding = [s for s, count in zip(self.running, left, strict=True) if count == 1]
+        computing = [s for s, count in zip(self.running, left, strict=True) if count > 1]
+        for sequence in decoding:
+            if budget == 0:
                 break
-            if sequence.preempted or not self._bounds.can_run(sequence):
+            if sequence.preempted:
                 continue
-            if not self._grow(sequence, returns_here):
-                continue
-            self._make_room(sequence)
-            count = rows.add(sequence, most)
-            budget -= count
-            chunks -= count if is_chunk else 0
+            if sequence.scheduled < sequence.steady_until:
+                rows.add_steady(sequence)
+                budget -= 1
+            elif self._may_step(sequence, returns_here):
+                budget -= rows.add(sequence, budget)
+                sequence.steady_until = self._bounds.steady_until(sequence)
+        for sequence in computing:
+            if min(budget, chunks) == 0:
+                break
+            if not sequence.preempted and self._may_step(sequence, returns_here):
+                count = rows.add(sequence, min(budget, chunks))
+                budget -= count
+                chunks -= count
         rows.drop_preempted()
         # Blocks from a preemption are for running sequences, unless none of these can run.
         if not rows or self.preemptions == preemptions:
@@ -234,6 +249,14 @@ class Scheduler:
         self._dropped = []
         self._plans[self._step] = rows
         return plan
+
+    def _may_step(self, sequence: Sequence, returns_here: ReturnsHere | None) -> bool:
+        """Whether a running sequence can be in the next step. If so, it then has the blocks for
+        that step."""
+        if not (self._bounds.can_run(sequence) and self._grow(sequence, returns_here)):
+            return False
+        self._make_room(sequence)
+        return True
 
     def _grow(self, sequence: Sequence, returns_here: ReturnsHere | None) -> bool:
         """Allocate blocks for all tokens that a sequence may have after its next step. If too few
@@ -252,7 +275,7 @@ class Scheduler:
             if victim is sequence or victim in self._giving_back:
                 return False
         if missing > 0:
-            sequence.block_table.extend(self.pool.allocate(missing))
+            self._extend(sequence, missing)
         return True
 
     def _make_room(self, sequence: Sequence) -> None:
@@ -269,7 +292,11 @@ class Scheduler:
         )
         missing = self._bounds.blocks_for(tokens) - len(sequence.block_table)
         if 0 < missing <= self.pool.available - len(self.running):
-            sequence.block_table.extend(self.pool.allocate(missing))
+            self._extend(sequence, missing)
+
+    def _extend(self, sequence: Sequence, count: int) -> None:
+        """Allocate ``count`` blocks for a sequence. Raises OutOfBlocks without any change."""
+        sequence.block_table = (*sequence.block_table, *self.pool.allocate(count))
 
     def _blocks_are_coming(self) -> bool:
         """Whether blocks will be released when the plans in flight have ended."""
@@ -289,6 +316,7 @@ class Scheduler:
         self.preemptions += 1
         sequence.preemptions += 1
         sequence.preempted = True
+        sequence.steady_until = 0
         if sequence in self.running:
             self.running.remove(sequence)
             self.waiting.appendleft(sequence)
@@ -322,7 +350,7 @@ class Scheduler:
             self.waiting.remove(sequence)
             sequence.preempted = False
             self.running.append(sequence)
-            is_chunk = sequence.target - sequence.scheduled > 1
+            is_chunk = _left(sequence) > 1
             count = rows.add(sequence, min(budget, chunks) if is_chunk else budget)
             budget -= count
             chunks -= count if is_chunk else 0
@@ -334,9 +362,7 @@ class Scheduler:
         need not wait until prompts ahead of it are admitted.
         """
         for sequence in self.waiting:
-            if not prompts and (
-                not sequence.block_table or sequence.target - sequence.scheduled > 1
-            ):
+            if not prompts and (not sequence.block_table or _left(sequence) > 1):
                 continue
             may_go = sequence is self.waiting[0] or sequence.block_table
             if sequence.returning:
@@ -356,13 +382,13 @@ class Scheduler:
             if missing + headroom > self.pool.available - self.pool.evictable(hits):
                 return False
             self.pool.pin(hits)
-            sequence.block_table = hits
+            sequence.block_table = (*hits,)
             sequence.registered = len(hits)
             sequence.computed = sequence.scheduled = len(hits) * self.limits.block_size
             sequence.cached_tokens = sequence.computed
         missing = self._bounds.blocks_for(sequence.target) - len(sequence.block_table)
         try:
-            sequence.block_table.extend(self.pool.allocate(max(missing, 0)))
+            self._extend(sequence, max(missing, 0))
         except OutOfBlocks:
             return False
         return True
@@ -376,15 +402,21 @@ class Scheduler:
         If this method raises, no result of the step has been reported, and the caller must end the
         step with ``fail``.
         """
-        updates = []
+        updates: list[SequenceUpdate] = []
         flight = self._plans[plan.step]
         self._unpin(flight)
-        failures = {flight.rows[place][0]: why for place, why in result.failed}
+        failures = {flight.sequences[place]: why for place, why in result.failed}
         token_s = result.seconds / (plan.tokens + result.drafted)
+        # Rows of steady sequences have nothing else.
+        all_computed = not (failures or result.left_out or result.embeddings)
         while (place := flight.land(self._leaving)) is not None:
-            sequence, row = flight.rows[place]
+            sequence, row = flight.sequences[place], flight.rows[place]
             left = sequence in self._leaving
-            if not left and sequence in failures:
+            if not left and all_computed and _is_steady(sequence, row):
+                logprobs = (result.logprobs[place] if result.logprobs else None) or ()
+                tokens = result.token_ids[place]
+                updates.append(self._apply_steady(sequence, tokens, logprobs))
+            elif not left and sequence in failures:
                 self.remove(sequence)
                 updates.append(SequenceUpdate(sequence, (), 0, failure=failures[sequence]))
             elif not left and place in result.left_out:
@@ -395,7 +427,8 @@ class Scheduler:
                     flight.stayed += sequence.siblings
                 self._count(sequence, row, token_s)
                 updates += self._apply(sequence, row, result, place)
-            self._release_if_idle(sequence)
+            if self._giving_back:
+                self._release_if_idle(sequence)
         del self._plans[plan.step]
         return updates
 
@@ -425,6 +458,24 @@ class Scheduler:
         self._dropped += [number for number in plan.dropped if number not in known]
         del self._plans[plan.step]
         return flight.stayed
+
+    def _apply_steady(
+        self, sequence: Sequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]
+    ) -> SequenceUpdate:
+        """Apply the result of a row that computed a steady sequence's newest token: ``_apply``
+        without what such a row never has."""
+        (token,) = tokens
+        sequence.token_ids.append(token)
+        known = len(sequence.token_ids)
+        # A steady sequence has room for more tokens, so only a stop token ends it.
+        if known > sequence.steady_until or token in sequence.stop_ids:
+            sequence.finish_reason = self._bounds.finish_reason(sequence, token)
+        sequence.computed = known - 1
+        if sequence.computed >= (sequence.registered + 1) * self.limits.block_size:
+            self._prefix_cache.register(sequence)
+        if sequence.finish_reason:
+            self.remove(sequence)
+        return SequenceUpdate(sequence, tokens, 0, logprobs)
 
     def _apply(
         self, sequence: Sequence, row: PlanRow, result: StepResult, place: int
@@ -511,7 +562,7 @@ class Scheduler:
             copied = parent.block_table[full] if computed % size else None
             self.pool.pin(shared if copied is None else [*shared, copied])
             fork.copy_of = copied
-            fork.block_table = [*shared, parent.spare.pop()]
+            fork.block_table = (*shared, parent.spare.pop())
             fork.registered = full
             fork.computed = fork.scheduled = computed
             if len(self.running) < self.limits.max_sequences:
@@ -528,6 +579,26 @@ class Scheduler:
         if not parent.spare and self.pool.available:
             parent.spare = self.pool.allocate(1)
         return bool(parent.spare)
+
+
+def _left(sequence: Sequence) -> int:
+    """Number of tokens that a sequence's next step must compute before it can sample: its target
+    without what is scheduled. One for a sequence that decodes.
+
+    Loops over all sequences compute it themselves, because calls would be most of their cost.
+    """
+    return len(sequence.token_ids) + sequence.pending - sequence.scheduled
+
+
+def _is_steady(sequence: Sequence, row: PlanRow) -> bool:
+    """Whether a row of a plan in flight computes a steady sequence's newest token, and nothing of
+    its prompt."""
+    return (
+        row.count == 1
+        and row.sample
+        and row.start < sequence.steady_until
+        and row.start >= len(sequence.spec.token_ids)
+    )
 
 
 def _all_ended(sequences: Iterable[Sequence]) -> bool:

@@ -53,6 +53,7 @@ class Sequence:
         "siblings",
         "spare",
         "spec",
+        "steady_until",
         "stop_ids",
         "takes_prompt",
         "token_ids",
@@ -78,13 +79,14 @@ class Sequence:
         self.sequence_id = sequence_id
         self.spec = spec
         self.stop_ids = stop_ids
-        self.hash_key = hash_key
-        self.prefill_only = prefill_only
+        self.hash_key, self.prefill_only = hash_key, prefill_only
         self.queued_at = queued_at
         self.queue_s = 0.0
         self.deadline = deadline
         self.token_ids: list[int] = list(spec.token_ids)
-        self.block_table: list[int] = []
+        self.block_table: tuple[int, ...] = ()
+        """The sequence's blocks, in order. A changed table is a new tuple, so the engine notices
+        changes by identity."""
         self.hashes: list[bytes] = []
         """Hashes of the sequence's full hash blocks. Only hashes that were needed so far have been
         computed."""
@@ -99,7 +101,9 @@ class Sequence:
         tokens of these steps; the scheduler does not have them yet."""
         self.highest = 0
         """Maximum number of tokens that the sequence can have after all plans in flight have ended,
-        including draft tokens."""
+        including draft tokens. It is only kept if the engine drafts tokens."""
+        # As long as the target is not larger, the next decode step needs no block and no check.
+        self.steady_until = 0
         self.in_flight = 0
         """Number of plans in flight that have a row for this sequence."""
         self.cached_tokens = 0
@@ -184,10 +188,14 @@ class Sequence:
         return self.hashes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SequenceUpdate:
     """The result of a step for one sequence: new tokens, number of computed prompt tokens, and why
-    it has ended, if so."""
+    it has ended, if so.
+
+    It never changes. It is not frozen, because each step makes one for each sequence
+    (``engine.scheduling.plan.PlanRow``).
+    """
 
     sequence: Sequence
     token_ids: tuple[int, ...]
@@ -279,7 +287,7 @@ class SequenceBounds:
 
     def known_at_most(self, sequence: Sequence) -> int:
         """Maximum number of tokens that a sequence can have once the steps in flight have ended."""
-        if not sequence.pending:
+        if not (sequence.pending and self._limits.draft_tokens):
             return sequence.target
         most = len(sequence.token_ids) + sequence.pending * (1 + self._limits.draft_tokens)
         return min(most, sequence.highest)
@@ -307,6 +315,18 @@ class SequenceBounds:
             return 0
         room = len(sequence.block_table) * self._limits.block_size
         return min(self.max_tokens(sequence), room + 1)
+
+    def steady_until(self, sequence: Sequence) -> int:
+        """Number of tokens up to which a sequence is steady: as long as its target is not larger,
+        its next decode step needs no block and no check. The last planned step must compute only
+        its newest token.
+
+        0 for a sequence with drafts or siblings, since its steps differ.
+        """
+        if self._limits.draft_tokens or sequence.prefill_only or sequence.siblings:
+            return 0
+        room = len(sequence.block_table) * self._limits.block_size
+        return min(room, self.max_tokens(sequence) - 1)
 
     def finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
         """Why a sequence ends with ``token`` as its last token; None if it does not end."""

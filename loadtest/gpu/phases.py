@@ -37,7 +37,14 @@ class Phase:
     describes: bool = False
     """Whether the phase's items can launch their kernels on tensors without values."""
     serves: bool = False
-    """Whether the phase needs the packages that ``missing_packages`` checks."""
+    """Whether the phase needs the packages for serving, which ``missing_packages`` checks."""
+
+
+def _host_cost_items(place: Place, _: Path) -> Iterator[Item]:
+    # It needs packages that a run without serving does not have.
+    from loadtest.gpu.speed.host_cost import host_cost_items  # noqa: PLC0415
+
+    return host_cost_items(place)
 
 
 PHASES: tuple[Phase, ...] = (
@@ -86,6 +93,13 @@ PHASES: tuple[Phase, ...] = (
         {"10min": 110.0, "30min": 360.0},
         lambda place, _: step_speed_items(place),
         describes=True,
+    ),
+    Phase(
+        "host cost",
+        "what does a decode step cost the host",
+        {"30min": 30.0},
+        _host_cost_items,
+        serves=True,
     ),
     Phase(
         "serving",

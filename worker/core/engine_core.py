@@ -347,7 +347,7 @@ class EngineCore:
         """Learn from the time of a step that has ended, and update the metrics. The step's tokens
         are emitted even if this fails."""
         try:
-            computed = sum(update.computed_prompt_tokens for update in updates)
+            computed = sum([update.computed_prompt_tokens for update in updates])
             self._gauges.step(plan, result, computed)
             if result.drafted:
                 drafter = self.engine.runner.drafter
@@ -385,7 +385,7 @@ class EngineCore:
             used_blocks=counts.used,
             quarantined_blocks=counts.quarantined,
             engine_steps=self.steps,
-            context_tokens=sum(sequence.computed for sequence in self.scheduler.running),
+            context_tokens=sum([sequence.computed for sequence in self.scheduler.running]),
             step_ms=step.ms,
             step_batch=step.batch,
             step_context_tokens=step.context_tokens,

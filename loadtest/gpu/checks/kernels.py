@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from engine.checkpoint.rope_spec import RopeSpec
-from engine.gpu.draws import GREEDY, Draw, keep_allowed
+from engine.gpu.draws import GREEDY, Draw, DrawArrays, keep_allowed
 from engine.gpu.kernels.activation import gated, gated_reference
 from engine.gpu.kernels.block_pack import pack_blocks, pack_blocks_reference, unpack_blocks
 from engine.gpu.kernels.embedding import embed, known_tokens
@@ -220,7 +220,7 @@ def _limits(place: Place) -> Iterator[Check]:
     limits = ((50, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.05), (20, 0.95, 0.01), (1, 1.0, 0.0))
     if place.describes:
         return
-    draws = [GREEDY, *(Draw(0.8, (1, 2), k, p, m) for k, p, m in limits)]
+    draws = DrawArrays([GREEDY, *(Draw(0.8, 1, 0, k, p, m) for k, p, m in limits)])
     expected = keep_allowed(logits, draws).isinf()
     found = keep_allowed(logits.to(place.device), draws)
     # A sum of many probabilities may reach top_p one token sooner or later.

@@ -85,11 +85,12 @@ slot."""
 _SLOTS = 2.5
 """Number of decode attention programs without work that one GPU processor runs at a time."""
 _SPLIT = 256
-_EAGER_LAUNCH_S, _CAPTURED_STEP_S = 35e-6, 0.45e-3
+_EAGER_LAUNCH_S, _CAPTURED_STEP_S = 35e-6, 0.6e-3
 """Host time of one launch outside a captured step, and of a captured step without its rows, in
-seconds."""
-_ROW_S, _TOKEN_S = 52e-6, 3.0e-9
-"""Host time of a captured step for each row, and for each token in its block table, in seconds."""
+seconds. The latter is measured, except for 0.15 ms of launches."""
+_ROW_S, _TOKEN_S = 12e-6, 0.1e-9
+"""Host time of a captured step for each row, and for each token in its block table, in seconds.
+Both are measured (docs/lab-notes/host-cost.md)."""
 _HOST_SAMPLED_ROW_S = 0.3e-3
 _SEPARATE_LAUNCH_S, _SEPARATE_LAUNCHES = 40e-6, 5
 """Host time and launches of each expert with a token, if quantized experts run one by one."""

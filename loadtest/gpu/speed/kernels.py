@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.checkpoint.rope_spec import RopeSpec
-from engine.gpu.draws import Draw, keep_allowed
+from engine.gpu.draws import Draw, DrawArrays, keep_allowed
 from engine.gpu.fused_weights import QuantizedLinear
 from engine.gpu.kernels.activation import gated
 from engine.gpu.kernels.attention.chunk import chunk_attention
@@ -297,7 +297,7 @@ def _pass(place: Place, case: Pass) -> Timing:
         return timed(place, "", [work], {"torch": [partial(_torch_draw, logits)]})
     if place.describes:
         return Timing("", 0.0)
-    draws = [Draw(1.0, (1, 2), 0, 0.9, 0.0)] * rows
+    draws = DrawArrays([Draw(1.0, 1, 0, 0, 0.9, 0.0)] * rows)
     # Not captured, since its limits are copied from the host.
     return Timing("", best_elapsed(place.device, partial(keep_allowed, logits, draws)))
 

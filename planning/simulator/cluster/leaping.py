@@ -137,7 +137,7 @@ class LeapingScheduler(Scheduler):
         for step, is_allocated, place in sorted(events):
             sequence = running[place]
             if is_allocated:
-                sequence.block_table += self.pool.allocate(1)
+                sequence.block_table = (*sequence.block_table, *self.pool.allocate(1))
             else:
                 sequence.computed = computed[place] + step
                 self._prefix_cache.register(sequence)

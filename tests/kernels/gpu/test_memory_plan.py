@@ -103,7 +103,8 @@ def test_what_each_limit_costs() -> None:
     assert more.nodes > plan.nodes
     waiting = memory_plan(config, replace(LIMITS, separate_experts=True))
     assert (waiting.captured, waiting.nodes) == (0, 0)
-    assert waiting.fixed < 8192
+    # The block tables are left.
+    assert waiting.fixed < 4 * 256 * 8192 + 8192
     assert plan.libraries == CUBLAS_BYTES
     assert memory_plan(config, replace(LIMITS, ranks=2)).libraries == CUBLAS_BYTES + NCCL_BYTES
     parts = plan.fixed + plan.nodes + plan.libraries

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from engine.gpu.draws import GREEDY, Draw
+from engine.gpu.block_tables import BlockTables
+from engine.gpu.draws import GREEDY, Draw, DrawArrays
 from engine.gpu.step_tensors import (
     StepShape,
     StepTensors,
@@ -14,11 +15,12 @@ from engine.gpu.step_tensors import (
     step_shape,
     step_tensors,
 )
+from engine.sampling.noise import noise_keys
 from engine.sampling.step import StepInput
 from engine.scheduling.plan import PlanRow
 
 SIZE = 4
-WARM = Draw(0.5, (3, 2**32 - 1), 0, 1.0, 0.0)
+WARM = Draw(0.5, 2**64 - 3, 1, 0, 1.0, 0.0)
 ROWS = (
     PlanRow(0, 3, 2, (9, 8), True),
     PlanRow(1, 6, 1, (5, 7, 6), True),
@@ -31,9 +33,12 @@ STEP = StepInput(ROWS, [10, 11, 20, 30, 31, 32, -2], [1, 2, 6], False)
 def filled(step: StepInput, shape: StepShape, *, singles_first: bool) -> StepTensors:
     # Whatever the buffer held before.
     buffer = torch.full((buffer_bytes(shape) + 8,), 0xAB, dtype=torch.uint8)
-    tensors = step_tensors(buffer, shape)
+    tables = BlockTables(4, 4, torch.device("cpu"))
+    tensors = step_tensors(buffer, shape, tables.device)
     order = ordered_rows(step.rows, singles_first=singles_first)
-    fill_step(tensors, step, order, SIZE, [GREEDY, WARM, GREEDY][: len(step.outputs)])
+    tables.update(step.rows, order)
+    draws = DrawArrays([GREEDY, WARM, GREEDY][: len(step.outputs)])
+    fill_step(tensors, step, order, SIZE, draws)
     return tensors
 
 
@@ -59,7 +64,8 @@ def test_single_tokens_come_before_chunks() -> None:
     # The plan's tokens 1, 2 and 6 are the step's 3, 0 and 1.
     assert found.outputs.tolist() == [3, 0, 1]
     assert found.temperatures.tolist() == [0.0, 0.5, 0.0]
-    assert found.keys.tolist() == [[0, 0], [3, 2**32 - 1], [0, 0]]
+    # Output 1 is the token at position 6, so its draw is that of position 7.
+    assert found.keys[1].tolist() == list(noise_keys(WARM.seed, WARM.choice, 7))
 
 
 def test_every_row_may_be_a_chunk() -> None:
@@ -103,8 +109,7 @@ def test_a_step_of_padding_alone() -> None:
 def test_every_tensor_is_aligned() -> None:
     shape = step_shape(ROWS, 3, SIZE, singles_first=True)
     buffer = torch.empty(buffer_bytes(shape), dtype=torch.uint8)
-    tensors = step_tensors(buffer, shape)
+    tensors = step_tensors(buffer, shape, BlockTables(4, 4, torch.device("cpu")).device)
     found = [tensors.slots, tensors.outputs, tensors.keys, tensors.token_ids, tensors.positions]
     found += [tensors.lengths, tensors.query_starts, tensors.contexts, tensors.temperatures]
-    found += list(tensors.tables)
     assert all((one.data_ptr() - buffer.data_ptr()) % 16 == 0 for one in found)

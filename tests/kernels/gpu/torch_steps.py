@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from engine.gpu.decoder import Masks, StartedStep
-from engine.gpu.draws import Draw, keep_allowed
+from engine.gpu.draws import Draw, DrawArrays, keep_allowed
 from engine.gpu.kernels.sample import draw_reference, forbid_reference
 from engine.sampling.step import StepInput, StepModel, StepOutput
 
@@ -65,10 +66,12 @@ class TorchSteps:
         if masks is not None:
             made = masks()
             forbid_reference(logits, list(made), list(made.values()))
+        arrays = DrawArrays(draws)
+        positions = np.concatenate([np.arange(r.start, r.start + r.count) for r in step.rows])
         drawn = draw_reference(
-            keep_allowed(logits, draws),
-            torch.tensor([draw.temperature for draw in draws]),
-            torch.tensor([draw.keys for draw in draws]),
+            keep_allowed(logits, arrays),
+            torch.from_numpy(arrays.temperatures),
+            torch.from_numpy(arrays.keys(positions[step.outputs] + 1)),
         )
         self._drawn[: len(drawn)] = drawn
         return StartedStep(drawn.clone(), self._ended)  # type: ignore[arg-type]

@@ -363,7 +363,7 @@ class World:
         for step, flight in self.scheduler._plans.items():
             # Overlapping steps name their tokens before they end: both end without them.
             if caller is None and (self.history.overlaps or step == self._current):
-                self.excused |= {self._keys[sequence][0] for sequence, _ in flight.rows}
+                self.excused |= {self._keys[sequence][0] for sequence in flight.sequences}
 
     def add(self, number: int, job: Job) -> None:
         spec = replace(job.spec, request_id=f"r{number}")

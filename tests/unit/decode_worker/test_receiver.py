@@ -351,7 +351,7 @@ def test_a_wholly_held_prompt_is_committed_without_a_byte() -> None:
         assert (plan.rows[0].start, plan.rows[0].count) == (4, 1)
         assert plan.rows[0].block_table[2] not in (*ticket.pinned, *ticket.missing)
         receiver._scheduler.fail(plan)
-        assert sequence.block_table == []
+        assert sequence.block_table == ()
     assert len(ticket.missing) == 0
 
 
@@ -364,7 +364,7 @@ def test_two_handoffs_of_one_prompt_end_in_the_same_blocks() -> None:
     for ticket in tickets:
         receive_all(receiver, ticket)
     first, second = (commit(receiver, ticket, 10.0) for ticket in tickets)
-    assert first.block_table[:2] == second.block_table[:2] == tickets[0].missing[:2]
+    assert first.block_table[:2] == second.block_table[:2] == (*tickets[0].missing[:2],)
     assert first.block_table[2] != second.block_table[2]
     assert pool_of(receiver).counts().used == 4
     for sequence in (first, second):

@@ -22,7 +22,7 @@ from tests.kernels.gpu.fake.device import CUDA, FakeGpu
 from tests.kernels.gpu.fake.models import WeightType, model_of
 
 BLOCK = 16
-LIMITED = Draw(0.7, (1, 2), 0, 0.9, 0.0)
+LIMITED = Draw(0.7, 1, 0, 0, 0.9, 0.0)
 """A draw that looks at the whole vocabulary."""
 
 
@@ -51,9 +51,10 @@ class Steps:
         shape = StepShape(singles, longest, chunks, chunks, 1, width, rows)
         buffer = torch.empty(buffer_bytes(shape), dtype=torch.uint8, device=CUDA)
         drawn = torch.empty(rows, dtype=torch.int64, device=CUDA)
+        tables = torch.empty(rows, width, dtype=torch.int32, device=CUDA)
         forward = Forward(self.weights, self.cache)
         with self.gpu.capturing():
-            forward.logits(step_tensors(buffer, shape), drawn, None)
+            forward.logits(step_tensors(buffer, shape, tables), drawn, None)
 
     def draw(self, rows: int, tokens: int) -> None:
         """``rows`` sequences; one has a chunk that makes it ``tokens`` in all."""

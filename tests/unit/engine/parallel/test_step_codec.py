@@ -58,6 +58,19 @@ def test_a_decode_step_is_small_however_long_its_sequences_are() -> None:
     assert reader.read(frame).step == second
 
 
+def test_a_table_stays_the_same_object_until_it_changes() -> None:
+    """A GPU sends the tables that are another object to its memory."""
+    writer, reader = StepWriter(), StepReader()
+    found = []
+    for start, table in ((20, (4, 5)), (21, (4, 5)), (32, (4, 5, 6))):
+        step = StepInput((PlanRow(0, start, 1, table, False),), [1], [0], True)
+        told = reader.read(writer.step(step, draws=False)).step
+        assert told == step
+        found.append(told.rows[0].block_table)
+    assert found[1] is found[0]
+    assert found[2] is not found[0]
+
+
 def test_copies_and_warm_ups_are_read() -> None:
     reader = StepReader()
     assert reader.read(copy_frame([(1, 2), (70_000, 3)])).copies == ((1, 2), (70_000, 3))

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampling.noise import gumbel, lowbias32, noise_bits_tensor, noise_keys
+from engine.sampling.noise import (
+    gumbel,
+    lowbias32,
+    noise_bits_tensor,
+    noise_keys,
+    noise_keys_of,
+)
 from tests.support.engine.noise import noise_bits
 
 WORD = 1 << 32
@@ -87,6 +95,19 @@ def test_this_noise_is_for_ever() -> None:
     """Seeded answers repeat across versions: these numbers must never change."""
     assert noise_keys(0x0123456789ABCDEF, 0, 100) == KEYS
     assert noise_bits_tensor(KEYS, torch.arange(3)).tolist() == BITS
+
+
+def test_keys_of_many_draws_are_those_of_each() -> None:
+    chance = random.Random(4)
+    draws = [
+        (chance.getrandbits(64), chance.randrange(128), chance.randrange(1 << 21))
+        for _ in range(500)
+    ]
+    draws += [(0, 0, 0), (2**64 - 1, 127, 2**31 - 1), (2**63, 1, 1)]
+    seeds, choices, positions = zip(*draws, strict=True)
+    found = noise_keys_of(np.array(seeds, dtype=np.uint64), np.array(choices), np.array(positions))
+    assert found.dtype == np.int64
+    assert [tuple(keys) for keys in found.tolist()] == [noise_keys(*draw) for draw in draws]
 
 
 def test_the_distribution_is_gumbels() -> None:

@@ -33,7 +33,7 @@ def sequence_of(
     """One whose KV is all there; of its blocks ``found`` have a hash."""
     spec = replace(make_spec([1] * tokens, max_tokens=9), priority=priority)
     sequence = Sequence(0, replace(spec, preemptions=preemptions), stop_ids=(), hash_key=b"")
-    sequence.block_table = pool.allocate(-(-tokens // SIZE))
+    sequence.block_table = (*pool.allocate(-(-tokens // SIZE)),)
     sequence.computed, sequence.registered = tokens, found
     return sequence
 

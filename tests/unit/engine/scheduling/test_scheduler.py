@@ -101,7 +101,7 @@ def test_handed_off_blocks_give_way_to_equal_ones() -> None:
     sequence.token_ids.append(answer(spec, (), 64)[0][9])
     world.reported[sequence.sequence_id].append(sequence.token_ids[-1])
     world.scheduler.add_computed(sequence, list(own), 9)
-    assert sequence.block_table == [*held, own[2]]
+    assert sequence.block_table == (*held, own[2])
     assert world.pool.counts().used == 3
     run_without_a_pause(world)
 

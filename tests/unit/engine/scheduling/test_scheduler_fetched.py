@@ -123,7 +123,7 @@ def test_fetched_blocks_become_findable_and_equal_ones_are_given_back() -> None:
     for sequence, blocks in zip(both, fetched, strict=True):
         world.engine.write(blocks, 0, kv_of(list(spec.token_ids))[:8])
         world.scheduler.add(sequence, blocks)
-    assert both[0].block_table == both[1].block_table == fetched[0]
+    assert both[0].block_table == both[1].block_table == (*fetched[0],)
     assert world.pool.counts().used == 2
     assert world.pool.match(both[0].full_hashes(4)[:2]) == fetched[0]
     run_without_a_pause(world)
