@@ -37,6 +37,8 @@ So a worker that hangs does not look idle."""
 _STEP_EVERY_MS = 200.0
 """Minimum time between two observations of a worker's steps: snapshots come with every step."""
 _FIRST_CAPACITY = 8
+_GROWTH = 1.25
+"""Factor by which a full table grows. Free rows cost a decision as much as workers."""
 
 
 def hash_of(name: str) -> int:
@@ -200,7 +202,7 @@ class WorkerTable:
 
     def _new_row(self, record: WorkerRecord) -> int:
         if not self._free:
-            self._allocate(2 * self._capacity)
+            self._allocate(max(self._capacity + 8, int(self._capacity * _GROWTH)))
         row = self._free.pop()
         self._rows[record.incarnation] = row
         self.names[row] = record.incarnation
@@ -415,8 +417,12 @@ class WorkerTable:
     def queue_ms(self, now_ms: float) -> Floats:
         """Return, for each row, the milliseconds that a prompt would wait at the worker if it
         arrived now."""
-        own = np.maximum(self.own_until - now_ms, self.own_floor)
-        return own + np.maximum(self.others_until - now_ms, 0.0)
+        own = self.own_until - now_ms
+        np.maximum(own, self.own_floor, out=own)
+        others = self.others_until - now_ms
+        np.maximum(others, 0.0, out=others)
+        own += others
+        return own
 
     def recent_work(self, now_ms: float) -> Floats:
         """Return, for each row, the worker's recent work in milliseconds, decayed by
@@ -434,31 +440,27 @@ class WorkerTable:
             exponent = 0.0
         return exponent
 
-    def held_blocks(self, held: Mapping[str, int]) -> Floats:
-        """Return, for each row, how many leading blocks of a prompt the worker holds and can
-        use.
+    def held_blocks(self, held: Mapping[str, int]) -> tuple[Rows, Floats]:
+        """Return the rows of the workers that hold leading blocks of a prompt, and how many of them
+        each worker can use. Unknown workers share the last row.
         """
-        column = np.zeros(self._capacity)
-        if held:
-            count = len(held)
-            # Unknown workers share the last row.
-            rows = np.fromiter(map(self._rows.__getitem__, held), np.intp, count)
-            column[rows] = np.fromiter(held.values(), np.float64, count)
+        rows = np.fromiter(map(self._rows.__getitem__, held), np.intp, len(held))
+        depths = np.fromiter(held.values(), np.float64, len(held))
         if self._coarse:
             # A block that matches only in part is of no use.
-            column -= column % self.per_block
-        return column
+            depths -= depths % self.per_block[rows]
+        return rows, depths
 
-    def best_of_shape(self, column: Floats) -> Floats:
-        """Return, for each row, the maximum of ``column`` over all workers with the same KV
-        shape.
+    def best_of_shape(self, rows: Rows, values: Floats) -> Floats | float:
+        """Return, for each row of the table, the maximum of ``values`` over those of ``rows`` whose
+        workers have the same KV shape; 0 if there is none. One number stands for all rows if all
+        workers have one shape.
         """
         if len(self._shapes) <= 1:
-            return np.full(self._capacity, column.max())
+            return float(values.max(initial=0.0))
         best = np.zeros(len(self._shapes) + 1)
-        shapes = self.shape.astype(np.intp)
-        np.maximum.at(best, shapes, column)
-        return best[shapes]
+        np.maximum.at(best, self.shape[rows].astype(np.intp), values)
+        return best[self.shape.astype(np.intp)]
 
 
 def scores(workers: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:

@@ -146,7 +146,8 @@ def test_only_whole_blocks_of_a_worker_are_of_use(held: int, usable: int) -> Non
     table = WorkerTable(BLOCK)
     list_worker(table, record("p-0", block_size=64))
     list_worker(table, record("p-1"))
-    found = table.held_blocks({"p-0": held, "p-1": held, "nobody": 9})
+    rows, depths = table.held_blocks({"p-0": held, "p-1": held, "nobody": 9})
+    found = dict(zip(rows.tolist(), depths.tolist(), strict=True))
     assert found[row(table, "p-0")] == usable
     assert found[row(table, "p-1")] == held
 
