@@ -23,6 +23,7 @@ from baton.store.registry import WorkerRecord
 from baton.telemetry.metrics import RouterMetrics
 from router.routing.policy import Decision, RouteRequest
 from router.routing.routing_state import RoutingState
+from router.routing.worker_table import LoadColumns
 from router.workers.worker_link import WorkerLink
 from router.workers.worker_links import WorkerLinks
 
@@ -248,20 +249,25 @@ class TableSync:
         self._refreshed_at = now
         self.context_length, self.fingerprint = None, ""
         links = self._links.all()
+        loads: dict[str, LoadSnapshot] = {}
         for link in links:
-            self._take(link, now)
+            self._take(link, loads, now)
+        if loads:
+            self._routing.table.set_loads(LoadColumns.of(loads), now * 1e3)
         for gone in self._seen.keys() - {link.record.incarnation for link in links}:
             del self._seen[gone]
             self._routing.remove(gone)
 
-    def _take(self, link: WorkerLink, now: float) -> None:
+    def _take(self, link: WorkerLink, loads: dict[str, LoadSnapshot], now: float) -> None:
+        """Update the worker of ``link`` in the table. Add its load to ``loads`` if it is another
+        one."""
         record, table = link.record, self._routing.table
         name = record.incarnation
         known, load = self._seen.get(name, (None, None))
         if known is not record:
             table.add(record)
         if load is not link.load:
-            table.set_load(name, link.load, now * 1e3)
+            loads[name] = link.load
         self._seen[name] = (record, link.load)
         up = self._links.is_usable(link)
         table.set_up(name, up, lends=link.lends(now))

@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 
 from baton.config.choices import LocalPrefill, PolicyName
+from baton.host.process_tuning import keep_buffers
 from baton.request import Geometry, LoadSnapshot
 from baton.store.registry import WorkerRecord
 from planning.common.report import print_whole, this_machine, whole_table
@@ -87,6 +88,8 @@ def main(
     policy: Annotated[str, typer.Option(help="Policy, as for `baton serve`.")] = "predictive",
 ) -> None:
     """Measure decision times, and print percentiles."""
+    # As the router's process does.
+    keep_buffers()
     table = whole_table("local prefill, holders", "p50 us", "p90 us", "p99 us", title="")
     modes: tuple[LocalPrefill, ...] = ("never", "auto")
     for local in modes:

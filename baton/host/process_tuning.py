@@ -1,4 +1,4 @@
-"""Settings of the C library and the interpreter for a worker's process."""
+"""Settings of the C library and the interpreter for the process of a worker or a router."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def keep_buffers() -> None:
 
     Otherwise a message of a megabyte is returned to the system as soon as it is sent, and the
     kernel clears the next one's pages again. That is a third of the time that gRPC takes for a
-    message.
+    message, and half of the time of a routing decision over 10,000 workers, whose columns are as
+    large.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
