@@ -168,20 +168,27 @@ def capacity_of(
 ) -> Capacity:
     """Return the capacity of all workers by their snapshots. Numbers of KV blocks are converted to
     blocks of ``hash_block`` tokens, as in the prefix index."""
-    sizes = [max(1, link.record.geometry.block_size // hash_block) for link in decode]
-    loads = [link.load for link in decode]
+    decode_sequences = max_sequences = 0
+    step_ms = 0.0
+    available: list[int] = []
+    total: list[int] = []
+    for link in decode:
+        record, load = link.record, link.load
+        size = max(1, record.geometry.block_size // hash_block)
+        decode_sequences += load.running + load.waiting
+        max_sequences += record.max_sequences
+        available.append((load.free_blocks + load.cached_blocks) * size)
+        total.append(record.total_blocks * size)
+        step_ms = max(step_ms, load.step_ms)
     return Capacity(
         block_size=hash_block,
         prefill_workers=len(prefill),
-        decode_sequences=sum(load.running + load.waiting for load in loads),
-        max_sequences=sum(link.record.max_sequences for link in decode),
-        available_blocks=tuple(
-            (load.free_blocks + load.cached_blocks) * size
-            for load, size in zip(loads, sizes, strict=True)
-        ),
-        total_blocks=tuple(
-            link.record.total_blocks * size for link, size in zip(decode, sizes, strict=True)
-        ),
-        step_s=max(load.step_ms for load in loads) / 1e3,
+        decode_sequences=decode_sequences,
+        max_sequences=max_sequences,
+        available_blocks=sum(available),
+        max_available_blocks=max(available),
+        total_blocks=sum(total),
+        max_total_blocks=max(total),
+        step_s=step_ms / 1e3,
         prefill_cost=prefill_cost,
     )

@@ -1,4 +1,4 @@
-"""Simulates one router without connections: the real admission, routing and policy in virtual time.
+"""Simulates routers without connections: the real admission, routing and policy in virtual time.
 
 arrived ─queue full, or too late→ refused arrived → waiting ─its turn→ placed ─first token→ begun
 ─last token→ done placed, begun ─handed back→ placed again;  ─deadline, or never room→ failed
@@ -13,46 +13,53 @@ from baton.autoscaling.traffic import TrafficMeter
 from baton.config.choices import DEFAULT_TENANT
 from baton.config.cluster import Config
 from baton.errors import BatonError, DeadlineExceeded, Overloaded
-from baton.request import Geometry
 from baton.store.registry import WorkerRecord
 from planning.simulator.cluster.attempt import SimulatedAttempt
 from planning.simulator.cluster.event_queue import EventQueue
 from planning.simulator.cluster.prefix_directory import PrefixDirectory
 from planning.simulator.cluster.simulated_request import SimulatedRequest
 from planning.simulator.cluster.simulated_worker import SimulatedWorker
+from planning.simulator.cluster.snapshot_board import REFRESH_S, SnapshotBoard
 from planning.simulator.cluster.workers_side import WorkersSide
 from router.admission.capacity import Capacity
 from router.admission.controller import AdmissionController, AdmissionRequest, slo_of
 from router.routing.policy import Policy, RouteRequest
 from router.routing.routing_state import RoutingState
+from router.routing.worker_table import LoadColumns
 
 TICK_S = 0.05
 CAPACITY_AGE_S = 0.02
 """Interval at which a queue is examined while nothing else happens, in seconds. Also the maximum
 age of the queue's view of the workers. It is the same as in
 ``router.admission.admission_queue``."""
-REFRESH_S = 0.05
-"""Maximum age of the router's table of workers, in seconds, as in
-``router.routing.route_finder``."""
 GENERATED_EVERY_S = 0.25
 """Interval at which admission receives the number of generated tokens while requests wait, in
 seconds. A live router reports each token."""
 
 
 class SimulatedRouter:
-    """Implements ``planning.simulator.cluster.workers_side.RouterSide``. Owned by the
-    simulation."""
+    """Implements ``planning.simulator.cluster.attempt.RouterSide``. Owned by the simulation.
+
+    Several routers share the workers and the prefix index. Each sees only its own promises and the
+    workers' snapshots.
+    """
 
     def __init__(
         self,
+        number: int,
         config: Config,
         policy: Policy,
         workers: Sequence[SimulatedWorker],
+        records: Sequence[WorkerRecord],
         block_tokens: int,
         directory: PrefixDirectory,
+        board: SnapshotBoard,
         side: WorkersSide,
         events: EventQueue,
     ) -> None:
+        """Create the router ``number``, counted from 0. ``records`` are those of ``workers``."""
+        self._number = number
+        self._board = board
         self._config = config
         self._events = events
         self._directory = directory
@@ -76,41 +83,18 @@ class SimulatedRouter:
         self._capacity_at = -math.inf
         self._generated_at = -math.inf
         self._refreshed_at = -math.inf
-        self._seen: dict[str, int] = {}
-        """Number of the last change of each worker that is included in the router's table, by the
-        worker's name."""
         self._ticks = False
         self._prefill = [worker for worker in workers if worker.role == "prefill"]
         self._decode = [worker for worker in workers if worker.role == "decode"]
-        for worker in workers:
-            self._join(worker)
+        self._join(records)
 
-    def _join(self, worker: SimulatedWorker) -> None:
-        table, record = self._routing.table, self.record(worker)
-        table.add(record)
-        table.set_load(worker.name, record.load, self._events.now * 1e3)
-        table.set_up(worker.name, True)
-
-    def record(self, worker: SimulatedWorker) -> WorkerRecord:
-        """Return a worker's registry record at this moment."""
-        costs = worker.step_costs
-        return WorkerRecord(
-            incarnation=worker.name,
-            slot=worker.name,
-            role=worker.role,
-            address="",
-            metrics_address="",
-            model="",
-            fingerprint="",
-            geometry=Geometry(self._block_tokens, 1, 1, 1, ""),
-            context_length=worker.context_length,
-            total_blocks=worker.pool.total,
-            max_sequences=worker.profile.max_sequences,
-            pool=worker.role,
-            prefill_cost=costs.prefill,
-            step_cost=costs.step,
-            load=worker.load(),
-        )
+    def _join(self, records: Sequence[WorkerRecord]) -> None:
+        table = self._routing.table
+        for record in records:
+            table.add(record)
+            table.set_up(record.incarnation, True)
+        loads = LoadColumns.of({record.incarnation: record.load for record in records})
+        table.set_loads(loads, self._events.now * 1e3)
 
     def leave_out(self, worker: SimulatedWorker) -> None:
         """Stop sending requests to a worker."""
@@ -123,7 +107,7 @@ class SimulatedRouter:
     def take_back(self, worker: SimulatedWorker) -> None:
         """Send requests to a worker again, in the role that it has now."""
         (self._prefill if worker.role == "prefill" else self._decode).append(worker)
-        self._join(worker)
+        self._join([worker.record()])
         self._capacity = None
         self._pump()
 
@@ -184,8 +168,8 @@ class SimulatedRouter:
 
     def _read_capacity(self) -> Capacity:
         decode = self._decode
-        for worker in decode:
-            worker.catch_up()
+        available = [worker.available_blocks() for worker in decode]
+        total = [worker.pool.total for worker in decode]
         return Capacity(
             block_size=self._block_tokens,
             prefill_workers=len(self._prefill or decode),
@@ -193,8 +177,10 @@ class SimulatedRouter:
                 len(worker.scheduler.running) + len(worker.scheduler.waiting) for worker in decode
             ),
             max_sequences=sum(worker.profile.max_sequences for worker in decode),
-            available_blocks=tuple(worker.pool.available for worker in decode),
-            total_blocks=tuple(worker.pool.total for worker in decode),
+            available_blocks=sum(available),
+            max_available_blocks=max(available, default=0),
+            total_blocks=sum(total),
+            max_total_blocks=max(total, default=0),
             prefill_cost=self._routing.table.prefill_cost("prefill" if self._prefill else "decode"),
         )
 
@@ -229,7 +215,7 @@ class SimulatedRouter:
         request.prefill, request.decode = source.number, target.number
         request.is_local = decision.local
         spec = request.spec(left_s, context_class)
-        attempt = SimulatedAttempt(request, spec, source, target, promise, now + left_s)
+        attempt = SimulatedAttempt(request, spec, source, target, promise, self, now + left_s)
         self._attempts[request.name] = attempt
         self._events.after(source.profile.call_s, lambda: self._side.begin(attempt))
 
@@ -238,11 +224,8 @@ class SimulatedRouter:
         if now - self._refreshed_at < REFRESH_S:
             return
         self._refreshed_at = now
-        table = self._routing.table
-        for worker in self._workers.values():
-            if not worker.is_idle or self._seen.get(worker.name) != worker.changes:
-                self._seen[worker.name] = worker.changes
-                table.set_load(worker.name, worker.load(), now * 1e3)
+        for loads in self._board.read(self._number):
+            self._routing.table.set_loads(loads, now * 1e3)
 
     # Messages from workers
 

@@ -47,8 +47,7 @@ class Room:
     def capacity(self) -> Capacity | None:
         if not self.up:
             return None
-        blocks = (self.blocks,)
-        return Capacity(16, 1, 0, 64, blocks, blocks, prefill_cost=self.prefill_cost)
+        return Capacity(16, 1, 0, 64, *[self.blocks] * 4, prefill_cost=self.prefill_cost)
 
     async def visit(
         self,
@@ -344,4 +343,4 @@ async def test_capacity_counts_in_blocks_of_the_prefix_index() -> None:
     finally:
         for link in links:
             await link.channel.close()
-    assert seen == Capacity(16, 1, 3, 8, (20,), (200,), prefill_cost=(1.0, 2.0, 3.0))
+    assert seen == Capacity(16, 1, 3, 8, 20, 20, 200, 200, prefill_cost=(1.0, 2.0, 3.0))
