@@ -23,7 +23,7 @@ from baton.request import Geometry, LoadSnapshot
 from baton.store.registry import WorkerRecord
 from planning.common.report import print_whole, this_machine, whole_table
 from router.routing.policies import make_policy
-from router.routing.policy import ClassRoute, RouteRequest, RouteSettings
+from router.routing.policy import ClassRoute, Policy, RouteRequest, RouteSettings
 from router.routing.routing_state import Promise, RoutingState
 
 _HOLDERS = 16
@@ -39,9 +39,7 @@ def measure(
     """Make routing decisions, and return the time of each in microseconds. A decision's share of
     the expected blocks' cost is included.
     """
-    routing = RoutingState(make_policy(policy, RouteSettings(_BLOCK, default=route), 1), _BLOCK)
-    for number in range(workers):
-        _join(routing, number)
+    routing = joined(workers, make_policy(policy, RouteSettings(_BLOCK, default=route), 1))
     dice = random.Random(1)  # noqa: S311 - lengths and holders, no secret
     names = routing.table.incarnations()
     placed: deque[tuple[float, Promise]] = deque()
@@ -59,6 +57,14 @@ def measure(
         took.append((time.perf_counter() - began) * 1e6)
         placed.append((now + _LASTS_S, routing.promise(decision, request, (), now)))
     return took
+
+
+def joined(workers: int, policy: Policy) -> RoutingState:
+    """Return a routing state with ``workers`` workers that are up and in use, half of each role."""
+    routing = RoutingState(policy, _BLOCK)
+    for number in range(workers):
+        _join(routing, number)
+    return routing
 
 
 def _join(routing: RoutingState, number: int) -> None:
