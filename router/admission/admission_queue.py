@@ -27,8 +27,11 @@ TICK_S = 0.05
 """Seconds between two admission decisions while requests wait. Requests that start or end cause a
 decision at once."""
 CAPACITY_AGE_S = 0.02
-"""Maximum age in seconds of the workers' capacity that decisions use. Requests that this router has
-sent since then are counted in addition."""
+"""Maximum age in seconds of the workers' capacity that decisions use, as long as ``CAPACITY_SHARE``
+allows it. Requests that this router has sent since then are counted in addition."""
+CAPACITY_SHARE = 0.1
+"""Maximum share of the processor's time that reading the capacity takes: about 1 us per decode
+worker."""
 
 
 class AdmissionQueue:
@@ -56,6 +59,7 @@ class AdmissionQueue:
         self._turns: dict[str, asyncio.Future[None]] = {}
         self._capacity: Capacity | None = None
         self._capacity_at = -math.inf
+        self._max_age_s = CAPACITY_AGE_S
         self._tick: asyncio.TimerHandle | None = None
         for tenant in self._tenants:
             metrics.waiting_requests.labels(tenant=tenant).set(0)
@@ -155,8 +159,11 @@ class AdmissionQueue:
         self._metrics.waiting_requests.labels(tenant=tenant).set(waiting)
 
     def _current_capacity(self, now: float) -> Capacity | None:
-        if self._capacity is None or now - self._capacity_at > CAPACITY_AGE_S:
+        if self._capacity is None or now - self._capacity_at > self._max_age_s:
+            began = time.thread_time()
             self._capacity, self._capacity_at = self._read_capacity(), now
+            took_s = time.thread_time() - began
+            self._max_age_s = max(CAPACITY_AGE_S, took_s / CAPACITY_SHARE)
         return self._capacity
 
 

@@ -112,8 +112,11 @@ class PrefixLookup:
 
 
 REFRESH_S = 0.05
-"""Maximum age in seconds of the routing table. With a thousand workers, a refresh takes about 1 ms.
-This router's own decisions change the table at once."""
+"""Maximum age in seconds of the routing table, as long as ``REFRESH_SHARE`` allows it. Decisions of
+this router change the table at once."""
+REFRESH_SHARE = 0.1
+"""Maximum share of the processor's time that refreshes of the table take: about 2 us per worker for
+each. So with more than 2,500 workers the table grows older than ``REFRESH_S``."""
 NO_PREFILL_WORKER = "no_prefill_worker"
 """Metric label: a decode worker computes the prompt because no prefill worker is up."""
 
@@ -235,6 +238,7 @@ class TableSync:
         self._links = links
         self._seen: dict[str, tuple[WorkerRecord, LoadSnapshot]] = {}
         self._refreshed_at = float("-inf")
+        self._refresh_every_s = REFRESH_S
         self.context_length: int | None = None
         """Minimum context length, in tokens, of the workers that are up; None while no worker is
         up."""
@@ -242,10 +246,11 @@ class TableSync:
         """Fingerprint of the workers that are up; empty while no worker is up."""
 
     def refresh(self, now: float, *, at_once: bool = False) -> None:
-        """Update the table from the links if it is older than ``REFRESH_S`` or if ``at_once`` is
-        true. ``now`` is in seconds."""
-        if not at_once and now - self._refreshed_at < REFRESH_S:
+        """Update the table from the links if it is too old or if ``at_once`` is true. ``now`` is in
+        seconds."""
+        if not at_once and now - self._refreshed_at < self._refresh_every_s:
             return
+        began = time.thread_time()
         self._refreshed_at = now
         self.context_length, self.fingerprint = None, ""
         links = self._links.all()
@@ -257,6 +262,8 @@ class TableSync:
         for gone in self._seen.keys() - {link.record.incarnation for link in links}:
             del self._seen[gone]
             self._routing.remove(gone)
+        took_s = time.thread_time() - began
+        self._refresh_every_s = max(REFRESH_S, took_s / REFRESH_SHARE)
 
     def _take(self, link: WorkerLink, loads: dict[str, LoadSnapshot], now: float) -> None:
         """Update the worker of ``link`` in the table. Add its load to ``loads`` if it is another

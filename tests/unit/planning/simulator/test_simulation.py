@@ -38,6 +38,7 @@ def run(
         requests,
         shape(prefill, decode, worker, hosts=int(options.get("hosts", 0))),
         asked,
+        routers=int(options.get("routers", 1)),
         trace_block=TRACE_BLOCK,
         leaps=bool(options.get("leaps", True)),
     )
@@ -122,6 +123,25 @@ def test_a_rejected_request_is_rejected_either_way(
     leapt = run(requests, 2, 1, local, shed_after_s=0.1)
     assert_consistent(leapt, requests)
     assert_equal(leapt, run(requests, 2, 1, local, shed_after_s=0.1, leaps=False))
+
+
+@settings(max_examples=10, deadline=None)
+@given(traces(), st.sampled_from(LOCAL), st.integers(2, 3))
+def test_several_routers_serve_every_request(
+    requests: list[TracedRequest], local: LocalPrefill, routers: int
+) -> None:
+    leapt = run(requests, 2, 2, local, routers=routers)
+    assert_consistent(leapt, requests)
+    assert_equal(leapt, run(requests, 2, 2, local, routers=routers, leaps=False))
+
+
+def test_routers_see_each_others_requests_in_snapshots_only() -> None:
+    at_once = [TracedRequest(0.0, 512, 20), TracedRequest(0.0, 512, 20)]
+    assert len({one.prefill for one in run(at_once, 2, 2, routers=1).requests}) == 2
+    assert len({one.prefill for one in run(at_once, 2, 2, routers=2).requests}) == 1
+    # The second router has a snapshot of the first one's prompt.
+    later = [TracedRequest(0.0, 4096, 20), TracedRequest(0.06, 512, 20)]
+    assert len({one.prefill for one in run(later, 2, 2, routers=2).requests}) == 2
 
 
 def test_leaps_are_few_events_for_many_steps() -> None:

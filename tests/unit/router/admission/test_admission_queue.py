@@ -16,6 +16,7 @@ from baton.errors import DeadlineUnreachable, Overloaded
 from baton.request import Geometry, LoadSnapshot, Principal
 from baton.sampling_params import SamplingParams
 from baton.telemetry.metrics import RouterMetrics
+from router.admission import admission_queue
 from router.admission.admission_queue import AdmissionQueue, capacity_of
 from router.admission.capacity import Capacity
 from router.admission.inflight_prefills import MIN_WINDOW_TOKENS
@@ -105,6 +106,26 @@ async def test_one_window_of_work_is_passed_on_at_a_time() -> None:
     assert count == 3
     assert room.waiting("default") == 0
     room.room.close()
+
+
+async def test_reads_of_the_capacity_take_a_tenth_of_the_processor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spent_s = 0.0
+
+    def capacity() -> Capacity:
+        nonlocal spent_s
+        spent_s += 0.01
+        return Capacity(16, 1, 0, 64, *[4000] * 4)
+
+    monkeypatch.setattr(admission_queue.time, "thread_time", lambda: spent_s)
+    now = 0.0
+    queue = AdmissionQueue(Config(), RouterMetrics(CollectorRegistry()), capacity, lambda: now)
+    for number in range(100):
+        now = number * 0.03
+        queue.release("unknown")
+    assert spent_s == pytest.approx(0.01 * 25), "3 s of the clock, one read each 0.12 s"
+    queue.close()
 
 
 async def test_who_hangs_up_while_waiting_takes_nobodys_turn() -> None:
