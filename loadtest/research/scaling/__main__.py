@@ -18,6 +18,7 @@ import typer
 from baton.host.process_tuning import keep_buffers
 from loadtest.research.scaling.growth import by_concurrency, by_context, by_workers, plots
 from loadtest.research.scaling.large_cluster import LargeCluster, simulate_large
+from loadtest.research.scaling.registry_cost import measure_registry
 from loadtest.research.scaling.streams import measure_streams
 from planning.common.report import this_machine
 
@@ -50,6 +51,14 @@ def streams(
 ) -> None:
     """Open streams to workers, and print what they cost at both ends."""
     _print(asdict(asyncio.run(measure_streams(streams, seconds, heartbeat))))
+
+
+@app.command()
+def registry(
+    workers: Annotated[int, typer.Option(min=4, help="Workers in the registry.")] = 10_000,
+) -> None:
+    """Poll a registry in which every worker changes, and print what that costs."""
+    _print(asdict(asyncio.run(measure_registry(workers))))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Makes the traffic of a large cluster: conversations that share a system prompt."""
+"""Makes the traffic of a large cluster: conversations, half of whose turns continue another one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from planning.common.traces import TracedRequest
 
 BLOCK_TOKENS = 64
 """Number of prompt tokens per block hash."""
-_SYSTEM_BLOCKS = 2
-"""Number of blocks with which all prompts begin: a system prompt of 128 tokens."""
 _MEDIAN_PROMPT, _PROMPT_SPREAD = 1000, 0.8
 _MEDIAN_ANSWER, _ANSWER_SPREAD = 200, 0.7
 """Medians and standard deviations of the logarithms of the lengths, in tokens."""
@@ -23,14 +21,14 @@ _REMEMBERED = 100_000
 def conversations(requests: int, per_s: float, seed: int = 1) -> Iterator[TracedRequest]:
     """Yield ``requests`` requests that arrive at random, ``per_s`` each second."""
     dice = random.Random(seed)  # noqa: S311 - lengths and times, no secret
-    now, next_block = 0.0, _SYSTEM_BLOCKS
+    now, next_block = 0.0, 0
     known: list[tuple[int, ...]] = []
     for number in range(requests):
         now += dice.expovariate(per_s)
         prompt = _length(dice, _MEDIAN_PROMPT, _PROMPT_SPREAD)
-        blocks: tuple[int, ...] = tuple(range(_SYSTEM_BLOCKS))
+        blocks: tuple[int, ...] = ()
         if known and dice.random() < _FOLLOWS:
-            blocks = dice.choice(known)[: max(_SYSTEM_BLOCKS, prompt // BLOCK_TOKENS - 1)]
+            blocks = dice.choice(known)[: prompt // BLOCK_TOKENS]
         count = -(-prompt // BLOCK_TOKENS)
         fresh = max(0, count - len(blocks))
         blocks = (*blocks[:count], *range(next_block, next_block + fresh))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import time
 from dataclasses import dataclass
@@ -66,6 +67,9 @@ def simulate_large(cluster: LargeCluster) -> LargeClusterFigures:
     prefill = cluster.workers // 2
     shape = ClusterShape(prefill, cluster.workers - prefill, profile, profile)
     config = Config()
+    # Nearly all objects live until the end: looking at each of them again and again costs much.
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
     began = time.process_time()
     result = simulate(requests, shape, config, routers=cluster.routers, trace_block=BLOCK_TOKENS)
     cpu_s = time.process_time() - began

@@ -70,7 +70,7 @@ async def measure_streams(streams: int, seconds: float, heartbeat_s: float) -> S
         workers, own = psutil.Process(child.pid), psutil.Process()
         links = WorkerLinks("router", heartbeat_s=heartbeat_s)
         before = own.memory_info().rss, workers.memory_info().rss
-        records = {f"decode-{n}": _record(n, ports[n % len(ports)]) for n in range(streams)}
+        records = {f"decode-{n}": worker_record(n, ports[n % len(ports)]) for n in range(streams)}
         links.update(records)
         try:
             await _all_up(links, streams)
@@ -132,7 +132,8 @@ async def _all_up(links: WorkerLinks, streams: int) -> None:
         await asyncio.sleep(0.1)
 
 
-def _record(number: int, port: int) -> WorkerRecord:
+def worker_record(number: int, port: int) -> WorkerRecord:
+    """Return the record of a decode worker on this host."""
     return WorkerRecord(
         incarnation=f"decode-{number}",
         slot=f"decode-{number}",

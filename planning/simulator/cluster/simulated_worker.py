@@ -361,9 +361,11 @@ class SimulatedWorker:
                 _owner(update.sequence).took_token(self.number, step)
         # In the order of ``worker.core.engine_core``: plan first, then report.
         self.settle()
+        changes = self.changes
         self._listener.on_emit(self, updates)
-        self.catch_up()
-        self.settle()
+        if self.changes != changes:
+            self.catch_up()
+            self.settle()
 
     def _observe(self, plan: StepPlan, result: StepResult, shape: StepLoad) -> None:
         """Give the measured time of a step to the worker's cost predictions, as a live worker
