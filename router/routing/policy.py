@@ -289,15 +289,16 @@ def predict(
     # Most workers hold nothing of the prompt: their numbers are computed as if none did, and then
     # changed in the rows of those that do. The whole columns are what a decision costs.
     size = len(table.names)
-    depth, missing = np.zeros(size), np.full(size, float(blocks))
+    depth, rows = table.held_blocks(held)
+    missing = np.full(size, float(blocks))
     full_ms = _prefill_ms(table, prompt, 0.0)
     prefill_ms = full_ms
     most: Floats | float = 0.0
-    if held:
-        rows, depths = table.held_blocks(held)
+    if len(rows):
+        depths = depth[rows]
         # The last token is always computed.
         cached = np.minimum(depths * hash_block, prompt - 1)
-        depth[rows], missing[rows] = depths, np.maximum(blocks - depths, 0.0)
+        missing[rows] = np.maximum(blocks - depths, 0.0)
         prefill_ms = full_ms.copy()
         prefill_ms[rows] = _prefill_ms(table, prompt, cached, rows)
         most = table.best_of_shape(rows, depths * table.lends[rows])

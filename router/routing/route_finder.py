@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import redis
@@ -18,6 +18,7 @@ from baton.errors import ContextLengthExceeded, Overloaded, Unavailable
 from baton.hashing import HashChain, hash_key
 from baton.host.background import end_tasks
 from baton.request import LoadSnapshot
+from baton.store.held_blocks import HeldBlocks, held_by
 from baton.store.prefix_index import PrefixIndex
 from baton.store.registry import WorkerRecord
 from baton.telemetry.metrics import RouterMetrics
@@ -49,11 +50,11 @@ class PrefixLookup:
         self._index = index
         self._calls = metrics.redis_calls("prefix_lookup")
         self._lookups = metrics.prefix_lookups
-        self._running: set[asyncio.Task[dict[str, int]]] = set()
+        self._running: set[asyncio.Task[HeldBlocks]] = set()
         self._away = False
         self._next_try = 0.0
 
-    async def ask(self, hashes: Sequence[bytes]) -> dict[str, int]:
+    async def ask(self, hashes: Sequence[bytes]) -> HeldBlocks:
         """Return how many leading blocks of a prompt each incarnation holds; empty while the index
         is unavailable.
         """
@@ -62,7 +63,7 @@ class PrefixLookup:
             if not self._running and now >= self._next_try:
                 self._start(hashes)
             self._lookups.labels("away").inc()
-            return {}
+            return held_by({})
         lookup = self._start(hashes)
         # Wait from outside the task: a client's disconnect must not be lost in it (see end_tasks).
         await asyncio.wait([lookup], timeout=DEADLINE_S)
@@ -71,26 +72,26 @@ class PrefixLookup:
             # own deadline ends it.
             self._lost(f"no answer within {DEADLINE_S} s")
             self._lookups.labels("late").inc()
-            return {}
+            return held_by({})
         failed = lookup.cancelled() or lookup.exception() is not None
         self._lookups.labels("failed" if failed else "answered").inc()
-        return {} if failed else lookup.result()
+        return held_by({}) if failed else lookup.result()
 
     async def close(self) -> None:
         """Cancel the lookups in flight."""
         await end_tasks(self._running)
 
-    def _start(self, hashes: Sequence[bytes]) -> asyncio.Task[dict[str, int]]:
+    def _start(self, hashes: Sequence[bytes]) -> asyncio.Task[HeldBlocks]:
         lookup = asyncio.create_task(self._look_up(hashes), name="prefix lookup")
         self._running.add(lookup)
         lookup.add_done_callback(self._ended)
         return lookup
 
-    async def _look_up(self, hashes: Sequence[bytes]) -> dict[str, int]:
+    async def _look_up(self, hashes: Sequence[bytes]) -> HeldBlocks:
         with self._calls.one():
             return await self._index.lookup(hashes)
 
-    def _ended(self, lookup: asyncio.Task[dict[str, int]]) -> None:
+    def _ended(self, lookup: asyncio.Task[HeldBlocks]) -> None:
         self._running.discard(lookup)
         if lookup.cancelled():
             return
@@ -177,14 +178,14 @@ class RouteFinder:
         ``is_moved``: true if the request migrates; it is then not rejected for being late. Raises
         Unavailable, Overloaded."""
         asked_at = time.monotonic()
-        held: dict[str, int] = {}
+        held = held_by({})
         if hashes and reads_cache:
             held = await self._prefixes.ask(hashes)
-            found = max(held.values(), default=0)
+            found = held.deepest()
             self._found.inc(found)
             self._missing.inc(len(hashes) - found)
             if source_worker:
-                held = {**held, source_worker: len(hashes)}
+                held = held.raised({source_worker: len(hashes)})
         now = time.monotonic()
         left_ms = request.deadline_ms - (now - asked_at) * 1e3
         *others, last = (replace(request, deadline_ms=left_ms, excluded=names) for names in avoid)
@@ -210,7 +211,7 @@ class RouteFinder:
         return decision
 
     def _decide(
-        self, asked: RouteRequest, hashes: Sequence[bytes], held: dict[str, int], now: float
+        self, asked: RouteRequest, hashes: Sequence[bytes], held: Mapping[str, int], now: float
     ) -> Decision:
         """Choose workers by the policy. If one of them is not usable any more, refresh the table
         and choose again.

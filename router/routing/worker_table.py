@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.request import Geometry, LoadSnapshot
+from baton.store.held_blocks import MAX_NUMBERS, held_by
 from baton.store.registry import WorkerRecord
 from router.routing.cost_model import (
     PREFILL_DEFAULT,
@@ -173,6 +174,9 @@ class WorkerTable:
         self._workers: dict[int, _Worker] = {}
         self._shapes: dict[Geometry, int] = {}
         self._groups: dict[tuple[str, PoolFilter], Group] = {}
+        self._index_names: Mapping[int, str] = {}
+        self._index_rows: Rows | None = None
+        """Rows of the worker numbers of ``_index_names``; None after a worker came or left."""
         self._epoch_ms = 0.0
         self._coarse = False
         self.names: list[str] = []
@@ -262,6 +266,7 @@ class WorkerTable:
             self._allocate(max(self._capacity + 8, int(self._capacity * _GROWTH)))
         row = self._free.pop()
         self._rows[record.incarnation] = row
+        self._index_rows = None
         self.names[row] = record.incarnation
         self._workers[row] = _Worker(
             record.pool or record.slot.rpartition("-")[0],
@@ -287,6 +292,7 @@ class WorkerTable:
             return
         self.names[row] = ""
         self._free.append(row)
+        self._index_rows = None
         del self._workers[row]
         for column in (
             self.own_until,
@@ -515,16 +521,32 @@ class WorkerTable:
             exponent = 0.0
         return exponent
 
-    def held_blocks(self, held: Mapping[str, int]) -> tuple[Rows, Floats]:
-        """Return the rows of the workers that hold leading blocks of a prompt, and how many of them
-        each worker can use. Unknown workers share the last row.
+    def held_blocks(self, held: Mapping[str, int]) -> tuple[Floats, Rows]:
+        """Return, for each row, how many leading blocks of a prompt the worker holds and can use,
+        and the rows in which that is not 0. Unknown workers are left out.
         """
-        rows = np.fromiter(map(self._rows.__getitem__, held), np.intp, len(held))
-        depths = np.fromiter(held.values(), np.float64, len(held))
+        found = held_by(held)
+        column = np.zeros(self._capacity)
+        if len(found.numbers):
+            column[self._rows_of(found.names)[found.numbers]] = found.depths
+        if found.more:
+            rows = np.fromiter(map(self._rows.__getitem__, found.more), np.intp, len(found.more))
+            depths = np.fromiter(found.more.values(), np.float64, len(found.more))
+            column[rows] = np.maximum(column[rows], depths)
+        column[-1] = 0.0
         if self._coarse:
             # A block that matches only in part is of no use.
-            depths -= depths % self.per_block[rows]
-        return rows, depths
+            column -= column % self.per_block
+        return column, np.flatnonzero(column)
+
+    def _rows_of(self, names: Mapping[int, str]) -> Rows:
+        """Return the row of each worker number of the prefix index; -1 for unknown workers."""
+        if names is not self._index_names or self._index_rows is None:
+            rows = np.full(MAX_NUMBERS, -1, dtype=np.intp)
+            for number, name in names.items():
+                rows[number] = self._rows[name]
+            self._index_names, self._index_rows = names, rows
+        return self._index_rows
 
     def best_of_shape(self, rows: Rows, values: Floats) -> Floats | float:
         """Return, for each row of the table, the maximum of ``values`` over those of ``rows`` whose

@@ -15,6 +15,7 @@ import numpy as np
 from baton.hashing import block_hashes, hash_key
 from baton.request import LoadSnapshot, SequenceSpec
 from baton.sampling_params import SamplingParams
+from baton.store.held_blocks import held_by
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.plan import StepResult
 from engine.scheduling.scheduler import Scheduler
@@ -47,7 +48,7 @@ def by_workers() -> Measured:
         dice = random.Random(1)  # noqa: S311 - lengths and holders, no secret
         took = []
         for number in range(_DECISIONS):
-            held = {name: dice.randint(1, 128) for name in dice.sample(names, _HOLDERS)}
+            held = held_by({name: dice.randint(1, 128) for name in dice.sample(names, _HOLDERS)})
             request = RouteRequest(dice.randint(50, 4000))
             began = time.thread_time()
             decision = routing.decide(request, (), held, number * 0.002)

@@ -20,6 +20,7 @@ from rich.console import Console
 from baton.config.choices import LocalPrefill, PolicyName
 from baton.host.process_tuning import keep_buffers
 from baton.request import Geometry, LoadSnapshot
+from baton.store.held_blocks import HeldBlocks
 from baton.store.registry import WorkerRecord
 from planning.common.report import print_whole, this_machine, whole_table
 from router.routing.policies import make_policy
@@ -41,16 +42,18 @@ def measure(
     """
     routing = joined(workers, make_policy(policy, RouteSettings(_BLOCK, default=route), 1))
     dice = random.Random(1)  # noqa: S311 - lengths and holders, no secret
-    names = routing.table.incarnations()
+    names = dict(enumerate(routing.table.incarnations()))
     placed: deque[tuple[float, Promise]] = deque()
     took = []
     for count in range(decisions):
         now = count * _EVERY_S
         while placed and placed[0][0] <= now:
             placed.popleft()[1].ended(now)
-        held = dict.fromkeys(names, 1) if shared_block else {}
-        for name in dice.sample(names, min(_HOLDERS, workers)):
-            held[name] = dice.randint(1, _DEEPEST)
+        holders = dice.sample(range(workers), min(_HOLDERS, workers))
+        depths = [dice.randint(1, _DEEPEST) for _ in holders]
+        if shared_block:
+            holders, depths = [*range(workers), *holders], [*([1] * workers), *depths]
+        held = HeldBlocks(names, np.array(holders), np.array(depths), {})
         request = RouteRequest(dice.randint(50, 4000))
         began = time.perf_counter()
         decision = routing.decide(request, (), held, now)
