@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import grpc.aio
 import psutil
@@ -165,6 +166,14 @@ class _Workers(decode_pb2_grpc.DecodeServiceServicer):
             load = LoadSnapshot(running=3, free_blocks=3000, context_tokens=900, engine_steps=steps)
             yield decode_pb2.StreamTokensResponse(load=convert.load_to_proto(load))
             await asyncio.sleep(self._heartbeat_s)
+
+    async def Abort(self, request: object, context: object) -> decode_pb2.AbortResponse:  # noqa: N802
+        """Accept an abort; there is nothing to end."""
+        return decode_pb2.AbortResponse()
+
+    def Handoffs(self, request_iterator: object, context: object) -> NoReturn:  # noqa: N802
+        """No worker writes here."""
+        raise NotImplementedError
 
 
 def _serve(pipe: Connection, heartbeat_s: float) -> None:

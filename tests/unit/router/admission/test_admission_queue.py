@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -16,7 +17,6 @@ from baton.errors import DeadlineUnreachable, Overloaded
 from baton.request import Geometry, LoadSnapshot, Principal
 from baton.sampling_params import SamplingParams
 from baton.telemetry.metrics import RouterMetrics
-from router.admission import admission_queue
 from router.admission.admission_queue import AdmissionQueue, capacity_of
 from router.admission.capacity import Capacity
 from router.admission.inflight_prefills import MIN_WINDOW_TOKENS
@@ -118,7 +118,7 @@ async def test_reads_of_the_capacity_take_a_tenth_of_the_processor(
         spent_s += 0.01
         return Capacity(16, 1, 0, 64, *[4000] * 4)
 
-    monkeypatch.setattr(admission_queue.time, "thread_time", lambda: spent_s)
+    monkeypatch.setattr(time, "thread_time", lambda: spent_s)
     now = 0.0
     queue = AdmissionQueue(Config(), RouterMetrics(CollectorRegistry()), capacity, lambda: now)
     for number in range(100):

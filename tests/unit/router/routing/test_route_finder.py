@@ -64,7 +64,7 @@ async def test_workers_come_go_and_change() -> None:
 
 async def test_refreshes_take_a_tenth_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     spent = iter([0.0, 0.02, 0.02, 0.04])
-    monkeypatch.setattr(route_finder.time, "thread_time", lambda: next(spent))
+    monkeypatch.setattr(time, "thread_time", lambda: next(spent))
     async with synced("p-0", "d-0") as (sync, routing, links):
         link = links.get("d-0")
         assert link is not None
