@@ -8,6 +8,7 @@ docs/explanation/simulator.md has the assumptions.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -72,13 +73,15 @@ def simulate(
     ]
     board = SnapshotBoard(workers, routers, events)
     routes, records = _routes(config, shape, block), [worker.record() for worker in workers]
+    dice = random.Random(seed)  # noqa: S311 - the order of rows, no secret
     each_router = [
         SimulatedRouter(
             number,
             config,
             make_policy(config.policy, routes, seed + number),
             workers,
-            records,
+            # Routers list the workers in orders of their own: see ``TableSync``.
+            dice.sample(records, len(records)) if routers > 1 else records,
             block,
             directory,
             board,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -255,6 +256,10 @@ class TableSync:
         self._refreshed_at = now
         self.context_length, self.fingerprint = None, ""
         links = self._links.all()
+        if len(links) > len(self._seen):
+            # Of equally good workers, policies take the first in the table. If all routers had the
+            # same order, they would all send their requests to the same idle workers.
+            random.shuffle(links)
         loads: dict[str, LoadSnapshot] = {}
         for link in links:
             self._take(link, loads, now)

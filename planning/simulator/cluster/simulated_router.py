@@ -19,7 +19,7 @@ from planning.simulator.cluster.event_queue import EventQueue
 from planning.simulator.cluster.prefix_directory import PrefixDirectory
 from planning.simulator.cluster.simulated_request import SimulatedRequest
 from planning.simulator.cluster.simulated_worker import SimulatedWorker
-from planning.simulator.cluster.snapshot_board import REFRESH_S, SnapshotBoard
+from planning.simulator.cluster.snapshot_board import CAPACITY_AGE_S, REFRESH_S, SnapshotBoard
 from planning.simulator.cluster.workers_side import WorkersSide
 from router.admission.capacity import Capacity
 from router.admission.controller import AdmissionController, AdmissionRequest, slo_of
@@ -28,10 +28,6 @@ from router.routing.routing_state import RoutingState
 from router.routing.worker_table import LoadColumns
 
 TICK_S = 0.05
-CAPACITY_AGE_S = 0.02
-"""Interval at which a queue is examined while nothing else happens, in seconds. Also the maximum
-age of the queue's view of the workers. It is the same as in
-``router.admission.admission_queue``."""
 GENERATED_EVERY_S = 0.25
 """Interval at which admission receives the number of generated tokens while requests wait, in
 seconds. A live router reports each token."""
@@ -102,14 +98,18 @@ class SimulatedRouter:
         for workers in (self._prefill, self._decode):
             if worker in workers:
                 workers.remove(worker)
-        self._capacity = None
+        self._forget_capacity()
 
     def take_back(self, worker: SimulatedWorker) -> None:
         """Send requests to a worker again, in the role that it has now."""
         (self._prefill if worker.role == "prefill" else self._decode).append(worker)
         self._join([worker.record()])
-        self._capacity = None
+        self._forget_capacity()
         self._pump()
+
+    def _forget_capacity(self) -> None:
+        self._capacity = None
+        self._board.forget_room()
 
     # Admission
 
@@ -168,19 +168,16 @@ class SimulatedRouter:
 
     def _read_capacity(self) -> Capacity:
         decode = self._decode
-        available = [worker.available_blocks() for worker in decode]
-        total = [worker.pool.total for worker in decode]
+        room = self._board.decode_room(decode)
         return Capacity(
             block_size=self._block_tokens,
             prefill_workers=len(self._prefill or decode),
-            decode_sequences=sum(
-                len(worker.scheduler.running) + len(worker.scheduler.waiting) for worker in decode
-            ),
-            max_sequences=sum(worker.profile.max_sequences for worker in decode),
-            available_blocks=sum(available),
-            max_available_blocks=max(available, default=0),
-            total_blocks=sum(total),
-            max_total_blocks=max(total, default=0),
+            decode_sequences=room.sequences,
+            max_sequences=room.max_sequences,
+            available_blocks=room.available_blocks,
+            max_available_blocks=room.max_available_blocks,
+            total_blocks=room.total_blocks,
+            max_total_blocks=room.max_total_blocks,
             prefill_cost=self._routing.table.prefill_cost("prefill" if self._prefill else "decode"),
         )
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from planning.simulator.cluster.event_queue import EventQueue
 from planning.simulator.cluster.simulated_worker import SimulatedWorker
@@ -14,6 +15,23 @@ from router.routing.worker_table import LoadColumns
 REFRESH_S = 0.05
 """Maximum age of a router's table of workers, in seconds, as in
 ``router.routing.route_finder``."""
+
+CAPACITY_AGE_S = 0.02
+"""Interval at which a queue is examined while nothing else happens, in seconds. Also the maximum
+age of the queue's view of the workers. It is the same as in
+``router.admission.admission_queue``."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRoom:
+    """Room at all decode workers, as in ``router.admission.capacity.Capacity``."""
+
+    sequences: int
+    max_sequences: int
+    available_blocks: int
+    max_available_blocks: int
+    total_blocks: int
+    max_total_blocks: int
 
 
 class SnapshotBoard:
@@ -32,6 +50,8 @@ class SnapshotBoard:
         self._taken_at = -math.inf
         self._seen: dict[str, int] = {}
         """Number of the last change of each worker that a snapshot includes."""
+        self._room: DecodeRoom | None = None
+        self._room_at = -math.inf
         self._unread: list[list[LoadColumns]] = [[] for _ in range(readers)]
 
     def read(self, reader: int) -> Sequence[LoadColumns]:
@@ -51,3 +71,27 @@ class SnapshotBoard:
                 unread.append(loads)
         found, self._unread[reader] = self._unread[reader], []
         return found
+
+    def decode_room(self, decode: Sequence[SimulatedWorker]) -> DecodeRoom:
+        """Return the room at the decode workers, which is at most ``CAPACITY_AGE_S`` old."""
+        now = self._events.now
+        if self._room is None or now - self._room_at > CAPACITY_AGE_S:
+            available = [worker.available_blocks() for worker in decode]
+            total = [worker.pool.total for worker in decode]
+            self._room_at = now
+            self._room = DecodeRoom(
+                sequences=sum(
+                    len(worker.scheduler.running) + len(worker.scheduler.waiting)
+                    for worker in decode
+                ),
+                max_sequences=sum(worker.profile.max_sequences for worker in decode),
+                available_blocks=sum(available),
+                max_available_blocks=max(available, default=0),
+                total_blocks=sum(total),
+                max_total_blocks=max(total, default=0),
+            )
+        return self._room
+
+    def forget_room(self) -> None:
+        """Forget the room: the decode workers are others now."""
+        self._room = None

@@ -136,12 +136,20 @@ def test_several_routers_serve_every_request(
 
 
 def test_routers_see_each_others_requests_in_snapshots_only() -> None:
-    at_once = [TracedRequest(0.0, 512, 20), TracedRequest(0.0, 512, 20)]
-    assert len({one.prefill for one in run(at_once, 2, 2, routers=1).requests}) == 2
-    assert len({one.prefill for one in run(at_once, 2, 2, routers=2).requests}) == 1
-    # The second router has a snapshot of the first one's prompt.
-    later = [TracedRequest(0.0, 4096, 20), TracedRequest(0.06, 512, 20)]
-    assert len({one.prefill for one in run(later, 2, 2, routers=2).requests}) == 2
+    def decode_workers(gap_s: float, routers: int) -> set[str]:
+        requests = [TracedRequest(0.0, 64, 200), TracedRequest(gap_s, 64, 200)]
+        return {one.decode for one in run(requests, 1, 2, routers=routers).requests}
+
+    assert len(decode_workers(0.0, routers=1)) == 2
+    at_once = [decode_workers(0.0, routers=2) for _ in range(1)]
+    assert len(at_once[0]) == 1, "both routers see two idle workers, and list them alike here"
+    assert len(decode_workers(0.5, routers=2)) == 2
+
+
+def test_routers_do_not_all_prefer_the_same_idle_workers() -> None:
+    requests = [TracedRequest(0.0, 64, 20) for _ in range(12)]
+    result = run(requests, 12, 12, routers=12)
+    assert len({one.prefill for one in result.requests}) > 4
 
 
 def test_leaps_are_few_events_for_many_steps() -> None:

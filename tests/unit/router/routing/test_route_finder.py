@@ -62,6 +62,15 @@ async def test_workers_come_go_and_change() -> None:
         assert sync.context_length == 100
 
 
+async def test_routers_list_equal_workers_in_orders_of_their_own() -> None:
+    async with synced(*(f"d-{number}" for number in range(40))) as (sync, routing, links):
+        sync.refresh(0.0)
+        other = RoutingState(make_policy("predictive", RouteSettings()), BLOCK)
+        TableSync(other, links).refresh(0.0)
+        assert set(routing.table.names) == set(other.table.names)
+        assert routing.table.names != other.table.names
+
+
 async def test_refreshes_take_a_tenth_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     spent = iter([0.0, 0.02, 0.02, 0.04])
     monkeypatch.setattr(time, "thread_time", lambda: next(spent))
