@@ -7,8 +7,6 @@ import ctypes
 import gc
 import sys
 
-from baton.config.choices import MIB
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _SWITCH_INTERVAL_S = 0.0005
 """Maximum seconds for which one thread keeps the interpreter from another.
@@ -27,8 +25,8 @@ def keep_buffers() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, 32 * MIB)
-        mallopt(_M_TRIM_THRESHOLD, 256 * MIB)
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 256 << 20)
 
 
 def spare_the_interpreter() -> None:

@@ -21,7 +21,7 @@ from planning.simulator.cluster.host import Host
 from planning.simulator.cluster.prefix_directory import PrefixDirectory
 from planning.simulator.cluster.simulated_autoscaler import SimulatedAutoscaler
 from planning.simulator.cluster.simulated_request import SimulatedRequest
-from planning.simulator.cluster.simulated_router import SimulatedRouter
+from planning.simulator.cluster.simulated_router import SimulatedRouter, record_of
 from planning.simulator.cluster.simulated_worker import SimulatedWorker, SimulatedWorkerSettings
 from planning.simulator.cluster.snapshot_board import SnapshotBoard
 from planning.simulator.cluster.workers_side import WorkersSide
@@ -72,7 +72,7 @@ def simulate(
         for number, (role, profile, place) in enumerate(_places(shape))
     ]
     board = SnapshotBoard(workers, routers, events)
-    routes, records = _routes(config, shape, block), [worker.record() for worker in workers]
+    routes, records = _routes(config, shape, block), [record_of(worker) for worker in workers]
     dice = random.Random(seed)  # noqa: S311 - the order of rows, no secret
     each_router = [
         SimulatedRouter(

@@ -13,7 +13,7 @@ from baton.autoscaling.traffic import RouterTraffic, TrafficCounts, TrafficTrack
 from baton.config.choices import Role
 from baton.config.cluster import Config
 from planning.simulator.cluster.event_queue import EventQueue
-from planning.simulator.cluster.simulated_router import SimulatedRouter
+from planning.simulator.cluster.simulated_router import SimulatedRouter, record_of
 from planning.simulator.cluster.simulated_worker import SimulatedWorker
 from planning.simulator.cluster.workers_side import WorkersSide
 
@@ -95,7 +95,7 @@ class SimulatedAutoscaler:
             for number, router in enumerate(self._routers)
         }
         traffic = self._flow.look(told, now)
-        records = [worker.record() for worker in self._workers.values()]
+        records = [record_of(worker) for worker in self._workers.values()]
         figures = tuple(
             WorkerFigures(
                 slot=record.slot,

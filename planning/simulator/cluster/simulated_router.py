@@ -13,6 +13,7 @@ from baton.autoscaling.traffic import TrafficMeter
 from baton.config.choices import DEFAULT_TENANT
 from baton.config.cluster import Config
 from baton.errors import BatonError, DeadlineExceeded, Overloaded
+from baton.request import Geometry
 from baton.store.registry import WorkerRecord
 from planning.simulator.cluster.attempt import SimulatedAttempt
 from planning.simulator.cluster.event_queue import EventQueue
@@ -103,7 +104,7 @@ class SimulatedRouter:
     def take_back(self, worker: SimulatedWorker) -> None:
         """Send requests to a worker again, in the role that it has now."""
         (self._prefill if worker.role == "prefill" else self._decode).append(worker)
-        self._join([worker.record()])
+        self._join([record_of(worker)])
         self._forget_capacity()
         self._pump()
 
@@ -280,3 +281,25 @@ class SimulatedRouter:
         for known in (self._requests, self._begun, self._deadlines):
             known.pop(request.name, None)
         request.forget_tokens()
+
+
+def record_of(worker: SimulatedWorker) -> WorkerRecord:
+    """Return a worker's registry record at this moment."""
+    costs, block_tokens = worker.step_costs, worker.scheduler.limits.block_size
+    return WorkerRecord(
+        incarnation=worker.name,
+        slot=worker.name,
+        role=worker.role,
+        address="",
+        metrics_address="",
+        model="",
+        fingerprint="",
+        geometry=Geometry(block_tokens, 1, 1, 1, ""),
+        context_length=worker.context_length,
+        total_blocks=worker.pool.total,
+        max_sequences=worker.profile.max_sequences,
+        pool=worker.role,
+        prefill_cost=costs.prefill,
+        step_cost=costs.step,
+        load=worker.load(),
+    )

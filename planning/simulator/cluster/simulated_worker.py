@@ -17,8 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.request import Geometry, LoadSnapshot
-from baton.store.registry import WorkerRecord
+from baton.request import LoadSnapshot
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.sequence import SchedulerLimits, SequenceUpdate
@@ -430,27 +429,6 @@ class SimulatedWorker:
         The steps that are leapt over are not processed for that, so that reading costs little.
         """
         return self.pool.available - self.scheduler.growth(self._steps_behind())
-
-    def record(self) -> WorkerRecord:
-        """Return the worker's registry record at this moment."""
-        costs, block_tokens = self.step_costs, self.scheduler.limits.block_size
-        return WorkerRecord(
-            incarnation=self.name,
-            slot=self.name,
-            role=self.role,
-            address="",
-            metrics_address="",
-            model="",
-            fingerprint="",
-            geometry=Geometry(block_tokens, 1, 1, 1, ""),
-            context_length=self.context_length,
-            total_blocks=self.pool.total,
-            max_sequences=self.profile.max_sequences,
-            pool=self.role,
-            prefill_cost=costs.prefill,
-            step_cost=costs.step,
-            load=self.load(),
-        )
 
     def load(self) -> LoadSnapshot:
         """Return the worker's load at this moment, as a live worker would report it in its
