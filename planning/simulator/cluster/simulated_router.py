@@ -163,6 +163,9 @@ class SimulatedRouter:
             self._capacity, self._capacity_at = self._read_capacity(), now
             if self._admission.waiting_requests and now - self._generated_at > GENERATED_EVERY_S:
                 self._generated_at = now
+                for worker in self._decode:
+                    # Its requests count the tokens of the steps that are leapt over.
+                    worker.catch_up()
                 for request in self._begun.values():
                     self._tell_generated(request)
         return self._capacity

@@ -30,6 +30,10 @@ A_SECOND = (0.0, 1000.0 / MIN_WINDOW_TOKENS, 0.0)
 """The cost model by which a worker computes a prompt of these tests in a second."""
 
 
+def capacity_with(blocks: int, prefill_cost: Coefficients = PREFILL_DEFAULT) -> Capacity:
+    return Capacity(16, 1, 0, 64, blocks, blocks, blocks, blocks, prefill_cost=prefill_cost)
+
+
 @dataclass
 class Room:
     """A room, its workers and its clock."""
@@ -48,7 +52,7 @@ class Room:
     def capacity(self) -> Capacity | None:
         if not self.up:
             return None
-        return Capacity(16, 1, 0, 64, *[self.blocks] * 4, prefill_cost=self.prefill_cost)
+        return capacity_with(self.blocks, self.prefill_cost)
 
     async def visit(
         self,
@@ -116,7 +120,7 @@ async def test_reads_of_the_capacity_take_a_tenth_of_the_processor(
     def capacity() -> Capacity:
         nonlocal spent_s
         spent_s += 0.01
-        return Capacity(16, 1, 0, 64, *[4000] * 4)
+        return capacity_with(4000)
 
     monkeypatch.setattr(time, "thread_time", lambda: spent_s)
     now = 0.0
