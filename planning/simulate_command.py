@@ -56,6 +56,7 @@ class SimulateSettings:
     seed: int = 0
     block_tokens: int = 0
     """Number of tokens of a KV block; 0: see ``simulation.simulate``."""
+    routers: int = 1
 
     def shape(self) -> ClusterShape:
         """Return the cluster to simulate. Raises ConfigError."""
@@ -80,6 +81,7 @@ def run_simulation(settings: SimulateSettings, config: Config) -> dict[str, Any]
         trace.requests,
         shape,
         config,
+        routers=settings.routers,
         trace_block=trace.block_tokens,
         block_tokens=settings.block_tokens,
         seed=settings.seed,

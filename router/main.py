@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict
 from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import Config
 from baton.host.background import end_tasks
+from baton.host.process_tuning import keep_buffers
 from baton.rpc.grpc_channel import listen
 from baton.store.pin_store import PinStore
 from baton.store.prefix_index import PrefixIndex
@@ -243,6 +244,7 @@ def prepare(settings: RouterSettings) -> None:
     # uvicorn logs a line for every client error.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_echo)
+    keep_buffers()
     sys.setswitchinterval(SWITCH_S)
     # A text is one unit of work: passing it to another thread costs more than it saves.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

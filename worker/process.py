@@ -34,12 +34,12 @@ import torch
 from baton.errors import InvalidRequest, Unavailable, WorkerFailed
 from baton.host.background import end_tasks, watch_loop
 from baton.host.process_end import Fail, fail
+from baton.host.process_tuning import keep_buffers, spare_the_interpreter
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry, WorkerRecord
 from engine.parallel.ranks import Leader
 from worker.core.engine_core import ENGINE_HANG_S
 from worker.device.pool_memory import PoolMemory
-from worker.device.process_tuning import keep_buffers, spare_the_interpreter
 from worker.engine_start import Measure, StartEngine, measure, start_engine
 from worker.registry.index_publisher import keep_published
 from worker.registry.own_entry import OwnEntry

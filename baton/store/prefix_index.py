@@ -13,13 +13,13 @@ blocks. ``baton/store/index_scripts.py`` describes the layout in Redis.
 from __future__ import annotations
 
 import secrets
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import redis.asyncio
 
+from baton.store.held_blocks import HeldBlocks, held_by
 from baton.store.index_scripts import APPLY, BEGIN, FIELD_BYTES, LOOKUP, RETIRE
 from baton.store.registry_scripts import MAX_STEP
 
@@ -29,7 +29,6 @@ time."""
 MAX_BLOCKS = 65535
 """Maximum number of leading blocks of a prompt that one lookup covers."""
 DEFAULT_MEMORY_BYTES = 256 << 20
-_GROUP = struct.Struct(">HH")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +135,11 @@ class PrefixIndex:
         blocks = await cast(Any, self._client.hlen(f"{self._state}:{state[0].decode()}"))
         return IndexSize(blocks, blocks * FIELD_BYTES + int(state[1] or 0))
 
-    async def lookup(self, hashes: Sequence[bytes]) -> dict[str, int]:
+    async def lookup(self, hashes: Sequence[bytes]) -> HeldBlocks:
         """Return how many leading blocks of ``hashes`` each incarnation holds. An incarnation that
         holds none is absent."""
         if not hashes:
-            return {}
+            return held_by({})
         asked = b"".join(hashes[:MAX_BLOCKS])
         # This call's names: another call may bring a newer table during the await.
         tag, names = self._tag, self._names
@@ -149,7 +148,7 @@ class PrefixIndex:
         if answer[0] != tag:
             self._tag, self._names = answer[0], _names(answer[1])
             names = self._names
-        return _decoded(answer[2], names)
+        return HeldBlocks.decoded(answer[2], names)
 
 
 def _step() -> int:
@@ -162,20 +161,3 @@ def _names(table: bytes) -> dict[int, str]:
     """Parse the lines of the index's table of numbers. Return the incarnation of each number."""
     fields = table.decode().split("\n") if table else []
     return dict(zip(map(int, fields[::2]), fields[1::2], strict=True))
-
-
-def _decoded(groups: bytes, names: dict[int, str]) -> dict[str, int]:
-    """Parse a lookup's answer, which consists of groups of depth, count and worker numbers.
-
-    Numbers without a name in ``names`` are left out.
-    """
-    held: dict[str | None, int] = {}
-    at = 0
-    while at < len(groups):
-        depth, count = _GROUP.unpack_from(groups, at)
-        at += _GROUP.size
-        numbers = struct.unpack_from(f">{count}H", groups, at)
-        held.update(dict.fromkeys(map(names.get, numbers), depth))
-        at += 2 * count
-    held.pop(None, None)
-    return cast(dict[str, int], held)

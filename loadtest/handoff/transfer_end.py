@@ -21,6 +21,7 @@ from baton.config.cluster import Config
 from baton.config.tls import TlsConfig
 from baton.errors import ConfigError
 from baton.host.background import end_tasks
+from baton.host.process_tuning import keep_buffers, spare_the_interpreter
 from baton.request import Geometry
 from baton.rpc.worker_plane import WorkerPlane
 from baton.telemetry.worker_metrics import WorkerMetrics
@@ -29,7 +30,6 @@ from kvtransfer.memory.memory import BlockMemory, HostMemory
 from kvtransfer.memory.shared_pool import allocate
 from kvtransfer.pairs.pair import Identity, PairLimits
 from loadtest.common.child_processes import LOOPBACK
-from worker.device.process_tuning import keep_buffers, spare_the_interpreter
 from worker.exchange.block_receiver import BlockReceiver
 from worker.exchange.exchange import Exchange
 from worker.exchange.rank_link import RankLinks

@@ -8,6 +8,7 @@ docs/explanation/simulator.md has the assumptions.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,8 +21,9 @@ from planning.simulator.cluster.host import Host
 from planning.simulator.cluster.prefix_directory import PrefixDirectory
 from planning.simulator.cluster.simulated_autoscaler import SimulatedAutoscaler
 from planning.simulator.cluster.simulated_request import SimulatedRequest
-from planning.simulator.cluster.simulated_router import SimulatedRouter
+from planning.simulator.cluster.simulated_router import SimulatedRouter, record_of
 from planning.simulator.cluster.simulated_worker import SimulatedWorker, SimulatedWorkerSettings
+from planning.simulator.cluster.snapshot_board import SnapshotBoard
 from planning.simulator.cluster.workers_side import WorkersSide
 from planning.simulator.cluster_shape import ClusterShape
 from planning.simulator.costs.worker_profile import WorkerProfile
@@ -38,6 +40,7 @@ def simulate(
     shape: ClusterShape,
     config: Config,
     *,
+    routers: int = 1,
     trace_block: int = 512,
     block_tokens: int = 0,
     seed: int = 0,
@@ -46,7 +49,8 @@ def simulate(
     """Simulate a cluster that serves ``requests``, which are in the order of their arrival times.
 
     ``config`` is that of `baton serve`: policy, classes, SLOs, admission, local prefill, and the
-    autoscaler, which only changes roles; its pools are ignored. ``trace_block`` is the number of
+    autoscaler, which only changes roles; its pools are ignored. ``routers`` get the requests in
+    turn. ``trace_block`` is the number of
     tokens per hash of the trace. ``block_tokens`` is the number of tokens of a KV block and of an
     index block, a divisor of ``trace_block``; 0 takes the trace's own if it has hashes, and 64
     otherwise. ``seed`` is for policies that choose at random. If ``leaps`` is false, each step is
@@ -67,15 +71,31 @@ def simulate(
         )
         for number, (role, profile, place) in enumerate(_places(shape))
     ]
-    policy = make_policy(config.policy, _routes(config, shape, block), seed)
-    router = SimulatedRouter(config, policy, workers, block, directory, side, events)
-    side.router = router
+    board = SnapshotBoard(workers, routers, events)
+    routes, records = _routes(config, shape, block), [record_of(worker) for worker in workers]
+    dice = random.Random(seed)  # noqa: S311 - the order of rows, no secret
+    each_router = [
+        SimulatedRouter(
+            number,
+            config,
+            make_policy(config.policy, routes, seed + number),
+            workers,
+            # Routers list the workers in orders of their own: see ``TableSync``.
+            dice.sample(records, len(records)) if routers > 1 else records,
+            block,
+            directory,
+            board,
+            side,
+            events,
+        )
+        for number in range(routers)
+    ]
     each: list[SimulatedRequest] = []
 
     def arrive(number: int, traced: TracedRequest) -> None:
         # Created here, since a trace's prompts are large.
         each.append(SimulatedRequest(number, traced, trace_block if hashed else block, block))
-        router.arrive(each[-1])
+        each_router[number % routers].arrive(each[-1])
 
     for number, traced in enumerate(requests):
         events.at(traced.arrival_s, partial(arrive, number, traced))
@@ -85,7 +105,7 @@ def simulate(
         def is_over() -> bool:
             return len(each) == len(requests) and all(one.ended_s is not None for one in each)
 
-        autoscaler = SimulatedAutoscaler(config, workers, router, side, events, is_over)
+        autoscaler = SimulatedAutoscaler(config, workers, each_router, side, events, is_over)
         autoscaler.start()
     events.run()
     result = _result(each, workers, [role for role, *_ in _places(shape)])

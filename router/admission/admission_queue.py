@@ -27,8 +27,11 @@ TICK_S = 0.05
 """Seconds between two admission decisions while requests wait. Requests that start or end cause a
 decision at once."""
 CAPACITY_AGE_S = 0.02
-"""Maximum age in seconds of the workers' capacity that decisions use. Requests that this router has
-sent since then are counted in addition."""
+"""Maximum age in seconds of the workers' capacity that decisions use, as long as ``CAPACITY_SHARE``
+allows it. Requests that this router has sent since then are counted in addition."""
+CAPACITY_SHARE = 0.1
+"""Maximum share of the processor's time that reading the capacity takes: about 1 us per decode
+worker."""
 
 
 class AdmissionQueue:
@@ -56,6 +59,7 @@ class AdmissionQueue:
         self._turns: dict[str, asyncio.Future[None]] = {}
         self._capacity: Capacity | None = None
         self._capacity_at = -math.inf
+        self._max_age_s = CAPACITY_AGE_S
         self._tick: asyncio.TimerHandle | None = None
         for tenant in self._tenants:
             metrics.waiting_requests.labels(tenant=tenant).set(0)
@@ -155,8 +159,11 @@ class AdmissionQueue:
         self._metrics.waiting_requests.labels(tenant=tenant).set(waiting)
 
     def _current_capacity(self, now: float) -> Capacity | None:
-        if self._capacity is None or now - self._capacity_at > CAPACITY_AGE_S:
+        if self._capacity is None or now - self._capacity_at > self._max_age_s:
+            began = time.thread_time()
             self._capacity, self._capacity_at = self._read_capacity(), now
+            took_s = time.thread_time() - began
+            self._max_age_s = max(CAPACITY_AGE_S, took_s / CAPACITY_SHARE)
         return self._capacity
 
 
@@ -168,20 +175,27 @@ def capacity_of(
 ) -> Capacity:
     """Return the capacity of all workers by their snapshots. Numbers of KV blocks are converted to
     blocks of ``hash_block`` tokens, as in the prefix index."""
-    sizes = [max(1, link.record.geometry.block_size // hash_block) for link in decode]
-    loads = [link.load for link in decode]
+    decode_sequences = max_sequences = 0
+    step_ms = 0.0
+    available: list[int] = []
+    total: list[int] = []
+    for link in decode:
+        record, load = link.record, link.load
+        size = max(1, record.geometry.block_size // hash_block)
+        decode_sequences += load.running + load.waiting
+        max_sequences += record.max_sequences
+        available.append((load.free_blocks + load.cached_blocks) * size)
+        total.append(record.total_blocks * size)
+        step_ms = max(step_ms, load.step_ms)
     return Capacity(
         block_size=hash_block,
         prefill_workers=len(prefill),
-        decode_sequences=sum(load.running + load.waiting for load in loads),
-        max_sequences=sum(link.record.max_sequences for link in decode),
-        available_blocks=tuple(
-            (load.free_blocks + load.cached_blocks) * size
-            for load, size in zip(loads, sizes, strict=True)
-        ),
-        total_blocks=tuple(
-            link.record.total_blocks * size for link, size in zip(decode, sizes, strict=True)
-        ),
-        step_s=max(load.step_ms for load in loads) / 1e3,
+        decode_sequences=decode_sequences,
+        max_sequences=max_sequences,
+        available_blocks=sum(available),
+        max_available_blocks=max(available),
+        total_blocks=sum(total),
+        max_total_blocks=max(total),
+        step_s=step_ms / 1e3,
         prefill_cost=prefill_cost,
     )

@@ -127,5 +127,5 @@ class BackgroundSlack:
             return False
         if self._decode.free_places(capacity) <= RESERVE_SHARE * capacity.max_sequences:
             return False
-        reserve = RESERVE_SHARE * sum(capacity.total_blocks)
+        reserve = RESERVE_SHARE * capacity.total_blocks
         return self._decode.has_blocks(answer, capacity, reserve)

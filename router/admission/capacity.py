@@ -32,11 +32,14 @@ class Capacity:
     decode_sequences: int
     """Number of sequences that run or wait at all decode workers."""
     max_sequences: int
-    available_blocks: tuple[int, ...]
-    """For each decode worker: number of blocks that are free or that only the worker's prefix cache
-    uses."""
-    total_blocks: tuple[int, ...]
-    """For each decode worker: total number of blocks."""
+    available_blocks: int
+    """Number of blocks of all decode workers that are free or that only a prefix cache uses."""
+    max_available_blocks: int
+    """The same of the decode worker with the largest number."""
+    total_blocks: int
+    """Number of blocks of all decode workers."""
+    max_total_blocks: int
+    """Number of blocks of the decode worker with the largest number."""
     step_s: float = 0.0
     """Duration of the latest decode step at the slowest decode worker, in seconds; 0 if not
     known."""
@@ -66,11 +69,16 @@ class ExpectedAnswer:
     generated: int = 0
     """Number of tokens that the answer's first choice has so far."""
 
+    @property
+    def growth(self) -> int:
+        """Return the number of tokens by which the answer is expected to grow."""
+        return max(0, self.expected_tokens - self.generated) * self.choices
+
     def need(self, capacity: Capacity) -> int:
         """Return the number of blocks that the answer occupies at its end, at most the number that
         one worker has."""
         tokens = self.prompt_tokens + self.expected_tokens * self.choices
-        return min(-(-tokens // capacity.block_size), max(capacity.total_blocks, default=0))
+        return min(-(-tokens // capacity.block_size), capacity.max_total_blocks)
 
 
 class DecodeReservations:
@@ -81,6 +89,11 @@ class DecodeReservations:
     def __init__(self) -> None:
         self._sent: dict[str, ExpectedAnswer] = {}
         self._begun: dict[str, ExpectedAnswer] = {}
+        self._sent_blocks = 0
+        """Sum of the reserved blocks of ``_sent``."""
+        self._growth = 0
+        """Number of tokens by which the answers of ``_begun`` are expected to grow. Both are kept
+        up to date, since a router of a large cluster has thousands of answers in flight."""
         self._answer_tokens = RunningMean(_WEIGHT)
         self._stay_s = RunningMean(_WEIGHT)
         self._tpot_s = RunningMean(_WEIGHT)
@@ -126,17 +139,14 @@ class DecodeReservations:
     def free_blocks(self, capacity: Capacity) -> int:
         """Return the number of blocks that are not reserved; negative if running answers are
         expected to need more blocks than there are."""
-        sent = sum(answer.blocks for answer in self._sent.values())
-        growth = sum(
-            max(0, answer.expected_tokens - answer.generated) * answer.choices
-            for answer in self._begun.values()
+        return (
+            capacity.available_blocks - self._sent_blocks - -(-self._growth // capacity.block_size)
         )
-        return sum(capacity.available_blocks) - sent - -(-growth // capacity.block_size)
 
     def has_blocks(self, answer: ExpectedAnswer, capacity: Capacity, reserve: float = 0.0) -> bool:
         """Return whether a decode worker has enough blocks for one more answer, while ``reserve``
         blocks stay free in the whole cluster."""
-        free = min(self.free_blocks(capacity) - reserve, max(capacity.available_blocks, default=0))
+        free = min(self.free_blocks(capacity) - reserve, capacity.max_available_blocks)
         return answer.need(capacity) <= free
 
     @property
@@ -160,31 +170,43 @@ class DecodeReservations:
         """Record a request sent to the workers, and reserve the blocks that its answer needs."""
         if capacity is not None:
             answer.blocks = answer.need(capacity)
+        self._forget_sent(request_id)
         self._sent[request_id] = answer
+        self._sent_blocks += answer.blocks
 
     def begin(self, request_id: str, now: float) -> bool:
         """Record a request's first token. Return whether this was the first call for it."""
-        answer = self._sent.pop(request_id, None)
+        answer = self._forget_sent(request_id)
         if answer is None:
             return False
         answer.begun_at = now
         self._begun[request_id] = answer
+        self._growth += answer.growth
         return True
+
+    def _forget_sent(self, request_id: str) -> ExpectedAnswer | None:
+        answer = self._sent.pop(request_id, None)
+        if answer is not None:
+            self._sent_blocks -= answer.blocks
+        return answer
 
     def generated(self, request_id: str, tokens: int) -> None:
         """Record that a request's answer has grown by ``tokens`` tokens."""
         answer = self._begun.get(request_id)
         if answer is not None:
+            self._growth -= answer.growth
             answer.generated += tokens
+            self._growth += answer.growth
 
     def left(self, request_id: str, now: float) -> ExpectedAnswer | None:
         """Record that a request has ended. Return its expected answer; None if the request was not
         sent.
         """
-        answer = self._sent.pop(request_id, None)
+        answer = self._forget_sent(request_id)
         if answer is None:
             answer = self._begun.pop(request_id, None)
             if answer is not None:
+                self._growth -= answer.growth
                 self._ended_at = now
         return answer
 

@@ -18,7 +18,7 @@ from baton.config.choices import LocalPrefill
 from baton.config.cluster import Config
 from baton.errors import Unavailable
 from router.routing.cost_model import TransferCosts
-from router.routing.worker_table import EVERY_POOL, Floats, Group, PoolFilter, WorkerTable
+from router.routing.worker_table import EVERY_POOL, Floats, Group, PoolFilter, Rows, WorkerTable
 
 RETRY_AFTER_S = 2.0
 """Value of ``Retry-After``, in seconds, if no worker of a needed role is ready. A new worker starts
@@ -169,6 +169,7 @@ MIN_CHUNK_TOKENS = 16
 """Minimum number of prompt tokens that a step computes in a local prefill, even if it delays the
 other sequences too much (``worker.core.step_planner``)."""
 _MIN_MS = 1e-3
+_ALL = slice(None)
 
 
 @dataclass(slots=True)
@@ -196,15 +197,15 @@ class Predictions:
     """Whether a prefill worker may compute the prompt; false if only a decode worker may."""
     held: Floats
     """For each worker: number of the prompt's leading blocks that it holds and can use."""
-    uncached: Floats
-    """For each worker: number of the prompt's tokens that it would have to compute."""
     prefill_ms: Floats
     """For each worker: milliseconds to compute the prompt's uncached tokens."""
+    full_ms: Floats
+    """For each worker: milliseconds to compute the whole prompt, as if it held no block of it."""
     queue_ms: Floats
     """For each worker: milliseconds until it could start to compute the prompt."""
-    fetchable: Floats
+    fetchable: Floats | float
     """For each worker: number of the prompt's leading blocks that it would hold after a fetch from
-    another worker."""
+    another worker. One number if all workers have the same KV shape."""
     missing: Floats
     """For each worker: number of the prompt's blocks that it would have to receive as the decode
     worker."""
@@ -213,39 +214,55 @@ class Predictions:
     fits: npt.NDArray[np.bool_]
     """For each worker: whether it has room for one more sequence and for the missing blocks."""
 
+    def uncached_tokens(self, row: int) -> int:
+        """Return the number of the prompt's tokens that the worker in ``row`` would have to
+        compute. The last one is always computed."""
+        prompt = self.request.prompt_tokens
+        return prompt - min(int(self.held[row]) * self.hash_block, prompt - 1)
+
     def prefill_from(self, cached: Floats | float) -> Floats:
         """Return the milliseconds that each worker needs for the prompt if ``cached`` tokens of the
         prompt are cached there."""
-        table, prompt = self.table, self.request.prompt_tokens
-        attention = table.prefill_c * ((prompt + cached) / 2.0)
-        return table.prefill_a + (prompt - cached) * (table.prefill_b + attention)
+        return _prefill_ms(self.table, self.request.prompt_tokens, cached)
 
-    def local(self) -> tuple[Floats, Floats]:
-        """Predict a local prefill at each decode worker. Return the TTFT without the wait in the
-        queue, and the TPOT during and after the prefill.
+    def local(self, rows: Rows | slice = _ALL) -> tuple[Floats, Floats]:
+        """Predict a local prefill at the workers in ``rows``. Return the TTFT without the wait in
+        the queue, and the TPOT during and after the prefill.
 
         While other sequences decode there, a step computes only as much of the prompt as their SLO
         allows."""
         table = self.table
-        step = table.step_a + table.step_b * table.running + table.step_c * table.context_tokens
-        least = table.prefill_b * MIN_CHUNK_TOKENS
-        chunk = np.minimum(np.maximum(self.route.slo_tpot_ms - step, least), self.prefill_ms)
-        busy = table.running > 0
-        steps = self.prefill_ms / np.maximum(chunk, _MIN_MS)
-        ttft = self.prefill_ms + busy * steps * step
-        return ttft, np.maximum(busy * (step + chunk), self.tpot_ms)
+        running, prefill_ms = table.running[rows], self.prefill_ms[rows]
+        step = table.step_b[rows] * running
+        step += table.step_a[rows]
+        step += table.step_c[rows] * table.context_tokens[rows]
+        chunk = self.route.slo_tpot_ms - step
+        np.maximum(chunk, table.prefill_b[rows] * MIN_CHUNK_TOKENS, out=chunk)
+        np.minimum(chunk, prefill_ms, out=chunk)
+        busy = running > 0
+        delay = prefill_ms / np.maximum(chunk, _MIN_MS)
+        step *= busy
+        chunk *= busy
+        delay *= step
+        delay += prefill_ms
+        step += chunk
+        return delay, np.maximum(step, self.tpot_ms[rows], out=step)
+
+    def fetchable_at(self, row: int) -> int:
+        """Return ``fetchable`` of the worker in ``row``."""
+        return int(np.broadcast_to(self.fetchable, self.held.shape)[row])
 
     def best_holder(self, row: int) -> tuple[str, int]:
         """Return the other worker from which the worker in ``row`` should fetch blocks, since it
         holds the most. Also return the number of leading blocks after the fetch."""
-        most = self.fetchable[row]
+        most = self.fetchable_at(row)
         if most <= self.held[row]:
             return "", 0
         table = self.table
         holds = (self.held >= most) & (table.lends > 0) & (table.shape == table.shape[row])
         holders = np.flatnonzero(holds)
         idlest = holders[np.argmin(table.sequences[holders])]
-        return table.names[idlest], int(most)
+        return table.names[idlest], most
 
 
 def predict(
@@ -268,14 +285,31 @@ def predict(
     if not is_remote and route.local_prefill == "never":
         raise _no_worker("prefill")
     prompt = request.prompt_tokens
-    depth = table.held_blocks(held)
-    # The last token is always computed.
-    cached = np.minimum(depth * hash_block, prompt - 1)
-    uncached = prompt - cached
-    attention = table.prefill_c * ((prompt + cached) * 0.5)
-    missing = np.maximum(-(-prompt // hash_block) - depth, 0.0)
-    room = (missing <= table.available_blocks) & (table.sequences < table.max_sequences)
-    step = table.step_a + table.step_b * (table.sequences + 1.0)
+    blocks = -(-prompt // hash_block)
+    # Most workers hold nothing of the prompt: their numbers are computed as if none did, and then
+    # changed in the rows of those that do. The whole columns are what a decision costs.
+    size = len(table.names)
+    depth, rows = table.held_blocks(held)
+    missing = np.full(size, float(blocks))
+    full_ms = _prefill_ms(table, prompt, 0.0)
+    prefill_ms = full_ms
+    most: Floats | float = 0.0
+    if len(rows):
+        depths = depth[rows]
+        # The last token is always computed.
+        cached = np.minimum(depths * hash_block, prompt - 1)
+        missing[rows] = np.maximum(blocks - depths, 0.0)
+        prefill_ms = full_ms.copy()
+        prefill_ms[rows] = _prefill_ms(table, prompt, cached, rows)
+        most = table.best_of_shape(rows, depths * table.lends[rows])
+    room = missing <= table.available_blocks
+    room &= table.sequences < table.max_sequences
+    tpot_ms = table.sequences + 1.0
+    tpot_ms *= table.step_b
+    tpot_ms += table.step_a
+    attended = table.context_tokens + prompt
+    attended *= table.step_c
+    tpot_ms += attended
     return Predictions(
         request=request,
         table=table,
@@ -285,15 +319,28 @@ def predict(
         decode=decode,
         remote=is_remote,
         held=depth,
-        uncached=uncached,
-        prefill_ms=table.prefill_a + uncached * (table.prefill_b + attention),
+        prefill_ms=prefill_ms,
+        full_ms=full_ms,
         queue_ms=table.queue_ms(now_ms),
         # The last token is computed into a block of its own.
-        fetchable=np.minimum(table.best_of_shape(depth * table.lends), (prompt - 1) // hash_block),
+        fetchable=np.minimum(most, (prompt - 1) // hash_block),
         missing=missing,
-        tpot_ms=step + table.step_c * (table.context_tokens + prompt),
+        tpot_ms=tpot_ms,
         fits=room,
     )
+
+
+def _prefill_ms(
+    table: WorkerTable, prompt: int, cached: Floats | float, rows: Rows | slice = _ALL
+) -> Floats:
+    """Return the milliseconds that the workers in ``rows`` need for a prompt of ``prompt`` tokens,
+    if ``cached`` of its tokens are cached there."""
+    # One array is reused: a new one of this size costs more than the sum.
+    ms = table.prefill_c[rows] * ((prompt + cached) * 0.5)
+    ms += table.prefill_b[rows]
+    ms *= prompt - cached
+    ms += table.prefill_a[rows]
+    return ms
 
 
 def remote(
@@ -316,7 +363,7 @@ def remote(
     return Decision(
         prefill=names[source],
         decode=names[target],
-        uncached_tokens=int(seen.uncached[source]),
+        uncached_tokens=seen.uncached_tokens(source),
         reason=reason,
         holder=holder,
         holder_blocks=blocks,
@@ -332,20 +379,20 @@ def remote(
 def local(seen: Predictions, row: int, reason: str, *, shed: bool = False) -> Decision:
     """Build the decision that the worker in ``row`` both computes the prompt and decodes."""
     name = seen.table.names[row]
-    ttft, tpot = seen.local()
+    ttft, tpot = seen.local(slice(row, row + 1))
     holder, blocks = seen.best_holder(row)
     queue = float(seen.queue_ms[row])
     return Decision(
         prefill=name,
         decode=name,
-        uncached_tokens=int(seen.uncached[row]),
+        uncached_tokens=seen.uncached_tokens(row),
         reason=reason,
         holder=holder,
         holder_blocks=blocks,
         local=True,
         shed=shed,
-        ttft_ms=queue + float(ttft[row]),
-        tpot_ms=float(tpot[row]),
+        ttft_ms=queue + float(ttft[0]),
+        tpot_ms=float(tpot[0]),
         queue_ms=queue,
         prefill_ms=float(seen.prefill_ms[row]),
         missing_blocks=int(seen.missing[row]),

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import redis
@@ -18,11 +19,13 @@ from baton.errors import ContextLengthExceeded, Overloaded, Unavailable
 from baton.hashing import HashChain, hash_key
 from baton.host.background import end_tasks
 from baton.request import LoadSnapshot
+from baton.store.held_blocks import HeldBlocks, held_by
 from baton.store.prefix_index import PrefixIndex
 from baton.store.registry import WorkerRecord
 from baton.telemetry.metrics import RouterMetrics
 from router.routing.policy import Decision, RouteRequest
 from router.routing.routing_state import RoutingState
+from router.routing.worker_table import LoadColumns
 from router.workers.worker_link import WorkerLink
 from router.workers.worker_links import WorkerLinks
 
@@ -48,11 +51,11 @@ class PrefixLookup:
         self._index = index
         self._calls = metrics.redis_calls("prefix_lookup")
         self._lookups = metrics.prefix_lookups
-        self._running: set[asyncio.Task[dict[str, int]]] = set()
+        self._running: set[asyncio.Task[HeldBlocks]] = set()
         self._away = False
         self._next_try = 0.0
 
-    async def ask(self, hashes: Sequence[bytes]) -> dict[str, int]:
+    async def ask(self, hashes: Sequence[bytes]) -> HeldBlocks:
         """Return how many leading blocks of a prompt each incarnation holds; empty while the index
         is unavailable.
         """
@@ -61,7 +64,7 @@ class PrefixLookup:
             if not self._running and now >= self._next_try:
                 self._start(hashes)
             self._lookups.labels("away").inc()
-            return {}
+            return held_by({})
         lookup = self._start(hashes)
         # Wait from outside the task: a client's disconnect must not be lost in it (see end_tasks).
         await asyncio.wait([lookup], timeout=DEADLINE_S)
@@ -70,26 +73,26 @@ class PrefixLookup:
             # own deadline ends it.
             self._lost(f"no answer within {DEADLINE_S} s")
             self._lookups.labels("late").inc()
-            return {}
+            return held_by({})
         failed = lookup.cancelled() or lookup.exception() is not None
         self._lookups.labels("failed" if failed else "answered").inc()
-        return {} if failed else lookup.result()
+        return held_by({}) if failed else lookup.result()
 
     async def close(self) -> None:
         """Cancel the lookups in flight."""
         await end_tasks(self._running)
 
-    def _start(self, hashes: Sequence[bytes]) -> asyncio.Task[dict[str, int]]:
+    def _start(self, hashes: Sequence[bytes]) -> asyncio.Task[HeldBlocks]:
         lookup = asyncio.create_task(self._look_up(hashes), name="prefix lookup")
         self._running.add(lookup)
         lookup.add_done_callback(self._ended)
         return lookup
 
-    async def _look_up(self, hashes: Sequence[bytes]) -> dict[str, int]:
+    async def _look_up(self, hashes: Sequence[bytes]) -> HeldBlocks:
         with self._calls.one():
             return await self._index.lookup(hashes)
 
-    def _ended(self, lookup: asyncio.Task[dict[str, int]]) -> None:
+    def _ended(self, lookup: asyncio.Task[HeldBlocks]) -> None:
         self._running.discard(lookup)
         if lookup.cancelled():
             return
@@ -111,8 +114,11 @@ class PrefixLookup:
 
 
 REFRESH_S = 0.05
-"""Maximum age in seconds of the routing table. With a thousand workers, a refresh takes about 1 ms.
-This router's own decisions change the table at once."""
+"""Maximum age in seconds of the routing table, as long as ``REFRESH_SHARE`` allows it. Decisions of
+this router change the table at once."""
+REFRESH_SHARE = 0.1
+"""Maximum share of the processor's time that refreshes of the table take: about 2 us per worker for
+each. So with more than 2,500 workers the table grows older than ``REFRESH_S``."""
 NO_PREFILL_WORKER = "no_prefill_worker"
 """Metric label: a decode worker computes the prompt because no prefill worker is up."""
 
@@ -173,14 +179,14 @@ class RouteFinder:
         ``is_moved``: true if the request migrates; it is then not rejected for being late. Raises
         Unavailable, Overloaded."""
         asked_at = time.monotonic()
-        held: dict[str, int] = {}
+        held = held_by({})
         if hashes and reads_cache:
             held = await self._prefixes.ask(hashes)
-            found = max(held.values(), default=0)
+            found = held.deepest()
             self._found.inc(found)
             self._missing.inc(len(hashes) - found)
             if source_worker:
-                held = {**held, source_worker: len(hashes)}
+                held = held.raised({source_worker: len(hashes)})
         now = time.monotonic()
         left_ms = request.deadline_ms - (now - asked_at) * 1e3
         *others, last = (replace(request, deadline_ms=left_ms, excluded=names) for names in avoid)
@@ -206,7 +212,7 @@ class RouteFinder:
         return decision
 
     def _decide(
-        self, asked: RouteRequest, hashes: Sequence[bytes], held: dict[str, int], now: float
+        self, asked: RouteRequest, hashes: Sequence[bytes], held: Mapping[str, int], now: float
     ) -> Decision:
         """Choose workers by the policy. If one of them is not usable any more, refresh the table
         and choose again.
@@ -234,6 +240,7 @@ class TableSync:
         self._links = links
         self._seen: dict[str, tuple[WorkerRecord, LoadSnapshot]] = {}
         self._refreshed_at = float("-inf")
+        self._refresh_every_s = REFRESH_S
         self.context_length: int | None = None
         """Minimum context length, in tokens, of the workers that are up; None while no worker is
         up."""
@@ -241,27 +248,39 @@ class TableSync:
         """Fingerprint of the workers that are up; empty while no worker is up."""
 
     def refresh(self, now: float, *, at_once: bool = False) -> None:
-        """Update the table from the links if it is older than ``REFRESH_S`` or if ``at_once`` is
-        true. ``now`` is in seconds."""
-        if not at_once and now - self._refreshed_at < REFRESH_S:
+        """Update the table from the links if it is too old or if ``at_once`` is true. ``now`` is in
+        seconds."""
+        if not at_once and now - self._refreshed_at < self._refresh_every_s:
             return
+        began = time.thread_time()
         self._refreshed_at = now
         self.context_length, self.fingerprint = None, ""
         links = self._links.all()
+        if len(links) > len(self._seen):
+            # Of equally good workers, policies take the first in the table. If all routers had the
+            # same order, they would all send their requests to the same idle workers.
+            random.shuffle(links)
+        loads: dict[str, LoadSnapshot] = {}
         for link in links:
-            self._take(link, now)
+            self._take(link, loads, now)
+        if loads:
+            self._routing.table.set_loads(LoadColumns.of(loads), now * 1e3)
         for gone in self._seen.keys() - {link.record.incarnation for link in links}:
             del self._seen[gone]
             self._routing.remove(gone)
+        took_s = time.thread_time() - began
+        self._refresh_every_s = max(REFRESH_S, took_s / REFRESH_SHARE)
 
-    def _take(self, link: WorkerLink, now: float) -> None:
+    def _take(self, link: WorkerLink, loads: dict[str, LoadSnapshot], now: float) -> None:
+        """Update the worker of ``link`` in the table. Add its load to ``loads`` if it is another
+        one."""
         record, table = link.record, self._routing.table
         name = record.incarnation
         known, load = self._seen.get(name, (None, None))
         if known is not record:
             table.add(record)
         if load is not link.load:
-            table.set_load(name, link.load, now * 1e3)
+            loads[name] = link.load
         self._seen[name] = (record, link.load)
         up = self._links.is_usable(link)
         table.set_up(name, up, lends=link.lends(now))

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from baton.autoscaling.traffic import TrafficCounts
+from baton.store.held_blocks import HeldBlocks, held_by
 from router.routing.cost_model import TransferCosts, mean_context
 from router.routing.policy import Decision, Policy, RouteRequest
 from router.routing.worker_table import WorkerTable
@@ -164,25 +165,23 @@ class ExpectedBlocks:
         heapq.heappush(self._notes, (until, self._count, worker, hashes))
         self._blocks += len(hashes)
 
-    def joined(
-        self, held: Mapping[str, int], hashes: Sequence[bytes], now: float
-    ) -> dict[str, int]:
+    def joined(self, held: Mapping[str, int], hashes: Sequence[bytes], now: float) -> HeldBlocks:
         """Return how many leading blocks of a prompt each worker holds by ``held`` or is expected
         to hold."""
         self._forget(now)
-        found = dict(held)
+        more: dict[str, int] = {}
         alive: dict[str, float] = {}
         depth = 0
         for block in hashes:
             workers = self._workers.get(block, {})
             if depth and len(workers) < len(alive):
-                _raise(found, alive.keys() - workers.keys(), depth)
+                more.update(dict.fromkeys(alive.keys() - workers.keys(), depth))
             alive = workers
             if not workers:
                 break
             depth += 1
-        _raise(found, alive.keys(), depth)
-        return found
+        more.update(dict.fromkeys(alive, depth))
+        return held_by(held).raised(more)
 
     def _forget(self, now: float) -> None:
         while self._notes and self._notes[0][0] <= now:
@@ -195,9 +194,3 @@ class ExpectedBlocks:
                     del workers[worker]
                     if not workers:
                         del self._workers[block]
-
-
-def _raise(found: dict[str, int], workers: Iterable[str], depth: int) -> None:
-    for worker in workers:
-        if found.get(worker, 0) < depth:
-            found[worker] = depth

@@ -9,13 +9,16 @@ loop.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.request import Geometry, LoadSnapshot
+from baton.store.held_blocks import MAX_NUMBERS, held_by
 from baton.store.registry import WorkerRecord
 from router.routing.cost_model import (
     PREFILL_DEFAULT,
@@ -36,7 +39,12 @@ _LATE_CREDIT = 0.9
 So a worker that hangs does not look idle."""
 _STEP_EVERY_MS = 200.0
 """Minimum time between two observations of a worker's steps: snapshots come with every step."""
+_STEP_EVERY_MS_PER_WORKER = 0.2
+"""The same for each worker in the table. So learning never takes more than about a twentieth of a
+core, and with 10,000 workers each is observed every two seconds."""
 _FIRST_CAPACITY = 8
+_GROWTH = 1.25
+"""Factor by which a full table grows. Free rows cost a decision as much as workers."""
 
 
 def hash_of(name: str) -> int:
@@ -79,6 +87,11 @@ class Group:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def mean(self, column: Floats) -> float:
+        """Return the mean of a column of the table over the group's workers."""
+        # No ``@``: BLAS starts threads for long columns, which costs more than the sum.
+        return float((column * self.share).sum())
+
 
 class _RowNumbers(dict[str, int]):
     """Row numbers by incarnation. Indexing with an unknown name gives the last row; ``get`` gives
@@ -94,12 +107,57 @@ class _Worker:
     """The data of a worker in the table that are not numbers."""
 
     pool: str
-    prefill: CostModel
-    step: CostModel
+    prefill_cost: Coefficients
+    step_cost: Coefficients
+    """Calibrated coefficients, with which the learned costs begin."""
     role: str = ""
     load: LoadSnapshot | None = None
-    stepped_at: float = float("-inf")
-    """Time of the worker's last observed decode step, in milliseconds."""
+    prefill: CostModel | None = None
+    step: CostModel | None = None
+    """Learned costs; None until a cost is observed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadColumns:
+    """The load snapshots of several workers, as columns with one number per worker."""
+
+    names: Sequence[str]
+    """Incarnations of the workers."""
+    loads: Sequence[LoadSnapshot]
+    running: Floats
+    waiting: Floats
+    waiting_tokens: Floats
+    blocks: Floats
+    """Number of blocks of each worker's own size that are free or that only its cache uses."""
+    context_tokens: Floats
+
+    @staticmethod
+    def of(loads: Mapping[str, LoadSnapshot]) -> LoadColumns:
+        """Return the columns of snapshots by incarnation."""
+        each = list(loads.values())
+
+        def column(values: Iterable[int]) -> Floats:
+            return np.fromiter(values, np.float64, len(each))
+
+        return LoadColumns(
+            list(loads),
+            each,
+            column(load.running for load in each),
+            column(load.waiting for load in each),
+            column(load.waiting_tokens for load in each),
+            column(load.free_blocks + load.cached_blocks for load in each),
+            column(load.context_tokens for load in each),
+        )
+
+
+@cache
+def _first_prefill(begin: Coefficients) -> Coefficients:
+    return prefill_model(begin).coefficients
+
+
+@cache
+def _first_step(begin: Coefficients) -> Coefficients:
+    return step_model(begin).coefficients
 
 
 class WorkerTable:
@@ -116,6 +174,9 @@ class WorkerTable:
         self._workers: dict[int, _Worker] = {}
         self._shapes: dict[Geometry, int] = {}
         self._groups: dict[tuple[str, PoolFilter], Group] = {}
+        self._index_names: Mapping[int, str] = {}
+        self._index_rows: Rows | None = None
+        """Rows of the worker numbers of ``_index_names``; None after a worker came or left."""
         self._epoch_ms = 0.0
         self._coarse = False
         self.names: list[str] = []
@@ -154,6 +215,7 @@ class WorkerTable:
         self.promised_blocks = column("promised_blocks")
         self.per_block = column("per_block", 1.0)
         self.shape = column("shape", -1.0)
+        self.stepped_at = column("stepped_at", -math.inf)
         self.up = column("up")
         self.lends = column("lends")
         hashes = np.zeros(capacity, dtype=np.uint64)
@@ -191,23 +253,25 @@ class WorkerTable:
         worker = self._workers[row]
         if worker.role != record.role:
             # Start at the mean of the role: a new worker must not get every request.
-            same = [r for r, other in self._workers.items() if other.role == record.role]
-            self.work[row] = float(self.work[same].mean()) if same else 0.0
-            self.placed[row] = float(self.placed[same].min()) if same else 0.0
+            if self.placed.any() or self.work.any():
+                same = [r for r, other in self._workers.items() if other.role == record.role]
+                self.work[row] = float(self.work[same].mean()) if same else 0.0
+                self.placed[row] = float(self.placed[same].min()) if same else 0.0
             worker.role = record.role
             self._groups.clear()
         self.max_sequences[row] = max(1, record.max_sequences)
 
     def _new_row(self, record: WorkerRecord) -> int:
         if not self._free:
-            self._allocate(2 * self._capacity)
+            self._allocate(max(self._capacity + 8, int(self._capacity * _GROWTH)))
         row = self._free.pop()
         self._rows[record.incarnation] = row
+        self._index_rows = None
         self.names[row] = record.incarnation
         self._workers[row] = _Worker(
             record.pool or record.slot.rpartition("-")[0],
-            prefill_model(record.prefill_cost),
-            step_model(record.step_cost),
+            record.prefill_cost,
+            record.step_cost,
         )
         self.slot_hash[row] = hash_of(record.slot)
         # KV is pulled only between equal shapes; the number of ranks does not matter.
@@ -217,8 +281,8 @@ class WorkerTable:
         self.shape[row] = self._shapes.setdefault(shape, len(self._shapes))
         self.per_block[row] = max(1, record.geometry.block_size // self.hash_block)
         self._coarse = self._coarse or self.per_block[row] > 1
-        self._take_prefill(row)
-        self._take_step(row)
+        self._set_prefill(row, _first_prefill(record.prefill_cost))
+        self._set_step(row, _first_step(record.step_cost))
         return row
 
     def remove(self, name: str) -> None:
@@ -228,6 +292,7 @@ class WorkerTable:
             return
         self.names[row] = ""
         self._free.append(row)
+        self._index_rows = None
         del self._workers[row]
         for column in (
             self.own_until,
@@ -251,6 +316,7 @@ class WorkerTable:
             self.lends,
         ):
             column[row] = 0.0
+        self.stepped_at[row] = -math.inf
         self._groups.clear()
 
     def set_up(self, name: str, up: bool, *, lends: bool | None = None) -> None:
@@ -298,24 +364,40 @@ class WorkerTable:
 
     def set_load(self, name: str, load: LoadSnapshot, now_ms: float) -> None:
         """Apply a worker's load snapshot. A snapshot that was already applied changes nothing."""
-        row = self._rows.get(name)
-        if row is None or self._workers[row].load == load:
-            return
-        self._workers[row].load = load
-        self.reported_sequences[row] = load.running + load.waiting
-        self.running[row] = load.running
-        self.reported_context[row] = load.context_tokens
-        self.reported_blocks[row] = (load.free_blocks + load.cached_blocks) * self.per_block[row]
-        told_ms = self.prefill_a[row] * load.waiting + self.prefill_b[row] * load.waiting_tokens
-        own_left = max(0.0, self.own_until[row] - now_ms, self.own_floor[row])
-        # The work of other routers. Our own promises are more accurate than any snapshot.
-        self.others_until[row] = now_ms + max(0.0, told_ms * bool(load.waiting) - own_left)
-        self._learn_step(row, load, now_ms)
-        self._sum_up(row)
+        self.set_loads(LoadColumns.of({name: load}), now_ms)
 
-    def _sum_up(self, row: int) -> None:
-        self.sequences[row] = max(self.reported_sequences[row], self.own_sequences[row])
-        self.context_tokens[row] = max(self.reported_context[row], self.own_context[row])
+    def set_loads(self, loads: LoadColumns, now_ms: float) -> None:
+        """Apply the load snapshots of several workers, as ``set_load`` does for one."""
+        rows = np.fromiter(map(self._rows.__getitem__, loads.names), np.intp, len(loads.names))
+        others_until = self.prefill_a[rows] * loads.waiting
+        others_until += self.prefill_b[rows] * loads.waiting_tokens
+        others_until *= loads.waiting > 0
+        own_left = np.maximum(self.own_until[rows] - now_ms, self.own_floor[rows])
+        others_until -= np.maximum(own_left, 0.0)
+        # The work of other routers. Our own promises are more accurate than any snapshot.
+        others_until = now_ms + np.maximum(others_until, 0.0)
+        each = rows.tolist()
+        for place in np.flatnonzero(loads.waiting).tolist():
+            worker = self._workers.get(each[place])
+            if worker is not None and worker.load == loads.loads[place]:
+                # Nothing has changed since, so its queue is not longer than it was predicted then.
+                others_until[place] = self.others_until[rows[place]]
+        self.others_until[rows] = others_until
+        self.reported_sequences[rows] = loads.running + loads.waiting
+        self.running[rows] = loads.running
+        self.reported_context[rows] = loads.context_tokens
+        self.reported_blocks[rows] = loads.blocks * self.per_block[rows]
+        for row, load in zip(each, loads.loads, strict=True):
+            if (worker := self._workers.get(row)) is not None:
+                worker.load = load
+        every_ms = max(_STEP_EVERY_MS, _STEP_EVERY_MS_PER_WORKER * len(self))
+        for place in np.flatnonzero(self.stepped_at[rows] <= now_ms - every_ms).tolist():
+            self._learn_step(each[place], loads.loads[place], now_ms)
+        self._sum_up(rows)
+
+    def _sum_up(self, row: int | Rows) -> None:
+        self.sequences[row] = np.maximum(self.reported_sequences[row], self.own_sequences[row])
+        self.context_tokens[row] = np.maximum(self.reported_context[row], self.own_context[row])
         self.available_blocks[row] = self.reported_blocks[row] - self.promised_blocks[row]
 
     # What this router promises
@@ -389,25 +471,26 @@ class WorkerTable:
         row = self._rows.get(name)
         if row is None or computed_tokens <= 0 or ms <= 0:
             return
-        if self._workers[row].prefill.observe(computed_tokens, computed_tokens * context, ms):
-            self._take_prefill(row)
+        worker = self._workers[row]
+        if worker.prefill is None:
+            worker.prefill = prefill_model(worker.prefill_cost)
+        if worker.prefill.observe(computed_tokens, computed_tokens * context, ms):
+            self._set_prefill(row, worker.prefill.coefficients)
 
     def _learn_step(self, row: int, load: LoadSnapshot, now_ms: float) -> None:
-        if load.step_ms <= 0 or load.step_batch <= 0:
+        worker = self._workers.get(row)
+        if worker is None or load.step_ms <= 0 or load.step_batch <= 0:
             return
-        worker = self._workers[row]
-        if now_ms - worker.stepped_at < _STEP_EVERY_MS:
-            return
-        worker.stepped_at = now_ms
+        self.stepped_at[row] = now_ms
+        if worker.step is None:
+            worker.step = step_model(worker.step_cost)
         if worker.step.observe(load.step_batch, load.step_context_tokens, load.step_ms):
-            self._take_step(row)
+            self._set_step(row, worker.step.coefficients)
 
-    def _take_prefill(self, row: int) -> None:
-        found = self._workers[row].prefill.coefficients
+    def _set_prefill(self, row: int, found: Coefficients) -> None:
         self.prefill_a[row], self.prefill_b[row], self.prefill_c[row] = found
 
-    def _take_step(self, row: int) -> None:
-        found = self._workers[row].step.coefficients
+    def _set_step(self, row: int, found: Coefficients) -> None:
         self.step_a[row], self.step_b[row], self.step_c[row] = found
 
     # Columns that depend on the time or on a request
@@ -415,8 +498,12 @@ class WorkerTable:
     def queue_ms(self, now_ms: float) -> Floats:
         """Return, for each row, the milliseconds that a prompt would wait at the worker if it
         arrived now."""
-        own = np.maximum(self.own_until - now_ms, self.own_floor)
-        return own + np.maximum(self.others_until - now_ms, 0.0)
+        own = self.own_until - now_ms
+        np.maximum(own, self.own_floor, out=own)
+        others = self.others_until - now_ms
+        np.maximum(others, 0.0, out=others)
+        own += others
+        return own
 
     def recent_work(self, now_ms: float) -> Floats:
         """Return, for each row, the worker's recent work in milliseconds, decayed by
@@ -434,31 +521,43 @@ class WorkerTable:
             exponent = 0.0
         return exponent
 
-    def held_blocks(self, held: Mapping[str, int]) -> Floats:
-        """Return, for each row, how many leading blocks of a prompt the worker holds and can
-        use.
+    def held_blocks(self, held: Mapping[str, int]) -> tuple[Floats, Rows]:
+        """Return, for each row, how many leading blocks of a prompt the worker holds and can use,
+        and the rows in which that is not 0. Unknown workers are left out.
         """
+        found = held_by(held)
         column = np.zeros(self._capacity)
-        if held:
-            count = len(held)
-            # Unknown workers share the last row.
-            rows = np.fromiter(map(self._rows.__getitem__, held), np.intp, count)
-            column[rows] = np.fromiter(held.values(), np.float64, count)
+        if len(found.numbers):
+            column[self._rows_of(found.names)[found.numbers]] = found.depths
+        if found.more:
+            rows = np.fromiter(map(self._rows.__getitem__, found.more), np.intp, len(found.more))
+            depths = np.fromiter(found.more.values(), np.float64, len(found.more))
+            column[rows] = np.maximum(column[rows], depths)
+        column[-1] = 0.0
         if self._coarse:
             # A block that matches only in part is of no use.
             column -= column % self.per_block
-        return column
+        return column, np.flatnonzero(column)
 
-    def best_of_shape(self, column: Floats) -> Floats:
-        """Return, for each row, the maximum of ``column`` over all workers with the same KV
-        shape.
+    def _rows_of(self, names: Mapping[int, str]) -> Rows:
+        """Return the row of each worker number of the prefix index; -1 for unknown workers."""
+        if names is not self._index_names or self._index_rows is None:
+            rows = np.full(MAX_NUMBERS, -1, dtype=np.intp)
+            for number, name in names.items():
+                rows[number] = self._rows[name]
+            self._index_names, self._index_rows = names, rows
+        return self._index_rows
+
+    def best_of_shape(self, rows: Rows, values: Floats) -> Floats | float:
+        """Return, for each row of the table, the maximum of ``values`` over those of ``rows`` whose
+        workers have the same KV shape; 0 if there is none. One number stands for all rows if all
+        workers have one shape.
         """
         if len(self._shapes) <= 1:
-            return np.full(self._capacity, column.max())
+            return float(values.max(initial=0.0))
         best = np.zeros(len(self._shapes) + 1)
-        shapes = self.shape.astype(np.intp)
-        np.maximum.at(best, shapes, column)
-        return best[shapes]
+        np.maximum.at(best, self.shape[rows].astype(np.intp), values)
+        return best[self.shape.astype(np.intp)]
 
 
 def scores(workers: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:

@@ -179,6 +179,12 @@ class StepHistory:
         tokens in total."""
         self._steps.append((ms, batch, context_tokens, tokens))
 
+    def copy(self) -> StepHistory:
+        """Return a history of the same steps."""
+        other = StepHistory()
+        other._steps.extend(self._steps)
+        return other
+
     def mean(self) -> MeanStep:
         """Return the mean of the latest ``KEPT`` steps."""
         if not self._steps:

@@ -221,6 +221,9 @@ def simulate(
             " timed it. Default: one per worker.",
         ),
     ] = 0,
+    routers: Annotated[
+        int, typer.Option(min=1, help="Routers. They get the requests in turn.")
+    ] = 1,
 ) -> None:
     """Simulate a cluster on a request trace.
 
@@ -245,6 +248,7 @@ def simulate(
         hosts,
         options.seed,
         options.block_tokens,
+        routers,
     )
     try:
         simulate_command(settings, load(options.config), say, Console(), options.json)

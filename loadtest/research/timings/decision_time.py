@@ -18,11 +18,13 @@ import typer
 from rich.console import Console
 
 from baton.config.choices import LocalPrefill, PolicyName
+from baton.host.process_tuning import keep_buffers
 from baton.request import Geometry, LoadSnapshot
+from baton.store.held_blocks import HeldBlocks
 from baton.store.registry import WorkerRecord
 from planning.common.report import print_whole, this_machine, whole_table
 from router.routing.policies import make_policy
-from router.routing.policy import ClassRoute, RouteRequest, RouteSettings
+from router.routing.policy import ClassRoute, Policy, RouteRequest, RouteSettings
 from router.routing.routing_state import Promise, RoutingState
 
 _HOLDERS = 16
@@ -38,26 +40,34 @@ def measure(
     """Make routing decisions, and return the time of each in microseconds. A decision's share of
     the expected blocks' cost is included.
     """
-    routing = RoutingState(make_policy(policy, RouteSettings(_BLOCK, default=route), 1), _BLOCK)
-    for number in range(workers):
-        _join(routing, number)
+    routing = joined(workers, make_policy(policy, RouteSettings(_BLOCK, default=route), 1))
     dice = random.Random(1)  # noqa: S311 - lengths and holders, no secret
-    names = routing.table.incarnations()
+    names = dict(enumerate(routing.table.incarnations()))
     placed: deque[tuple[float, Promise]] = deque()
     took = []
     for count in range(decisions):
         now = count * _EVERY_S
         while placed and placed[0][0] <= now:
             placed.popleft()[1].ended(now)
-        held = dict.fromkeys(names, 1) if shared_block else {}
-        for name in dice.sample(names, min(_HOLDERS, workers)):
-            held[name] = dice.randint(1, _DEEPEST)
+        holders = dice.sample(range(workers), min(_HOLDERS, workers))
+        depths = [dice.randint(1, _DEEPEST) for _ in holders]
+        if shared_block:
+            holders, depths = [*range(workers), *holders], [*([1] * workers), *depths]
+        held = HeldBlocks(names, np.array(holders), np.array(depths), {})
         request = RouteRequest(dice.randint(50, 4000))
         began = time.perf_counter()
         decision = routing.decide(request, (), held, now)
         took.append((time.perf_counter() - began) * 1e6)
         placed.append((now + _LASTS_S, routing.promise(decision, request, (), now)))
     return took
+
+
+def joined(workers: int, policy: Policy) -> RoutingState:
+    """Return a routing state with ``workers`` workers that are up and in use, half of each role."""
+    routing = RoutingState(policy, _BLOCK)
+    for number in range(workers):
+        _join(routing, number)
+    return routing
 
 
 def _join(routing: RoutingState, number: int) -> None:
@@ -87,6 +97,8 @@ def main(
     policy: Annotated[str, typer.Option(help="Policy, as for `baton serve`.")] = "predictive",
 ) -> None:
     """Measure decision times, and print percentiles."""
+    # As the router's process does.
+    keep_buffers()
     table = whole_table("local prefill, holders", "p50 us", "p90 us", "p99 us", title="")
     modes: tuple[LocalPrefill, ...] = ("never", "auto")
     for local in modes:

@@ -7,13 +7,13 @@ import contextlib
 from concurrent.futures import ThreadPoolExecutor
 
 from baton.config.cluster import Config
+from baton.host.process_tuning import keep_buffers, spare_the_interpreter
 from baton.request import Geometry
 from baton.rpc.worker_plane import WorkerPlane
 from kvtransfer.layout.layout import KvLayout
 from loadtest.common.child_processes import LOOPBACK
 from loadtest.common.json_worker import Asker, Fields, run_helper
 from loadtest.handoff.transfer_end import TRANSFER_THREADS, bench_pool
-from worker.device.process_tuning import keep_buffers, spare_the_interpreter
 from worker.exchange.rank_server import RankServer
 from worker.exchange.transports import make_transports
 

@@ -7,10 +7,34 @@ worker
 
 from __future__ import annotations
 
+from typing import Protocol
+
+from baton.errors import BatonError
 from baton.request import SequenceSpec
 from planning.simulator.cluster.simulated_request import SimulatedRequest, SimulatedSequence
 from planning.simulator.cluster.simulated_worker import SimulatedWorker
 from router.routing.routing_state import Promise
+
+
+class RouterSide(Protocol):
+    """The router, as the workers see it. Each method is called when the router receives a
+    message."""
+
+    def computed(self, attempt: SimulatedAttempt, computed_tokens: int, compute_s: float) -> None:
+        """Handle the message that an attempt has its first token."""
+
+    def committed(self, attempt: SimulatedAttempt, transfer_s: float) -> None:
+        """Handle the message that an attempt's handoff has ended."""
+
+    def finished(self, attempt: SimulatedAttempt) -> None:
+        """Handle the message that an attempt has generated all its tokens."""
+
+    def handed_back(self, attempt: SimulatedAttempt) -> None:
+        """Handle the message that an attempt has lost its blocks. The router must place its request
+        again."""
+
+    def failed(self, attempt: SimulatedAttempt, error: BatonError) -> None:
+        """Handle the message that an attempt has failed with ``error``."""
 
 
 class SimulatedAttempt:
@@ -25,6 +49,7 @@ class SimulatedAttempt:
         "pinned",
         "promise",
         "request",
+        "router",
         "sent_blocks",
         "sequence",
         "source",
@@ -39,17 +64,19 @@ class SimulatedAttempt:
         source: SimulatedWorker,
         target: SimulatedWorker,
         promise: Promise,
+        router: RouterSide,
         deadline: float,
     ) -> None:
-        """``source`` computes the prompt, ``target`` decodes; with local prefill they are the same.
-
-        ``deadline`` is the request's deadline, in virtual time.
+        """``router`` receives the workers' messages. ``source`` computes the prompt, ``target``
+        decodes; with local prefill they are the same. ``deadline`` is the request's deadline, in
+        virtual time.
         """
         self.request = request
         self.spec = spec
         self.source = source
         self.target = target
         self.promise = promise
+        self.router = router
         self.deadline = deadline
         self.hashes = list(request.hashes)
         self.sequence: SimulatedSequence | None = None

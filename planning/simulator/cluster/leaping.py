@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from worker.core.step_planner import KEPT as KEPT_STEPS
-from worker.core.step_planner import PRIOR_MS, PrefillBudget, StepPlanner
+from worker.core.step_planner import PRIOR_MS, MeanStep, PrefillBudget, StepHistory, StepPlanner
 from worker.costs.step_costs import KEPT, StepCosts, UnitCost
 
 
@@ -40,11 +40,26 @@ class LeapingPlanner(StepPlanner):
         The first step attended to ``context_tokens`` in total and took ``ms`` milliseconds. Each
         further step took ``growth_ms`` more than the one before it.
         """
-        for step in range(max(0, steps - KEPT_STEPS), steps):
-            context = context_tokens + step * batch
-            self._history.add(ms + step * growth_ms, batch, context, batch)
+        _add_run(self._history, batch, context_tokens, steps, ms, growth_ms)
         if self._leaping_budget is not None:
             self._leaping_budget.observe_run(batch, context_tokens, steps, ms, growth_ms)
+
+    def mean_after_run(
+        self, batch: int, context_tokens: int, steps: int, ms: float, growth_ms: float
+    ) -> MeanStep:
+        """Return what ``mean_step`` would return after ``observe_run``, without observing the
+        run."""
+        history = self._history.copy()
+        _add_run(history, batch, context_tokens, steps, ms, growth_ms)
+        return history.mean()
+
+
+def _add_run(
+    history: StepHistory, batch: int, context_tokens: int, steps: int, ms: float, growth_ms: float
+) -> None:
+    for step in range(max(0, steps - KEPT_STEPS), steps):
+        context = context_tokens + step * batch
+        history.add(ms + step * growth_ms, batch, context, batch)
 
 
 class LeapingBudget(PrefillBudget):
@@ -114,9 +129,9 @@ class LeapingScheduler(Scheduler):
             return 0
         most = min(self._bounds.max_tokens(one) - one.target for one in running)
         available = self.pool.available
-        if most <= 0 or self._growth(most) <= available:
+        if most <= 0 or self.growth(most) <= available:
             return max(0, most)
-        return bisect_right(range(most + 1), available, key=self._growth) - 1
+        return bisect_right(range(most + 1), available, key=self.growth) - 1
 
     def leap(self, steps: int, token_of: Callable[[Sequence], int]) -> None:
         """Process the results of ``steps`` steps and make ``steps`` plans. ``steps`` is at most the
@@ -172,8 +187,11 @@ class LeapingScheduler(Scheduler):
             for one in self.running
         )
 
-    def _growth(self, steps: int) -> int:
-        """Return the number of blocks that running sequences need in ``steps`` steps."""
+    def growth(self, steps: int) -> int:
+        """Return the number of blocks that running sequences need in ``steps`` steps that are
+        identical; 0 for no step."""
+        if not steps:
+            return 0
         size = self.limits.block_size
         return sum(
             max(0, -(-(one.target - 1 + steps) // size) - len(one.block_table))

@@ -13,7 +13,7 @@ from baton.autoscaling.traffic import RouterTraffic, TrafficCounts, TrafficTrack
 from baton.config.choices import Role
 from baton.config.cluster import Config
 from planning.simulator.cluster.event_queue import EventQueue
-from planning.simulator.cluster.simulated_router import SimulatedRouter
+from planning.simulator.cluster.simulated_router import SimulatedRouter, record_of
 from planning.simulator.cluster.simulated_worker import SimulatedWorker
 from planning.simulator.cluster.workers_side import WorkersSide
 
@@ -46,7 +46,7 @@ class SimulatedAutoscaler:
         self,
         config: Config,
         workers: Sequence[SimulatedWorker],
-        router: SimulatedRouter,
+        routers: Sequence[SimulatedRouter],
         side: WorkersSide,
         events: EventQueue,
         is_over: Callable[[], bool],
@@ -56,7 +56,7 @@ class SimulatedAutoscaler:
         self._interval_s = config.autoscaler.interval_s
         self._workers = {worker.name: worker for worker in workers}
         self._pools = {worker.name: worker.role for worker in workers}
-        self._router, self._side, self._events = router, side, events
+        self._routers, self._side, self._events = routers, side, events
         self._is_over = is_over
         bounds = replace(
             Bounds.of(config.autoscaler, len(workers)),
@@ -88,9 +88,14 @@ class SimulatedAutoscaler:
 
     def _figures(self, now: float) -> ClusterFigures:
         self._looks += 1
-        told = RouterTraffic(self._looks, self._router.traffic.counts.since(TrafficCounts()))
-        traffic = self._flow.look({"router": told}, now)
-        records = [self._router.record(worker) for worker in self._workers.values()]
+        told = {
+            f"router-{number}": RouterTraffic(
+                self._looks, router.traffic.counts.since(TrafficCounts())
+            )
+            for number, router in enumerate(self._routers)
+        }
+        traffic = self._flow.look(told, now)
+        records = [record_of(worker) for worker in self._workers.values()]
         figures = tuple(
             WorkerFigures(
                 slot=record.slot,
@@ -110,7 +115,8 @@ class SimulatedAutoscaler:
         worker, begun_s = self._workers[turn.slot], self._events.now
 
         def leave() -> None:
-            self._router.leave_out(worker)
+            for router in self._routers:
+                router.leave_out(worker)
             empty()
 
         def empty() -> None:
@@ -121,7 +127,8 @@ class SimulatedAutoscaler:
                 self._events.after(_POLL_S, empty)
 
         def back() -> None:
-            self._router.take_back(worker)
+            for router in self._routers:
+                router.take_back(worker)
             took_s = self._events.now - begun_s
             self.changes.append(RoleChange(begun_s, took_s, worker.name, turn.role, turn.why))
             self._turning -= 1

@@ -1,4 +1,4 @@
-"""Simulates one router without connections: the real admission, routing and policy in virtual time.
+"""Simulates routers without connections: the real admission, routing and policy in virtual time.
 
 arrived ─queue full, or too late→ refused arrived → waiting ─its turn→ placed ─first token→ begun
 ─last token→ done placed, begun ─handed back→ placed again;  ─deadline, or never room→ failed
@@ -20,39 +20,43 @@ from planning.simulator.cluster.event_queue import EventQueue
 from planning.simulator.cluster.prefix_directory import PrefixDirectory
 from planning.simulator.cluster.simulated_request import SimulatedRequest
 from planning.simulator.cluster.simulated_worker import SimulatedWorker
+from planning.simulator.cluster.snapshot_board import CAPACITY_AGE_S, REFRESH_S, SnapshotBoard
 from planning.simulator.cluster.workers_side import WorkersSide
 from router.admission.capacity import Capacity
 from router.admission.controller import AdmissionController, AdmissionRequest, slo_of
 from router.routing.policy import Policy, RouteRequest
 from router.routing.routing_state import RoutingState
+from router.routing.worker_table import LoadColumns
 
 TICK_S = 0.05
-CAPACITY_AGE_S = 0.02
-"""Interval at which a queue is examined while nothing else happens, in seconds. Also the maximum
-age of the queue's view of the workers. It is the same as in
-``router.admission.admission_queue``."""
-REFRESH_S = 0.05
-"""Maximum age of the router's table of workers, in seconds, as in
-``router.routing.route_finder``."""
 GENERATED_EVERY_S = 0.25
 """Interval at which admission receives the number of generated tokens while requests wait, in
 seconds. A live router reports each token."""
 
 
 class SimulatedRouter:
-    """Implements ``planning.simulator.cluster.workers_side.RouterSide``. Owned by the
-    simulation."""
+    """Implements ``planning.simulator.cluster.attempt.RouterSide``. Owned by the simulation.
+
+    Several routers share the workers and the prefix index. Each sees only its own promises and the
+    workers' snapshots.
+    """
 
     def __init__(
         self,
+        number: int,
         config: Config,
         policy: Policy,
         workers: Sequence[SimulatedWorker],
+        records: Sequence[WorkerRecord],
         block_tokens: int,
         directory: PrefixDirectory,
+        board: SnapshotBoard,
         side: WorkersSide,
         events: EventQueue,
     ) -> None:
+        """Create the router ``number``, counted from 0. ``records`` are those of ``workers``."""
+        self._number = number
+        self._board = board
         self._config = config
         self._events = events
         self._directory = directory
@@ -76,41 +80,18 @@ class SimulatedRouter:
         self._capacity_at = -math.inf
         self._generated_at = -math.inf
         self._refreshed_at = -math.inf
-        self._seen: dict[str, int] = {}
-        """Number of the last change of each worker that is included in the router's table, by the
-        worker's name."""
         self._ticks = False
         self._prefill = [worker for worker in workers if worker.role == "prefill"]
         self._decode = [worker for worker in workers if worker.role == "decode"]
-        for worker in workers:
-            self._join(worker)
+        self._join(records)
 
-    def _join(self, worker: SimulatedWorker) -> None:
-        table, record = self._routing.table, self.record(worker)
-        table.add(record)
-        table.set_load(worker.name, record.load, self._events.now * 1e3)
-        table.set_up(worker.name, True)
-
-    def record(self, worker: SimulatedWorker) -> WorkerRecord:
-        """Return a worker's registry record at this moment."""
-        costs = worker.step_costs
-        return WorkerRecord(
-            incarnation=worker.name,
-            slot=worker.name,
-            role=worker.role,
-            address="",
-            metrics_address="",
-            model="",
-            fingerprint="",
-            geometry=Geometry(self._block_tokens, 1, 1, 1, ""),
-            context_length=worker.context_length,
-            total_blocks=worker.pool.total,
-            max_sequences=worker.profile.max_sequences,
-            pool=worker.role,
-            prefill_cost=costs.prefill,
-            step_cost=costs.step,
-            load=worker.load(),
-        )
+    def _join(self, records: Sequence[WorkerRecord]) -> None:
+        table = self._routing.table
+        for record in records:
+            table.add(record)
+            table.set_up(record.incarnation, True)
+        loads = LoadColumns.of({record.incarnation: record.load for record in records})
+        table.set_loads(loads, self._events.now * 1e3)
 
     def leave_out(self, worker: SimulatedWorker) -> None:
         """Stop sending requests to a worker."""
@@ -118,14 +99,18 @@ class SimulatedRouter:
         for workers in (self._prefill, self._decode):
             if worker in workers:
                 workers.remove(worker)
-        self._capacity = None
+        self._forget_capacity()
 
     def take_back(self, worker: SimulatedWorker) -> None:
         """Send requests to a worker again, in the role that it has now."""
         (self._prefill if worker.role == "prefill" else self._decode).append(worker)
-        self._join(worker)
-        self._capacity = None
+        self._join([record_of(worker)])
+        self._forget_capacity()
         self._pump()
+
+    def _forget_capacity(self) -> None:
+        self._capacity = None
+        self._board.forget_room()
 
     # Admission
 
@@ -178,23 +163,25 @@ class SimulatedRouter:
             self._capacity, self._capacity_at = self._read_capacity(), now
             if self._admission.waiting_requests and now - self._generated_at > GENERATED_EVERY_S:
                 self._generated_at = now
+                for worker in self._decode:
+                    # Its requests count the tokens of the steps that are leapt over.
+                    worker.catch_up()
                 for request in self._begun.values():
                     self._tell_generated(request)
         return self._capacity
 
     def _read_capacity(self) -> Capacity:
         decode = self._decode
-        for worker in decode:
-            worker.catch_up()
+        room = self._board.decode_room(decode)
         return Capacity(
             block_size=self._block_tokens,
             prefill_workers=len(self._prefill or decode),
-            decode_sequences=sum(
-                len(worker.scheduler.running) + len(worker.scheduler.waiting) for worker in decode
-            ),
-            max_sequences=sum(worker.profile.max_sequences for worker in decode),
-            available_blocks=tuple(worker.pool.available for worker in decode),
-            total_blocks=tuple(worker.pool.total for worker in decode),
+            decode_sequences=room.sequences,
+            max_sequences=room.max_sequences,
+            available_blocks=room.available_blocks,
+            max_available_blocks=room.max_available_blocks,
+            total_blocks=room.total_blocks,
+            max_total_blocks=room.max_total_blocks,
             prefill_cost=self._routing.table.prefill_cost("prefill" if self._prefill else "decode"),
         )
 
@@ -229,7 +216,7 @@ class SimulatedRouter:
         request.prefill, request.decode = source.number, target.number
         request.is_local = decision.local
         spec = request.spec(left_s, context_class)
-        attempt = SimulatedAttempt(request, spec, source, target, promise, now + left_s)
+        attempt = SimulatedAttempt(request, spec, source, target, promise, self, now + left_s)
         self._attempts[request.name] = attempt
         self._events.after(source.profile.call_s, lambda: self._side.begin(attempt))
 
@@ -238,11 +225,8 @@ class SimulatedRouter:
         if now - self._refreshed_at < REFRESH_S:
             return
         self._refreshed_at = now
-        table = self._routing.table
-        for worker in self._workers.values():
-            if not worker.is_idle or self._seen.get(worker.name) != worker.changes:
-                self._seen[worker.name] = worker.changes
-                table.set_load(worker.name, worker.load(), now * 1e3)
+        for loads in self._board.read(self._number):
+            self._routing.table.set_loads(loads, now * 1e3)
 
     # Messages from workers
 
@@ -300,3 +284,25 @@ class SimulatedRouter:
         for known in (self._requests, self._begun, self._deadlines):
             known.pop(request.name, None)
         request.forget_tokens()
+
+
+def record_of(worker: SimulatedWorker) -> WorkerRecord:
+    """Return a worker's registry record at this moment."""
+    costs, block_tokens = worker.step_costs, worker.scheduler.limits.block_size
+    return WorkerRecord(
+        incarnation=worker.name,
+        slot=worker.name,
+        role=worker.role,
+        address="",
+        metrics_address="",
+        model="",
+        fingerprint="",
+        geometry=Geometry(block_tokens, 1, 1, 1, ""),
+        context_length=worker.context_length,
+        total_blocks=worker.pool.total,
+        max_sequences=worker.profile.max_sequences,
+        pool=worker.role,
+        prefill_cost=costs.prefill,
+        step_cost=costs.step,
+        load=worker.load(),
+    )

@@ -293,10 +293,7 @@ class SimulatedWorker:
 
     def catch_up(self) -> None:
         """Process the leapt-over steps that have ended by the current virtual time."""
-        run = self._run
-        if run is not None and self._max_leaps > self._leapt:
-            ended = run.ended_at(self._clock.engine_time(self._events.now))
-            self._take_in(min(ended, self._max_leaps) - self._leapt)
+        self._take_in(self._steps_behind())
 
     def _take_in(self, steps: int) -> None:
         """Process ``steps`` steps of the current run of identical steps.
@@ -363,9 +360,11 @@ class SimulatedWorker:
                 _owner(update.sequence).took_token(self.number, step)
         # In the order of ``worker.core.engine_core``: plan first, then report.
         self.settle()
+        changes = self.changes
         self._listener.on_emit(self, updates)
-        self.catch_up()
-        self.settle()
+        if self.changes != changes:
+            self.catch_up()
+            self.settle()
 
     def _observe(self, plan: StepPlan, result: StepResult, shape: StepLoad) -> None:
         """Give the measured time of a step to the worker's cost predictions, as a live worker
@@ -416,23 +415,47 @@ class SimulatedWorker:
         """Whether no step runs."""
         return self._run is None
 
+    def _steps_behind(self) -> int:
+        """Return the number of steps that have ended and that the scheduler has not processed."""
+        run = self._run
+        if run is None or self._max_leaps <= self._leapt:
+            return 0
+        ended = run.ended_at(self._clock.engine_time(self._events.now))
+        return max(0, min(ended, self._max_leaps) - self._leapt)
+
+    def available_blocks(self) -> int:
+        """Return the number of blocks that could be allocated at this moment.
+
+        The steps that are leapt over are not processed for that, so that reading costs little.
+        """
+        return self.pool.available - self.scheduler.growth(self._steps_behind())
+
     def load(self) -> LoadSnapshot:
         """Return the worker's load at this moment, as a live worker would report it in its
-        messages."""
-        self.catch_up()
-        counts = self.pool.counts()
-        step = self._planner.mean_step()
+        messages. The steps that are leapt over are counted, but not processed."""
+        if self._is_bent:
+            self.catch_up()
+        steps, run, batch = self._steps_behind(), self._run, self._shape.decodes
+        if steps and run is not None:
+            context = self._shape.context_tokens + self._leapt * batch
+            growth_ms = run.growth_s / self._clock.speed * 1e3
+            took_ms = self._took_s(self._leapt) * 1e3
+            step = self._planner.mean_after_run(batch, context, steps, took_ms, growth_ms)
+        else:
+            step = self._planner.mean_step()
+        counts, grown = self.pool.counts(), self.scheduler.growth(steps)
         running = self.scheduler.running
+        computed = sum(sequence.computed for sequence in running)
         return LoadSnapshot(
             incarnation=self.name,
             running=len(running),
             waiting=len(self.scheduler.waiting),
             waiting_tokens=self.scheduler.waiting_tokens,
-            free_blocks=counts.free,
-            cached_blocks=counts.cached,
-            used_blocks=counts.used,
-            engine_steps=self.work.steps,
-            context_tokens=sum(sequence.computed for sequence in running),
+            free_blocks=max(0, counts.free - grown),
+            cached_blocks=counts.cached - max(0, grown - counts.free),
+            used_blocks=counts.used + grown,
+            engine_steps=self.work.steps + steps,
+            context_tokens=computed + steps * len(running),
             step_ms=step.ms,
             step_batch=step.batch,
             step_context_tokens=step.context_tokens,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from baton.errors import BatonError, ContextLengthExceeded, DeadlineExceeded, NoRoom
 from decode_worker.room import Room
@@ -21,27 +20,6 @@ from planning.simulator.cluster.simulated_worker import SimulatedWorker
 MIN_WIRE_S = 0.02
 """Time to transfer the KV of one chunk, in seconds. If it is longer than this, layers are sent
 while the chunk is computed, as in ``prefill_worker.handoff``."""
-
-
-class RouterSide(Protocol):
-    """The router, as the workers see it. Each method is called when the router receives a
-    message."""
-
-    def computed(self, attempt: SimulatedAttempt, computed_tokens: int, compute_s: float) -> None:
-        """Handle the message that an attempt has its first token."""
-
-    def committed(self, attempt: SimulatedAttempt, transfer_s: float) -> None:
-        """Handle the message that an attempt's handoff has ended."""
-
-    def finished(self, attempt: SimulatedAttempt) -> None:
-        """Handle the message that an attempt has generated all its tokens."""
-
-    def handed_back(self, attempt: SimulatedAttempt) -> None:
-        """Handle the message that an attempt has lost its blocks. The router must place its request
-        again."""
-
-    def failed(self, attempt: SimulatedAttempt, error: BatonError) -> None:
-        """Handle the message that an attempt has failed with ``error``."""
 
 
 class _Places:
@@ -83,9 +61,6 @@ class _Seat:
 
 class WorkersSide:
     """Implements ``planning.simulator.cluster.simulated_worker.WorkerListener``."""
-
-    router: RouterSide
-    """The router that receives the workers' messages; set before the first request."""
 
     def __init__(self, events: EventQueue) -> None:
         self._events = events
@@ -270,7 +245,7 @@ class WorkersSide:
             del self._attempts[sequence]
             self._end_ticket(attempt)
             self._leave_place(attempt)
-            self._tell(attempt, lambda: self.router.finished(attempt))
+            self._tell(attempt, lambda: attempt.router.finished(attempt))
             return
         now = self._events.now
         arrived_s = max(now, attempt.arrived_s) + source.profile.handoff_s
@@ -300,7 +275,7 @@ class WorkersSide:
         assert sequence is not None, "no prompt was queued"
         tokens, seconds = sequence.computed_here, sequence.compute_s
         attempt.request.cached_tokens = max(attempt.request.cached_tokens, sequence.cached_tokens)
-        self._tell(attempt, lambda: self.router.computed(attempt, tokens, seconds))
+        self._tell(attempt, lambda: attempt.router.computed(attempt, tokens, seconds))
 
     def _tell(self, attempt: SimulatedAttempt, say: Callable[[], None]) -> None:
         """Call ``say``, a method of the router, after the virtual time that a message takes."""
@@ -323,7 +298,7 @@ class WorkersSide:
         def answered() -> None:
             source.remove(prompt)
             self._leave_place(attempt)
-            self._tell(attempt, lambda: self.router.committed(attempt, took_s))
+            self._tell(attempt, lambda: attempt.router.committed(attempt, took_s))
 
         self._events.after(source.profile.call_s, answered)
 
@@ -337,7 +312,7 @@ class WorkersSide:
         if sequence.finish_reason:
             del self._attempts[sequence]
             attempt.target.changed()
-            self._tell(attempt, lambda: self.router.finished(attempt))
+            self._tell(attempt, lambda: attempt.router.finished(attempt))
 
     def _hand_back(self, worker: SimulatedWorker, sequence: Sequence) -> None:
         attempt = self._attempts.pop(sequence, None)
@@ -348,7 +323,7 @@ class WorkersSide:
         request.preemptions += 1
         request.token_ids = tuple(sequence.token_ids)
         request.hashes = list(sequence.full_hashes(worker.scheduler.limits.hash_block))
-        self._tell(attempt, lambda: self.router.handed_back(attempt))
+        self._tell(attempt, lambda: attempt.router.handed_back(attempt))
 
     # Change of a role
 
@@ -396,7 +371,7 @@ class WorkersSide:
         target.settle()
 
     def _fail(self, attempt: SimulatedAttempt, error: BatonError) -> None:
-        self._tell(attempt, lambda: self.router.failed(attempt, error))
+        self._tell(attempt, lambda: attempt.router.failed(attempt, error))
 
 
 def _blocks(attempt: SimulatedAttempt, worker: SimulatedWorker) -> int:

@@ -74,8 +74,10 @@ class Cluster:
             prefill_workers=self.workers,
             decode_sequences=len(self.running),
             max_sequences=self.places,
-            available_blocks=(self.blocks - used,),
-            total_blocks=(self.blocks,),
+            available_blocks=self.blocks - used,
+            max_available_blocks=self.blocks - used,
+            total_blocks=self.blocks,
+            max_total_blocks=self.blocks,
             step_s=self.step_s(),
             prefill_cost=(0.0, self.model_error * 1e3 / self.tokens_per_s, 0.0),
         )

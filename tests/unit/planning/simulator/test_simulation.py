@@ -38,6 +38,7 @@ def run(
         requests,
         shape(prefill, decode, worker, hosts=int(options.get("hosts", 0))),
         asked,
+        routers=int(options.get("routers", 1)),
         trace_block=TRACE_BLOCK,
         leaps=bool(options.get("leaps", True)),
     )
@@ -122,6 +123,33 @@ def test_a_rejected_request_is_rejected_either_way(
     leapt = run(requests, 2, 1, local, shed_after_s=0.1)
     assert_consistent(leapt, requests)
     assert_equal(leapt, run(requests, 2, 1, local, shed_after_s=0.1, leaps=False))
+
+
+@settings(max_examples=10, deadline=None)
+@given(traces(), st.sampled_from(LOCAL), st.integers(2, 3))
+def test_several_routers_serve_every_request(
+    requests: list[TracedRequest], local: LocalPrefill, routers: int
+) -> None:
+    leapt = run(requests, 2, 2, local, routers=routers)
+    assert_consistent(leapt, requests)
+    assert_equal(leapt, run(requests, 2, 2, local, routers=routers, leaps=False))
+
+
+def test_routers_see_each_others_requests_in_snapshots_only() -> None:
+    def decode_workers(gap_s: float, routers: int) -> set[str]:
+        requests = [TracedRequest(0.0, 64, 200), TracedRequest(gap_s, 64, 200)]
+        return {one.decode for one in run(requests, 1, 2, routers=routers).requests}
+
+    assert len(decode_workers(0.0, routers=1)) == 2
+    at_once = [decode_workers(0.0, routers=2) for _ in range(1)]
+    assert len(at_once[0]) == 1, "both routers see two idle workers, and list them alike here"
+    assert len(decode_workers(0.5, routers=2)) == 2
+
+
+def test_routers_do_not_all_prefer_the_same_idle_workers() -> None:
+    requests = [TracedRequest(0.0, 64, 20) for _ in range(12)]
+    result = run(requests, 12, 12, routers=12)
+    assert len({one.prefill for one in result.requests}) > 4
 
 
 def test_leaps_are_few_events_for_many_steps() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -29,6 +30,10 @@ A_SECOND = (0.0, 1000.0 / MIN_WINDOW_TOKENS, 0.0)
 """The cost model by which a worker computes a prompt of these tests in a second."""
 
 
+def capacity_with(blocks: int, prefill_cost: Coefficients = PREFILL_DEFAULT) -> Capacity:
+    return Capacity(16, 1, 0, 64, blocks, blocks, blocks, blocks, prefill_cost=prefill_cost)
+
+
 @dataclass
 class Room:
     """A room, its workers and its clock."""
@@ -47,8 +52,7 @@ class Room:
     def capacity(self) -> Capacity | None:
         if not self.up:
             return None
-        blocks = (self.blocks,)
-        return Capacity(16, 1, 0, 64, blocks, blocks, prefill_cost=self.prefill_cost)
+        return capacity_with(self.blocks, self.prefill_cost)
 
     async def visit(
         self,
@@ -106,6 +110,26 @@ async def test_one_window_of_work_is_passed_on_at_a_time() -> None:
     assert count == 3
     assert room.waiting("default") == 0
     room.room.close()
+
+
+async def test_reads_of_the_capacity_take_a_tenth_of_the_processor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spent_s = 0.0
+
+    def capacity() -> Capacity:
+        nonlocal spent_s
+        spent_s += 0.01
+        return capacity_with(4000)
+
+    monkeypatch.setattr(time, "thread_time", lambda: spent_s)
+    now = 0.0
+    queue = AdmissionQueue(Config(), RouterMetrics(CollectorRegistry()), capacity, lambda: now)
+    for number in range(100):
+        now = number * 0.03
+        queue.release("unknown")
+    assert spent_s == pytest.approx(0.01 * 25), "3 s of the clock, one read each 0.12 s"
+    queue.close()
 
 
 async def test_who_hangs_up_while_waiting_takes_nobodys_turn() -> None:
@@ -344,4 +368,4 @@ async def test_capacity_counts_in_blocks_of_the_prefix_index() -> None:
     finally:
         for link in links:
             await link.channel.close()
-    assert seen == Capacity(16, 1, 3, 8, (20,), (200,), prefill_cost=(1.0, 2.0, 3.0))
+    assert seen == Capacity(16, 1, 3, 8, 20, 20, 200, 200, prefill_cost=(1.0, 2.0, 3.0))

@@ -307,7 +307,7 @@ def test_what_was_learned_of_slow_answers_is_forgotten_if_nothing_decodes() -> N
 def test_a_long_prompt_leaves_the_other_prefill_workers_theirs() -> None:
     """One worker computes it: the others would have nothing to do until it is done."""
     admission = AdmissionController(WEIGHTS, Config(), lambda name, error: None)
-    capacity = Capacity(BLOCK, 3, 0, 64, (100_000,), (100_000,))
+    capacity = Capacity(BLOCK, 3, 0, 64, 100_000, 100_000, 100_000, 100_000)
     for number, tokens in enumerate((90_000, 2000, 2000, 2000)):
         name = f"r{number}"
         applicant = AdmissionRequest(name, "default", 0, tokens, 10)

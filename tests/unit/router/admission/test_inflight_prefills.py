@@ -24,7 +24,7 @@ from tests.support.router.admission_cluster import Cluster
 
 
 def capacity(workers: int) -> Capacity:
-    return Capacity(16, workers, 0, 64, (4000,), (4000,))
+    return Capacity(16, workers, 0, 64, 4000, 4000, 4000, 4000)
 
 
 def served_by(workers: int) -> InflightPrefills:

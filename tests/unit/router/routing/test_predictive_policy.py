@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -435,3 +436,34 @@ def test_a_shortlist_is_as_good_as_all_workers() -> None:
             table.set_load(f"d-{number}", LoadSnapshot(running=5, free_blocks=4000), 0.0)
     decision = decide(table, RouteRequest(300))
     assert (decision.prefill, decision.decode) == ("p-23", "d-31")
+
+
+class Counted(np.ndarray):
+    """An array that counts the passes over columns as long as the table."""
+
+    rows = 0
+    passes = 0
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=None, **options):  # type: ignore[no-untyped-def]
+        if out is not None:
+            options["out"] = tuple(one.view(np.ndarray) for one in out)
+        plain = [one.view(np.ndarray) if isinstance(one, Counted) else one for one in inputs]
+        Counted.passes += any(np.size(one) >= Counted.rows for one in plain)
+        found = getattr(ufunc, method)(*plain, **options)
+        if out is not None:
+            return out[0]
+        return found.view(Counted) if isinstance(found, np.ndarray) else found
+
+
+@pytest.mark.parametrize(("local", "most"), [("never", 50), ("auto", 85)])
+def test_a_decision_makes_a_bounded_number_of_passes_over_the_table(
+    local: LocalPrefill, most: int
+) -> None:
+    table = table_of(*(f"{role}-{n}" for role in "pd" for n in range(200)))
+    for name, column in vars(table).items():
+        if isinstance(column, np.ndarray):
+            setattr(table, name, column.view(Counted))
+    Counted.rows, Counted.passes = len(table.names), 0
+    policy = PredictivePolicy(RouteSettings(BLOCK, default=ClassRoute(local)))
+    policy.decide(RouteRequest(2000), table, TransferCosts(), {"p-3": 50, "d-7": 20}, 0.0)
+    assert 20 < Counted.passes <= most, "each takes microseconds with ten thousand workers"

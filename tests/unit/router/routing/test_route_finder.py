@@ -62,6 +62,30 @@ async def test_workers_come_go_and_change() -> None:
         assert sync.context_length == 100
 
 
+async def test_routers_list_equal_workers_in_orders_of_their_own() -> None:
+    async with synced(*(f"d-{number}" for number in range(40))) as (sync, routing, links):
+        sync.refresh(0.0)
+        other = RoutingState(make_policy("predictive", RouteSettings()), BLOCK)
+        TableSync(other, links).refresh(0.0)
+        assert set(routing.table.names) == set(other.table.names)
+        assert routing.table.names != other.table.names
+
+
+async def test_refreshes_take_a_tenth_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    spent = iter([0.0, 0.02, 0.02, 0.04])
+    monkeypatch.setattr(time, "thread_time", lambda: next(spent))
+    async with synced("p-0", "d-0") as (sync, routing, links):
+        link = links.get("d-0")
+        assert link is not None
+        sync.refresh(100.0)
+        link.load = LoadSnapshot(running=3)
+        sync.refresh(100.0 + 4 * REFRESH_S - 0.01)
+        at = routing.table.row("d-0")
+        assert routing.table.sequences[at] == 0
+        sync.refresh(100.0 + 4 * REFRESH_S + 0.01)
+        assert routing.table.sequences[at] == 3
+
+
 async def test_a_call_that_failed_takes_a_worker_out() -> None:
     async with synced("p-0", "p-1", "d-0") as (sync, routing, links):
         table = routing.table

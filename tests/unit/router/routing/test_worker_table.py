@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.request import LoadSnapshot
-from router.routing.worker_table import HALF_LIFE_MS, PoolFilter, WorkerTable
+from router.routing.worker_table import HALF_LIFE_MS, LoadColumns, PoolFilter, WorkerTable
 from tests.support.router.workers import BLOCK, list_worker, record, table_of
 
 
@@ -146,9 +147,10 @@ def test_only_whole_blocks_of_a_worker_are_of_use(held: int, usable: int) -> Non
     table = WorkerTable(BLOCK)
     list_worker(table, record("p-0", block_size=64))
     list_worker(table, record("p-1"))
-    found = table.held_blocks({"p-0": held, "p-1": held, "nobody": 9})
+    found, rows = table.held_blocks({"p-0": held, "p-1": held, "nobody": 9})
     assert found[row(table, "p-0")] == usable
     assert found[row(table, "p-1")] == held
+    assert set(rows) == set(np.flatnonzero(found)) <= {row(table, "p-0"), row(table, "p-1")}
 
 
 def test_costs_are_learned_from_reports() -> None:
@@ -177,3 +179,55 @@ def test_what_is_said_of_strangers_is_ignored() -> None:
     table.remove("x")
     assert len(table) == 1
     assert table.row("x") is None
+
+
+def snapshots() -> st.SearchStrategy[LoadSnapshot]:
+    count = st.integers(0, 50)
+    return st.builds(
+        LoadSnapshot,
+        running=count,
+        waiting=count,
+        waiting_tokens=count,
+        free_blocks=count,
+        cached_blocks=count,
+        context_tokens=count,
+        step_ms=st.floats(0.0, 90.0),
+        step_batch=st.floats(0.0, 9.0),
+    )
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.dictionaries(st.sampled_from(["p-0", "p-1", "d-0", "nobody"]), snapshots()), max_size=6
+    )
+)
+def test_snapshots_together_are_those_one_by_one(rounds: list[dict[str, LoadSnapshot]]) -> None:
+    together, single = table_of("p-0", "p-1", "d-0"), table_of("p-0", "p-1", "d-0")
+    for number, loads in enumerate(rounds):
+        for table in (together, single):
+            table.promise_prompt("p-0", 100.0, number * 150.0)
+        together.set_loads(LoadColumns.of(loads), number * 150.0)
+        for name, load in loads.items():
+            single.set_load(name, load, number * 150.0)
+    for column in ("sequences", "others_until", "available_blocks", "context_tokens", "step_a"):
+        for name in ("p-0", "p-1", "d-0"):
+            at = row(together, name)
+            assert getattr(together, column)[at] == getattr(single, column)[at]
+
+
+def test_a_large_table_observes_the_steps_of_each_worker_less_often() -> None:
+    def learned(workers: int) -> float:
+        table = table_of(*(f"d-{number}" for number in range(workers)))
+        table.set_load("d-0", LoadSnapshot(step_ms=50.0, step_batch=1, engine_steps=1), 0.0)
+        first = float(table.step_a[row(table, "d-0")])
+        table.set_load("d-0", LoadSnapshot(step_ms=90.0, step_batch=1, engine_steps=2), 250.0)
+        return float(table.step_a[row(table, "d-0")]) - first
+
+    assert learned(4) > 0
+    assert learned(1500) == 0
+
+
+def test_a_full_table_grows_by_a_quarter() -> None:
+    table = table_of(*(f"p-{number}" for number in range(1000)))
+    assert 1000 < len(table.names) <= 1251

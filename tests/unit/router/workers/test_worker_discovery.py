@@ -76,6 +76,18 @@ def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_discovery, "REGISTRY_POLL_S", 0.0)
 
 
+async def test_a_large_registry_is_read_as_often_as_it_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_discovery, "POLL_S_PER_WORKER", 0.1)
+    records = {f"d-{number}": record(f"d-{number}") for number in range(3)}
+    async with followed([(records, set())]) as (_, links, discovery):
+        assert len(links.all()) == 3
+        assert discovery.poll_s == pytest.approx(0.3)
+        monkeypatch.setattr(worker_discovery, "REGISTRY_POLL_S", 0.5)
+        assert discovery.poll_s == 0.5
+
+
 async def test_workers_of_another_commit_get_no_requests() -> None:
     records = {
         slot: replace(record(slot), revision=commit)
