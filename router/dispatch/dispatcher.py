@@ -23,7 +23,8 @@ from baton.store.registry import Registry, WorkerRecord
 from baton.telemetry.metrics import RouterMetrics
 from router.admission.admission_queue import AdmissionQueue, capacity_of
 from router.admission.capacity import Capacity
-from router.core.request import GenerationRequest, OutputDelta
+from router.core.request import GenerationRequest, OutputDelta, Relay
+from router.dispatch.deliveries import Deliveries
 from router.dispatch.failover import Failover
 from router.dispatch.hang_detector import HangDetector
 from router.dispatch.placement import Placement
@@ -94,6 +95,7 @@ class ClusterDispatcher:
         )
         self._hang_detector = HangDetector(config, self._links, self._placement, self._failover)
         self._report = None if board is None else TrafficReport(board, self.router_id, traffic)
+        self._deliveries = Deliveries()
         self._running: set[RunningRequest] = set()
         """Requests that admission has accepted and that have not ended."""
         self._draining = False
@@ -103,7 +105,9 @@ class ClusterDispatcher:
 
     # A request
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[OutputDelta, None]:
+    async def generate(
+        self, request: GenerationRequest, relay: Relay | None = None
+    ) -> AsyncGenerator[OutputDelta, None]:
         """Answer a request: yield the deltas of its choices, as ``router.core.request.Dispatcher``
         specifies."""
         received_at = time.monotonic()
@@ -133,6 +137,11 @@ class ClusterDispatcher:
                     given_at = time.monotonic()
                     yield delta
                     held_s += time.monotonic() - given_at
+                    if relay is not None:
+                        running.relay_through(
+                            self._deliveries, self._counted(request.request_id, relay)
+                        )
+                        relay = None
             finally:
                 self._running.discard(running)
                 self._placement.release(running)
@@ -140,6 +149,18 @@ class ClusterDispatcher:
             self._metrics.active_requests.dec()
             self._active -= 1
             self._queue.release(request.request_id, finished=finished, held_s=held_s)
+
+    def _counted(self, request_id: str, relay: Relay) -> Relay:
+        """Return a relay that also counts the tokens that it passes on."""
+        generated = self._queue.generated
+
+        def pass_on(delta: OutputDelta) -> bool:
+            is_passed = relay(delta)
+            if is_passed and delta.choice == 0:
+                generated(request_id, len(delta.token_ids))
+            return is_passed
+
+        return pass_on
 
     def _processor(self, request: GenerationRequest) -> OutputProcessor:
         sampling = request.sampling

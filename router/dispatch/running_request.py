@@ -31,7 +31,8 @@ from baton.host.background import spawn
 from baton.logprobs import TokenLogprobs
 from baton.request import LOWEST_PRIORITY, Retention, SequenceSpec, TokenOutput, TraceContext
 from baton.rpc.grpc_errors import error_from_code
-from router.core.request import GenerationRequest, OutputDelta, without_answer
+from router.core.request import GenerationRequest, OutputDelta, Relay, without_answer
+from router.dispatch.deliveries import Deliveries
 from router.dispatch.retry_limits import FailedWorkers
 from router.routing.routing_state import Promise
 from router.text.output_processor import OutputProcessor
@@ -81,6 +82,13 @@ class RunningRequest:
         self._written_tokens = 0
         self._error: BatonError | None = None
         self._changed = asyncio.Event()
+        self._is_awaited = False
+        """Whether the reader waits in ``next_delta``."""
+        self._relay: Relay | None = None
+        self._deliveries: Deliveries | None = None
+        self._is_due = False
+        """Whether ``deliver`` is going to be called."""
+        self._relay_error: Exception | None = None
 
     @cached_property
     def failed_workers(self) -> FailedWorkers:
@@ -125,11 +133,13 @@ class RunningRequest:
         scored: bool,
         retentions: tuple[Retention, ...] = (),
         cache_ttl_s: float = 0.0,
+        output_number: int = 0,
     ) -> SequenceSpec:
         """Build the message for workers about choices that are placed together in the next attempt.
 
         ``scored``: true if the worker must compute the prompt's log probabilities, provided that
-        they are requested. ``retentions``: retentions in addition to the request's own."""
+        they are requested. ``retentions``: retentions in addition to the request's own.
+        ``output_number``: see ``SequenceSpec``."""
         request, sampling = self.request, self.request.sampling
         return SequenceSpec(
             request_id=request.request_id,
@@ -153,6 +163,7 @@ class RunningRequest:
             trace=trace,
             reasoning=request.reasoning_span,
             without_speculation=request.without_speculation,
+            output_number=output_number,
         )
 
     def move(self, work: Coroutine[Any, Any, None]) -> None:
@@ -217,6 +228,23 @@ class RunningRequest:
         if choice.unread and not self.awaits_prompt:
             self._changed.set()
 
+    def accept_tokens(
+        self, number: int, attempt: int, index: int, token_ids: tuple[int, ...]
+    ) -> None:
+        """Process tokens of the choice ``number`` that a worker has sent without anything else.
+        ``index``: the output index of the first one."""
+        choice = self.choices[number]
+        if attempt != choice.attempt:
+            return
+        choice.accept_tokens(index, token_ids)
+        if not choice.unread or self.awaits_prompt or self._changed.is_set():
+            return
+        if self._deliveries is None or not self._is_awaited or choice.processor.finished:
+            self._changed.set()
+        elif not self._is_due:
+            self._is_due = True
+            self._deliveries.add(self)
+
     def take_stopped(self) -> list[int]:
         """Return the choices that the worker still runs although a stop string was found in them.
         Each choice is returned only once."""
@@ -231,24 +259,52 @@ class RunningRequest:
 
     # What the client reads
 
+    def relay_through(self, deliveries: Deliveries, relay: Relay) -> None:
+        """Pass further deltas to ``relay`` while the reader waits for the next one. The last delta
+        of a choice, and those that ``relay`` refuses, still go to the reader."""
+        self._relay, self._deliveries = relay, deliveries
+
+    def deliver(self) -> None:
+        """Pass the unread output to the relay, unless the reader is going to take it."""
+        self._is_due = False
+        if not self._is_awaited or self._changed.is_set():
+            return
+        assert self._relay is not None, "output is only announced to a relay"
+        try:
+            while (choice := self._waiting()) is not None:
+                delta = choice.take()
+                if not self._relay(delta):
+                    choice.unread = [delta]
+                    self._changed.set()
+                    return
+        except Exception as error:
+            self._relay_error = error
+            self._changed.set()
+
     async def next_delta(self) -> OutputDelta:
         """Wait for output of any choice, and return all unread output of that choice in one delta.
         Raises BatonError.
         """
-        await self._changed.wait()
+        self._is_awaited = True
+        try:
+            await self._changed.wait()
+        finally:
+            self._is_awaited = False
+        if self._relay_error is not None:
+            raise self._relay_error
         choice = None if self.awaits_prompt else self._waiting()
         if choice is None:
             assert self._error is not None, "woken for nothing"
             raise self._error
         delta = choice.take()
         if self._prompt_logprobs:
-            delta = replace(delta, prompt_logprobs=self._prompt_logprobs)
+            delta.prompt_logprobs = self._prompt_logprobs
             self._prompt_logprobs = ()
         if self._embedding:
-            delta = replace(delta, embedding=self._embedding)
+            delta.embedding = self._embedding
             self._embedding = ()
         if self._written_tokens:
-            delta = replace(delta, written_prompt_tokens=self._written_tokens)
+            delta.written_prompt_tokens = self._written_tokens
             self._written_tokens = 0
         if self._error is None and not (self.several and self._waiting()):
             self._changed.clear()
@@ -378,6 +434,16 @@ class RunningChoice:
         while (index := min(self._early, default=math.inf)) <= len(self.token_ids):
             self._take(self._early.pop(int(index)))
 
+    def accept_tokens(self, index: int, token_ids: tuple[int, ...]) -> None:
+        """Process tokens of this choice that a worker has sent without anything else.
+
+        ``index``: the output index of the first one."""
+        if index != len(self.token_ids) or self._early:
+            self.accept(TokenOutput("", self.attempt, index, token_ids), 0)
+            return
+        self.token_ids += token_ids
+        self._show(self.processor.push(token_ids), len(token_ids))
+
     def _keep(self, early: TokenOutput) -> None:
         kept = self._early.get(early.index)
         if kept is None or len(kept.token_ids) <= len(early.token_ids):
@@ -391,22 +457,21 @@ class RunningChoice:
             delta = self.processor.push(
                 new, output.finish_reason, cached_prompt_tokens, output.logprobs[known:]
             )
-            if delta is not None:
-                if len(new) > 1:
-                    # An output is of one step: one drawn token after the accepted drafts.
-                    delta = replace(delta, accepted_drafts=len(new) - 1)
-                if delta.finish_reason is not None:
-                    delta = replace(
-                        delta,
-                        prefill_worker=self.prefill_worker,
-                        decode_worker=self.decode_worker,
-                        batch_size=self.batch_size,
-                    )
-                self._keep_unread(delta)
+            self._show(delta, len(new))
         if output.finish_reason is not None:
             self.worker_finished = True
 
-    def _keep_unread(self, delta: OutputDelta) -> None:
+    def _show(self, delta: OutputDelta | None, tokens: int) -> None:
+        """Keep a delta of ``tokens`` new tokens until the client reads it."""
+        if delta is None:
+            return
+        if tokens > 1:
+            # An output is of one step: one drawn token after the accepted drafts.
+            delta.accepted_drafts = tokens - 1
+        if delta.finish_reason is not None:
+            delta.prefill_worker = self.prefill_worker
+            delta.decode_worker = self.decode_worker
+            delta.batch_size = self.batch_size
         self.unread.append(delta)
         self._loose += 1
         if self._loose == _PART:
@@ -419,7 +484,8 @@ class RunningChoice:
         assert pieces, "there is nothing"
         delta = pieces[0] if len(pieces) == 1 else _joined(pieces)
         self.is_over = delta.finish_reason is not None
-        return replace(delta, choice=self.number) if self.number else delta
+        delta.choice = self.number
+        return delta
 
     def take_stopped(self) -> bool:
         """Return whether the worker must end the choice's sequence because of a stop string.

@@ -26,6 +26,7 @@ import socket
 import struct
 import sys
 import termios
+import weakref
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -48,6 +49,8 @@ MAX_HEADERS = 128
 MAX_PIPELINED = 4
 """Maximum number of requests that wait on a connection for the answers to earlier ones."""
 LINGER_BYTES = 8 << 20
+DIRECT_BODY = "baton.direct_body"
+"""Name of the ASGI extension with a request's ``DirectBody``."""
 
 
 def plain_answer(status: int, text: str, *headers: str) -> bytes:
@@ -238,6 +241,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         # A connection is reused only if the request was fully read when its answer began.
         self._keeps_alive = self.cycle.keep_alive
         self.cycle.keep_alive = False
+        self.scope["extensions"] = {DIRECT_BODY: DirectBody(self.cycle)}
 
     def on_body(self, body: bytes) -> None:
         self._unfinished = 0
@@ -326,6 +330,33 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         connection = self.transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         self.transport.abort()
+
+
+class DirectBody:
+    """Writes parts of a response's body without waiting. ASGI's ``send`` is a coroutine, which
+    takes longer than the write."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        # The cycle has the scope, and the scope this object. No request may leave garbage.
+        self._cycle = weakref.ref(cycle)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a part may be written: the response has begun, in chunks of any size, and the
+        client reads it."""
+        cycle = self._cycle()
+        return (
+            cycle is not None
+            and cycle.response_started
+            and bool(cycle.chunked_encoding)
+            and not (cycle.response_complete or cycle.disconnected or cycle.flow.write_paused)
+        )
+
+    def write(self, part: bytes) -> None:
+        """Write a part of the body, which is not the last one. ``has_room`` must be true."""
+        cycle = self._cycle()
+        assert cycle is not None, "has_room was not checked"
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
 class _Outlet(asyncio.Transport):

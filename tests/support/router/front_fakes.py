@@ -29,7 +29,7 @@ from baton.telemetry.metrics import RouterMetrics
 from router.access.access import Access
 from router.batches.batches import Batches
 from router.core.accounting import RequestStats
-from router.core.request import Dispatcher, GenerationRequest, OutputDelta
+from router.core.request import Dispatcher, GenerationRequest, OutputDelta, Relay
 from router.core.served_model import ServedModel
 from router.grpc.call import Service
 from router.grpc.inference import add_grpc_services
@@ -107,7 +107,9 @@ class ScriptedDispatcher:
     delivered: int = 0
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[OutputDelta]:
+    async def generate(
+        self, request: GenerationRequest, relay: Relay | None = None
+    ) -> AsyncIterator[OutputDelta]:
         self.requests.append(request)
         try:
             async for delta in (self.script or self.speak)(request):

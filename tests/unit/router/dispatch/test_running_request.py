@@ -23,7 +23,7 @@ STOP = FinishReason.STOP
 
 def make_choices(count: int, stop: tuple[str, ...] = (), *, scores: bool = False) -> RunningRequest:
     def processor() -> OutputProcessor:
-        return OutputProcessor(ByteDetokenizer(lambda token: bytes([token])), stop)
+        return OutputProcessor(ByteDetokenizer(lambda token: bytes([token]), {}), stop)
 
     sampling = SamplingParams(prompt_logprobs=0 if scores else None)
     request = GenerationRequest("r", (1, 2), sampling, Principal(), 60.0, choices=count)
