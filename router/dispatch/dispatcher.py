@@ -45,6 +45,8 @@ from router.workers.worker_links import WorkerLinks
 CLOSE_S = 2.0
 """Maximum seconds that a stopping router waits until workers have received the aborts of its
 requests."""
+COUNTED_TOKENS = 16
+"""Number of tokens of an answer that admission counts at once. It counts in blocks of tokens."""
 IDLE_POLL_S = 0.02
 IDLE_S = 0.2
 
@@ -114,7 +116,19 @@ class ClusterDispatcher:
         self._quarantine.check(request.prompt_ids, request.cache_salt, received_at)
         self._metrics.active_requests.inc()
         self._active += 1
-        begun, finished, held_s = False, False, 0.0
+        begun, finished, held_s, uncounted = False, False, 0.0, 0
+
+        def pass_on(delta: OutputDelta) -> bool:
+            nonlocal uncounted
+            if relay is None or not relay(delta):
+                return False
+            if delta.choice == 0:
+                uncounted += len(delta.token_ids)
+                if uncounted >= COUNTED_TOKENS:
+                    self._queue.generated(request.request_id, uncounted)
+                    uncounted = 0
+            return True
+
         try:
             await self._queue.acquire(request)
             self._budget.admitted()
@@ -132,16 +146,15 @@ class ClusterDispatcher:
                     if not begun:
                         begun = True
                         self._queue.first_token(request.request_id)
+                        if relay is not None:
+                            running.relay_through(self._deliveries, pass_on)
                     if delta.choice == 0:
-                        self._queue.generated(request.request_id, len(delta.token_ids))
+                        count = uncounted + len(delta.token_ids)
+                        self._queue.generated(request.request_id, count)
+                        uncounted = 0
                     given_at = time.monotonic()
                     yield delta
                     held_s += time.monotonic() - given_at
-                    if relay is not None:
-                        running.relay_through(
-                            self._deliveries, self._counted(request.request_id, relay)
-                        )
-                        relay = None
             finally:
                 self._running.discard(running)
                 self._placement.release(running)
@@ -149,18 +162,6 @@ class ClusterDispatcher:
             self._metrics.active_requests.dec()
             self._active -= 1
             self._queue.release(request.request_id, finished=finished, held_s=held_s)
-
-    def _counted(self, request_id: str, relay: Relay) -> Relay:
-        """Return a relay that also counts the tokens that it passes on."""
-        generated = self._queue.generated
-
-        def pass_on(delta: OutputDelta) -> bool:
-            is_passed = relay(delta)
-            if is_passed and delta.choice == 0:
-                generated(request_id, len(delta.token_ids))
-            return is_passed
-
-        return pass_on
 
     def _processor(self, request: GenerationRequest) -> OutputProcessor:
         sampling = request.sampling

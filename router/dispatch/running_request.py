@@ -60,6 +60,8 @@ class RunningRequest:
         self.choices: Sequence[RunningChoice] = tuple(
             RunningChoice(number, processor) for number, processor in enumerate(processors)
         )
+        self.several = len(self.choices) > 1
+        """Whether the request has more than one choice."""
         self.awaits_prompt = request.awaits_prompt
         """Whether deltas are held back until the prompt's log probabilities or embedding have
         arrived."""
@@ -82,8 +84,8 @@ class RunningRequest:
         self._written_tokens = 0
         self._error: BatonError | None = None
         self._changed = asyncio.Event()
-        self._is_awaited = False
-        """Whether the reader waits in ``next_delta``."""
+        self._is_parked = False
+        """Whether the reader waits in ``next_delta``, and was not woken yet."""
         self._relay: Relay | None = None
         self._deliveries: Deliveries | None = None
         self._is_due = False
@@ -185,11 +187,6 @@ class RunningRequest:
     # What workers report
 
     @property
-    def several(self) -> bool:
-        """Whether the request has more than one choice."""
-        return len(self.choices) > 1
-
-    @property
     def stopped(self) -> bool:
         """Whether a stop string was found in any choice, so that the worker must end the choice's
         sequence."""
@@ -226,7 +223,7 @@ class RunningRequest:
         choice.batch_size = batch_size
         choice.accept(output, cached_prompt_tokens)
         if choice.unread and not self.awaits_prompt:
-            self._changed.set()
+            self._wake()
 
     def accept_tokens(
         self, number: int, attempt: int, index: int, token_ids: tuple[int, ...]
@@ -236,14 +233,19 @@ class RunningRequest:
         choice = self.choices[number]
         if attempt != choice.attempt:
             return
-        choice.accept_tokens(index, token_ids)
-        if not choice.unread or self.awaits_prompt or self._changed.is_set():
+        goes_on = choice.accept_tokens(index, token_ids)
+        if not choice.unread or self.awaits_prompt:
             return
-        if self._deliveries is None or not self._is_awaited or choice.processor.finished:
-            self._changed.set()
+        if self._deliveries is None or not (goes_on and self._is_parked):
+            self._wake()
         elif not self._is_due:
             self._is_due = True
             self._deliveries.add(self)
+
+    def _wake(self) -> None:
+        """Let the reader take the output that is unread, or the error."""
+        self._is_parked = False
+        self._changed.set()
 
     def take_stopped(self) -> list[int]:
         """Return the choices that the worker still runs although a stop string was found in them.
@@ -255,7 +257,7 @@ class RunningRequest:
         is_there = all(choice.processor.finished for choice in self.choices)
         if self._error is None and (self.awaits_prompt or not is_there):
             self._error = error
-            self._changed.set()
+            self._wake()
 
     # What the client reads
 
@@ -267,29 +269,28 @@ class RunningRequest:
     def deliver(self) -> None:
         """Pass the unread output to the relay, unless the reader is going to take it."""
         self._is_due = False
-        if not self._is_awaited or self._changed.is_set():
+        if not self._is_parked:
             return
-        assert self._relay is not None, "output is only announced to a relay"
+        assert self._relay is not None, "deliveries come with a relay"
         try:
-            while (choice := self._waiting()) is not None:
-                delta = choice.take()
-                if not self._relay(delta):
+            for choice in self.choices:
+                if choice.unread and not self._relay(delta := choice.take()):
                     choice.unread = [delta]
-                    self._changed.set()
+                    self._wake()
                     return
         except Exception as error:
             self._relay_error = error
-            self._changed.set()
+            self._wake()
 
     async def next_delta(self) -> OutputDelta:
         """Wait for output of any choice, and return all unread output of that choice in one delta.
         Raises BatonError.
         """
-        self._is_awaited = True
+        self._is_parked = not self._changed.is_set()
         try:
             await self._changed.wait()
         finally:
-            self._is_awaited = False
+            self._is_parked = False
         if self._relay_error is not None:
             raise self._relay_error
         choice = None if self.awaits_prompt else self._waiting()
@@ -434,15 +435,20 @@ class RunningChoice:
         while (index := min(self._early, default=math.inf)) <= len(self.token_ids):
             self._take(self._early.pop(int(index)))
 
-    def accept_tokens(self, index: int, token_ids: tuple[int, ...]) -> None:
-        """Process tokens of this choice that a worker has sent without anything else.
+    def accept_tokens(self, index: int, token_ids: tuple[int, ...]) -> bool:
+        """Process tokens of this choice that a worker has sent without anything else. Return
+        whether the choice goes on.
 
         ``index``: the output index of the first one."""
         if index != len(self.token_ids) or self._early:
             self.accept(TokenOutput("", self.attempt, index, token_ids), 0)
-            return
-        self.token_ids += token_ids
-        self._show(self.processor.push(token_ids), len(token_ids))
+        else:
+            self.token_ids += token_ids
+            delta = self.processor.push(token_ids)
+            if delta is not None:
+                self._show(delta, len(token_ids))
+                return delta.finish_reason is None
+        return not self.processor.finished
 
     def _keep(self, early: TokenOutput) -> None:
         kept = self._early.get(early.index)
@@ -457,14 +463,13 @@ class RunningChoice:
             delta = self.processor.push(
                 new, output.finish_reason, cached_prompt_tokens, output.logprobs[known:]
             )
-            self._show(delta, len(new))
+            if delta is not None:
+                self._show(delta, len(new))
         if output.finish_reason is not None:
             self.worker_finished = True
 
-    def _show(self, delta: OutputDelta | None, tokens: int) -> None:
+    def _show(self, delta: OutputDelta, tokens: int) -> None:
         """Keep a delta of ``tokens`` new tokens until the client reads it."""
-        if delta is None:
-            return
         if tokens > 1:
             # An output is of one step: one drawn token after the accepted drafts.
             delta.accepted_drafts = tokens - 1

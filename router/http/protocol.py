@@ -26,10 +26,9 @@ import socket
 import struct
 import sys
 import termios
-import weakref
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 
@@ -50,7 +49,7 @@ MAX_PIPELINED = 4
 """Maximum number of requests that wait on a connection for the answers to earlier ones."""
 LINGER_BYTES = 8 << 20
 DIRECT_BODY = "baton.direct_body"
-"""Name of the ASGI extension with a request's ``DirectBody``."""
+"""Name of the ASGI extension with the ``DirectBody`` of a request's connection."""
 
 
 def plain_answer(status: int, text: str, *headers: str) -> bytes:
@@ -91,6 +90,19 @@ class Bounds:
     def shortest_s(self) -> float:
         """The shortest of all deadlines of a connection, in seconds."""
         return min(self.head_s, self.keep_alive_s, self.slow_client_s, self.linger_s)
+
+
+class DirectBody(Protocol):
+    """Writes parts of a chunked response without waiting: ASGI's ``send`` is a coroutine, which
+    takes longer than the write."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the client reads what was written."""
+
+    def write_part(self, part: bytes) -> None:
+        """Write a part of the response that has begun, but not the last one. A part for a client
+        that has left is dropped."""
 
 
 class _TooManyRequests(Exception):
@@ -241,7 +253,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         # A connection is reused only if the request was fully read when its answer began.
         self._keeps_alive = self.cycle.keep_alive
         self.cycle.keep_alive = False
-        self.scope["extensions"] = {DIRECT_BODY: DirectBody(self.cycle)}
+        assert isinstance(self.transport, _Outlet), "as connection_made made it"
+        self.scope["extensions"] = {DIRECT_BODY: self.transport}
 
     def on_body(self, body: bytes) -> None:
         self._unfinished = 0
@@ -332,33 +345,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.abort()
 
 
-class DirectBody:
-    """Writes parts of a response's body without waiting. ASGI's ``send`` is a coroutine, which
-    takes longer than the write."""
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        # The cycle has the scope, and the scope this object. No request may leave garbage.
-        self._cycle = weakref.ref(cycle)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether a part may be written: the response has begun, in chunks of any size, and the
-        client reads it."""
-        cycle = self._cycle()
-        return (
-            cycle is not None
-            and cycle.response_started
-            and bool(cycle.chunked_encoding)
-            and not (cycle.response_complete or cycle.disconnected or cycle.flow.write_paused)
-        )
-
-    def write(self, part: bytes) -> None:
-        """Write a part of the body, which is not the last one. ``has_room`` must be true."""
-        cycle = self._cycle()
-        assert cycle is not None, "has_room was not checked"
-        cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
-
-
 class _Outlet(asyncio.Transport):
     """The transport that uvicorn sees instead of the connection's own. After uvicorn closes it, the
     client can still read the answer."""
@@ -375,6 +361,15 @@ class _Outlet(asyncio.Transport):
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if self._protocol is not None and not self._protocol.is_ending:
             self._transport.write(data)
+
+    @property
+    def has_room(self) -> bool:
+        """See ``DirectBody``."""
+        return self._protocol is None or not self._protocol.flow.write_paused
+
+    def write_part(self, part: bytes) -> None:
+        """See ``DirectBody``."""
+        self.write(b"%x\r\n%b\r\n" % (len(part), part))
 
     def close(self) -> None:
         if self._protocol is not None:

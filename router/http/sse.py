@@ -99,12 +99,11 @@ class EventStream(Response):
 
     @property
     def has_room(self) -> bool:
-        """Whether ``write_now`` may be called: the events before have left, and the client's socket
-        has room."""
-        direct = self._direct
-        return direct is not None and direct.has_room and not self._turn.locked()
+        """Whether ``write_now`` may be called: the response has begun, and the client's socket has
+        room."""
+        return self._has_begun and self._direct is not None and self._direct.has_room
 
     def write_now(self, body: bytes) -> None:
         """Send encoded events to the client without waiting. They do not end the response."""
         assert self._direct is not None, "has_room was not checked"
-        self._direct.write(body)
+        self._direct.write_part(body)

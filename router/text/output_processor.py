@@ -247,9 +247,11 @@ class OutputProcessor:
         if self._finished or not (token_ids or finish_reason or cached_prompt_tokens):
             return None
         if self._is_plain and finish_reason is None and not (logprobs or self._scores):
-            step, hidden = self._detokenizer.step, self._hidden
-            pieces = [step(token) for token in token_ids if token not in hidden]
-            return OutputDelta("".join(pieces), tuple(token_ids), None, cached_prompt_tokens)
+            text = ""
+            for token_id in token_ids:
+                if token_id not in self._hidden:
+                    text += self._detokenizer.step(token_id)
+            return OutputDelta(text, tuple(token_ids), None, cached_prompt_tokens)
         self._scores = self._scores or bool(logprobs)
         reasoning = self._reasoning
         reasoned = 0 if reasoning is None else reasoning.count

@@ -36,7 +36,6 @@ NAMES = (
 )
 ATTRIBUTES = ("cycle", "flow", "headers", "pipeline", "timeout_keep_alive_task", "transport")
 CYCLE_ATTRIBUTES = (
-    *("chunked_encoding", "flow", "transport"),
     *("disconnected", "keep_alive", "message_event", "more_body"),
     *("response_complete", "response_started"),
 )
