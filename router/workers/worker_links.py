@@ -72,6 +72,7 @@ class _Reader(NamedTuple):
 class _TokenReader(NamedTuple):
     """Callbacks that receive the packed tokens, or an error, of one choice in one attempt."""
 
+    request_id: str
     on_tokens: OnTokens
     on_lost: Callable[[Exception], None]
 
@@ -140,7 +141,7 @@ class WorkerLinks:
         name = request_id, attempt
         self._readers[name] = _Reader(on_output, on_lost)
         for number, take in on_tokens.items():
-            self._token_readers[number] = _TokenReader(take, on_lost)
+            self._token_readers[number] = _TokenReader(request_id, take, on_lost)
 
         def unsubscribe() -> None:
             self._readers.pop(name, None)
@@ -371,7 +372,7 @@ class WorkerLinks:
                 taker.on_tokens(index, token_ids)
             except Exception as error:
                 # The error concerns only this request.
-                log.exception("tokens of a request cannot be processed")
+                log.exception("tokens of request %s cannot be processed", taker.request_id)
                 taker.on_lost(error)
         for output in message.outputs:
             reader = self._readers.get((output.request_id, output.attempt))

@@ -9,12 +9,16 @@ from typing import Any, cast
 
 import pytest
 
-from baton.request import LoadSnapshot, TokenOutput
+from baton.logprobs import TokenLogprobs
+from baton.request import FinishReason, LoadSnapshot, SequenceSpec, TokenOutput
+from baton.rpc import convert
 from baton.rpc.grpc_channel import MESSAGE_LIMIT
+from baton.sampling_params import SamplingParams
 from baton.v1 import decode_pb2
 from decode_worker.role import DecodeRole
-from decode_worker.sequences import Outbox
+from decode_worker.sequences import Outbox, RunningSequences
 from decode_worker.service import DecodeServicer
+from engine.scheduling.sequence import Sequence
 from worker.services import DEFAULT_KEEPALIVE
 
 
@@ -53,6 +57,45 @@ async def test_what_gathered_while_a_router_stood_still_goes_in_several_messages
     role.closing.set()
     role.box.hurry()
     assert [list(message.outputs) async for message in stream] in ([[]], [[], []])
+
+
+def sequence(
+    number: int, *, length: int, choice: int = 0, finish: FinishReason | None = None
+) -> Sequence:
+    """A sequence of which its router has placed choices from 2 on."""
+    spec = SequenceSpec("r", 0, "router", (1,), 1, SamplingParams(), choice=2, output_number=number)
+    made = SimpleNamespace(spec=spec, output_length=length, choice=choice, finish_reason=finish)
+    return cast(Sequence, made)
+
+
+async def test_tokens_go_packed_to_a_router_that_reads_them() -> None:
+    sequences = RunningSequences("decode-0", lambda: 0.0)
+    role = Role()
+    role.box = sequences.outbox("router")
+    scores = (TokenLogprobs(-1.0, ()),)
+    sequences.send(sequence(7, length=1, choice=2), (10,))
+    sequences.send(sequence(7, length=5, choice=3), (11, 12))
+    sequences.send(sequence(0, length=1, choice=2), (13,))
+    sequences.send(sequence(7, length=2, choice=2), (14,), scores)
+    sequences.send(sequence(7, length=3, choice=2, finish=FinishReason.STOP), (15,))
+    (message,) = DecodeServicer(cast(DecodeRole, role))._messages(role.box.take())
+    assert list(convert.token_runs(message.tokens)) == [(7, 0, (10,)), (8, 3, (11, 12))]
+    assert [list(output.token_ids) for output in message.outputs] == [[13], [14], [15]]
+
+
+async def test_packed_tokens_of_a_router_that_stood_still_fit_their_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("decode_worker.sequences._MAX_PACKED_RUNS", 2)
+    role = Role()
+    for index in range(5):
+        role.box.put_tokens(7, index, (index,))
+    role.box.put(output(5))
+    messages = list(DecodeServicer(cast(DecodeRole, role))._messages(role.box.take()))
+    assert [len(message.tokens.numbers) for message in messages] == [2, 2, 1]
+    assert [len(message.outputs) for message in messages] == [0, 0, 1]
+    runs = [run for message in messages for run in convert.token_runs(message.tokens)]
+    assert runs == [(7, index, (index,)) for index in range(5)]
 
 
 # Outboxes
