@@ -144,6 +144,14 @@ class RunningSequences:
             if any(each.spec.router_id == router_id for each in choices.values())
         ]
 
+    def serve(self, router_id: str) -> bool:
+        """Whether any sequence on this worker is of a router's request."""
+        return any(
+            each.spec.router_id == router_id
+            for choices in self._choices.values()
+            for each in choices.values()
+        )
+
     def keep(self, sequence: Sequence) -> None:
         """Add a sequence and its siblings to this collection. It is called when the sequence joins
         the batch or is queued."""
