@@ -149,7 +149,9 @@ class RunningRequest:
             router_id=router_id,
             token_ids=self.token_ids(choices[0]),
             prompt_length=len(request.prompt_ids),
-            sampling=sampling if scored else replace(sampling, prompt_logprobs=None),
+            sampling=replace(sampling, prompt_logprobs=None)
+            if sampling.prompt_logprobs is not None and not scored
+            else sampling,
             cache_salt=request.block_salt,
             context_class=context_class,
             principal=request.principal,

@@ -96,6 +96,9 @@ class DirectBody(Protocol):
     """Writes parts of a chunked response without waiting: ASGI's ``send`` is a coroutine, which
     takes longer than the write."""
 
+    def hold_next(self) -> None:
+        """Write the next data, a response's head, together with the data after it."""
+
     @property
     def has_room(self) -> bool:
         """Whether the client reads what was written."""
@@ -254,7 +257,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._keeps_alive = self.cycle.keep_alive
         self.cycle.keep_alive = False
         assert isinstance(self.transport, _Outlet), "as connection_made made it"
-        self.scope["extensions"] = {DIRECT_BODY: self.transport}
+        extensions: dict[str, Any] = {DIRECT_BODY: self.transport}
+        self.scope["extensions"] = extensions
 
     def on_body(self, body: bytes) -> None:
         self._unfinished = 0
@@ -353,14 +357,26 @@ class _Outlet(asyncio.Transport):
         super().__init__()
         self._transport = transport
         self._protocol: BoundedHttpProtocol | None = protocol
+        self._holds = False
+        self._held = b""
 
     def detach(self) -> None:
         """Record that the connection is lost, so that no more data can be written."""
         self._protocol = None
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        if self._protocol is not None and not self._protocol.is_ending:
-            self._transport.write(data)
+        if self._protocol is None or self._protocol.is_ending:
+            return
+        if self._holds:
+            self._holds, self._held = False, bytes(data)
+            return
+        if self._held:
+            data, self._held = self._held + data, b""
+        self._transport.write(data)
+
+    def hold_next(self) -> None:
+        """See ``DirectBody``."""
+        self._holds = True
 
     @property
     def has_room(self) -> bool:
@@ -373,6 +389,8 @@ class _Outlet(asyncio.Transport):
 
     def close(self) -> None:
         if self._protocol is not None:
+            if self._held:
+                self.write(b"")
             self._protocol.end()
 
     def is_closing(self) -> bool:

@@ -93,6 +93,8 @@ class EventStream(Response):
         async with self._turn:
             if not self._has_begun:
                 self._has_begun = True
+                if self._direct is not None:
+                    self._direct.hold_next()
                 start = {"status": self.status_code, "headers": self.raw_headers}
                 await self._send({"type": "http.response.start", **start})
             await self._send({"type": "http.response.body", "body": body, "more_body": more})

@@ -62,7 +62,7 @@ async def test_what_gathered_while_a_router_stood_still_goes_in_several_messages
 def sequence(
     number: int, *, length: int, choice: int = 0, finish: FinishReason | None = None
 ) -> Sequence:
-    """A sequence of which its router has placed choices from 2 on."""
+    """A sequence whose router has placed choices from 2 on."""
     spec = SequenceSpec("r", 0, "router", (1,), 1, SamplingParams(), choice=2, output_number=number)
     made = SimpleNamespace(spec=spec, output_length=length, choice=choice, finish_reason=finish)
     return cast(Sequence, made)

@@ -73,7 +73,7 @@ def test_a_peers_command_says_where_its_backend_and_port_go(command: str) -> Non
         check_command(command)
 
 
-def test_the_command_of_sglangs_router_says_so_too() -> None:
+def test_the_command_of_sglangs_router_is_a_peers() -> None:
     command = SGLANG_ROUTER.format(python="/venv/bin/python")
     check_command(command)
     assert command.startswith("/venv/bin/python -m sglang_router.launch_router ")
