@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from router.dispatch import deliveries
 from router.dispatch.deliveries import MAX_PAUSE_S, Deliveries
 
 
@@ -41,8 +40,8 @@ class World:
         self.loop = Loop()
         self.took_s = 0.0
         self.delivered = 0
-        monkeypatch.setattr(deliveries.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(deliveries.asyncio, "get_running_loop", lambda: self.loop)
+        monkeypatch.setattr("time.monotonic", lambda: self.now)
+        monkeypatch.setattr("asyncio.get_running_loop", lambda: self.loop)
 
     def deliver(self) -> None:
         self.delivered += 1
