@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 from baton.logprobs import TokenLogprobs
 from baton.reasoning import ReasoningSpan
@@ -118,6 +118,33 @@ class SequenceSpec:
     reasoning has no limit."""
     without_speculation: bool = False
     """Whether speculative decoding is off for the sequence."""
+    output_number: int = 0
+    """The router's number of ``choice``, by which ``PackedTokens`` name it. The number of
+    ``choice + n`` is higher by n. 0: the router does not read packed tokens."""
+
+
+@dataclass(slots=True)
+class PackedTokens:
+    """Tokens of choices that have nothing else to report, in columns: most tokens of a step.
+
+    Each run of tokens has an item in each column except ``token_ids``.
+    """
+
+    numbers: list[int] = field(default_factory=list)
+    """The choice of each run, by the numbers of ``SequenceSpec.output_number``."""
+    indexes: list[int] = field(default_factory=list)
+    """Output index of each run's first token."""
+    counts: list[int] = field(default_factory=list)
+    """Number of tokens in each run."""
+    token_ids: list[int] = field(default_factory=list)
+    """The tokens of all runs."""
+
+    def add(self, number: int, index: int, token_ids: Collection[int]) -> None:
+        """Add a run of tokens; ``index`` is the output index of its first token."""
+        self.numbers.append(number)
+        self.indexes.append(index)
+        self.counts.append(len(token_ids))
+        self.token_ids.extend(token_ids)
 
 
 @dataclass(frozen=True, slots=True)

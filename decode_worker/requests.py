@@ -83,7 +83,7 @@ class DecodeRequests:
 
         The sequence of ticket ``but`` is ignored.
         """
-        return self.receiver.promises(router_id, but) or bool(self.sequences.attempts(router_id))
+        return self.receiver.promises(router_id, but) or self.sequences.serve(router_id)
 
     # Handoffs
 

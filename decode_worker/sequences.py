@@ -9,16 +9,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
 from opentelemetry.trace import Span
 
 from baton.errors import BatonError
 from baton.logprobs import TokenLogprobs
-from baton.request import AttemptName, TokenOutput
+from baton.request import AttemptName, PackedTokens, TokenOutput
 from baton.telemetry.tracing import Attribute, begin_span, fail_span, trace_id_of
 from engine.scheduling.sequence import Sequence
 from worker.prefill.flow import attempt_of
+
+_MAX_PACKED_RUNS = 1 << 16
+"""Maximum number of runs of packed tokens in one message, so that no message is too large."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unsent:
+    """What an outbox has for its router. The tokens go before the outputs."""
+
+    tokens: list[PackedTokens] = field(default_factory=list)
+    outputs: list[TokenOutput] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.tokens or self.outputs)
 
 
 class Outbox:
@@ -29,7 +44,7 @@ class Outbox:
     """
 
     def __init__(self, now: float) -> None:
-        self._outputs: list[TokenOutput] = []
+        self._unsent = Unsent()
         self._filled = asyncio.Event()
         self._reader = 0
         self._is_read = False
@@ -37,11 +52,21 @@ class Outbox:
 
     def put(self, output: TokenOutput) -> None:
         """Add an output to the router's next message."""
-        self._outputs.append(output)
+        self._unsent.outputs.append(output)
+
+    def put_tokens(self, number: int, index: int, token_ids: Collection[int]) -> None:
+        """Add tokens of a choice without anything else to the router's next message.
+
+        ``number`` is the router's number of the choice, ``index`` the first token's output index.
+        """
+        waiting = self._unsent.tokens
+        if not waiting or len(waiting[-1].numbers) >= _MAX_PACKED_RUNS:
+            waiting.append(PackedTokens())
+        waiting[-1].add(number, index, token_ids)
 
     def flush(self) -> None:
         """Allow the stream to send the outputs of a step that has ended."""
-        if self._outputs:
+        if self._unsent:
             self._filled.set()
 
     def hurry(self) -> None:
@@ -76,11 +101,11 @@ class Outbox:
             async with asyncio.timeout(timeout_s):
                 await self._filled.wait()
 
-    def take(self) -> list[TokenOutput]:
-        """Remove and return the outputs that wait to be sent."""
+    def take(self) -> Unsent:
+        """Remove and return what waits to be sent."""
         self._filled.clear()
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        unsent, self._unsent = self._unsent, Unsent()
+        return unsent
 
 
 class RunningSequences:
@@ -118,6 +143,14 @@ class RunningSequences:
             for attempt, choices in self._choices.items()
             if any(each.spec.router_id == router_id for each in choices.values())
         ]
+
+    def serve(self, router_id: str) -> bool:
+        """Whether any sequence on this worker is of a router's request."""
+        return any(
+            each.spec.router_id == router_id
+            for choices in self._choices.values()
+            for each in choices.values()
+        )
 
     def keep(self, sequence: Sequence) -> None:
         """Add a sequence and its siblings to this collection. It is called when the sequence joins
@@ -184,10 +217,15 @@ class RunningSequences:
     ) -> None:
         """Add a sequence's new tokens to the next message to its router."""
         spec = sequence.spec
+        index = sequence.output_length - len(token_ids)
+        if spec.output_number and sequence.finish_reason is None and not logprobs:
+            number = spec.output_number + sequence.choice - spec.choice
+            self.outbox(spec.router_id).put_tokens(number, index, token_ids)
+            return
         output = TokenOutput(
             spec.request_id,
             spec.attempt,
-            sequence.output_length - len(token_ids),
+            index,
             token_ids,
             sequence.finish_reason,
             choice=sequence.choice,

@@ -18,13 +18,14 @@ import grpc.aio
 
 from baton.errors import DeadlineExceeded, HandoffError
 from baton.host.background import end_tasks
-from baton.request import TokenOutput
+from baton.request import PackedTokens
 from baton.rpc import convert
 from baton.rpc.grpc_channel import by_size
 from baton.rpc.grpc_errors import as_baton_error, grpc_boundary, guarded
 from baton.v1 import decode_pb2, decode_pb2_grpc, worker_pb2
 from decode_worker.receiver import Offer
 from decode_worker.requests import DecodeRequests, stopping
+from decode_worker.sequences import Unsent
 from kvtransfer.tickets import Ticket
 
 Context = grpc.aio.ServicerContext[object, object]
@@ -81,19 +82,27 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         finally:
             outbox.close(reader, requests.clock())
 
-    def _messages(self, outputs: list[TokenOutput]) -> Iterator[decode_pb2.StreamTokensResponse]:
-        """Yield messages that contain these outputs. At least one message is sent, because it shows
-        that the worker is alive."""
-        if not outputs:
-            yield self._message()
-        for some in by_size(map(convert.output_to_proto, outputs)):
-            yield self._message(some)
+    def _messages(self, unsent: Unsent) -> Iterator[decode_pb2.StreamTokensResponse]:
+        """Yield messages that contain what was not sent. At least one message is sent, because it
+        shows that the worker is alive."""
+        *full, last = unsent.tokens or [PackedTokens()]
+        for tokens in full:
+            yield self._message(tokens)
+        parts = by_size(map(convert.output_to_proto, unsent.outputs))
+        yield self._message(last, next(parts, ()))
+        for some in parts:
+            yield self._message(outputs=some)
 
     def _message(
-        self, outputs: Sequence[worker_pb2.TokenOutput] = ()
+        self,
+        tokens: PackedTokens | None = None,
+        outputs: Sequence[worker_pb2.TokenOutput] = (),
     ) -> decode_pb2.StreamTokensResponse:
-        load = convert.load_to_proto(self._requests.context.core.load())
-        return decode_pb2.StreamTokensResponse(outputs=outputs, load=load)
+        return decode_pb2.StreamTokensResponse(
+            outputs=outputs,
+            load=convert.load_to_proto(self._requests.context.core.load()),
+            tokens=convert.tokens_to_proto(tokens) if tokens and tokens.numbers else None,
+        )
 
 
 class HandoffStream:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, overload
 
 from baton.errors import HandoffError
@@ -17,6 +18,7 @@ from baton.request import (
     Geometry,
     GroupShape,
     LoadSnapshot,
+    PackedTokens,
     Principal,
     Retention,
     SequenceSpec,
@@ -157,6 +159,7 @@ def write_sequence(message: worker_pb2.SequenceSpec, spec: SequenceSpec) -> None
             required=wanted.required,
         )
     message.without_speculation = spec.without_speculation
+    message.output_number = spec.output_number
     if spec.trace != NO_TRACE:
         message.trace.traceparent = spec.trace.traceparent
         message.trace.tracestate = spec.trace.tracestate
@@ -212,6 +215,7 @@ def sequence_from_proto(message: worker_pb2.SequenceSpec) -> SequenceSpec:
         if message.HasField("reasoning")
         else None,
         without_speculation=message.without_speculation,
+        output_number=message.output_number,
     )
 
 
@@ -332,6 +336,34 @@ def output_from_proto(message: worker_pb2.TokenOutput) -> TokenOutput:
         handed_back=message.handed_back,
         embedding=tuple(message.embedding) if message.embedding else (),
     )
+
+
+def tokens_to_proto(tokens: PackedTokens) -> decode_pb2.PackedTokens:
+    return decode_pb2.PackedTokens(
+        numbers=tokens.numbers,
+        indexes=tokens.indexes,
+        counts=() if len(tokens.token_ids) == len(tokens.numbers) else tokens.counts,
+        token_ids=tokens.token_ids,
+    )
+
+
+def token_runs(message: decode_pb2.PackedTokens) -> Iterable[tuple[int, int, tuple[int, ...]]]:
+    """Return the number of the choice, the output index of the first token, and the tokens of each
+    run. Raises HandoffError if the lists differ in length."""
+    numbers, indexes, counts = message.numbers, message.indexes, message.counts
+    token_ids = message.token_ids
+    expected = sum(counts) if counts else len(numbers)
+    if not len(numbers) == len(indexes) == (len(counts) or len(numbers)):
+        raise HandoffError("a worker has sent tokens without their numbers")
+    if len(token_ids) != expected:
+        raise HandoffError("a worker has sent another number of tokens than it says")
+    runs = _split(token_ids, counts) if counts else zip(token_ids, strict=True)
+    return zip(numbers, indexes, runs, strict=True)
+
+
+def _split(token_ids: Sequence[int], counts: Iterable[int]) -> Iterator[tuple[int, ...]]:
+    items = iter(token_ids)
+    return (tuple(islice(items, count)) for count in counts)
 
 
 _LOAD_FIELDS = tuple(LoadSnapshot.__dataclass_fields__)

@@ -129,6 +129,7 @@ class SequenceSpec(_message.Message):
     RETENTIONS_FIELD_NUMBER: _builtins.int
     CACHE_TTL_MS_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
+    OUTPUT_NUMBER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """Number of the attempt to place the request, from 0."""
@@ -160,6 +161,11 @@ class SequenceSpec(_message.Message):
     """Whether speculative decoding is off for the sequence."""
     cache_ttl_ms: _builtins.int
     """Maximum time that its blocks stay after their last use; 0 sets no bound."""
+    output_number: _builtins.int
+    """The router's number of the first of these choices; that of another one is as much higher as its
+    number of a choice. Tokens may be sent as PackedTokens, which name choices by it. 0: they may not,
+    since the router does not know the message.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, then the tokens that the router has already accepted."""
@@ -204,10 +210,11 @@ class SequenceSpec(_message.Message):
         retentions: _abc.Iterable[Global___Retention] | None = ...,
         cache_ttl_ms: _builtins.int = ...,
         reasoning: Global___ReasoningSpan | None = ...,
+        output_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["principal", b"principal", "reasoning", b"reasoning", "sampling", b"sampling", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "cache_ttl_ms", b"cache_ttl_ms", "choice", b"choice", "choices", b"choices", "context_class", b"context_class", "deadline_ms", b"deadline_ms", "embeds", b"embeds", "hand_back", b"hand_back", "preemptions", b"preemptions", "principal", b"principal", "priority", b"priority", "prompt_length", b"prompt_length", "reasoning", b"reasoning", "request_id", b"request_id", "retentions", b"retentions", "router_id", b"router_id", "sampling", b"sampling", "token_ids", b"token_ids", "trace", b"trace", "without_speculation", b"without_speculation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "cache_ttl_ms", b"cache_ttl_ms", "choice", b"choice", "choices", b"choices", "context_class", b"context_class", "deadline_ms", b"deadline_ms", "embeds", b"embeds", "hand_back", b"hand_back", "output_number", b"output_number", "preemptions", b"preemptions", "principal", b"principal", "priority", b"priority", "prompt_length", b"prompt_length", "reasoning", b"reasoning", "request_id", b"request_id", "retentions", b"retentions", "router_id", b"router_id", "sampling", b"sampling", "token_ids", b"token_ids", "trace", b"trace", "without_speculation", b"without_speculation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import grpc.aio
 import redis
 
-from baton.request import Geometry, LoadSnapshot
+from baton.request import Geometry, LoadSnapshot, PackedTokens
+from baton.rpc import convert
 from baton.rpc.grpc_channel import make_server
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry, WorkerRecord
@@ -55,6 +56,13 @@ class _Answer:
     """Number of the answer's tokens that were already sent."""
     tokens: int
     first_token_id: int
+    number: int
+    """The router's output number; 0 if it does not read packed tokens."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the next token is sent packed, as a decode worker does it."""
+        return self.number > 0 and self.told + 1 < self.tokens
 
     def next_token(self) -> worker_pb2.TokenOutput:
         index = self.told
@@ -78,6 +86,7 @@ class _Mail:
 
     def __init__(self) -> None:
         self.outputs: list[worker_pb2.TokenOutput] = []
+        self.tokens = PackedTokens()
         self.filled = asyncio.Event()
 
 
@@ -131,6 +140,7 @@ class EchoWorker(
             told=0,
             tokens=spec.sampling.max_tokens,
             first_token_id=self._first_token_id,
+            number=spec.output_number,
         )
         first = answer.next_token()
         responses = [prefill_pb2.PrefillResponse(first_token=first)]
@@ -162,27 +172,40 @@ class EchoWorker(
     ) -> AsyncIterator[decode_pb2.StreamTokensResponse]:
         """Implement decode.proto."""
         mail = self._mail[request.router_id]
-        yield self._message([])
+        yield self._message([], PackedTokens())
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_HEARTBEAT_S):
                     await mail.filled.wait()
             mail.filled.clear()
             outputs, mail.outputs = mail.outputs, []
-            yield self._message(outputs)
+            tokens, mail.tokens = mail.tokens, PackedTokens()
+            yield self._message(outputs, tokens)
 
-    def _message(self, outputs: list[worker_pb2.TokenOutput]) -> decode_pb2.StreamTokensResponse:
+    def _message(
+        self, outputs: list[worker_pb2.TokenOutput], tokens: PackedTokens
+    ) -> decode_pb2.StreamTokensResponse:
         load = worker_pb2.LoadSnapshot(free_blocks=_BLOCKS, running=len(self._answers))
-        return decode_pb2.StreamTokensResponse(outputs=outputs, load=load)
+        packed = convert.tokens_to_proto(tokens) if tokens.numbers else None
+        return decode_pb2.StreamTokensResponse(outputs=outputs, load=load, tokens=packed)
 
     def _tell(self, router_id: str, output: worker_pb2.TokenOutput) -> None:
         mail = self._mail[router_id]
         mail.outputs.append(output)
         mail.filled.set()
 
+    def _tell_next(self, answer: _Answer) -> None:
+        if not answer.is_packed:
+            self._tell(answer.router_id, answer.next_token())
+            return
+        mail, index = self._mail[answer.router_id], answer.told
+        answer.told += 1
+        mail.tokens.add(answer.number, index, (answer.first_token_id + index % _TOKEN_IDS,))
+        mail.filled.set()
+
     def _tell_all(self, answer: _Answer) -> None:
         while answer.told < answer.tokens:
-            self._tell(answer.router_id, answer.next_token())
+            self._tell_next(answer)
         del self._answers[(answer.request_id, answer.attempt)]
 
     async def run_steps(self) -> None:
@@ -202,7 +225,7 @@ class EchoWorker(
 
     def _step(self) -> None:
         for key, answer in list(self._answers.items()):
-            self._tell(answer.router_id, answer.next_token())
+            self._tell_next(answer)
             if answer.told == answer.tokens:
                 del self._answers[key]
 

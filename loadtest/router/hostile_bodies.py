@@ -36,7 +36,7 @@ from baton.v1 import worker_pb2
 from loadtest.common.bench_app import ModelFolder, bench_app
 from router.access.access import Access
 from router.core.accounting import RequestStats
-from router.core.request import GenerationRequest, OutputDelta, ScoredToken
+from router.core.request import GenerationRequest, OutputDelta, Relay, ScoredToken
 from router.core.served_model import ServedModel
 from router.inference.service import InferenceService
 from router.main import keep_collections_short
@@ -62,7 +62,9 @@ class InstantDispatcher:
 
     context_length = CONTEXT
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[OutputDelta]:
+    async def generate(
+        self, request: GenerationRequest, relay: Relay | None = None
+    ) -> AsyncIterator[OutputDelta]:
         # Workers take at least one turn of the loop.
         await asyncio.sleep(0)
         sampling = request.sampling

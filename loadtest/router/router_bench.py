@@ -20,6 +20,8 @@ the echo worker sends each of them one token per step, and the client must have 
 within ``KEPT_UP`` of the steps' own time.
 
 With ``peer`` another router is measured in the same way: see ``loadtest.router.router_process``.
+``--sglang-router`` names one. It forwards HTTP: unlike Baton's router it neither applies a chat
+template nor tokenizes or detokenizes.
 """
 
 from __future__ import annotations
@@ -51,6 +53,11 @@ from planning.common.report import Machine, print_whole, this_machine, write_jso
 KEPT_UP = 1.03
 """Limit of the time in which answers arrived, divided by the time of the echo worker's steps. Up to
 this ratio, the router keeps up with a token rate."""
+SGLANG_ROUTER = (
+    "{python} -m sglang_router.launch_router --worker-urls {{backend}} --host 127.0.0.1"
+    " --port {{port}} --policy cache_aware --log-level warn"
+)
+"""Command of SGLang's router, as a ``peer``."""
 _CLUSTER_ID = "bench"
 _READY_S = 60.0
 _RUN_S = 120.0
@@ -76,7 +83,16 @@ class RouterBenchSettings:
     """Duration of the echo worker's steps in the latency test, in seconds."""
     streams: int = 128
     """Number of concurrent answers in the throughput test."""
-    tokens_per_s: tuple[int, ...] = (10_000, 15_000, 20_000, 25_000, 30_000, 40_000, 50_000)
+    tokens_per_s: tuple[int, ...] = (
+        10_000,
+        20_000,
+        30_000,
+        40_000,
+        50_000,
+        60_000,
+        80_000,
+        100_000,
+    )
     """Token rates to try in the throughput test. They rise; the test ends at the first rate at
     which the router falls behind."""
     rate_s: float = 3.0
@@ -90,14 +106,17 @@ class RouterBenchSettings:
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Latencies in milliseconds of requests on one path, such as through the router, and the share
-    of a CPU core that the router used."""
+    """Latencies in milliseconds of requests on one path, such as through the router, and the CPU
+    time that the router used."""
 
     first_ms_p50: float
     first_ms_p99: float
     end_ms_p50: float
     end_ms_p99: float
     core_used: float
+    """Share of a CPU core that the router used."""
+    cpu_ms: float
+    """CPU milliseconds of the router for each request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +131,8 @@ class Rate:
     """Number of events that the client received, divided by the number of tokens. It is below 1 if
     tokens that arrive together share an event."""
     core_used: float
+    cpu_us: float
+    """CPU microseconds of the router for each token."""
     kept_up: bool
 
 
@@ -201,7 +222,15 @@ def _fields(figures: RouterFigures) -> dict[str, object]:
 
 def draw(figures: RouterFigures, title: str = "") -> Table:
     """Return a table of the latencies that were measured with one router."""
-    columns = ("", "first event p50, ms", "p99", "end p50, ms", "p99", "router's core")
+    columns = (
+        "",
+        "first event p50, ms",
+        "p99",
+        "end p50, ms",
+        "p99",
+        "router's core",
+        "ms/request",
+    )
     table = Table(*columns, title=title)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -214,6 +243,7 @@ def draw(figures: RouterFigures, title: str = "") -> Table:
             f"{row.end_ms_p50:.2f}",
             f"{row.end_ms_p99:.2f}",
             f"{row.core_used:.0%}",
+            f"{row.cpu_ms:.2f}",
         )
     added = (*figures.added_ms, *figures.end_added_ms)
     table.add_row("added", *(f"{milliseconds:.2f}" for milliseconds in added))
@@ -222,7 +252,14 @@ def draw(figures: RouterFigures, title: str = "") -> Table:
 
 def draw_rates(rates: Sequence[Rate], title: str = "") -> Table:
     """Return a table of the throughput test, with a row for each token rate."""
-    columns = ("tokens/s offered", "passed on", "events per token", "router's core", "kept up")
+    columns = (
+        "tokens/s offered",
+        "passed on",
+        "events per token",
+        "router's core",
+        "us/token",
+        "kept up",
+    )
     table = Table(*columns, title=title)
     for column in table.columns:
         column.justify = "right"
@@ -232,6 +269,7 @@ def draw_rates(rates: Sequence[Rate], title: str = "") -> Table:
             f"{rate.passed:.0f}",
             f"{rate.events_per_token:.2f}",
             f"{rate.core_used:.0%}",
+            f"{rate.cpu_us:.1f}",
             "yes" if rate.kept_up else "no",
         )
     return table
@@ -334,11 +372,13 @@ async def _latencies(
     await client.ask(question | {"requests": settings.warm_up_requests}, _RUN_S)
     used = _CoreUse(process)
     answer = await client.ask(question | {"requests": settings.requests}, _RUN_S)
-    share = used.share()
+    share, cpu_ms = used.share(), used.seconds() * 1e3 / settings.requests
     (first_p50, first_p99), (end_p50, end_p99) = (
         np.percentile(answer[name], (50, 99)) for name in ("first_ms", "end_ms")
     )
-    return Latencies(float(first_p50), float(first_p99), float(end_p50), float(end_p99), share)
+    return Latencies(
+        float(first_p50), float(first_p99), float(end_p50), float(end_p99), share, cpu_ms
+    )
 
 
 async def _rate(
@@ -361,25 +401,30 @@ async def _rate(
         passed=answer["tokens"] / answer["seconds"],
         events_per_token=answer["events"] / answer["tokens"],
         core_used=used.share(),
+        cpu_us=used.seconds() * 1e6 / answer["tokens"],
         kept_up=answer["seconds"] <= (tokens - 1) * step_s * KEPT_UP,
     )
 
 
 class _CoreUse:
-    """Measures the share of a CPU core that a process has used since this object was made."""
+    """Measures the CPU time that a process has used since this object was made."""
 
     def __init__(self, process: psutil.Process) -> None:
         self._process = process
         self._began = time.perf_counter()
-        self._before = self._seconds()
+        self._before = self._total()
 
-    def _seconds(self) -> float:
+    def _total(self) -> float:
         times = self._process.cpu_times()
         return float(times.user + times.system)
 
+    def seconds(self) -> float:
+        """Return the CPU seconds that the process has used."""
+        return self._total() - self._before
+
     def share(self) -> float:
         """Return the share of a CPU core that the process has used; 1 is one whole core."""
-        return (self._seconds() - self._before) / (time.perf_counter() - self._began)
+        return self.seconds() / (time.perf_counter() - self._began)
 
 
 def main(
@@ -399,7 +444,7 @@ def main(
     ] = 128,
     tokens_per_s: Annotated[
         str, typer.Option(help="Rates to try, until the router falls behind.")
-    ] = "10000,15000,20000,25000,30000,40000,50000",
+    ] = "10000,20000,30000,40000,50000,60000,80000,100000",
     peer: Annotated[
         str,
         typer.Option(
@@ -408,6 +453,14 @@ def main(
             " and {port} in it.",
         ),
     ] = "",
+    sglang_router: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PYTHON",
+            help="Also measure sglang-router, as --peer does: the Python of an environment that has"
+            " it.",
+        ),
+    ] = None,
     output: Figures = None,
 ) -> None:
     """Measure the latency and the token rate of one router.
@@ -423,7 +476,7 @@ def main(
         step_s=step_ms / 1e3,
         streams=streams,
         tokens_per_s=counts_in(tokens_per_s),
-        peer=peer,
+        peer=SGLANG_ROUTER.format(python=sglang_router) if sglang_router else peer,
     )
     bench_router(settings, say, Console(), output)
 

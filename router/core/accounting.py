@@ -27,6 +27,8 @@ from router.core.request import GenerationRequest, OutputDelta
 log = logging.getLogger("baton.requests")
 
 UNKNOWN_CLASS = "unknown"
+_COUNTED_TOKENS = 16
+"""Number of a request's tokens that are added to a metric at once."""
 
 
 class Outcome(enum.StrEnum):
@@ -154,6 +156,8 @@ class RequestRecorder:
         """The decode worker of the latest choice that ended."""
         self._batch_size = 0.0
         """Mean batch size in the latest decode steps of the request's worker."""
+        self._uncounted = 0
+        """Output tokens that are not in the metrics yet."""
         self._reasons: list[str] = []
         self._ended = False
         self._summary: dict[str, object] = {}
@@ -186,8 +190,13 @@ class RequestRecorder:
             self._series.cached_prompt_tokens.inc(delta.cached_prompt_tokens)
         for _ in delta.token_ids if delta.choice == 0 else ():
             self._token(now)
-        if delta.token_ids:
-            self._series.generated_tokens.inc(len(delta.token_ids))
+        self._uncounted += len(delta.token_ids)
+        if self._uncounted >= _COUNTED_TOKENS:
+            self._count()
+
+    def _count(self) -> None:
+        self._series.generated_tokens.inc(self._uncounted)
+        self._uncounted = 0
 
     def succeed(self, now: float) -> None:
         """Record that the request ended well, with its last token at ``now``."""
@@ -254,6 +263,7 @@ class RequestRecorder:
         if self._ended:
             return
         self._ended = True
+        self._count()
         # A rejected or failed answer has no length of its own.
         has_length = outcome in (Outcome.OK, Outcome.ABORTED) and self._tokens
         self._recent.add(

@@ -23,7 +23,8 @@ from baton.store.registry import Registry, WorkerRecord
 from baton.telemetry.metrics import RouterMetrics
 from router.admission.admission_queue import AdmissionQueue, capacity_of
 from router.admission.capacity import Capacity
-from router.core.request import GenerationRequest, OutputDelta
+from router.core.request import GenerationRequest, OutputDelta, Relay
+from router.dispatch.deliveries import Deliveries
 from router.dispatch.failover import Failover
 from router.dispatch.hang_detector import HangDetector
 from router.dispatch.placement import Placement
@@ -44,6 +45,8 @@ from router.workers.worker_links import WorkerLinks
 CLOSE_S = 2.0
 """Maximum seconds that a stopping router waits until workers have received the aborts of its
 requests."""
+COUNTED_TOKENS = 16
+"""Number of tokens of an answer that admission counts at once. It counts in blocks of tokens."""
 IDLE_POLL_S = 0.02
 IDLE_S = 0.2
 
@@ -94,6 +97,7 @@ class ClusterDispatcher:
         )
         self._hang_detector = HangDetector(config, self._links, self._placement, self._failover)
         self._report = None if board is None else TrafficReport(board, self.router_id, traffic)
+        self._deliveries = Deliveries()
         self._running: set[RunningRequest] = set()
         """Requests that admission has accepted and that have not ended."""
         self._draining = False
@@ -103,14 +107,28 @@ class ClusterDispatcher:
 
     # A request
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[OutputDelta, None]:
+    async def generate(
+        self, request: GenerationRequest, relay: Relay | None = None
+    ) -> AsyncGenerator[OutputDelta, None]:
         """Answer a request: yield the deltas of its choices, as ``router.core.request.Dispatcher``
         specifies."""
         received_at = time.monotonic()
         self._quarantine.check(request.prompt_ids, request.cache_salt, received_at)
         self._metrics.active_requests.inc()
         self._active += 1
-        begun, finished, held_s = False, False, 0.0
+        begun, finished, held_s, uncounted = False, False, 0.0, 0
+
+        def pass_on(delta: OutputDelta) -> bool:
+            nonlocal uncounted
+            if relay is None or not relay(delta):
+                return False
+            if delta.choice == 0:
+                uncounted += len(delta.token_ids)
+                if uncounted >= COUNTED_TOKENS:
+                    self._queue.generated(request.request_id, uncounted)
+                    uncounted = 0
+            return True
+
         try:
             await self._queue.acquire(request)
             self._budget.admitted()
@@ -128,8 +146,12 @@ class ClusterDispatcher:
                     if not begun:
                         begun = True
                         self._queue.first_token(request.request_id)
+                        if relay is not None:
+                            running.relay_through(self._deliveries, pass_on)
                     if delta.choice == 0:
-                        self._queue.generated(request.request_id, len(delta.token_ids))
+                        count = uncounted + len(delta.token_ids)
+                        self._queue.generated(request.request_id, count)
+                        uncounted = 0
                     given_at = time.monotonic()
                     yield delta
                     held_s += time.monotonic() - given_at

@@ -94,6 +94,8 @@ class Placement:
         self._attempts: dict[Attempt, Unsubscribe] = {}
         """Current attempts. Each value is the function that stops reading the attempt's outputs."""
         self._by_target: defaultdict[str, set[Attempt]] = defaultdict(set)
+        self._next_output = 1
+        """Output number of the next choice that is placed. Every attempt has other numbers."""
         self._background: set[asyncio.Task[None]] = set()
 
     def subscribe(
@@ -209,7 +211,9 @@ class Placement:
             scored=route.scored,
             retentions=self._pins.retentions_of(route.hashes),
             cache_ttl_s=self._cache_ttls.get(running.request.principal.tenant, 0.0),
+            output_number=self._next_output,
         )
+        self._next_output += len(route.choices)
         attempt = Attempt(
             running,
             spec,
@@ -233,6 +237,10 @@ class Placement:
             spec.attempt,
             partial(self._on_output, attempt),
             partial(self._on_lost, attempt),
+            {
+                number: partial(self._on_tokens, attempt, choice)
+                for number, choice in enumerate(route.choices, spec.output_number)
+            },
         )
         message = prefill_pb2.PrefillRequest(
             sequence=convert.sequence_to_proto(spec),
@@ -330,7 +338,8 @@ class Placement:
         running = attempt.owner
         if _is_left_to_prefill(attempt, output):
             return
-        attempt.decode_began.set()
+        if not attempt.decode_began.is_set():
+            attempt.decode_began.set()
         if output.error:
             attempt.failed = True
             failure = error_from_code(output.error_code or "worker_failed", output.error)
@@ -343,6 +352,17 @@ class Placement:
             running.accept(output, batch_size=attempt.target.load.step_batch)
             if running.several:
                 self._end_stopped(attempt)
+
+    def _on_tokens(
+        self, attempt: Attempt, choice: int, index: int, token_ids: tuple[int, ...]
+    ) -> None:
+        """Process tokens that the decode worker of an attempt has sent without anything else."""
+        if not attempt.decode_began.is_set():
+            attempt.decode_began.set()
+        running = attempt.owner
+        running.accept_tokens(choice, attempt.spec.attempt, index, token_ids)
+        if running.several:
+            self._end_stopped(attempt)
 
     def _on_lost(self, attempt: Attempt, error: Exception) -> None:
         """Fail the request of an attempt whose output could not be processed."""

@@ -31,7 +31,8 @@ from baton.host.background import spawn
 from baton.logprobs import TokenLogprobs
 from baton.request import LOWEST_PRIORITY, Retention, SequenceSpec, TokenOutput, TraceContext
 from baton.rpc.grpc_errors import error_from_code
-from router.core.request import GenerationRequest, OutputDelta, without_answer
+from router.core.request import GenerationRequest, OutputDelta, Relay, without_answer
+from router.dispatch.deliveries import Deliveries
 from router.dispatch.retry_limits import FailedWorkers
 from router.routing.routing_state import Promise
 from router.text.output_processor import OutputProcessor
@@ -59,6 +60,8 @@ class RunningRequest:
         self.choices: Sequence[RunningChoice] = tuple(
             RunningChoice(number, processor) for number, processor in enumerate(processors)
         )
+        self.several = len(self.choices) > 1
+        """Whether the request has more than one choice."""
         self.awaits_prompt = request.awaits_prompt
         """Whether deltas are held back until the prompt's log probabilities or embedding have
         arrived."""
@@ -81,6 +84,13 @@ class RunningRequest:
         self._written_tokens = 0
         self._error: BatonError | None = None
         self._changed = asyncio.Event()
+        self._is_parked = False
+        """Whether the reader waits in ``next_delta``, and was not woken yet."""
+        self._relay: Relay | None = None
+        self._deliveries: Deliveries | None = None
+        self._is_due = False
+        """Whether ``deliver`` is going to be called."""
+        self._relay_error: Exception | None = None
 
     @cached_property
     def failed_workers(self) -> FailedWorkers:
@@ -125,11 +135,13 @@ class RunningRequest:
         scored: bool,
         retentions: tuple[Retention, ...] = (),
         cache_ttl_s: float = 0.0,
+        output_number: int = 0,
     ) -> SequenceSpec:
         """Build the message for workers about choices that are placed together in the next attempt.
 
         ``scored``: true if the worker must compute the prompt's log probabilities, provided that
-        they are requested. ``retentions``: retentions in addition to the request's own."""
+        they are requested. ``retentions``: retentions in addition to the request's own.
+        ``output_number``: see ``SequenceSpec``."""
         request, sampling = self.request, self.request.sampling
         return SequenceSpec(
             request_id=request.request_id,
@@ -137,7 +149,9 @@ class RunningRequest:
             router_id=router_id,
             token_ids=self.token_ids(choices[0]),
             prompt_length=len(request.prompt_ids),
-            sampling=sampling if scored else replace(sampling, prompt_logprobs=None),
+            sampling=replace(sampling, prompt_logprobs=None)
+            if sampling.prompt_logprobs is not None and not scored
+            else sampling,
             cache_salt=request.block_salt,
             context_class=context_class,
             principal=request.principal,
@@ -153,6 +167,7 @@ class RunningRequest:
             trace=trace,
             reasoning=request.reasoning_span,
             without_speculation=request.without_speculation,
+            output_number=output_number,
         )
 
     def move(self, work: Coroutine[Any, Any, None]) -> None:
@@ -172,11 +187,6 @@ class RunningRequest:
             self.fail(BatonError(f"internal error: {type(error).__name__}"))
 
     # What workers report
-
-    @property
-    def several(self) -> bool:
-        """Whether the request has more than one choice."""
-        return len(self.choices) > 1
 
     @property
     def stopped(self) -> bool:
@@ -215,7 +225,29 @@ class RunningRequest:
         choice.batch_size = batch_size
         choice.accept(output, cached_prompt_tokens)
         if choice.unread and not self.awaits_prompt:
-            self._changed.set()
+            self._wake()
+
+    def accept_tokens(
+        self, number: int, attempt: int, index: int, token_ids: tuple[int, ...]
+    ) -> None:
+        """Process tokens of the choice ``number`` that a worker has sent without anything else.
+        ``index``: the output index of the first one."""
+        choice = self.choices[number]
+        if attempt != choice.attempt:
+            return
+        goes_on = choice.accept_tokens(index, token_ids)
+        if not choice.unread or self.awaits_prompt:
+            return
+        if self._deliveries is None or not (goes_on and self._is_parked):
+            self._wake()
+        elif not self._is_due:
+            self._is_due = True
+            self._deliveries.add(self)
+
+    def _wake(self) -> None:
+        """Let the reader take the output that is unread, or the error."""
+        self._is_parked = False
+        self._changed.set()
 
     def take_stopped(self) -> list[int]:
         """Return the choices that the worker still runs although a stop string was found in them.
@@ -227,28 +259,55 @@ class RunningRequest:
         is_there = all(choice.processor.finished for choice in self.choices)
         if self._error is None and (self.awaits_prompt or not is_there):
             self._error = error
-            self._changed.set()
+            self._wake()
 
     # What the client reads
+
+    def relay_through(self, deliveries: Deliveries, relay: Relay) -> None:
+        """Pass further deltas to ``relay`` while the reader waits for the next one. The last delta
+        of a choice, and those that ``relay`` refuses, still go to the reader."""
+        self._relay, self._deliveries = relay, deliveries
+
+    def deliver(self) -> None:
+        """Pass the unread output to the relay, unless the reader is going to take it."""
+        self._is_due = False
+        if not self._is_parked:
+            return
+        assert self._relay is not None, "deliveries come with a relay"
+        try:
+            for choice in self.choices:
+                if choice.unread and not self._relay(delta := choice.take()):
+                    choice.unread = [delta]
+                    self._wake()
+                    return
+        except Exception as error:
+            self._relay_error = error
+            self._wake()
 
     async def next_delta(self) -> OutputDelta:
         """Wait for output of any choice, and return all unread output of that choice in one delta.
         Raises BatonError.
         """
-        await self._changed.wait()
+        self._is_parked = not self._changed.is_set()
+        try:
+            await self._changed.wait()
+        finally:
+            self._is_parked = False
+        if self._relay_error is not None:
+            raise self._relay_error
         choice = None if self.awaits_prompt else self._waiting()
         if choice is None:
             assert self._error is not None, "woken for nothing"
             raise self._error
         delta = choice.take()
         if self._prompt_logprobs:
-            delta = replace(delta, prompt_logprobs=self._prompt_logprobs)
+            delta.prompt_logprobs = self._prompt_logprobs
             self._prompt_logprobs = ()
         if self._embedding:
-            delta = replace(delta, embedding=self._embedding)
+            delta.embedding = self._embedding
             self._embedding = ()
         if self._written_tokens:
-            delta = replace(delta, written_prompt_tokens=self._written_tokens)
+            delta.written_prompt_tokens = self._written_tokens
             self._written_tokens = 0
         if self._error is None and not (self.several and self._waiting()):
             self._changed.clear()
@@ -378,6 +437,21 @@ class RunningChoice:
         while (index := min(self._early, default=math.inf)) <= len(self.token_ids):
             self._take(self._early.pop(int(index)))
 
+    def accept_tokens(self, index: int, token_ids: tuple[int, ...]) -> bool:
+        """Process tokens of this choice that a worker has sent without anything else. Return
+        whether the choice goes on.
+
+        ``index``: the output index of the first one."""
+        if index != len(self.token_ids) or self._early:
+            self.accept(TokenOutput("", self.attempt, index, token_ids), 0)
+        else:
+            self.token_ids += token_ids
+            delta = self.processor.push(token_ids)
+            if delta is not None:
+                self._show(delta, len(token_ids))
+                return delta.finish_reason is None
+        return not self.processor.finished
+
     def _keep(self, early: TokenOutput) -> None:
         kept = self._early.get(early.index)
         if kept is None or len(kept.token_ids) <= len(early.token_ids):
@@ -392,21 +466,19 @@ class RunningChoice:
                 new, output.finish_reason, cached_prompt_tokens, output.logprobs[known:]
             )
             if delta is not None:
-                if len(new) > 1:
-                    # An output is of one step: one drawn token after the accepted drafts.
-                    delta = replace(delta, accepted_drafts=len(new) - 1)
-                if delta.finish_reason is not None:
-                    delta = replace(
-                        delta,
-                        prefill_worker=self.prefill_worker,
-                        decode_worker=self.decode_worker,
-                        batch_size=self.batch_size,
-                    )
-                self._keep_unread(delta)
+                self._show(delta, len(new))
         if output.finish_reason is not None:
             self.worker_finished = True
 
-    def _keep_unread(self, delta: OutputDelta) -> None:
+    def _show(self, delta: OutputDelta, tokens: int) -> None:
+        """Keep a delta of ``tokens`` new tokens until the client reads it."""
+        if tokens > 1:
+            # An output is of one step: one drawn token after the accepted drafts.
+            delta.accepted_drafts = tokens - 1
+        if delta.finish_reason is not None:
+            delta.prefill_worker = self.prefill_worker
+            delta.decode_worker = self.decode_worker
+            delta.batch_size = self.batch_size
         self.unread.append(delta)
         self._loose += 1
         if self._loose == _PART:
@@ -419,7 +491,8 @@ class RunningChoice:
         assert pieces, "there is nothing"
         delta = pieces[0] if len(pieces) == 1 else _joined(pieces)
         self.is_over = delta.finish_reason is not None
-        return replace(delta, choice=self.number) if self.number else delta
+        delta.choice = self.number
+        return delta
 
     def take_stopped(self) -> bool:
         """Return whether the worker must end the choice's sequence because of a stop string.

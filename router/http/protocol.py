@@ -28,7 +28,7 @@ import sys
 import termios
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 
@@ -48,6 +48,8 @@ MAX_HEADERS = 128
 MAX_PIPELINED = 4
 """Maximum number of requests that wait on a connection for the answers to earlier ones."""
 LINGER_BYTES = 8 << 20
+DIRECT_BODY = "baton.direct_body"
+"""Name of the ASGI extension with the ``DirectBody`` of a request's connection."""
 
 
 def plain_answer(status: int, text: str, *headers: str) -> bytes:
@@ -88,6 +90,22 @@ class Bounds:
     def shortest_s(self) -> float:
         """The shortest of all deadlines of a connection, in seconds."""
         return min(self.head_s, self.keep_alive_s, self.slow_client_s, self.linger_s)
+
+
+class DirectBody(Protocol):
+    """Writes parts of a chunked response without waiting: ASGI's ``send`` is a coroutine, which
+    takes longer than the write."""
+
+    def hold_next(self) -> None:
+        """Write the next data, a response's head, together with the data after it."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the client reads what was written."""
+
+    def write_part(self, part: bytes) -> None:
+        """Write a part of the response that has begun, but not the last one. A part for a client
+        that has left is dropped."""
 
 
 class _TooManyRequests(Exception):
@@ -238,6 +256,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         # A connection is reused only if the request was fully read when its answer began.
         self._keeps_alive = self.cycle.keep_alive
         self.cycle.keep_alive = False
+        assert isinstance(self.transport, _Outlet), "as connection_made made it"
+        extensions: dict[str, Any] = {DIRECT_BODY: self.transport}
+        self.scope["extensions"] = extensions
 
     def on_body(self, body: bytes) -> None:
         self._unfinished = 0
@@ -336,17 +357,40 @@ class _Outlet(asyncio.Transport):
         super().__init__()
         self._transport = transport
         self._protocol: BoundedHttpProtocol | None = protocol
+        self._holds = False
+        self._held = b""
 
     def detach(self) -> None:
         """Record that the connection is lost, so that no more data can be written."""
         self._protocol = None
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        if self._protocol is not None and not self._protocol.is_ending:
-            self._transport.write(data)
+        if self._protocol is None or self._protocol.is_ending:
+            return
+        if self._holds:
+            self._holds, self._held = False, bytes(data)
+            return
+        if self._held:
+            data, self._held = self._held + data, b""
+        self._transport.write(data)
+
+    def hold_next(self) -> None:
+        """See ``DirectBody``."""
+        self._holds = True
+
+    @property
+    def has_room(self) -> bool:
+        """See ``DirectBody``."""
+        return self._protocol is None or not self._protocol.flow.write_paused
+
+    def write_part(self, part: bytes) -> None:
+        """See ``DirectBody``."""
+        self.write(b"%x\r\n%b\r\n" % (len(part), part))
 
     def close(self) -> None:
         if self._protocol is not None:
+            if self._held:
+                self.write(b"")
             self._protocol.end()
 
     def is_closing(self) -> bool:

@@ -16,6 +16,7 @@ from baton.errors import BatonError
 from baton.liveness.listening import listening
 from router.http.client import unless_disconnected
 from router.http.errors import error_object
+from router.http.protocol import DIRECT_BODY, DirectBody
 
 log = logging.getLogger(__name__)
 
@@ -26,9 +27,9 @@ _LAST_WORDS_S = 1.0
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-def to_json(value: Any) -> str:
-    """Encode a value as compact JSON in ASCII, which contains no line separators."""
-    return json.dumps(value, ensure_ascii=True, separators=(",", ":"))
+# ``json.dumps`` would make an encoder at each call.
+to_json: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=True, separators=(",", ":")).encode
+"""Encode a value as compact JSON in ASCII, which contains no line separators."""
 
 
 def encode_events(payloads: Iterable[str]) -> bytes:
@@ -69,9 +70,11 @@ class EventStream(Response):
         self._turn = asyncio.Lock()
         self._has_begun = False
         self._send: Send | None = None
+        self._direct: DirectBody | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send = send
+        self._direct = scope.get("extensions", {}).get(DIRECT_BODY)
         try:
             await unless_disconnected(receive, self._work(self))
         except BatonError as error:
@@ -90,6 +93,19 @@ class EventStream(Response):
         async with self._turn:
             if not self._has_begun:
                 self._has_begun = True
+                if self._direct is not None:
+                    self._direct.hold_next()
                 start = {"status": self.status_code, "headers": self.raw_headers}
                 await self._send({"type": "http.response.start", **start})
             await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+    @property
+    def has_room(self) -> bool:
+        """Whether ``write_now`` may be called: the response has begun, and the client's socket has
+        room."""
+        return self._has_begun and self._direct is not None and self._direct.has_room
+
+    def write_now(self, body: bytes) -> None:
+        """Send encoded events to the client without waiting. They do not end the response."""
+        assert self._direct is not None, "has_room was not checked"
+        self._direct.write_part(body)

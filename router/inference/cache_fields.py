@@ -45,6 +45,8 @@ def with_cache_fields(
             "prompt_cache_retention must be in_memory or 24h", param="prompt_cache_retention"
         )
     ttl_s = _RETENTIONS[retention]
+    if not (key or ttl_s):
+        return list(requests)
     return [
         replace(
             one,

@@ -121,6 +121,13 @@ class Endpoint:
             if shown := answer.events(prompt, delta):
                 await events.write(shown, more=True)
 
+        def pass_on(prompt: int, delta: OutputDelta) -> bool:
+            if not events.has_room:
+                return False
+            if shown := answer.events(prompt, delta):
+                events.write_now(shown)
+            return True
+
         async def set_limits(headers: Mapping[str, str]) -> None:
             events.headers.update(headers)
 
@@ -129,6 +136,7 @@ class Endpoint:
             answer.requests,
             answer.choices,
             show,
+            relay=pass_on,
             on_admitted=set_limits,
             at_once=answer.at_once,
         )
@@ -145,6 +153,10 @@ class Endpoint:
         async def keep(prompt: int, delta: OutputDelta) -> None:
             answer.keep(prompt, delta)
 
+        def keep_now(prompt: int, delta: OutputDelta) -> bool:
+            answer.keep(prompt, delta)
+            return True
+
         async def set_limits(found: Mapping[str, str]) -> None:
             if headers is not None:
                 headers.update(found)
@@ -154,6 +166,7 @@ class Endpoint:
             answer.requests,
             answer.choices,
             keep,
+            relay=keep_now,
             on_admitted=set_limits,
             at_once=answer.at_once,
         )

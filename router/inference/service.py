@@ -47,8 +47,13 @@ longer."""
 Sink = Callable[[int, OutputDelta], Awaitable[None]]
 """Function that receives the index of a prompt and the prompt's next delta. It waits while the
 client reads slowly."""
+PromptRelay = Callable[[int, OutputDelta], bool]
+"""Like ``Sink``, but it does not wait: it returns false, and does nothing, if it would have to."""
 Admitted = Callable[[Mapping[str, str]], Awaitable[None]]
 """Function that receives response headers with the remaining limits of the API key."""
+
+_Ways = tuple[Sink, PromptRelay | None]
+"""The ways of a delta to the API."""
 
 
 class InferenceService:
@@ -125,12 +130,14 @@ class InferenceService:
         choices: Sequence[Choice],
         sink: Sink,
         *,
+        relay: PromptRelay | None = None,
         on_admitted: Admitted | None = None,
         at_once: int | None = None,
     ) -> None:
         """Run the prompts of one API request concurrently, until all have a finish reason.
 
-        ``sink`` must count the deltas that it receives in ``choices``. ``at_once``: the maximum
+        ``sink`` must count the deltas that it receives in ``choices``, as must ``relay``, which is
+        tried first for deltas between the first and the last one. ``at_once``: the maximum
         number of prompts that run at a time. The first failure ends the other prompts and is
         raised. If the caller is cancelled, every prompt is aborted at the workers before this
         method returns."""
@@ -138,26 +145,26 @@ class InferenceService:
         async with charged as charge:
             if on_admitted is not None:
                 await on_admitted(charge.headers)
-            await self._run_all(arrival, requests, sink, at_once, slow=charge.slow)
+            await self._run_all(arrival, requests, (sink, relay), at_once, slow=charge.slow)
 
     async def _run_all(
         self,
         arrival: Arrival,
         requests: Sequence[GenerationRequest],
-        sink: Sink,
+        ways: _Ways,
         at_once: int | None,
         *,
         slow: bool,
     ) -> None:
         if len(requests) == 1:
-            await self._run_one(0, requests[0], arrival.at, sink, slow=slow)
+            await self._run_one(0, requests[0], arrival.at, ways, slow=slow)
             return
         begun, waiting = self._clock(), iter(enumerate(requests))
 
         async def run_next() -> None:
             for place, request in waiting:
                 left = replace(request, deadline_s=request.deadline_s - (self._clock() - begun))
-                await self._run_one(place, left, arrival.at, sink, slow=slow)
+                await self._run_one(place, left, arrival.at, ways, slow=slow)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -172,7 +179,7 @@ class InferenceService:
         place: int,
         request: GenerationRequest,
         received_at: float,
-        sink: Sink,
+        ways: _Ways,
         *,
         slow: bool,
     ) -> None:
@@ -191,7 +198,7 @@ class InferenceService:
         with of_request(request.request_id, recorder.trace_id):
             try:
                 async with timeout:
-                    await self._stream(place, request, recorder, sink)
+                    await self._stream(place, request, recorder, ways)
             except asyncio.CancelledError:
                 recorder.abort()
                 raise
@@ -205,9 +212,18 @@ class InferenceService:
                 self._log.ended(request, recorder)
 
     async def _stream(
-        self, place: int, request: GenerationRequest, recorder: RequestRecorder, sink: Sink
+        self, place: int, request: GenerationRequest, recorder: RequestRecorder, ways: _Ways
     ) -> None:
-        generator = cast(AsyncGenerator[OutputDelta, None], self._dispatcher.generate(request))
+        sink, relay = ways
+
+        def pass_on(delta: OutputDelta) -> bool:
+            if relay is None or not relay(place, delta):
+                return False
+            recorder.delta(delta, self._clock())
+            return True
+
+        answer = self._dispatcher.generate(request, None if relay is None else pass_on)
+        generator = cast(AsyncGenerator[OutputDelta, None], answer)
         left = request.choices
         async with aclosing(generator) as deltas:
             async for delta in deltas:

@@ -18,6 +18,9 @@ from router.openai import protocol as openai_protocol
 from router.openai.answer_details import NOTHING, AnswerDetails, ChunkExtras
 from router.openai.options import AnswerOptions
 
+_MARK = "\x00text\x00"
+"""Text that stands for the text of an event."""
+
 
 def usage_of(choices: Sequence[Choice]) -> openai_protocol.Usage:
     """Return the token counts of OpenAI's ``usage``, summed over all prompts of a request."""
@@ -70,6 +73,11 @@ class _OpenAiAnswer(ApiAnswer):
         # All chunks of a request begin and end alike. Only the choice in the middle differs.
         self._begin = to_json(fields)[:-1] + ',"choices":['
         self._end = '],"usage":null}' if options.usage else "]}"
+        self._is_plain = not (details or options.continuous_usage or options.no_answer)
+        """Whether the events of a choice differ in their text only, except the first and the
+        last."""
+        self._frames: dict[int, tuple[str, str]] = {}
+        """By number of a choice: the begin and the end of events that differ in their text only."""
 
     def events(self, prompt: int, delta: OutputDelta) -> bytes:
         """Count a prompt's delta. Return its server-sent events; empty if the client sees nothing
@@ -77,11 +85,24 @@ class _OpenAiAnswer(ApiAnswer):
         place, delta = self._placed(prompt, delta)
         choice = self.choices[place]
         first = not choice.begun
+        if self._is_plain and delta.finish_reason is None and not first:
+            choice.add(delta, keep_text=False)
+            if not delta.text:
+                return b""
+            begin, end = self._frames.get(place) or self._frame(place)
+            return f"{begin}{to_json(delta.text)}{end}".encode()
         if first and self._options.continuous_usage:
             self._usage_before = usage_of(self.choices)
         choice.add(delta, keep_text=False)
         payloads = self._chunks(place, delta, first=first)
         return encode_events(payloads) if payloads else b""
+
+    def _frame(self, place: int) -> tuple[str, str]:
+        """Return the begin and the end of the events of a choice that differ in their text only."""
+        (chunk,) = self._chunks(place, OutputDelta(_MARK, (), None), first=False)
+        begin, _, end = encode_events([chunk]).decode().rpartition(to_json(_MARK))
+        self._frames[place] = begin, end
+        return begin, end
 
     def last_events(self) -> bytes:
         """Return the last events of a stream whose requests have not failed. See ``ApiAnswer``."""

@@ -35,14 +35,27 @@ class Detokenizer(Protocol):
 class ByteDetokenizer:
     """Detokenizes byte-level vocabularies: tokens are bytes, and text is their UTF-8 decoding."""
 
-    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+    def __init__(self, token_bytes: Callable[[int], bytes], texts: dict[int, str]) -> None:
+        """Create a detokenizer. ``texts`` holds the text of tokens that are whole characters. All
+        detokenizers of a vocabulary share it, and add to it."""
         self._token_bytes = token_bytes
+        self._texts = texts
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_between = True
+        """Whether all characters so far are complete."""
 
     def step(self, token_id: int) -> str:
-        return self._decoder.decode(self._token_bytes(token_id))
+        if self._is_between and (text := self._texts.get(token_id)) is not None:
+            return text
+        was_between = self._is_between
+        text = self._decoder.decode(self._token_bytes(token_id))
+        self._is_between = not self._decoder.getstate()[0]
+        if was_between and self._is_between:
+            self._texts[token_id] = text
+        return text
 
     def flush(self) -> str:
+        self._is_between = True
         return self._decoder.decode(b"", final=True)
 
 
@@ -193,6 +206,8 @@ class OutputProcessor:
         string. ``reasoning`` counts the tokens of reasoning; None: there are none.
         """
         self._reasoning = reasoning
+        self._is_plain = not stop and reasoning is None
+        """Whether text is neither searched for stop strings nor counted as reasoning."""
         self._detokenizer = detokenizer
         self._scanner = StopStrings(stop, include=include_stop)
         self._hidden = frozenset(hidden_ids)
@@ -231,6 +246,12 @@ class OutputProcessor:
         """
         if self._finished or not (token_ids or finish_reason or cached_prompt_tokens):
             return None
+        if self._is_plain and finish_reason is None and not (logprobs or self._scores):
+            text = ""
+            for token_id in token_ids:
+                if token_id not in self._hidden:
+                    text += self._detokenizer.step(token_id)
+            return OutputDelta(text, tuple(token_ids), None, cached_prompt_tokens)
         self._scores = self._scores or bool(logprobs)
         reasoning = self._reasoning
         reasoned = 0 if reasoning is None else reasoning.count

@@ -61,6 +61,9 @@ class Tokenizer:
         layout = json.loads(backend.to_str())
         self._byte_level = _is_byte_level(layout.get("decoder"))
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[bool, dict[int, str]] = {False: {}, True: {}}
+        """Text of each token that is whole characters, with and without the names of special
+        tokens."""
         strips = any(token.lstrip or token.rstrip for token in added.values())
         shrinks = layout.get("normalizer") is not None or strips
         self._longest = 0 if shrinks else max(map(len, backend.get_vocab(True)), default=0)
@@ -214,7 +217,8 @@ class Tokenizer:
 
     def _plain_detokenizer(self, prompt_ids: Sequence[int], *, special_tokens: bool) -> Detokenizer:
         if self._byte_level:
-            return ByteDetokenizer(self.spelling if special_tokens else self._token_bytes)
+            spell = self.spelling if special_tokens else self._token_bytes
+            return ByteDetokenizer(spell, self._texts[special_tokens])
         context = prompt_ids[-_CONTEXT_TOKENS:]
         if special_tokens:
             return WindowDetokenizer(self._decode_all, lambda token_id: False, context)

@@ -14,8 +14,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import grpc
@@ -57,10 +58,22 @@ sequence."""
 Unsubscribe = Callable[[], None]
 
 
+OnTokens = Callable[[int, tuple[int, ...]], None]
+"""Function that receives tokens of one choice: the first one's output index, and the tokens."""
+
+
 class _Reader(NamedTuple):
     """Callbacks that receive the outputs, or an error, of one attempt."""
 
     on_output: Callable[[TokenOutput], None]
+    on_lost: Callable[[Exception], None]
+
+
+class _TokenReader(NamedTuple):
+    """Callbacks that receive the packed tokens, or an error, of one choice in one attempt."""
+
+    request_id: str
+    on_tokens: OnTokens
     on_lost: Callable[[Exception], None]
 
 
@@ -82,6 +95,8 @@ class WorkerLinks:
         self._plane = plane
         self._router_id = router_id
         self._readers: dict[tuple[str, int], _Reader] = {}
+        self._token_readers: dict[int, _TokenReader] = {}
+        """Readers of packed tokens, by the choice's output number."""
         self._listeners: list[_Listener] = []
         self._silence = SilenceWatch[TokenStream](max(SILENCE_S, _SILENT_HEARTBEATS * heartbeat_s))
         # A live worker renews its entry in this time, even after Redis was flushed.
@@ -114,18 +129,24 @@ class WorkerLinks:
         attempt: int,
         on_output: Callable[[TokenOutput], None],
         on_lost: Callable[[Exception], None],
+        on_tokens: Mapping[int, OnTokens] = MappingProxyType({}),
     ) -> Unsubscribe:
         """Register a callback that gets each output of an attempt. Outputs of other attempts are
         dropped.
 
+        ``on_tokens``: by output number, a callback that gets the packed tokens of a choice.
         ``on_lost`` gets the error if an output cannot be processed. Returns a function that removes
         the callbacks.
         """
         name = request_id, attempt
         self._readers[name] = _Reader(on_output, on_lost)
+        for number, take in on_tokens.items():
+            self._token_readers[number] = _TokenReader(request_id, take, on_lost)
 
         def unsubscribe() -> None:
             self._readers.pop(name, None)
+            for number in on_tokens:
+                self._token_readers.pop(number, None)
 
         return unsubscribe
 
@@ -343,6 +364,16 @@ class WorkerLinks:
         if link.owed:
             self._send_owed(link)
         link.load = convert.load_from_proto(message.load)
+        for number, index, token_ids in convert.token_runs(message.tokens):
+            taker = self._token_readers.get(number)
+            if taker is None:
+                continue
+            try:
+                taker.on_tokens(index, token_ids)
+            except Exception as error:
+                # The error concerns only this request.
+                log.exception("tokens of request %s cannot be processed", taker.request_id)
+                taker.on_lost(error)
         for output in message.outputs:
             reader = self._readers.get((output.request_id, output.attempt))
             if reader is None:

@@ -24,7 +24,7 @@ from engine.build import build_engine
 from engine.engine import Engine, EngineSettings
 from engine.offline import OfflineOutput, generate
 from router.core.accounting import RequestStats
-from router.core.request import GenerationRequest, OutputDelta
+from router.core.request import GenerationRequest, OutputDelta, Relay
 from router.core.served_model import ServedModel
 from router.text.output_processor import OutputProcessor
 from router.text.tokenizer import Tokenizer
@@ -53,7 +53,9 @@ class _EngineDispatcher:
         self._lock = asyncio.Lock()
         self.context_length = engine.context_length
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[OutputDelta]:
+    async def generate(
+        self, request: GenerationRequest, relay: Relay | None = None
+    ) -> AsyncIterator[OutputDelta]:
         async with self._lock:
             answers = await asyncio.to_thread(self._answers, request)
         for choice, answer in enumerate(answers):

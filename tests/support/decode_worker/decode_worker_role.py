@@ -167,7 +167,7 @@ class World:
         assert blocks is not None
 
     def told(self) -> list[TokenOutput]:
-        return self.role.sequences.outbox(ROUTER).take()
+        return self.role.sequences.outbox(ROUTER).take().outputs
 
     def check_nothing_is_held(self) -> None:
         assert self.core.scheduler.is_idle()

@@ -29,7 +29,7 @@ from baton.telemetry.metrics import RouterMetrics
 from router.access.access import Access
 from router.batches.batches import Batches
 from router.core.accounting import RequestStats
-from router.core.request import Dispatcher, GenerationRequest, OutputDelta
+from router.core.request import Dispatcher, GenerationRequest, OutputDelta, Relay
 from router.core.served_model import ServedModel
 from router.grpc.call import Service
 from router.grpc.inference import add_grpc_services
@@ -107,11 +107,18 @@ class ScriptedDispatcher:
     delivered: int = 0
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[OutputDelta]:
+    async def generate(
+        self, request: GenerationRequest, relay: Relay | None = None
+    ) -> AsyncIterator[OutputDelta]:
         self.requests.append(request)
+        has_begun = False
         try:
             async for delta in (self.script or self.speak)(request):
-                yield delta
+                # As the real one does: the first delta and the last go to the reader.
+                between = has_begun and delta.finish_reason is None
+                if not (between and relay is not None and relay(delta)):
+                    yield delta
+                has_begun = True
                 self.delivered += 1
         finally:
             self.closed.set()

@@ -54,7 +54,7 @@ class ChoiceWorld(World):
         self.role.commit(ticket_id, "writer", tokens)
 
     def told(self) -> list[TokenOutput]:
-        return self.role.sequences.outbox(ROUTER).take()
+        return self.role.sequences.outbox(ROUTER).take().outputs
 
     def run_step(self, *tokens: int) -> StepPlan:
         plan = self.core.plan()

@@ -121,7 +121,7 @@ class World(ManualWorker):
         self.role.reserve(Offer("model", GEOMETRY, INCARNATION, "writer", spec))
 
     def told(self) -> list[TokenOutput]:
-        return self.role.sequences.outbox(ROUTER).take()
+        return self.role.sequences.outbox(ROUTER).take().outputs
 
 
 @pytest.fixture

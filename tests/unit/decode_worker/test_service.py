@@ -9,12 +9,16 @@ from typing import Any, cast
 
 import pytest
 
-from baton.request import LoadSnapshot, TokenOutput
+from baton.logprobs import TokenLogprobs
+from baton.request import FinishReason, LoadSnapshot, SequenceSpec, TokenOutput
+from baton.rpc import convert
 from baton.rpc.grpc_channel import MESSAGE_LIMIT
+from baton.sampling_params import SamplingParams
 from baton.v1 import decode_pb2
 from decode_worker.role import DecodeRole
-from decode_worker.sequences import Outbox
+from decode_worker.sequences import Outbox, RunningSequences
 from decode_worker.service import DecodeServicer
+from engine.scheduling.sequence import Sequence
 from worker.services import DEFAULT_KEEPALIVE
 
 
@@ -55,6 +59,45 @@ async def test_what_gathered_while_a_router_stood_still_goes_in_several_messages
     assert [list(message.outputs) async for message in stream] in ([[]], [[], []])
 
 
+def sequence(
+    number: int, *, length: int, choice: int = 0, finish: FinishReason | None = None
+) -> Sequence:
+    """A sequence whose router has placed choices from 2 on."""
+    spec = SequenceSpec("r", 0, "router", (1,), 1, SamplingParams(), choice=2, output_number=number)
+    made = SimpleNamespace(spec=spec, output_length=length, choice=choice, finish_reason=finish)
+    return cast(Sequence, made)
+
+
+async def test_tokens_go_packed_to_a_router_that_reads_them() -> None:
+    sequences = RunningSequences("decode-0", lambda: 0.0)
+    role = Role()
+    role.box = sequences.outbox("router")
+    scores = (TokenLogprobs(-1.0, ()),)
+    sequences.send(sequence(7, length=1, choice=2), (10,))
+    sequences.send(sequence(7, length=5, choice=3), (11, 12))
+    sequences.send(sequence(0, length=1, choice=2), (13,))
+    sequences.send(sequence(7, length=2, choice=2), (14,), scores)
+    sequences.send(sequence(7, length=3, choice=2, finish=FinishReason.STOP), (15,))
+    (message,) = DecodeServicer(cast(DecodeRole, role))._messages(role.box.take())
+    assert list(convert.token_runs(message.tokens)) == [(7, 0, (10,)), (8, 3, (11, 12))]
+    assert [list(output.token_ids) for output in message.outputs] == [[13], [14], [15]]
+
+
+async def test_packed_tokens_of_a_router_that_stood_still_fit_their_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("decode_worker.sequences._MAX_PACKED_RUNS", 2)
+    role = Role()
+    for index in range(5):
+        role.box.put_tokens(7, index, (index,))
+    role.box.put(output(5))
+    messages = list(DecodeServicer(cast(DecodeRole, role))._messages(role.box.take()))
+    assert [len(message.tokens.numbers) for message in messages] == [2, 2, 1]
+    assert [len(message.outputs) for message in messages] == [0, 0, 1]
+    runs = [run for message in messages for run in convert.token_runs(message.tokens)]
+    assert runs == [(7, index, (index,)) for index in range(5)]
+
+
 # Outboxes
 
 
@@ -66,7 +109,7 @@ async def test_one_message_a_step() -> None:
     outbox = Outbox(0.0)
     outbox.open()
     await outbox.wait(1.0)
-    assert outbox.take() == []
+    assert not outbox.take()
     outbox.put(output(0))
     outbox.put(output(1))
     waiting = asyncio.create_task(outbox.wait(300.0))
@@ -74,8 +117,8 @@ async def test_one_message_a_step() -> None:
     assert not waiting.done(), "woken before the step was over"
     outbox.flush()
     await waiting
-    assert outbox.take() == [output(0), output(1)]
-    assert outbox.take() == []
+    assert outbox.take().outputs == [output(0), output(1)]
+    assert not outbox.take()
 
 
 async def test_a_slow_reader_finds_several_steps_in_one_message() -> None:
@@ -84,7 +127,7 @@ async def test_a_slow_reader_finds_several_steps_in_one_message() -> None:
         outbox.put(output(step))
         outbox.flush()
     await outbox.wait(1.0)
-    assert outbox.take() == [output(0), output(1), output(2)]
+    assert outbox.take().outputs == [output(0), output(1), output(2)]
 
 
 async def test_waiting_ends_at_its_deadline() -> None:
@@ -94,7 +137,7 @@ async def test_waiting_ends_at_its_deadline() -> None:
     outbox.flush()
     async with asyncio.timeout(60):
         await outbox.wait(0.001)
-    assert outbox.take() == []
+    assert not outbox.take()
 
 
 async def test_one_that_hurries_has_a_message_of_nothing() -> None:
@@ -105,7 +148,7 @@ async def test_one_that_hurries_has_a_message_of_nothing() -> None:
     outbox.hurry()
     async with asyncio.timeout(60):
         await waiting
-    assert outbox.take() == []
+    assert not outbox.take()
 
 
 async def test_a_new_stream_takes_the_place_of_the_old_one() -> None:
@@ -122,7 +165,7 @@ async def test_a_new_stream_takes_the_place_of_the_old_one() -> None:
     outbox.put(output(0))
     outbox.close(old, 3.0)
     assert outbox.unread_for(9.0) == 0.0, "the old stream's end is not the router's"
-    assert outbox.take() == [output(0)]
+    assert outbox.take().outputs == [output(0)]
 
 
 async def test_it_knows_for_how_long_no_client_has_read() -> None:
@@ -133,7 +176,7 @@ async def test_it_knows_for_how_long_no_client_has_read() -> None:
     outbox.close(reader, 6.0)
     assert outbox.unread_for(8.0) == 2.0
     outbox.put(output(0))
-    assert outbox.take() == [output(0)], "what was put before is kept for the next stream"
+    assert outbox.take().outputs == [output(0)], "what was put before is kept for the next stream"
 
 
 @pytest.mark.parametrize("ticks", range(5))

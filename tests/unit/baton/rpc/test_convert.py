@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 
+import pytest
 from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.errors import HandoffError
 from baton.grammar import Grammar, GrammarKind
 from baton.logprobs import TokenLogprobs
 from baton.reasoning import ReasoningSpan
@@ -18,6 +21,7 @@ from baton.request import (
     Geometry,
     GroupShape,
     LoadSnapshot,
+    PackedTokens,
     Principal,
     Retention,
     SequenceSpec,
@@ -103,6 +107,7 @@ SPECS = st.builds(
     reasoning=st.none()
     | st.builds(ReasoningSpan, st.lists(IDS, max_size=3).map(tuple), IDS, st.none() | U32, IDS),
     without_speculation=st.booleans(),
+    output_number=U64,
 )
 LOGPROBS = st.builds(TokenLogprobs, FLOAT, st.lists(st.tuples(U32, FLOAT), max_size=3).map(tuple))
 OUTPUTS = st.builds(
@@ -173,6 +178,44 @@ def test_time_that_is_over_or_has_no_end_fits_the_wire() -> None:
 def test_outputs(output: TokenOutput) -> None:
     wire = convert.output_to_proto(output).SerializeToString()
     assert convert.output_from_proto(worker_pb2.TokenOutput.FromString(wire)) == output
+
+
+RUNS = st.lists(st.tuples(U64, U32, st.lists(U32, min_size=1, max_size=4).map(tuple)))
+
+
+def packed(runs: Iterable[tuple[int, int, tuple[int, ...]]]) -> decode_pb2.PackedTokens:
+    tokens = PackedTokens()
+    for run in runs:
+        tokens.add(*run)
+    return convert.tokens_to_proto(tokens)
+
+
+@quick
+@given(RUNS)
+def test_packed_tokens(runs: list[tuple[int, int, tuple[int, ...]]]) -> None:
+    wire = packed(runs).SerializeToString()
+    assert list(convert.token_runs(decode_pb2.PackedTokens.FromString(wire))) == runs
+
+
+def test_a_packed_token_has_few_bytes() -> None:
+    """An output of its own has more than 40: a request's id alone has 32."""
+    step = packed((number, 500, (40_000,)) for number in range(100_000, 100_032))
+    assert not step.counts
+    assert step.ByteSize() <= 32 * 8 + 9
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        decode_pb2.PackedTokens(numbers=[1, 2], indexes=[0], token_ids=[5, 6]),
+        decode_pb2.PackedTokens(numbers=[1, 2], indexes=[0, 0], token_ids=[5]),
+        decode_pb2.PackedTokens(numbers=[1], indexes=[0], counts=[1, 1], token_ids=[5, 6]),
+        decode_pb2.PackedTokens(numbers=[1, 2], indexes=[0, 0], counts=[1, 3], token_ids=[5, 6]),
+    ],
+)
+def test_packed_tokens_that_do_not_fit_together(message: decode_pb2.PackedTokens) -> None:
+    with pytest.raises(HandoffError, match="has sent"):
+        convert.token_runs(message)
 
 
 @quick

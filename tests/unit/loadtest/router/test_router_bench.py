@@ -13,6 +13,7 @@ from rich.console import Console
 from baton.errors import ConfigError
 from loadtest.common.child_processes import pinned
 from loadtest.router.router_bench import (
+    SGLANG_ROUTER,
     Latencies,
     Rate,
     RouterBenchSettings,
@@ -24,10 +25,10 @@ from loadtest.router.router_bench import (
 from loadtest.router.router_process import check_command
 from planning.common.report import print_whole, this_machine
 
-THROUGH = Latencies(2.5, 5.5, 160.0, 170.0, 0.4)
-DIRECT = Latencies(1.0, 2.0, 150.0, 155.0, 0.01)
-KEPT = Rate(20000.0, 19950.0, 1.01, 0.6, kept_up=True)
-FELL_BEHIND = Rate(50000.0, 43000.0, 0.9, 1.0, kept_up=False)
+THROUGH = Latencies(2.5, 5.5, 160.0, 170.0, 0.4, 2.0)
+DIRECT = Latencies(1.0, 2.0, 150.0, 155.0, 0.01, 0.05)
+KEPT = Rate(20000.0, 19950.0, 1.01, 0.6, 30.1, kept_up=True)
+FELL_BEHIND = Rate(50000.0, 43000.0, 0.9, 1.0, 23.3, kept_up=False)
 FIGURES = RouterFigures(THROUGH, DIRECT, (KEPT, FELL_BEHIND))
 
 
@@ -55,6 +56,7 @@ def test_the_tables() -> None:
     assert "added" in text
     assert "1.50" in text
     assert "43000" in text
+    assert "30.1" in text
 
 
 def test_a_peer_is_shown_next_to_it() -> None:
@@ -69,6 +71,12 @@ def test_a_peer_is_shown_next_to_it() -> None:
 def test_a_peers_command_says_where_its_backend_and_port_go(command: str) -> None:
     with pytest.raises(ConfigError, match="must have"):
         check_command(command)
+
+
+def test_the_command_of_sglangs_router_is_a_peers() -> None:
+    command = SGLANG_ROUTER.format(python="/venv/bin/python")
+    check_command(command)
+    assert command.startswith("/venv/bin/python -m sglang_router.launch_router ")
 
 
 def test_pinning_ends() -> None:

@@ -21,7 +21,7 @@ from baton.telemetry.logs import formatter
 from baton.telemetry.metrics import RouterMetrics
 from router.access.api_keys import Caller
 from router.core.accounting import RequestStats
-from router.core.request import GenerationRequest, OutputDelta, choices_for
+from router.core.request import GenerationRequest, OutputDelta, Relay, choices_for
 from router.inference.builder import Arrival
 from tests.support.router.front_fakes import MODEL, service_of, tiny_tokenizer
 from tests.support.span_keeper import SpanKeeper, identity, kept_spans
@@ -48,7 +48,9 @@ class Workers:
         self.error = error
         self.seen: list[GenerationRequest] = []
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[OutputDelta]:
+    async def generate(
+        self, request: GenerationRequest, relay: Relay | None = None
+    ) -> AsyncIterator[OutputDelta]:
         self.seen.append(request)
         if self.error is not None:
             raise self.error

@@ -181,7 +181,7 @@ class World:
         return self.listeners.clear
 
     def read(
-        self, request_id: str, attempt: int, on_output: Any, on_lost: Any
+        self, request_id: str, attempt: int, on_output: Any, on_lost: Any, on_tokens: Any
     ) -> Callable[[], None]:
         name = request_id, attempt
         self.readers[name] = on_output, on_lost
@@ -245,7 +245,8 @@ class World:
             "r", PROMPT, sampling, Principal(), deadline_s, choices=choices, **fields
         )
         processors = [
-            OutputProcessor(ByteDetokenizer(lambda token: bytes([token]))) for _ in range(choices)
+            OutputProcessor(ByteDetokenizer(lambda token: bytes([token]), {}))
+            for _ in range(choices)
         ]
         running = RunningRequest(request, processors, time.monotonic() + request.deadline_s)
         await self.placement.place(running, range(choices))

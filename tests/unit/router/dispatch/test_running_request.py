@@ -15,6 +15,7 @@ from baton.logprobs import TokenLogprobs
 from baton.request import NO_TRACE, FinishReason, Principal, TokenOutput
 from baton.sampling_params import SamplingParams
 from router.core.request import GenerationRequest, OutputDelta
+from router.dispatch.deliveries import Deliveries
 from router.dispatch.running_request import RunningRequest
 from router.text.output_processor import ByteDetokenizer, OutputProcessor
 
@@ -23,7 +24,7 @@ STOP = FinishReason.STOP
 
 def make_choices(count: int, stop: tuple[str, ...] = (), *, scores: bool = False) -> RunningRequest:
     def processor() -> OutputProcessor:
-        return OutputProcessor(ByteDetokenizer(lambda token: bytes([token])), stop)
+        return OutputProcessor(ByteDetokenizer(lambda token: bytes([token]), {}), stop)
 
     sampling = SamplingParams(prompt_logprobs=0 if scores else None)
     request = GenerationRequest("r", (1, 2), sampling, Principal(), 60.0, choices=count)
@@ -367,3 +368,117 @@ async def test_what_is_unread_is_joined_once(monkeypatch: pytest.MonkeyPatch) ->
         -float(index) for index in range(1000)
     ]
     assert made.count(1001) == 1
+
+
+# Relays
+
+
+class Client:
+    """A client that reads what a relay passes on, as long as it has room."""
+
+    def __init__(self, running: RunningRequest) -> None:
+        self.got: list[str] = []
+        self.has_room = True
+        self.bugs: list[Exception] = []
+        running.relay_through(Deliveries(), self.relay)
+
+    def relay(self, delta: OutputDelta) -> bool:
+        if self.bugs:
+            raise self.bugs.pop()
+        if self.has_room:
+            self.got.append(f"{delta.choice}{delta.text}")
+        return self.has_room
+
+
+async def parked(running: RunningRequest) -> asyncio.Task[OutputDelta]:
+    """The reader, which waits for the next delta."""
+    reader = asyncio.create_task(running.next_delta())
+    await asyncio.sleep(0)
+    return reader
+
+
+async def test_tokens_are_relayed_while_the_reader_waits() -> None:
+    running = make_choices(2)
+    client = Client(running)
+    reader = await parked(running)
+    running.accept_tokens(0, 0, 0, (97,))
+    running.accept_tokens(1, 0, 0, (98,))
+    running.accept_tokens(0, 0, 1, (99,))
+    running.accept_tokens(0, 1, 0, (100,))
+    assert client.got == [], "not before the message is read"
+    await asyncio.sleep(0)
+    assert client.got == ["0ac", "1b"]
+    running.accept_tokens(0, 0, 1, (99, 100))
+    await asyncio.sleep(0)
+    assert client.got == ["0ac", "1b", "0d"], "a token that came twice counts once"
+    assert not reader.done()
+    running.accept_tokens(0, 0, 3, (101,))
+    running.accept(output(4, "f", STOP))
+    delta = await reader
+    assert (delta.text, delta.token_ids, delta.finish_reason) == ("ef", (101, 102), STOP)
+    await asyncio.sleep(0)
+    assert client.got == ["0ac", "1b", "0d"]
+
+
+async def test_what_a_relay_refuses_goes_to_the_reader_in_order() -> None:
+    running = make_running()
+    client = Client(running)
+    client.has_room = False
+    reader = await parked(running)
+    running.accept_tokens(0, 0, 0, (97,))
+    running.accept_tokens(0, 0, 1, (98,))
+    assert (await reader).text == "ab"
+    client.has_room = True
+    running.accept_tokens(0, 0, 2, (99,))
+    await asyncio.sleep(0)
+    assert client.got == [], "the reader passes on what came before"
+    assert (await running.next_delta()).text == "c"
+    reader = await parked(running)
+    running.accept_tokens(0, 0, 3, (100,))
+    await asyncio.sleep(0)
+    assert client.got == ["0d"]
+    reader.cancel()
+    await asyncio.wait([reader])
+    running.accept_tokens(0, 0, 4, (101,))
+    await asyncio.sleep(0)
+    assert client.got == ["0d"], "the request has ended"
+
+
+async def test_early_and_stopped_tokens_are_no_matter_of_the_relay() -> None:
+    running = make_running(("de",))
+    client = Client(running)
+    reader = await parked(running)
+    running.accept_tokens(0, 0, 1, (98,))
+    await asyncio.sleep(0)
+    assert client.got == []
+    running.accept_tokens(0, 0, 0, (97,))
+    await asyncio.sleep(0)
+    assert client.got == ["0ab"]
+    running.accept_tokens(0, 0, 2, (99, 100, 101))
+    delta = await reader
+    assert (delta.text, delta.finish_reason, delta.stop_string) == ("c", STOP, "de")
+    assert client.got == ["0ab"]
+
+
+async def test_a_relay_that_fails_fails_its_request() -> None:
+    running = make_running()
+    client = Client(running)
+    client.bugs.append(KeyError("a bug of what formats events"))
+    reader = await parked(running)
+    running.accept_tokens(0, 0, 0, (97,))
+    with pytest.raises(KeyError):
+        await reader
+
+
+@pytest.mark.parametrize("busy", [True, False])
+async def test_a_request_that_fails_is_over_after_its_tokens(busy: bool) -> None:
+    running = make_running()
+    client = Client(running)
+    reader = None if busy else await parked(running)
+    running.accept_tokens(0, 0, 0, (97,))
+    running.fail(WorkerFailed("it is gone"))
+    reader = reader or await parked(running)
+    assert (await reader).text == "a"
+    with pytest.raises(WorkerFailed):
+        await running.next_delta()
+    assert client.got == []

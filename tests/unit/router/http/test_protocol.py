@@ -11,12 +11,14 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import uvloop
 
 from baton.security.tls import server_context
-from router.http.protocol import MAX_HEAD_BYTES, MAX_PIPELINED, BoundedHttpProtocol
+from router.http.protocol import MAX_HEAD_BYTES, MAX_PIPELINED, BoundedHttpProtocol, _Outlet
 from router.http.server import client_of
 from tests.support.certificates import Authority
 from tests.support.router.front_fakes import make_front, serve, silent_after_one
@@ -366,3 +368,46 @@ def test_a_request_that_came_while_the_router_stood_still_is_answered(*, has_ask
                 loop.remove_reader(there)
 
     uvloop.run(ask_amid_a_pause())
+
+
+# Writes
+
+
+class Sent:
+    """A connection's transport that keeps what is written, one item for each call."""
+
+    def __init__(self) -> None:
+        self.writes: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.writes.append(data)
+
+
+def outlet_of(sent: Sent, protocol: SimpleNamespace) -> _Outlet:
+    return _Outlet(cast(asyncio.Transport, sent), cast(BoundedHttpProtocol, protocol))
+
+
+def test_a_head_and_the_first_part_are_one_write_and_every_part_is_one_more() -> None:
+    sent = Sent()
+    ends: list[int] = []
+    flow = SimpleNamespace(write_paused=False)
+    protocol = SimpleNamespace(is_ending=False, flow=flow, end=lambda: ends.append(1))
+    outlet = outlet_of(sent, protocol)
+    outlet.hold_next()
+    outlet.write(b"head ")
+    assert sent.writes == []
+    outlet.write(b"first")
+    outlet.write_part(b"data: x\n\n")
+    assert sent.writes == [b"head first", b"9\r\ndata: x\n\n\r\n"]
+    assert outlet.has_room
+    flow.write_paused = True
+    assert not outlet.has_room
+    outlet.hold_next()
+    outlet.write(b"head")
+    outlet.close()
+    assert (sent.writes[2:], ends) == ([b"head"], [1]), "a head without a body is written, too"
+    protocol.is_ending = True
+    outlet.write_part(b"more")
+    outlet.detach()
+    outlet.write_part(b"more")
+    assert len(sent.writes) == 3

@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 
 from baton.errors import BatonError, WorkerFailed
-from baton.request import Geometry, LoadSnapshot, TokenOutput
+from baton.request import Geometry, LoadSnapshot, PackedTokens, TokenOutput
 from baton.rpc import convert
 from baton.rpc.grpc_channel import listen, make_server, open_channel
 from baton.rpc.worker_plane import WorkerPlane
@@ -34,7 +34,7 @@ class Decode(decode_pb2_grpc.DecodeServiceServicer):
     """A decode worker with scripted messages; None ends the stream."""
 
     def __init__(self) -> None:
-        self.says: asyncio.Queue[TokenOutput | None] = asyncio.Queue()
+        self.says: asyncio.Queue[TokenOutput | PackedTokens | None] = asyncio.Queue()
         self.streams = 0
         self.readers: list[str] = []
         self.aborted: list[tuple[str, int, int]] = []
@@ -54,6 +54,11 @@ class Decode(decode_pb2_grpc.DecodeServiceServicer):
         if self.greets:
             yield decode_pb2.StreamTokensResponse(load=load)
         while (output := await self.says.get()) is not None:
+            if isinstance(output, PackedTokens):
+                yield decode_pb2.StreamTokensResponse(
+                    tokens=convert.tokens_to_proto(output), load=load
+                )
+                continue
             yield decode_pb2.StreamTokensResponse(
                 outputs=[convert.output_to_proto(output)], load=load
             )
@@ -197,6 +202,41 @@ async def test_outputs_and_loads_are_passed_on() -> None:
         assert link.load == LoadSnapshot("d", running=1)
         world.links.update({"d": world.record})
         assert link.load == LoadSnapshot("d", running=1), "older than the stream's"
+        assert world.broken == []
+
+
+async def test_packed_tokens_reach_the_readers_of_their_choices() -> None:
+    async with open_world() as world:
+        heard: list[tuple[str, int, tuple[int, ...]]] = []
+
+        def fail(index: int, token_ids: tuple[int, ...]) -> None:
+            raise ValueError("a bug of what reads tokens")
+
+        stop_reading = world.links.read(
+            "s",
+            1,
+            world.hear,
+            world.on_lost,
+            {
+                5: lambda index, token_ids: heard.append(("first", index, token_ids)),
+                6: fail,
+                7: lambda index, token_ids: heard.append(("third", index, token_ids)),
+            },
+        )
+        world.links.update({"d": world.record})
+        step = PackedTokens()
+        for number, token_ids in ((5, (10,)), (6, (11,)), (4, (12,)), (7, (13, 14))):
+            step.add(number, 3, token_ids)
+        world.decode.says.put_nowait(step)
+        world.decode.says.put_nowait(OUTPUTS[0])
+        await world.until(lambda: world.heard)
+        assert heard == [("first", 3, (10,)), ("third", 3, (13, 14))]
+        assert world.lost == ["ValueError"], "an error concerns one request"
+        stop_reading()
+        world.decode.says.put_nowait(step)
+        world.decode.says.put_nowait(OUTPUTS[1])
+        await world.until(lambda: len(world.heard) == 2)
+        assert len(heard) == 2
         assert world.broken == []
 
 
