@@ -210,8 +210,9 @@ class HostMemory:
     def _starts(self, blocks: Sequence[int], offset: int, length: int) -> npt.NDArray[np.int64]:
         """Return the offsets in the memory at which the same part of each block begins. Raises
         HandoffError for an invalid part."""
-        for block in blocks:
-            check_part(self, block, offset, length)
+        if blocks:
+            check_part(self, min(blocks), offset, length)
+            check_part(self, max(blocks), offset, length)
         return np.array(blocks, dtype=np.int64) * self.block_bytes + offset
 
     def _part(self, block: int, offset: int, length: int) -> npt.NDArray[np.uint8]:

@@ -31,7 +31,7 @@ from baton.errors import (
 )
 from baton.host.background import end_tasks
 from baton.v1 import transfer_pb2
-from kvtransfer.pairs.pair import Identity, PairLimits, all_at_once, raw_checksum
+from kvtransfer.pairs.pair import Identity, PairLimits, all_at_once, unseal_checksums
 from kvtransfer.transports.transfer import Transfer
 from kvtransfer.transports.transport import AnnouncedBatch, Parts, ReceiveLink, Transport, damaged
 
@@ -261,7 +261,8 @@ class InboundPair:
             raise HandoffError(
                 f"batch {message.number} has other checksums already, or another number of them"
             )
-        copy.expected = _raw(message.checksums, copy.ticket_id, copy.targets, copy.batch)
+        offset = copy.batch.source.offset
+        copy.expected = unseal_checksums(message.checksums, copy.ticket_id, copy.targets, offset)
         self._compare(copy)
 
     def _over(self, copy: _Copy) -> None:
@@ -338,17 +339,8 @@ def _batch(message: transfer_pb2.AnnounceBatch, blocks: tuple[int, ...] | None) 
     batch = AnnouncedBatch(message.number, source, target, ())
     if not message.checksums:
         return batch
-    raw = _raw(message.checksums, message.ticket_id, message.targets, batch)
+    raw = unseal_checksums(message.checksums, message.ticket_id, message.targets, message.offset)
     return replace(batch, checksums=raw)
-
-
-def _raw(
-    sealed: Sequence[int], ticket_id: str, targets: Sequence[int], batch: AnnouncedBatch
-) -> tuple[int, ...]:
-    return tuple(
-        raw_checksum(checksum, ticket_id, target, batch.source.offset)
-        for checksum, target in zip(sealed, targets, strict=True)
-    )
 
 
 def _as_baton_error(failure: Exception) -> BatonError:

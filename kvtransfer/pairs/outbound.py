@@ -28,7 +28,7 @@ from kvtransfer.layout.layout import KvLayout
 from kvtransfer.layout.shard_layout import ShardLayout
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.pairs.negotiation import Fit, check_geometry
-from kvtransfer.pairs.pair import Identity, PairLimits, all_at_once, segment_checksum, shard_between
+from kvtransfer.pairs.pair import Identity, PairLimits, all_at_once, seal_checksums, shard_between
 from kvtransfer.pairs.push_schedule import Bandwidth, PushBatch, PushQueue
 from kvtransfer.transports.transfer import Transfer
 from kvtransfer.transports.transport import Packed, Parts, Peer, SendLink, Transport, connect_shard
@@ -239,7 +239,9 @@ class Outbound:
         self.transport = opened.transport
         self._reads_in_place = transport.reads_in_place
         self._window_bytes = opened.window_bytes
-        self._queue = PushQueue(transport.part_bytes, transport.batch_bytes)
+        self._queue = PushQueue(
+            transport.part_bytes, transport.batch_bytes, halves=not transport.reads_in_place
+        )
         self._tasks = [
             asyncio.create_task(self._guard(self._listen), name="pair-listen"),
             asyncio.create_task(self._guard(self._speak), name="pair-speak"),
@@ -348,6 +350,8 @@ class Outbound:
                 number = self._begin(batch, push)
                 if self._reads_in_place:
                     self._tell(_announcement(number, batch))
+                    # The message leaves first: the thread that reads may take this one's core.
+                    await self._requests.join()
                 await self._reads.put((number, batch, self._read(batch, push)))
 
     def _begin(self, batch: PushBatch, push: Push) -> int:
@@ -374,10 +378,10 @@ class Outbound:
             number, batch, reading = await self._reads.get()
             # Shielded: the thread continues to read, and ``close`` waits for it.
             packed = await asyncio.shield(reading)
-            sealed = _sealed(batch, packed)
+            sealed = seal_checksums(packed.checksums, batch.ticket_id, batch.targets, batch.offset)
             if self._reads_in_place:
-                seal = transfer_pb2.SealBatch(number=number, checksums=sealed)
-                self._requests.put_nowait(Request(sealed=[seal]))
+                message = transfer_pb2.SealBatch(number=number, checksums=sealed)
+                self._requests.put_nowait(Request(sealed=[message]))
             else:
                 self._tell(_announcement(number, batch, sealed))
             transfer = self._link.send(number, packed, self._limits.batch_deadline_s)
@@ -484,15 +488,6 @@ class Outbound:
         if not isinstance(answer, transfer_pb2.TransferResponse):
             raise await stream_ending(self._call, self.peer.incarnation)
         return answer
-
-
-def _sealed(batch: PushBatch, packed: Packed) -> list[int]:
-    """Return one checksum for each part of a batch. It also covers the part's ticket, block and
-    offset."""
-    return [
-        segment_checksum(digest, batch.ticket_id, target, batch.offset)
-        for digest, target in zip(packed.checksums, batch.targets, strict=True)
-    ]
 
 
 def _announcement(

@@ -45,7 +45,7 @@ class ShmTransport:
 
     name = "shm"
     part_bytes = 8 << 20
-    batch_bytes = 16 << 20
+    batch_bytes = 256 << 20
     copies_out = False
     carries_shards = True
     reads_in_place = True

@@ -23,7 +23,7 @@ from baton.rpc.grpc_errors import error_from_code, error_from_rpc
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from kvtransfer.pairs import inbound as inbound_module
 from kvtransfer.pairs.inbound import Inbound
-from kvtransfer.pairs.pair import Identity, PairLimits, segment_checksum
+from kvtransfer.pairs.pair import Identity, PairLimits, seal_checksums
 from kvtransfer.tickets import Ticket
 from kvtransfer.transports.transport import Parts, Peer
 from tests.support.kvtransfer.fake_transport import FakeReceiveLink, FakeTransport
@@ -190,6 +190,10 @@ def hello(*transports: str, **changes: str) -> transfer_pb2.OpenPair:
     return message
 
 
+def sealed(checksum: int, ticket_id: str, target: int, offset: int) -> tuple[int, ...]:
+    return seal_checksums([checksum], ticket_id, [target], offset)
+
+
 def announcement(
     number: int, *targets: int, ticket_id: str = "t", offset: int = 0, length: int = BLOCK_BYTES
 ) -> Request:
@@ -203,9 +207,9 @@ def announcement(
                 length=length,
                 targets=targets,
                 sources=[20 + target for target in targets],
-                checksums=[
-                    segment_checksum(1000 + target, ticket_id, target, offset) for target in targets
-                ],
+                checksums=seal_checksums(
+                    [1000 + target for target in targets], ticket_id, targets, offset
+                ),
             )
         ]
     )
@@ -471,7 +475,7 @@ async def test_parts_sealed_for_another_place_are_not_those_expected(
     """The same bytes of another ticket, block or offset would pass for these."""
     call = await world.open()
     message = announcement(0, 0)
-    message.announced[0].checksums[:] = [segment_checksum(1000, *sealed_for)]
+    message.announced[0].checksums[:] = sealed(1000, *sealed_for)
     await call.write(message)
     await until(lambda: world.link.batches)
     assert world.link.batches[0].checksums != (1000,)
@@ -485,7 +489,7 @@ async def test_a_seal_for_another_place_fails_the_ticket(
     call = await world.open()
     await call.write(unsealed(0, 0))
     await place_unsealed(world, 0, 1000)
-    wrong = transfer_pb2.SealBatch(number=0, checksums=[segment_checksum(1000, *sealed_for)])
+    wrong = transfer_pb2.SealBatch(number=0, checksums=sealed(1000, *sealed_for))
     await call.write(Request(sealed=[wrong]))
     answer = await landed(call)
     assert isinstance(error_from_code(answer.code, answer.error), ChecksumMismatch)
@@ -714,7 +718,7 @@ def unsealed(number: int, *targets: int) -> Request:
 
 def seal(number: int, *targets: int, first: int = 1000) -> Request:
     """The checksums of ``announcement``."""
-    checksums = [segment_checksum(first + target, "t", target, 0) for target in targets]
+    checksums = seal_checksums([first + target for target in targets], "t", targets, 0)
     return Request(sealed=[transfer_pb2.SealBatch(number=number, checksums=checksums)])
 
 

@@ -26,7 +26,7 @@ from baton.rpc.grpc_channel import make_server, open_channel
 from baton.rpc.grpc_errors import grpc_boundary
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from kvtransfer.pairs.outbound import Outbound, Push
-from kvtransfer.pairs.pair import Identity, PairLimits, segment_checksum
+from kvtransfer.pairs.pair import Identity, PairLimits, seal_checksums
 from kvtransfer.transports.transport import Parts, Peer
 from tests.support.kvtransfer.fake_transport import FakeSendLink, FakeTransport
 
@@ -267,9 +267,7 @@ async def test_a_push_is_done_when_its_last_byte_has_landed(world: World) -> Non
     first, second = await world.announced(2)
     assert (first.number, first.ticket_id, first.offset, first.length) == (0, "t", 0, SIZE)
     assert list(first.targets) == list(first.sources) == [3, 1]
-    assert list(first.checksums) == [
-        segment_checksum(1000 + block, "t", block, 0) for block in (3, 1)
-    ]
+    assert tuple(first.checksums) == seal_checksums([1003, 1001], "t", [3, 1], 0)
     assert not {1003, 1001} & set(first.checksums), "bound to nothing"
     assert (second.number, list(second.targets)) == (1, [4])
     assert world.link.packed == [Parts((3, 1), 0, SIZE), Parts((4,), 0, SIZE)]
@@ -576,9 +574,7 @@ async def test_what_is_read_in_place_is_announced_before_its_checksums_are_known
     await until(lambda: any(request.sealed for request in world.receiver.heard))
     (seal,) = [seal for request in world.receiver.heard for seal in request.sealed]
     assert seal.number == batch.number
-    assert list(seal.checksums) == [
-        segment_checksum(1000 + block, "t", block, 0) for block in (3, 1)
-    ]
+    assert tuple(seal.checksums) == seal_checksums([1003, 1001], "t", [3, 1], 0)
     world.receiver.landed(0)
     push.end()
     assert await result(push) == 2 * SIZE
