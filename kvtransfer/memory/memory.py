@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +20,8 @@ class SharedFile:
     descriptor: int
     """Descriptor of the file in this process."""
     bytes: int
+    board: npt.NDArray[np.uint64] | None = field(default=None, compare=False)
+    """The words at the file's end, for ``kvtransfer.memory.seal_board``; None if it has none."""
 
 
 class BlockMemory(Protocol):

@@ -31,7 +31,9 @@ from baton.errors import (
 )
 from baton.host.background import end_tasks
 from baton.v1 import transfer_pb2
+from kvtransfer.memory.seal_board import read_seal
 from kvtransfer.pairs.pair import Identity, PairLimits, all_at_once, unseal_checksums
+from kvtransfer.transports.in_place import ReadReceiveLink
 from kvtransfer.transports.transfer import Transfer
 from kvtransfer.transports.transport import AnnouncedBatch, Parts, ReceiveLink, Transport, damaged
 
@@ -39,6 +41,11 @@ log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[transfer_pb2.TransferRequest, transfer_pb2.TransferResponse]
 Response = transfer_pb2.TransferResponse
+
+
+_EAGER_S, _LOOK_S = 0.0005, 0.002
+"""Seconds for which the loop looks for checksums in the writer's memory in each iteration, because
+its timers are no finer than a millisecond; then seconds between two looks."""
 
 
 class TicketKeeper(Protocol):
@@ -239,6 +246,8 @@ class InboundPair:
             end = partial(self._landed, batch.number, error)
         else:
             copy = _Copy(message.ticket_id, batch, tuple(message.targets), transfer)
+            if self._reads_in_place and message.HasField("seal_at"):
+                copy.seal = message.seal_at, message.seal_mark
             self._copies[batch.number] = copy
             self._transfers.add(message.ticket_id, transfer)
             end = partial(self._over, copy)
@@ -261,9 +270,27 @@ class InboundPair:
             raise HandoffError(
                 f"batch {message.number} has other checksums already, or another number of them"
             )
-        offset = copy.batch.source.offset
-        copy.expected = unseal_checksums(message.checksums, copy.ticket_id, copy.targets, offset)
+        copy.expect(message.checksums)
         self._compare(copy)
+
+    def _look(self, copy: _Copy) -> None:
+        """Read the checksums of a batch from the writer's memory. If they are not there yet, look
+        again soon."""
+        if copy.seal is None or not isinstance(self._link, ReadReceiveLink):
+            return
+        file, (at, mark) = self._link.file, copy.seal
+        found = None if file is None else read_seal(file, at, mark, len(copy.targets))
+        if found is not None:
+            copy.expect(found)
+        elif self._loop.time() < copy.placed_at + _EAGER_S:
+            self._loop.call_soon(self._look_again, copy)
+        elif not self._ended.done():
+            self._loop.call_later(_LOOK_S, self._look_again, copy)
+
+    def _look_again(self, copy: _Copy) -> None:
+        """Compare a batch again, unless it has ended meanwhile."""
+        if self._copies.get(copy.batch.number) is copy:
+            self._compare(copy)
 
     def _over(self, copy: _Copy) -> None:
         """Process the end of a batch's copy into blocks: success, failure or cancellation."""
@@ -276,7 +303,7 @@ class InboundPair:
         except Exception as failure:
             self._failed(copy, _as_baton_error(failure))
         else:
-            copy.is_placed = True
+            copy.is_placed, copy.placed_at = True, self._loop.time()
             self._compare(copy)
 
     def _compare(self, copy: _Copy) -> None:
@@ -284,6 +311,8 @@ class InboundPair:
         writer's."""
         if not copy.is_placed:
             return
+        if copy.expected is None:
+            self._look(copy)
         if copy.expected is None:
             if self._ended.done():
                 self._failed(copy, WorkerFailed(f"{self._name} has sent bytes without checksums"))
@@ -327,10 +356,20 @@ class _Copy:
     Empty if the transfer compares them itself; None until the writer sends them.
     """
     is_placed: bool = False
+    seal: tuple[int, int] | None = None
+    """Where the writer publishes its checksums, and the mark of this use, if it sends no message
+    with them."""
+    placed_at: float = 0.0
+    """Time of the event loop at which all bytes were stored, in seconds."""
 
     def __post_init__(self) -> None:
         if self.batch.checksums:
             self.expected = ()
+
+    def expect(self, sealed: Sequence[int]) -> None:
+        """Set the writer's checksums, which are bound to their places."""
+        offset = self.batch.source.offset
+        self.expected = unseal_checksums(sealed, self.ticket_id, self.targets, offset)
 
 
 def _batch(message: transfer_pb2.AnnounceBatch, blocks: tuple[int, ...] | None) -> AnnouncedBatch:
