@@ -43,9 +43,9 @@ Context = grpc.aio.ServicerContext[transfer_pb2.TransferRequest, transfer_pb2.Tr
 Response = transfer_pb2.TransferResponse
 
 
-_EAGER_S, _LOOK_S = 0.0005, 0.002
-"""Seconds for which the loop looks for checksums in the writer's memory in each iteration, because
-its timers are no finer than a millisecond; then seconds between two looks."""
+_LOOK_S = 0.001
+"""Seconds between two looks for checksums in the writer's memory: the resolution of the loop's
+timers."""
 
 
 class TicketKeeper(Protocol):
@@ -282,8 +282,6 @@ class InboundPair:
         found = None if file is None else read_seal(file, at, mark, len(copy.targets))
         if found is not None:
             copy.expect(found)
-        elif self._loop.time() < copy.placed_at + _EAGER_S:
-            self._loop.call_soon(self._look_again, copy)
         elif not self._ended.done():
             self._loop.call_later(_LOOK_S, self._look_again, copy)
 
@@ -303,7 +301,7 @@ class InboundPair:
         except Exception as failure:
             self._failed(copy, _as_baton_error(failure))
         else:
-            copy.is_placed, copy.placed_at = True, self._loop.time()
+            copy.is_placed = True
             self._compare(copy)
 
     def _compare(self, copy: _Copy) -> None:
@@ -359,8 +357,6 @@ class _Copy:
     seal: tuple[int, int] | None = None
     """Where the writer publishes its checksums, and the mark of this use, if it sends no message
     with them."""
-    placed_at: float = 0.0
-    """Time of the event loop at which all bytes were stored, in seconds."""
 
     def __post_init__(self) -> None:
         if self.batch.checksums:
