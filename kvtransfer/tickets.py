@@ -179,15 +179,19 @@ class Ticket:
         if not self.is_open:
             raise TicketEnded(f"ticket {self.ticket_id} has ended: {self.state.value}")
         fits = 0 <= offset < offset + length <= self._part_bytes(rank)
-        known = all(0 <= target < len(self.missing) for target in targets)
-        if not (targets and known and fits) or len(set(targets)) != len(targets):
+        known = targets and min(targets) >= 0 and max(targets) < len(self.missing)
+        if not (known and fits) or len(set(targets)) != len(targets):
             raise HandoffError(
                 f"ticket {self.ticket_id} has no {length} bytes at {offset} of blocks {targets}"
             )
         self.renew(now)
         self.state = TicketState.RECEIVING
         blocks = self._awaited[rank]
-        awaited = [self._is_awaited(blocks, each, offset, offset + length) for each in targets]
+        whole = [(offset, offset + length)]
+        awaited = [
+            blocks.get(each) == whole or self._is_awaited(blocks, each, offset, offset + length)
+            for each in targets
+        ]
         if not any(awaited):
             return None
         if not all(awaited):

@@ -207,12 +207,19 @@ class AnnounceBatch(_message.Message):
     TARGETS_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
+    SEAL_AT_FIELD_NUMBER: _builtins.int
+    SEAL_MARK_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Number of the batch, from 0, rising by one."""
     ticket_id: _builtins.str
     offset: _builtins.int
     """Offset and length of the part, in bytes."""
     length: _builtins.int
+    seal_at: _builtins.int
+    """Where the checksums follow in the writer's memory, instead of a SealBatch: offset in its shared
+    file in bytes, and the number of this use. See kvtransfer/memory/seal_board.py.
+    """
+    seal_mark: _builtins.int
     @_builtins.property
     def targets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Indexes of the ticket's missing blocks, from 0."""
@@ -238,12 +245,16 @@ class AnnounceBatch(_message.Message):
         targets: _abc.Iterable[_builtins.int] | None = ...,
         sources: _abc.Iterable[_builtins.int] | None = ...,
         checksums: _abc.Iterable[_builtins.int] | None = ...,
+        seal_at: _builtins.int | None = ...,
+        seal_mark: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seal_at", b"_seal_at", "seal_at", b"seal_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "length", b"length", "number", b"number", "offset", b"offset", "sources", b"sources", "targets", b"targets", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seal_at", b"_seal_at", "checksums", b"checksums", "length", b"length", "number", b"number", "offset", b"offset", "seal_at", b"seal_at", "seal_mark", b"seal_mark", "sources", b"sources", "targets", b"targets", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__seal_at: _TypeAlias = _typing.Literal["seal_at"]  # noqa: Y015
+    _WhichOneofArgType__seal_at: _TypeAlias = _typing.Literal["_seal_at", b"_seal_at"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seal_at) -> _WhichOneofReturnType__seal_at | None: ...
 
 Global___AnnounceBatch: _TypeAlias = AnnounceBatch  # noqa: Y015
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +20,8 @@ class SharedFile:
     descriptor: int
     """Descriptor of the file in this process."""
     bytes: int
+    board: npt.NDArray[np.uint64] | None = field(default=None, compare=False)
+    """The words at the file's end, for ``kvtransfer.memory.seal_board``; None if it has none."""
 
 
 class BlockMemory(Protocol):
@@ -210,8 +212,9 @@ class HostMemory:
     def _starts(self, blocks: Sequence[int], offset: int, length: int) -> npt.NDArray[np.int64]:
         """Return the offsets in the memory at which the same part of each block begins. Raises
         HandoffError for an invalid part."""
-        for block in blocks:
-            check_part(self, block, offset, length)
+        if blocks:
+            check_part(self, min(blocks), offset, length)
+            check_part(self, max(blocks), offset, length)
         return np.array(blocks, dtype=np.int64) * self.block_bytes + offset
 
     def _part(self, block: int, offset: int, length: int) -> npt.NDArray[np.uint8]:

@@ -21,10 +21,12 @@ import numpy.typing as npt
 from baton.errors import HandoffError
 from baton.host.host_memory import check_available, populate, too_much
 from kvtransfer.memory.memory import SharedFile
+from kvtransfer.memory.seal_board import BOARD_BYTES
 
 _LARGE_PAGE = 2 << 20
 _MAP_FIXED = 0x10
 """Linux's value of the mmap(2) flag MAP_FIXED, the same on every machine that Baton supports."""
+_WORD_BYTES = 8
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -44,11 +46,14 @@ class SharedPool:
 
 
 def allocate(size: int) -> SharedPool:
-    """Allocate a pool of ``size`` bytes at once. Raises ConfigError if the machine has less
-    memory."""
+    """Allocate a pool of ``size`` bytes at once, and a board for checksums behind it in the same
+    file. Raises ConfigError if the machine has less memory."""
     descriptor = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        return SharedPool(_taken(descriptor, size), SharedFile(descriptor, size))
+        start = -(-size // _WORD_BYTES) * _WORD_BYTES
+        memory = _taken(descriptor, start + BOARD_BYTES)
+        board = memory[start:].view(np.uint64)
+        return SharedPool(memory[:size], SharedFile(descriptor, memory.size, board))
     except BaseException:
         os.close(descriptor)
         raise

@@ -31,7 +31,9 @@ from baton.errors import (
 )
 from baton.host.background import end_tasks
 from baton.v1 import transfer_pb2
-from kvtransfer.pairs.pair import Identity, PairLimits, all_at_once, raw_checksum
+from kvtransfer.memory.seal_board import read_seal
+from kvtransfer.pairs.pair import Identity, PairLimits, all_at_once, unseal_checksums
+from kvtransfer.transports.in_place import ReadReceiveLink
 from kvtransfer.transports.transfer import Transfer
 from kvtransfer.transports.transport import AnnouncedBatch, Parts, ReceiveLink, Transport, damaged
 
@@ -39,6 +41,11 @@ log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[transfer_pb2.TransferRequest, transfer_pb2.TransferResponse]
 Response = transfer_pb2.TransferResponse
+
+
+_LOOK_S = 0.001
+"""Seconds between two looks for checksums in the writer's memory: the resolution of the loop's
+timers."""
 
 
 class TicketKeeper(Protocol):
@@ -239,6 +246,8 @@ class InboundPair:
             end = partial(self._landed, batch.number, error)
         else:
             copy = _Copy(message.ticket_id, batch, tuple(message.targets), transfer)
+            if self._reads_in_place and message.HasField("seal_at"):
+                copy.seal = message.seal_at, message.seal_mark
             self._copies[batch.number] = copy
             self._transfers.add(message.ticket_id, transfer)
             end = partial(self._over, copy)
@@ -261,8 +270,25 @@ class InboundPair:
             raise HandoffError(
                 f"batch {message.number} has other checksums already, or another number of them"
             )
-        copy.expected = _raw(message.checksums, copy.ticket_id, copy.targets, copy.batch)
+        copy.expect(message.checksums)
         self._compare(copy)
+
+    def _look(self, copy: _Copy) -> None:
+        """Read the checksums of a batch from the writer's memory. If they are not there yet, look
+        again soon."""
+        if copy.seal is None or not isinstance(self._link, ReadReceiveLink):
+            return
+        file, (at, mark) = self._link.file, copy.seal
+        found = None if file is None else read_seal(file, at, mark, len(copy.targets))
+        if found is not None:
+            copy.expect(found)
+        elif not self._ended.done():
+            self._loop.call_later(_LOOK_S, self._look_again, copy)
+
+    def _look_again(self, copy: _Copy) -> None:
+        """Compare a batch again, unless it has ended meanwhile."""
+        if self._copies.get(copy.batch.number) is copy:
+            self._compare(copy)
 
     def _over(self, copy: _Copy) -> None:
         """Process the end of a batch's copy into blocks: success, failure or cancellation."""
@@ -283,6 +309,8 @@ class InboundPair:
         writer's."""
         if not copy.is_placed:
             return
+        if copy.expected is None:
+            self._look(copy)
         if copy.expected is None:
             if self._ended.done():
                 self._failed(copy, WorkerFailed(f"{self._name} has sent bytes without checksums"))
@@ -326,10 +354,18 @@ class _Copy:
     Empty if the transfer compares them itself; None until the writer sends them.
     """
     is_placed: bool = False
+    seal: tuple[int, int] | None = None
+    """Where the writer publishes its checksums, and the mark of this use, if it sends no message
+    with them."""
 
     def __post_init__(self) -> None:
         if self.batch.checksums:
             self.expected = ()
+
+    def expect(self, sealed: Sequence[int]) -> None:
+        """Set the writer's checksums, which are bound to their places."""
+        offset = self.batch.source.offset
+        self.expected = unseal_checksums(sealed, self.ticket_id, self.targets, offset)
 
 
 def _batch(message: transfer_pb2.AnnounceBatch, blocks: tuple[int, ...] | None) -> AnnouncedBatch:
@@ -338,17 +374,8 @@ def _batch(message: transfer_pb2.AnnounceBatch, blocks: tuple[int, ...] | None) 
     batch = AnnouncedBatch(message.number, source, target, ())
     if not message.checksums:
         return batch
-    raw = _raw(message.checksums, message.ticket_id, message.targets, batch)
+    raw = unseal_checksums(message.checksums, message.ticket_id, message.targets, message.offset)
     return replace(batch, checksums=raw)
-
-
-def _raw(
-    sealed: Sequence[int], ticket_id: str, targets: Sequence[int], batch: AnnouncedBatch
-) -> tuple[int, ...]:
-    return tuple(
-        raw_checksum(checksum, ticket_id, target, batch.source.offset)
-        for checksum, target in zip(sealed, targets, strict=True)
-    )
 
 
 def _as_baton_error(failure: Exception) -> BatonError:

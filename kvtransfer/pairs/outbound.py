@@ -27,9 +27,11 @@ from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from kvtransfer.layout.layout import KvLayout
 from kvtransfer.layout.shard_layout import ShardLayout
 from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.memory.seal_board import Seal, SealBoard
 from kvtransfer.pairs.negotiation import Fit, check_geometry
-from kvtransfer.pairs.pair import Identity, PairLimits, all_at_once, segment_checksum, shard_between
+from kvtransfer.pairs.pair import Identity, PairLimits, all_at_once, seal_checksums, shard_between
 from kvtransfer.pairs.push_schedule import Bandwidth, PushBatch, PushQueue
+from kvtransfer.transports.in_place import ReadSendLink
 from kvtransfer.transports.transfer import Transfer
 from kvtransfer.transports.transport import Packed, Parts, Peer, SendLink, Transport, connect_shard
 
@@ -39,6 +41,8 @@ Request = transfer_pb2.TransferRequest
 Call = grpc.aio.StreamStreamCall[transfer_pb2.TransferRequest, transfer_pb2.TransferResponse]
 
 
+_Read = tuple[Packed, bool]
+"""A batch that was read, and whether its checksums were published."""
 _FIRST_GUESS = 1e9
 """Bandwidth, in bytes per second, that is assumed for a pair until it has sent bytes."""
 
@@ -177,16 +181,21 @@ class Outbound:
         self._call: Call | None = None
         self._link: SendLink | None = None
         self._reads_in_place = False
+        self._board: SealBoard | None = None
+        self._seals: dict[int, Seal] = {}
+        """Where the checksums of batches in flight are published, by batch number."""
+        self._publishing: dict[int, asyncio.Future[_Read]] = {}
+        """The readings that publish them."""
         self._queue = PushQueue(1, 1)
         self._window_bytes = 0
         self._pushes: dict[str, Push] = {}
         self._in_flight: dict[int, PushBatch] = {}
         self._next = 0
         self._requests: asyncio.Queue[Request] = asyncio.Queue()
-        self._reads: asyncio.Queue[tuple[int, PushBatch, asyncio.Future[Packed]]] = asyncio.Queue(1)
+        self._reads: asyncio.Queue[tuple[int, PushBatch, asyncio.Future[_Read]]] = asyncio.Queue(1)
         """Batches whose blocks are being read, in order. The batch that is sent next is no longer
         in this queue."""
-        self._reading: set[asyncio.Future[Packed]] = set()
+        self._reading: set[asyncio.Future[_Read]] = set()
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._users = 0
@@ -238,8 +247,12 @@ class Outbound:
             raise
         self.transport = opened.transport
         self._reads_in_place = transport.reads_in_place
+        if isinstance(self._link, ReadSendLink):
+            self._board = self._link.board
         self._window_bytes = opened.window_bytes
-        self._queue = PushQueue(transport.part_bytes, transport.batch_bytes)
+        self._queue = PushQueue(
+            transport.part_bytes, transport.batch_bytes, halves=not transport.reads_in_place
+        )
         self._tasks = [
             asyncio.create_task(self._guard(self._listen), name="pair-listen"),
             asyncio.create_task(self._guard(self._speak), name="pair-speak"),
@@ -288,6 +301,8 @@ class Outbound:
             self._call.cancel()
         if self._link is not None:
             self._link.close()
+        for number in list(self._in_flight):
+            self._free_seal(number)
         self._in_flight.clear()
         self.in_flight_bytes = 0
         for push in list(self._pushes.values()):
@@ -346,9 +361,15 @@ class Outbound:
             push = self._pushes.get(batch.ticket_id)
             if push is not None and push.is_open:
                 number = self._begin(batch, push)
+                seal = self._seals.get(number)
                 if self._reads_in_place:
-                    self._tell(_announcement(number, batch))
-                await self._reads.put((number, batch, self._read(batch, push)))
+                    self._tell(_announcement(number, batch, seal=seal))
+                    # The message leaves first: the thread that reads may take this one's core.
+                    await self._requests.join()
+                reading = self._read(batch, push, seal)
+                if seal is not None:
+                    self._publishing[number] = reading
+                await self._reads.put((number, batch, reading))
 
     def _begin(self, batch: PushBatch, push: Push) -> int:
         """Count a batch as in flight from now on. Returns the batch's number."""
@@ -356,12 +377,27 @@ class Outbound:
         push.announced(batch.bytes)
         self._in_flight[number] = batch
         self.in_flight_bytes += batch.bytes
+        seal = None if self._board is None else self._board.take(len(batch.targets))
+        if seal is not None:
+            self._seals[number] = seal
         return number
 
-    def _read(self, batch: PushBatch, push: Push) -> asyncio.Future[Packed]:
+    def _free_seal(self, number: int) -> None:
+        """Give the region of a batch back once no thread publishes there any more."""
+        seal, reading = self._seals.pop(number, None), self._publishing.pop(number, None)
+        if seal is None or self._board is None:
+            return
+        give_back = self._board.give_back
+        if reading is None or reading.done():
+            give_back(seal)
+        else:
+            reading.add_done_callback(lambda _: give_back(seal))
+
+    def _read(self, batch: PushBatch, push: Push, seal: Seal | None) -> asyncio.Future[_Read]:
         assert self._link is not None, "not open"
-        parts = Parts(batch.sources, batch.offset, batch.length)
-        reading = self._loop.run_in_executor(self._executor, self._link.pack, parts, push.memory)
+        reading = self._loop.run_in_executor(
+            self._executor, _pack, self._link, batch, push.memory, seal
+        )
         self._reading.add(reading)
         reading.add_done_callback(self._reading.discard)
         return reading
@@ -373,13 +409,12 @@ class Outbound:
         while True:
             number, batch, reading = await self._reads.get()
             # Shielded: the thread continues to read, and ``close`` waits for it.
-            packed = await asyncio.shield(reading)
-            sealed = _sealed(batch, packed)
-            if self._reads_in_place:
-                seal = transfer_pb2.SealBatch(number=number, checksums=sealed)
-                self._requests.put_nowait(Request(sealed=[seal]))
-            else:
-                self._tell(_announcement(number, batch, sealed))
+            packed, is_published = await asyncio.shield(reading)
+            if not self._reads_in_place:
+                self._tell(_announcement(number, batch, _sealed(batch, packed)))
+            elif not is_published:
+                message = transfer_pb2.SealBatch(number=number, checksums=_sealed(batch, packed))
+                self._requests.put_nowait(Request(sealed=[message]))
             transfer = self._link.send(number, packed, self._limits.batch_deadline_s)
             transfer.when_over(self._sent)
 
@@ -424,6 +459,7 @@ class Outbound:
         batch = self._in_flight.pop(message.number, None)
         if batch is None:
             return
+        self._free_seal(message.number)
         self.in_flight_bytes -= batch.bytes
         self.bandwidth.landed(batch.bytes, time.monotonic(), is_idle=not self._in_flight)
         self._wake.set()
@@ -486,17 +522,20 @@ class Outbound:
         return answer
 
 
-def _sealed(batch: PushBatch, packed: Packed) -> list[int]:
-    """Return one checksum for each part of a batch. It also covers the part's ticket, block and
-    offset."""
-    return [
-        segment_checksum(digest, batch.ticket_id, target, batch.offset)
-        for digest, target in zip(packed.checksums, batch.targets, strict=True)
-    ]
+def _sealed(batch: PushBatch, packed: Packed) -> tuple[int, ...]:
+    return seal_checksums(packed.checksums, batch.ticket_id, batch.targets, batch.offset)
+
+
+def _pack(link: SendLink, batch: PushBatch, memory: BlockMemory | None, seal: Seal | None) -> _Read:
+    """Read a batch, on a transfer thread, and publish its checksums if it has a place for them."""
+    packed = link.pack(Parts(batch.sources, batch.offset, batch.length), memory)
+    if seal is not None:
+        seal.publish(_sealed(batch, packed))
+    return packed, seal is not None
 
 
 def _announcement(
-    number: int, batch: PushBatch, checksums: Sequence[int] = ()
+    number: int, batch: PushBatch, checksums: Sequence[int] = (), seal: Seal | None = None
 ) -> transfer_pb2.AnnounceBatch:
     return transfer_pb2.AnnounceBatch(
         number=number,
@@ -506,4 +545,6 @@ def _announcement(
         targets=batch.targets,
         sources=batch.sources,
         checksums=checksums,
+        seal_at=None if seal is None else seal.at,
+        seal_mark=0 if seal is None else seal.mark,
     )

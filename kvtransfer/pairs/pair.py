@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
@@ -88,11 +89,14 @@ Message = TypeVar("Message", transfer_pb2.TransferRequest, transfer_pb2.Transfer
 async def all_at_once(queue: asyncio.Queue[Message]) -> Message:
     """Return all queued messages merged into one; waits for the first message.
 
-    Sending a message takes some 0.2 ms, whatever it contains.
+    Sending a message takes some 0.2 ms, whatever it contains. A caller that sends the result at
+    once has begun to do so before ``queue.join`` returns elsewhere.
     """
     message = await queue.get()
+    queue.task_done()
     while not queue.empty():
         message.MergeFrom(queue.get_nowait())
+        queue.task_done()
     return message
 
 
@@ -102,18 +106,31 @@ _OFFSET_FACTOR = 0xA4093822299F31D1
 _MASK64 = (1 << 64) - 1
 
 
-def segment_checksum(digest: int, ticket_id: str, block_index: int, offset: int) -> int:
-    """Combine a segment's checksum ``digest`` with its ticket, block and offset. So one segment
-    cannot be mistaken for another."""
-    place = _ticket_place(ticket_id) + (block_index + 1) * _BLOCK_FACTOR + offset * _OFFSET_FACTOR
-    return (digest + place) & _MASK64
+def seal_checksums(
+    checksums: Sequence[int], ticket_id: str, blocks: Sequence[int], offset: int
+) -> tuple[int, ...]:
+    """Combine the checksums of segments at ``offset`` of some missing blocks with their places:
+    ticket, block and offset. So one segment cannot be mistaken for another.
+    """
+    start = _place(ticket_id, offset)
+    return tuple(
+        (checksum + start + block * _BLOCK_FACTOR) & _MASK64
+        for checksum, block in zip(checksums, blocks, strict=True)
+    )
+
+
+def unseal_checksums(
+    sealed: Sequence[int], ticket_id: str, blocks: Sequence[int], offset: int
+) -> tuple[int, ...]:
+    """Undo ``seal_checksums``: return the checksums of the bytes alone."""
+    start = _place(ticket_id, offset)
+    return tuple(
+        (checksum - start - block * _BLOCK_FACTOR) & _MASK64
+        for checksum, block in zip(sealed, blocks, strict=True)
+    )
 
 
 @lru_cache(maxsize=1024)
-def _ticket_place(ticket_id: str) -> int:
-    return zlib.crc32(ticket_id.encode()) * _TICKET_FACTOR
-
-
-def raw_checksum(sealed: int, ticket_id: str, block_index: int, offset: int) -> int:
-    """Undo ``segment_checksum``: return the checksum of the bytes alone."""
-    return (sealed - segment_checksum(0, ticket_id, block_index, offset)) & _MASK64
+def _place(ticket_id: str, offset: int) -> int:
+    ticket = zlib.crc32(ticket_id.encode()) * _TICKET_FACTOR
+    return ticket + _BLOCK_FACTOR + offset * _OFFSET_FACTOR

@@ -39,10 +39,15 @@ class PushQueue:
     Tickets take turns, one batch each, so that a long prompt does not delay a short one.
     """
 
-    def __init__(self, part_bytes: int, batch_bytes: int) -> None:
-        """``part_bytes`` and ``batch_bytes`` are the maximum sizes of a part and of a batch."""
+    def __init__(self, part_bytes: int, batch_bytes: int, *, halves: bool = True) -> None:
+        """``part_bytes`` and ``batch_bytes`` are the maximum sizes of a part and of a batch.
+
+        ``halves``: the receiver places one half of a ticket's bytes while the writer reads the
+        other half. Without it, a batch has all bytes that fit.
+        """
         self._part_bytes = min(part_bytes, batch_bytes)
         self._batch_bytes = batch_bytes
+        self._halves = halves
         self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
 
     def __bool__(self) -> bool:
@@ -52,6 +57,11 @@ class PushQueue:
         """Queue ``length`` bytes from offset ``offset`` of block ``source``. They are for the
         ticket's missing block ``target``."""
         waiting = self._waiting.setdefault(ticket_id, OrderedDict())
+        known = waiting.get((offset, length))
+        if known is not None:
+            # The common case: the same part of another block. It was not too large then.
+            known.append((target, source))
+            return
         for start in range(offset, offset + length, self._part_bytes):
             part = min(self._part_bytes, offset + length - start)
             waiting.setdefault((start, part), deque()).append((target, source))
@@ -60,10 +70,11 @@ class PushQueue:
         """Remove and return the next batch to announce. Raises KeyError if nothing is queued."""
         ticket_id, waiting = self._waiting.popitem(last=False)
         (offset, length), blocks = next(iter(waiting.items()))
-        # The first half is placed while the second is read, but each batch also costs some
-        # messages.
-        half = (len(blocks) + 1) // 2 * length
-        room = min(self._batch_bytes, max(_SMALL_BATCH_BYTES, half))
+        room = self._batch_bytes
+        if self._halves:
+            # Each batch also costs some messages.
+            half = (len(blocks) + 1) // 2 * length
+            room = min(room, max(_SMALL_BATCH_BYTES, half))
         count = min(len(blocks), max(1, room // length))
         if (len(blocks) - count) * length < _SMALL_BATCH_BYTES // 2:
             # A small rest is not worth a batch of its own.

@@ -15,8 +15,12 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from baton.errors import ConfigError, HandoffError, WorkerFailed
 from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.memory.seal_board import SealBoard
 from kvtransfer.transports.transfer import OpenTransfers, Transfer
 from kvtransfer.transports.transport import AnnouncedBatch, Packed, Parts, damaged
 
@@ -79,7 +83,9 @@ def _boot_id(offer: bytes) -> object:
 class ReadSendLink:
     """Implements ``SendLink`` without sending, because the receiver reads the blocks in place."""
 
-    def __init__(self, memory: BlockMemory) -> None:
+    def __init__(self, memory: BlockMemory, board: SealBoard | None = None) -> None:
+        """``board`` is read by the receiver. Without it, checksums are sent in messages."""
+        self.board = board
         self._memory = memory
         self._transfers = OpenTransfers()
 
@@ -127,8 +133,12 @@ C = TypeVar("C", bound=Copier)
 class ReadReceiveLink(Generic[C]):
     """Implements ``ReceiveLink`` where the receiver reads the writer's blocks."""
 
-    def __init__(self, copier: C, executor: Executor) -> None:
-        """``executor`` runs the copies; each of its threads copies one batch at a time."""
+    def __init__(
+        self, copier: C, executor: Executor, file: npt.NDArray[np.uint8] | None = None
+    ) -> None:
+        """``executor`` runs the copies; each of its threads copies one batch at a time. ``file`` is
+        the writer's shared file, uint8 [bytes], if it may have a board for checksums."""
+        self.file = file
         self._copier: C | None = copier
         """The open copier; None once the link is closed, so that the writer's blocks do not stay
         mapped."""
@@ -156,6 +166,7 @@ class ReadReceiveLink(Generic[C]):
         last copy from them. See ``ReceiveLink``."""
         self._transfers.end(WorkerFailed("the pair was closed"))
         copier, self._copier = self._copier, None
+        self.file = None
         if copier is not None:
             self._let_go(copier)
 

@@ -21,10 +21,15 @@ import numpy as np
 from baton.errors import ConfigError, HandoffError
 from kvtransfer.layout.shard_layout import ShardLayout
 from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.memory.seal_board import BOARD_BYTES, SealBoard
 from kvtransfer.memory.shard_memory import PeerBlocks, Pieces, ShardMemory, source_memory
 from kvtransfer.memory.shared_pool import inode_of, open_shared
 from kvtransfer.transports.in_place import ReadReceiveLink, ReadSendLink, host_of, read_offer
 from kvtransfer.transports.transport import AnnouncedBatch, Peer
+
+_READS_BOARDS = b"board"
+"""Answer of a receiver that finds checksums on the writer's board. Receivers of version 0.1 give an
+empty answer, and wait for a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,7 @@ class ShmTransport:
 
     name = "shm"
     part_bytes = 8 << 20
-    batch_bytes = 16 << 20
+    batch_bytes = 256 << 20
     copies_out = False
     carries_shards = True
     reads_in_place = True
@@ -56,6 +61,7 @@ class ShmTransport:
         self._executor = executor
         self._memory: BlockMemory | None = None
         self._offer = b""
+        self._board: SealBoard | None = None
         self._links: WeakSet[ReadSendLink | ShmReceiveLink] = WeakSet()
 
     def register(self, memory: BlockMemory) -> None:
@@ -64,6 +70,8 @@ class ShmTransport:
         if shared is None:
             raise ConfigError("transport shm needs the KV blocks in memory that others can map")
         self._memory = memory
+        if shared.board is not None:
+            self._board = SealBoard(shared.board, shared.bytes - BOARD_BYTES)
         boot_id, pid_namespace = host_of(self.name)
         offer = _Offer(
             boot_id=boot_id,
@@ -100,15 +108,16 @@ class ShmTransport:
             )
         else:
             copier = ShmShardCopier(self._memory, blocks.data, shard)
-        link = ShmReceiveLink(copier, self._executor)
+        link = ShmReceiveLink(copier, self._executor, blocks)
         self._links.add(link)
-        return link, b""
+        return link, _READS_BOARDS
 
     def connect(self, peer: Peer, answer: bytes, shard: ShardLayout | None = None) -> ReadSendLink:
         """Make the writer's end of the link. The writer sends no blocks, because the receiver reads
         them. See ``ShardingTransport``."""
         assert self._memory is not None, "not registered"
-        link = ReadSendLink(source_memory(self._memory, shard))
+        board = self._board if answer == _READS_BOARDS else None
+        link = ReadSendLink(source_memory(self._memory, shard), board)
         self._links.add(link)
         return link
 

@@ -35,7 +35,7 @@ from baton.v1 import (
     transfer_pb2_grpc,
 )
 from kvtransfer.memory.memory import BlockMemory
-from kvtransfer.pairs.pair import segment_checksum
+from kvtransfer.pairs.pair import seal_checksums
 from kvtransfer.transports.grpc_transport import GrpcTransport
 from kvtransfer.transports.in_place import ReadSendLink
 from kvtransfer.transports.shm_transport import ShmCopier
@@ -231,9 +231,9 @@ async def test_a_silent_writer_loses_its_ticket(tiny_model: Path, redis_url: str
             length=memory.block_bytes,
             targets=[0],
             sources=[0],
-            checksums=[
-                segment_checksum(memory.checksum(0, 0, memory.block_bytes), ticket.ticket_id, 0, 0)
-            ],
+            checksums=seal_checksums(
+                memory.checksum_many([0], 0, memory.block_bytes), ticket.ticket_id, [0], 0
+            ),
         )
         pair = await open_pair(cluster, channel)
         await pair.write(transfer_pb2.TransferRequest(announced=[late]))

@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError, HandoffError
+from kvtransfer.memory.seal_board import BOARD_BYTES
 from kvtransfer.memory.shared_pool import SharedPool, allocate, inode_of, open_shared
 
 ROOT = Path(__file__).resolve().parents[4]
 SIZE = 3 * 4096 + 64
+FILE_BYTES = SIZE + BOARD_BYTES
 
 
 @pytest.fixture
@@ -86,16 +88,26 @@ def test_it_is_zeros_and_can_be_written(pool: SharedPool) -> None:
     assert pool.data.shape == (SIZE,)
     assert not pool.data.any()
     pool.data[:] = 3
-    assert os.pread(pool.file.descriptor, SIZE + 1, 0) == b"\3" * SIZE
-    assert pool.file.bytes == SIZE
+    assert os.pread(pool.file.descriptor, SIZE, 0) == b"\3" * SIZE
+    assert pool.file.bytes == os.fstat(pool.file.descriptor).st_size == FILE_BYTES
+
+
+def test_its_board_is_the_end_of_its_file(pool: SharedPool) -> None:
+    assert pool.file.board is not None
+    pool.data[:] = 3
+    assert not pool.file.board.any()
+    pool.file.board[:] = 5
+    assert (pool.data == 3).all()
+    words = BOARD_BYTES // 8
+    assert os.pread(pool.file.descriptor, BOARD_BYTES, SIZE) == (5).to_bytes(8, "little") * words
 
 
 def test_all_of_it_is_taken_at_once(pool: SharedPool) -> None:
-    assert os.fstat(pool.file.descriptor).st_blocks * 512 >= SIZE
+    assert os.fstat(pool.file.descriptor).st_blocks * 512 >= FILE_BYTES
 
 
 def test_its_length_is_sealed_and_no_child_inherits_it(pool: SharedPool) -> None:
-    for size in (SIZE - 1, SIZE + 1):
+    for size in (FILE_BYTES - 1, FILE_BYTES + 1):
         with pytest.raises(PermissionError):
             os.ftruncate(pool.file.descriptor, size)
     with pytest.raises(PermissionError):
@@ -106,9 +118,9 @@ def test_its_length_is_sealed_and_no_child_inherits_it(pool: SharedPool) -> None
 def test_another_process_sees_what_its_owner_writes(owner: Owner) -> None:
     data = open_shared(*owner.offer)
     assert data.shape == (owner.offer[3],)
-    assert (data == 7).all()
+    assert (data[:-BOARD_BYTES] == 7).all()
     owner.fill(9)
-    assert (data == 9).all()
+    assert (data[:-BOARD_BYTES] == 9).all()
 
 
 def test_another_process_cannot_write(owner: Owner) -> None:
@@ -125,7 +137,7 @@ def test_the_bytes_stay_when_their_owner_is_killed(owner: Owner) -> None:
     first = data[:64].copy()  # most pages are read for the first time after its end
     owner.kill()
     assert (first == 7).all()
-    assert (data == 7).all()
+    assert (data[:-BOARD_BYTES] == 7).all()
     with pytest.raises(HandoffError, match=r"process \d+ cannot be opened: No such"):
         open_shared(*owner.offer)
 
@@ -140,9 +152,10 @@ def test_a_mapping_ends_with_the_last_who_refers_to_it(owner: Owner) -> None:
 
 def test_another_file_is_refused(pool: SharedPool) -> None:
     me, descriptor, inode = os.getpid(), pool.file.descriptor, inode_of(pool.file)
-    assert not open_shared(me, descriptor, inode, SIZE).any()
-    for other in ((inode + 1, SIZE), (inode, SIZE + 1), (inode, SIZE - 64)):
-        with pytest.raises(HandoffError, match=f"inode {inode} of {SIZE} bytes instead of"):
+    size = pool.file.bytes
+    assert not open_shared(me, descriptor, inode, size).any()
+    for other in ((inode + 1, size), (inode, size + 1), (inode, size - 64)):
+        with pytest.raises(HandoffError, match=f"inode {inode} of {size} bytes instead of"):
             open_shared(me, descriptor, *other)
 
 
@@ -152,7 +165,7 @@ def test_a_closed_pool_is_refused() -> None:
     pool.close()
     pool.data[:] = 1
     with pytest.raises(HandoffError, match=r"cannot be opened|not the one"):
-        open_shared(os.getpid(), descriptor, inode, SIZE)
+        open_shared(os.getpid(), descriptor, inode, FILE_BYTES)
 
 
 def test_a_file_that_could_be_shortened_is_refused() -> None:

@@ -7,12 +7,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 import grpc.aio
+import numpy as np
 import pytest
 
 from baton.errors import BatonError, ChecksumMismatch, HandoffError, TicketEnded, WorkerFailed
@@ -21,11 +22,13 @@ from baton.rpc import convert
 from baton.rpc.grpc_channel import make_server, open_channel
 from baton.rpc.grpc_errors import error_from_code, error_from_rpc
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
+from kvtransfer.memory.seal_board import BOARD_BYTES, Seal, SealBoard
 from kvtransfer.pairs import inbound as inbound_module
 from kvtransfer.pairs.inbound import Inbound
-from kvtransfer.pairs.pair import Identity, PairLimits, segment_checksum
+from kvtransfer.pairs.pair import Identity, PairLimits, seal_checksums
 from kvtransfer.tickets import Ticket
-from kvtransfer.transports.transport import Parts, Peer
+from kvtransfer.transports.in_place import ReadReceiveLink
+from kvtransfer.transports.transport import AnnouncedBatch, Parts, Peer
 from tests.support.kvtransfer.fake_transport import FakeReceiveLink, FakeTransport
 
 DEADLINE_S = 20.0
@@ -190,6 +193,10 @@ def hello(*transports: str, **changes: str) -> transfer_pb2.OpenPair:
     return message
 
 
+def sealed(checksum: int, ticket_id: str, target: int, offset: int) -> tuple[int, ...]:
+    return seal_checksums([checksum], ticket_id, [target], offset)
+
+
 def announcement(
     number: int, *targets: int, ticket_id: str = "t", offset: int = 0, length: int = BLOCK_BYTES
 ) -> Request:
@@ -203,9 +210,9 @@ def announcement(
                 length=length,
                 targets=targets,
                 sources=[20 + target for target in targets],
-                checksums=[
-                    segment_checksum(1000 + target, ticket_id, target, offset) for target in targets
-                ],
+                checksums=seal_checksums(
+                    [1000 + target for target in targets], ticket_id, targets, offset
+                ),
             )
         ]
     )
@@ -471,7 +478,7 @@ async def test_parts_sealed_for_another_place_are_not_those_expected(
     """The same bytes of another ticket, block or offset would pass for these."""
     call = await world.open()
     message = announcement(0, 0)
-    message.announced[0].checksums[:] = [segment_checksum(1000, *sealed_for)]
+    message.announced[0].checksums[:] = sealed(1000, *sealed_for)
     await call.write(message)
     await until(lambda: world.link.batches)
     assert world.link.batches[0].checksums != (1000,)
@@ -485,11 +492,105 @@ async def test_a_seal_for_another_place_fails_the_ticket(
     call = await world.open()
     await call.write(unsealed(0, 0))
     await place_unsealed(world, 0, 1000)
-    wrong = transfer_pb2.SealBatch(number=0, checksums=[segment_checksum(1000, *sealed_for)])
+    wrong = transfer_pb2.SealBatch(number=0, checksums=sealed(1000, *sealed_for))
     await call.write(Request(sealed=[wrong]))
     answer = await landed(call)
     assert isinstance(error_from_code(answer.code, answer.error), ChecksumMismatch)
     assert world.keeper.told == [("fail", "t", "handoff_checksum_mismatch")]
+
+
+class OneBlock:
+    """Implements ``Copier`` without copying; its checksums are those of the test."""
+
+    blocks, part_end = 64, BLOCK_BYTES
+
+    def copy(self, batch: AnnouncedBatch) -> tuple[int, ...]:
+        """See ``Copier``."""
+        return tuple(980 + block for block in batch.source.blocks)
+
+
+class BoardTransport(FakeTransport):
+    """Its receiver reads the writer's board."""
+
+    def __init__(self) -> None:
+        super().__init__(reads_in_place=True)
+        self.file = np.zeros(BOARD_BYTES, dtype=np.uint8)
+        self.board = SealBoard(self.file.view(np.uint64), 0)
+        self.executor = ThreadPoolExecutor(1)
+
+    def accept(  # type: ignore[override]
+        self, peer: Peer, offer: bytes
+    ) -> tuple[ReadReceiveLink[OneBlock], bytes]:
+        """See ``Transport``."""
+        return ReadReceiveLink(OneBlock(), self.executor, self.file), b"board"
+
+    def announce(self) -> tuple[Request, Seal]:
+        """A batch of block 20 for missing block 0."""
+        seal = self.board.take(1)
+        assert seal is not None
+        request = announcement(0, 0)
+        del request.announced[0].checksums[:]
+        request.announced[0].seal_at, request.announced[0].seal_mark = seal.at, seal.mark
+        return request, seal
+
+
+@pytest.fixture
+async def on_board(make_world: MakeWorld) -> AsyncIterator[tuple[World, BoardTransport]]:
+    """A receiver that reads the writer's board."""
+    transport = BoardTransport()
+    yield await make_world(transport), transport
+    transport.executor.shutdown()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_checksums_on_the_board_need_no_message(
+    on_board: tuple[World, BoardTransport], *, is_late: bool
+) -> None:
+    world, transport = on_board
+    call = await world.open()
+    request, seal = transport.announce()
+    if not is_late:
+        seal.publish(sealed(1000, "t", 0, 0))
+    await call.write(request)
+    if is_late:
+        # Other messages are served meanwhile.
+        await call.write(Request(renew=transfer_pb2.RenewLeases(ticket_ids=["t"])))
+        assert (await read(call)).HasField("renewed")
+        assert world.keeper.told == []
+        seal.publish(sealed(1000, "t", 0, 0))
+    answer = await landed(call)
+    assert (answer.number, answer.code) == (0, "")
+    assert world.keeper.told == [("end", "t", "shm", str(BLOCK_BYTES))]
+
+
+async def test_wrong_checksums_on_the_board_fail_the_ticket(
+    on_board: tuple[World, BoardTransport],
+) -> None:
+    world, transport = on_board
+    call = await world.open()
+    request, seal = transport.announce()
+    seal.publish(sealed(1000, "t", 1, 0))
+    await call.write(request)
+    answer = await landed(call)
+    assert isinstance(error_from_code(answer.code, answer.error), ChecksumMismatch)
+    assert world.keeper.told == [("fail", "t", "handoff_checksum_mismatch")]
+
+
+async def test_a_pair_that_ends_before_its_checksums_are_on_the_board_fails_the_ticket(
+    on_board: tuple[World, BoardTransport],
+) -> None:
+    world, transport = on_board
+    call = await world.open()
+    request, _ = transport.announce()
+    await call.write(request)
+    await until(lambda: world.keeper.tickets["t"].copies)
+    await call.done_writing()
+    await until(lambda: len(world.keeper.told) == 2)
+    assert set(world.keeper.told) == {
+        ("gone", WRITER.incarnation),
+        ("fail", "t", "worker_failed"),
+    }
+    assert world.keeper.tickets["t"].copies == 0
 
 
 async def test_a_release_cancels_what_has_not_begun_and_waits_for_what_has(world: World) -> None:
@@ -714,7 +815,7 @@ def unsealed(number: int, *targets: int) -> Request:
 
 def seal(number: int, *targets: int, first: int = 1000) -> Request:
     """The checksums of ``announcement``."""
-    checksums = [segment_checksum(first + target, "t", target, 0) for target in targets]
+    checksums = seal_checksums([first + target for target in targets], "t", targets, 0)
     return Request(sealed=[transfer_pb2.SealBatch(number=number, checksums=checksums)])
 
 

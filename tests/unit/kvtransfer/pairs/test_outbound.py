@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 
 import grpc.aio
+import numpy as np
 import pytest
 
 from baton.errors import (
@@ -25,9 +27,12 @@ from baton.rpc import convert
 from baton.rpc.grpc_channel import make_server, open_channel
 from baton.rpc.grpc_errors import grpc_boundary
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
+from kvtransfer.memory.memory import BlockMemory, HostMemory
+from kvtransfer.memory.seal_board import BOARD_BYTES, SealBoard, read_seal
 from kvtransfer.pairs.outbound import Outbound, Push
-from kvtransfer.pairs.pair import Identity, PairLimits, segment_checksum
-from kvtransfer.transports.transport import Parts, Peer
+from kvtransfer.pairs.pair import Identity, PairLimits, seal_checksums
+from kvtransfer.transports.in_place import ReadSendLink
+from kvtransfer.transports.transport import Packed, Parts, Peer
 from tests.support.kvtransfer.fake_transport import FakeSendLink, FakeTransport
 
 DEADLINE_S = 60.0
@@ -267,9 +272,7 @@ async def test_a_push_is_done_when_its_last_byte_has_landed(world: World) -> Non
     first, second = await world.announced(2)
     assert (first.number, first.ticket_id, first.offset, first.length) == (0, "t", 0, SIZE)
     assert list(first.targets) == list(first.sources) == [3, 1]
-    assert list(first.checksums) == [
-        segment_checksum(1000 + block, "t", block, 0) for block in (3, 1)
-    ]
+    assert tuple(first.checksums) == seal_checksums([1003, 1001], "t", [3, 1], 0)
     assert not {1003, 1001} & set(first.checksums), "bound to nothing"
     assert (second.number, list(second.targets)) == (1, [4])
     assert world.link.packed == [Parts((3, 1), 0, SIZE), Parts((4,), 0, SIZE)]
@@ -576,9 +579,93 @@ async def test_what_is_read_in_place_is_announced_before_its_checksums_are_known
     await until(lambda: any(request.sealed for request in world.receiver.heard))
     (seal,) = [seal for request in world.receiver.heard for seal in request.sealed]
     assert seal.number == batch.number
-    assert list(seal.checksums) == [
-        segment_checksum(1000 + block, "t", block, 0) for block in (3, 1)
-    ]
+    assert tuple(seal.checksums) == seal_checksums([1003, 1001], "t", [3, 1], 0)
     world.receiver.landed(0)
     push.end()
     assert await result(push) == 2 * SIZE
+
+
+class BoardLink(ReadSendLink):
+    """Packs when the test decides."""
+
+    def __init__(self, board: SealBoard) -> None:
+        super().__init__(HostMemory(np.zeros((4, SIZE), dtype=np.uint8)), board)
+        self.may_pack = threading.Event()
+
+    def pack(self, parts: Parts, memory: BlockMemory | None = None) -> Packed:
+        """See ``SendLink``. The checksum of a block is 1000 and its number."""
+        assert self.may_pack.wait(DEADLINE_S)
+        return Packed(parts, tuple(1000 + block for block in parts.blocks))
+
+
+class BoardTransport(FakeTransport):
+    """Has one region left on its board."""
+
+    def __init__(self) -> None:
+        super().__init__(reads_in_place=True)
+        self.file = np.zeros(BOARD_BYTES, dtype=np.uint8)
+        self.board = SealBoard(self.file.view(np.uint64), 0)
+        while (seal := self.board.take(1)) is not None:
+            self.last = seal
+        self.board.give_back(self.last)
+        self.link = BoardLink(self.board)
+
+    def connect(self, peer: Peer, answer: bytes) -> BoardLink:  # type: ignore[override]
+        """See ``Transport``."""
+        return self.link
+
+    def region_is_free(self) -> bool:
+        """Whether a batch could publish its checksums."""
+        seal = self.board.take(1)
+        if seal is not None:
+            self.board.give_back(seal)
+        return seal is not None
+
+
+async def test_checksums_are_published_where_the_receiver_reads_them(
+    make_world: MakeWorld,
+) -> None:
+    transport = BoardTransport()
+    world = await make_world(opened(), transport)
+    await world.open()
+    push = world.pair.push("t")
+    put(push, 3, 1)
+    (batch,) = await world.announced(1)
+    assert (batch.seal_at, len(batch.checksums)) == (transport.last.at, 0)
+    assert read_seal(transport.file, batch.seal_at, batch.seal_mark, 2) is None
+    transport.link.may_pack.set()
+    expected = seal_checksums([1003, 1001], "t", [3, 1], 0)
+    await until(lambda: read_seal(transport.file, batch.seal_at, batch.seal_mark, 2) == expected)
+    assert not transport.region_is_free()
+    # No region is left for this one.
+    put(push, 2)
+    await until(lambda: any(request.sealed for request in world.receiver.heard))
+    (message,) = [seal for request in world.receiver.heard for seal in request.sealed]
+    assert message.number == 1
+    assert not world.receiver.announced[1].HasField("seal_at")
+    for number in range(2):
+        world.receiver.landed(number)
+    push.end()
+    assert await result(push) == 3 * SIZE
+    assert transport.region_is_free()
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+async def test_a_region_is_free_once_no_thread_publishes_there(
+    make_world: MakeWorld, *, breaks: bool
+) -> None:
+    transport = BoardTransport()
+    world = await make_world(opened(), transport)
+    await world.open()
+    push = world.pair.push("t")
+    put(push, 3)
+    await world.announced(1)
+    if breaks:
+        world.receiver.answers.put_nowait(WorkerFailed("the receiver breaks"))
+    else:
+        world.receiver.landed(0, TicketEnded("refused"))
+    with pytest.raises(BatonError):
+        await result(push)
+    assert not transport.region_is_free()
+    transport.link.may_pack.set()
+    await until(transport.region_is_free)

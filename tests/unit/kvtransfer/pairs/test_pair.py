@@ -26,8 +26,8 @@ from kvtransfer.pairs.pair import (
     Identity,
     PairLimits,
     check_peer,
-    raw_checksum,
-    segment_checksum,
+    seal_checksums,
+    unseal_checksums,
 )
 from kvtransfer.transports.shm_transport import ShmTransport
 from kvtransfer.transports.transport import Peer
@@ -139,8 +139,8 @@ async def test_a_writer_does_not_believe_a_receiver_that_takes_what_does_not_fit
 
 def test_workers_of_all_versions_bind_checksums_alike() -> None:
     """These values are on the wire: they must never change."""
-    assert segment_checksum(0x2EE92E3650575404, "ticket-1", 2, 4096) == 0x4B33EDE89E2A2CC2
-    assert segment_checksum(0, "t", 0, 0) == 0x32207BD84DE66BBD
+    assert seal_checksums([0x2EE92E3650575404], "ticket-1", [2], 4096) == (0x4B33EDE89E2A2CC2,)
+    assert seal_checksums([0], "t", [0], 0) == (0x32207BD84DE66BBD,)
 
 
 _PLACES = st.tuples(
@@ -155,12 +155,15 @@ _PLACES = st.tuples(
 def test_a_checksum_of_one_place_does_not_pass_at_another(
     digest: int, place: tuple[str, int, int], other: tuple[str, int, int]
 ) -> None:
-    sealed = segment_checksum(digest, *place)
-    assert raw_checksum(sealed, *place) == digest
-    assert (raw_checksum(sealed, *other) == digest) == (place == other)
+    ticket_id, block, offset = place
+    sealed = seal_checksums([digest, digest], ticket_id, [block, block + 1], offset)
+    assert unseal_checksums(sealed, ticket_id, [block, block + 1], offset) == (digest, digest)
+    ticket_id, block, offset = other
+    (found,) = unseal_checksums(sealed[:1], ticket_id, [block], offset)
+    assert (found == digest) == (place == other)
 
 
 def test_the_ticket_the_block_and_the_offset_each_count() -> None:
-    sealed = segment_checksum(7, "t", 3, 64)
-    for other in (("u", 3, 64), ("t", 2, 64), ("t", 3, 0)):
-        assert raw_checksum(sealed, *other) != 7
+    sealed = seal_checksums([7], "t", [3], 64)
+    for ticket_id, block, offset in (("u", 3, 64), ("t", 2, 64), ("t", 3, 0)):
+        assert unseal_checksums(sealed, ticket_id, [block], offset) != (7,)

@@ -159,6 +159,14 @@ def test_a_small_rest_goes_with_the_batch_before_it() -> None:
     assert len(queue.take().targets) == 5
 
 
+def test_what_is_read_in_place_is_not_halved() -> None:
+    queue = PushQueue(1 << 20, 16 << 20, halves=False)
+    for target in range(17):
+        queue.put("t", target, target, 0, 1 << 20)
+    assert len(queue.take().targets) == 16
+    assert len(queue.take().targets) == 1
+
+
 LAYOUTS = (KvLayout(2, 4, 1, 8, "bfloat16"), KvLayout(2, 3, 1, 5, "int8"))
 
 

@@ -15,12 +15,14 @@ import pytest
 from baton.errors import ConfigError, HandoffError, WorkerFailed
 from kvtransfer.memory.checksum import checksum
 from kvtransfer.memory.memory import HostMemory
+from kvtransfer.memory.seal_board import BOARD_BYTES, read_seal
 from kvtransfer.memory.shared_pool import allocate
 from kvtransfer.transports import in_place
 from kvtransfer.transports.shm_transport import ShmReceiveLink, ShmTransport
 from kvtransfer.transports.transport import AnnouncedBatch, Parts, Peer
 
 BLOCKS, BLOCK_BYTES = 5, 256
+FILE_BLOCKS = BLOCKS + BOARD_BYTES // BLOCK_BYTES
 DEADLINE_S = 20.0
 WRITER, RECEIVER = Peer("writer", ""), Peer("receiver", "")
 
@@ -48,8 +50,25 @@ class World:
         """The receiver's link, for an offer that differs from the writer's."""
         offer = json.loads(self.writer.offer()) | changes
         link, answer = self.receiver.accept(WRITER, json.dumps(offer).encode())
-        assert answer == b""
+        assert answer == b"board"
         return link
+
+
+def test_a_receiver_that_reads_boards_gets_checksums_there(world: World) -> None:
+    link, answer = world.receiver.accept(WRITER, world.writer.offer())
+    board = world.writer.connect(RECEIVER, answer).board
+    assert board is not None
+    seal = board.take(2)
+    assert seal is not None
+    seal.publish([5, 6])
+    assert link.file is not None
+    assert read_seal(link.file, seal.at, seal.mark, 2) == (5, 6)
+    link.close()
+    assert link.file is None, "unmapped"
+
+
+def test_a_receiver_of_version_0_1_gets_messages(world: World) -> None:
+    assert world.writer.connect(RECEIVER, b"").board is None
 
 
 @pytest.fixture
@@ -104,7 +123,7 @@ def test_a_machine_that_cannot_tell_who_it_is_does_without(
 
 @pytest.mark.parametrize(
     ("source", "offset", "length"),
-    [(BLOCKS, 0, 64), (1 << 31, 0, 64), (0, 0, BLOCK_BYTES + 1), (0, BLOCK_BYTES, 1)],
+    [(FILE_BLOCKS, 0, 64), (1 << 31, 0, 64), (0, 0, BLOCK_BYTES + 1), (0, BLOCK_BYTES, 1)],
 )
 def test_a_batch_outside_the_writers_blocks_is_refused(
     world: World, source: int, offset: int, length: int
