@@ -30,6 +30,7 @@ from typing import Any, cast
 
 import torch
 from prometheus_client import CollectorRegistry
+from worker.device.process_tuning import spare_the_interpreter
 
 from baton.config.advanced import AdvancedConfig
 from baton.errors import BatonError
@@ -62,7 +63,6 @@ from worker.core.engine_core import EngineCore
 from worker.core.gauges import UtilizationMeter, WorkerGauges
 from worker.core.step_planner import PrefillBudget
 from worker.costs.step_costs import StepCosts
-from worker.device.process_tuning import spare_the_interpreter
 from worker.exchange.block_receiver import BlockReceiver
 from worker.exchange.exchange import Exchange
 from worker.role import WorkerContext
