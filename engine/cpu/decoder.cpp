@@ -539,6 +539,18 @@ class Decoder {
     }
   }
 
+  // The first place of the largest of a panel's values.
+  static long place_of_largest(const float* values, long width) {
+    long place = 0;
+    if (width < PANEL) {
+      for (long i = 1; i < width; i++) place = values[i] > values[place] ? i : place;
+      return place;
+    }
+    const float largest = largest_of(larger(load<f32x16>(values), load<f32x16>(values + 16)));
+    while (place < PANEL && values[place] != largest) place++;
+    return place < PANEL ? place : 0;  // NaN equals nothing
+  }
+
   void finish() {
     const long hidden = model_.hidden, rows = step_->outputs, vocab = model_.vocab;
     if (!rows) return;
@@ -554,8 +566,7 @@ class Decoder {
                if (cap > 0)
                  for (long i = 0; i < width; i++) values[i] = cap * tanhf(values[i] / cap);
                if (step_->logits) memcpy(step_->logits + r * vocab + n, values, width * sizeof(float));
-               long most = 0;
-               for (long i = 1; i < width; i++) most = values[i] > values[most] ? i : most;
+               const long most = place_of_largest(values, width);
                best_[r * panels + n / PANEL] = values[most];
                where_[r * panels + n / PANEL] = n + most;
              });
