@@ -313,6 +313,7 @@ def _record(
         dtype=settings.config.dtype,
         device=_device_name(engine.runner.device),
         drafter="" if engine.runner.drafter == "none" else engine.runner.drafter,
+        shares_cores=runtime.board is not None,
     )
 
 

@@ -149,7 +149,8 @@ class Config(BaseSettings):
     simple rule."""
     local_prefill: LocalPrefill = "auto"
     """Whether decode workers compute prompts: when the router predicts that it is faster (auto),
-    never, or always."""
+    never, or always. With ``auto`` and ``policy = "predictive"``, decode workers that share CPU
+    cores with prefill workers compute all prompts of theirs."""
     pools: tuple[PoolConfig, ...] = Field(default_factory=default_pools)
     """The pools of workers; at least one of each role."""
     classes: tuple[ContextClass, ...] = Field(default_factory=default_classes)

@@ -65,6 +65,9 @@ class WorkerRecord:
     """Compute device: ``cpu``, or the GPU's product name."""
     drafter: str = ""
     """Speculative method: ngram, draft, eagle or medusa; empty: none."""
+    shares_cores: bool = False
+    """Whether the worker takes turns on its host's CPU cores with the host's other workers for
+    which this is true."""
     state: str = "ready"
     """``ready``, or ``DRAINING``: the worker takes no new sequences, and its running ones end or
     migrate."""

@@ -110,6 +110,8 @@ class _Worker:
     prefill_cost: Coefficients
     step_cost: Coefficients
     """Calibrated coefficients, with which the learned costs begin."""
+    cores: str = ""
+    """Host whose CPU cores the worker shares with other workers; empty if it has its own."""
     role: str = ""
     load: LoadSnapshot | None = None
     prefill: CostModel | None = None
@@ -174,6 +176,7 @@ class WorkerTable:
         self._workers: dict[int, _Worker] = {}
         self._shapes: dict[Geometry, int] = {}
         self._groups: dict[tuple[str, PoolFilter], Group] = {}
+        self._apart: dict[tuple[PoolFilter, PoolFilter], Group] = {}
         self._index_names: Mapping[int, str] = {}
         self._index_rows: Rows | None = None
         """Rows of the worker numbers of ``_index_names``; None after a worker came or left."""
@@ -225,7 +228,7 @@ class WorkerTable:
         self.names.extend([""] * (capacity - len(self.names)))
         self._free = [row for row in range(capacity - 2, -1, -1) if not self.names[row]]
         self._capacity = capacity
-        self._groups.clear()
+        self._forget_groups()
 
     # Which workers there are
 
@@ -258,7 +261,7 @@ class WorkerTable:
                 self.work[row] = float(self.work[same].mean()) if same else 0.0
                 self.placed[row] = float(self.placed[same].min()) if same else 0.0
             worker.role = record.role
-            self._groups.clear()
+            self._forget_groups()
         self.max_sequences[row] = max(1, record.max_sequences)
 
     def _new_row(self, record: WorkerRecord) -> int:
@@ -272,6 +275,7 @@ class WorkerTable:
             record.pool or record.slot.rpartition("-")[0],
             record.prefill_cost,
             record.step_cost,
+            record.address.rpartition(":")[0] if record.shares_cores else "",
         )
         self.slot_hash[row] = hash_of(record.slot)
         # KV is pulled only between equal shapes; the number of ranks does not matter.
@@ -317,7 +321,7 @@ class WorkerTable:
         ):
             column[row] = 0.0
         self.stepped_at[row] = -math.inf
-        self._groups.clear()
+        self._forget_groups()
 
     def set_up(self, name: str, up: bool, *, lends: bool | None = None) -> None:
         """Set whether new requests may go to a worker.
@@ -330,7 +334,7 @@ class WorkerTable:
         self.lends[row] = float(up if lends is None else lends)
         if bool(self.up[row]) != up:
             self.up[row] = float(up)
-            self._groups.clear()
+            self._forget_groups()
 
     def group(self, role: str, pools: PoolFilter = EVERY_POOL) -> Group:
         """Return the workers of a role that are up and in one of ``pools``. The result is cached
@@ -344,12 +348,31 @@ class WorkerTable:
                 if worker.role == role and self.up[row] and pools.allows(worker.pool)
                 if self.names[row] not in pools.without
             ]
-            members = np.array(sorted(rows), dtype=np.intp)
-            closed, share = np.full(self._capacity, np.inf), np.zeros(self._capacity)
-            closed[members] = 0.0
-            share[members] = 1.0 / max(1, len(members))
-            found = self._groups[role, pools] = Group(members, closed, share)
+            found = self._groups[role, pools] = self._group(rows)
         return found
+
+    def prefill_apart(self, prefill: PoolFilter, decode: PoolFilter) -> Group:
+        """Return the prefill workers that take no CPU cores from a decode worker that may serve the
+        same class. The result is cached like that of ``group``."""
+        found = self._apart.get((prefill, decode))
+        if found is None:
+            taken = {self._workers[row].cores for row in self.group("decode", decode).rows} - {""}
+            every = self.group("prefill", prefill)
+            rows = [row for row in every.rows.tolist() if self._workers[row].cores not in taken]
+            found = every if len(rows) == len(every) else self._group(rows)
+            self._apart[prefill, decode] = found
+        return found
+
+    def _group(self, rows: list[int]) -> Group:
+        members = np.array(sorted(rows), dtype=np.intp)
+        closed, share = np.full(self._capacity, np.inf), np.zeros(self._capacity)
+        closed[members] = 0.0
+        share[members] = 1.0 / max(1, len(members))
+        return Group(members, closed, share)
+
+    def _forget_groups(self) -> None:
+        self._groups.clear()
+        self._apart.clear()
 
     def prefill_cost(self, role: str) -> Coefficients:
         """Return the mean coefficients of the prefill costs of a role's workers; the default ones

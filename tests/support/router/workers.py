@@ -20,13 +20,15 @@ def record(
     prefill_cost: Coefficients = PREFILL_COST,
     step_cost: Coefficients = STEP_COST,
     pool: str = "",
+    host: str = "127.0.0.1",
+    shares_cores: bool = False,
 ) -> WorkerRecord:
     """Of the role that the slot's name begins with."""
     return WorkerRecord(
         incarnation=slot,
         slot=slot,
         role="prefill" if slot.startswith("p") else "decode",
-        address="127.0.0.1:1",
+        address=f"{host}:1",
         metrics_address="",
         model="tiny",
         fingerprint="f",
@@ -37,6 +39,7 @@ def record(
         pool=pool,
         prefill_cost=prefill_cost,
         step_cost=step_cost,
+        shares_cores=shares_cores,
     )
 
 

@@ -318,6 +318,27 @@ def test_an_idle_decode_worker_is_kept_free_of_long_prompts_where_others_run() -
     assert (decision.decode, decision.local) == ("d-0", True), "prefill workers are busier"
 
 
+def test_a_prefill_worker_on_a_decode_workers_cores_computes_nothing() -> None:
+    """Unless decode workers may not, or the decode worker there is not up."""
+    table = WorkerTable(BLOCK)
+    for slot in ("p-0", "d-0"):
+        list_worker(table, record(slot, host="a", shares_cores=True))
+    busy = LoadSnapshot(running=16, free_blocks=4000, context_tokens=8000)
+    table.set_load("d-0", busy, 0.0)
+    request, auto = RouteRequest(2000), ClassRoute("auto")
+    assert decide(table, request, route=auto).local
+    assert not decide(table, request).local, "local prefill is never"
+    # A prefill worker elsewhere takes no cores from decode workers.
+    list_worker(table, record("p-1", host="b", shares_cores=True))
+    assert decide(table, request, route=auto).prefill == "p-1"
+    list_worker(table, record("d-1", host="c", shares_cores=True))
+    table.set_load("d-1", busy, 0.0)
+    table.set_up("d-0", False)
+    table.set_up("p-1", False)
+    decision = decide(table, request, route=auto)
+    assert (decision.prefill, decision.decode) == ("p-0", "d-1")
+
+
 def test_blocks_are_fetched_where_that_is_faster() -> None:
     table = table_of("p-0", "p-1", "d-0")
     table.promise_prompt("p-0", 100_000.0, 0.0)
