@@ -49,7 +49,8 @@ _READY_S = 300.0
 _PROBE_S = 5.0
 _POLL_S = 0.1
 _SEQUENCES = 32
-_SEQUENCE_TOKENS = 2048
+_SEQUENCE_TOKENS = 4352
+"""Context of every peer: room for the longest workload's prompt and answer."""
 _THREAD_VARIABLES = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "VLLM_")
 
 
@@ -174,7 +175,7 @@ def _vllm(name: str, programs: Programs) -> Server:
     command = (
         *(str(programs.vllm), "serve", str(programs.model)),
         *("--host", LOOPBACK, "--port", str(port), "--served-model-name", SERVED_NAME),
-        *("--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "64"),
+        *("--dtype", "bfloat16", "--max-model-len", str(_SEQUENCE_TOKENS), "--max-num-seqs", "64"),
         *("--max-num-batched-tokens", step_tokens, "--enable-prefix-caching"),
     )
     environment = {

@@ -88,11 +88,13 @@ WORKLOADS = {
         Workload("c", "random", 32, 128, 128, 128),
         Workload("d", "random", 4, 24, 1024, 64),
         Workload("e", "shared-prefixes", 8, 96, 64, 64, prefix_tokens=512),
+        Workload("f", "random", 2, 8, 4096, 128),
+        Workload("g", "shared-prefixes", 16, 64, 179, 256, prefix_tokens=77),
         Workload("s", "chat", 8, 48, 200, 190),
     )
 }
-"""Workloads by name: a single sequence, two sizes of batches, long prompts, shared prefixes,
-chats."""
+"""Workloads by name: a single sequence, two sizes of batches, long prompts, shared prefixes, very
+long prompts, long answers after a short shared prefix, chats."""
 
 
 def choose_workloads(names: Sequence[str]) -> tuple[Workload, ...]:

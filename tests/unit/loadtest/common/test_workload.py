@@ -17,7 +17,7 @@ def test_chosen_once_and_in_order() -> None:
 
 @pytest.mark.parametrize("names", [["a", "z"], []])
 def test_an_unknown_name_is_refused_with_those_known(names: list[str]) -> None:
-    with pytest.raises(ConfigError, match="known: a, b, c, d, e, s"):
+    with pytest.raises(ConfigError, match="known: a, b, c, d, e, f, g, s"):
         choose_workloads(names)
 
 
