@@ -45,6 +45,7 @@ class ParsedChatAnswer(ChatAnswer):
         """Create an answer. ``use`` names the tools that may be called. The reasoning can be hidden
         from the client."""
         super().__init__(name, model_id, requests, options, details, stream=stream)
+        self._is_plain = False  # what an event shows depends on the text before it
         self._dialect = dialect
         self._use = use
         self._begins_in = requests[0].begins_in

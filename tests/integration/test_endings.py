@@ -11,6 +11,7 @@ import pytest
 
 from baton.errors import Unavailable
 from baton.sampling_params import SamplingParams
+from baton.store.held_blocks import HeldBlocks, held_by
 from tests.support.integration.faults import outcomes
 from tests.support.integration.handoff import local_answer, prompt_of
 from tests.support.mini_cluster import mini_cluster
@@ -52,11 +53,11 @@ async def test_a_worker_that_goes_while_the_index_is_asked_is_not_chosen(
     async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8) as cluster:
         (link,) = cluster.dispatcher._links.up("decode")
 
-        async def lookup(hashes: list[bytes]) -> dict[str, int]:
+        async def lookup(hashes: list[bytes]) -> HeldBlocks:
             assert link.follower is not None
             link.follower.cancel()
             await asyncio.wait([link.follower])
-            return {}
+            return held_by({})
 
         monkeypatch.setattr(cluster.index, "lookup", lookup)
         with pytest.raises(Unavailable, match="no decode worker is ready"):
@@ -70,11 +71,11 @@ async def test_a_client_that_leaves_while_the_index_is_asked(
     async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8) as cluster:
         asked = asyncio.Event()
 
-        async def lookup(hashes: list[bytes]) -> dict[str, int]:
+        async def lookup(hashes: list[bytes]) -> HeldBlocks:
             asked.set()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(0.05)
-            return {}
+            return held_by({})
 
         monkeypatch.setattr(cluster.index, "lookup", lookup)
         answer = asyncio.create_task(cluster.answer(prompt_of(40), LONG))

@@ -30,12 +30,12 @@ from typing import Any, cast
 
 import torch
 from prometheus_client import CollectorRegistry
-from worker.device.process_tuning import spare_the_interpreter
 
 from baton.config.advanced import AdvancedConfig
 from baton.errors import BatonError
 from baton.grammars.compiled_grammars import CompiledGrammars
 from baton.hashing import hash_key
+from baton.host.process_tuning import spare_the_interpreter
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from baton.telemetry.worker_metrics import WorkerMetrics
