@@ -550,7 +550,7 @@ def test_lookups_agree_with_a_model_of_them(own_url: str, data: st.DataObject) -
             await store.index.snapshot(worker, [chain[number] for number in numbers])
         answer = await store.index.lookup(chain[:asked])
         await store.client.aclose()
-        return answer
+        return dict(answer)
 
     expected = {}
     for worker, numbers in held.items():
