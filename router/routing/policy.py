@@ -168,6 +168,9 @@ def route_settings(config: Config) -> RouteSettings:
 MIN_CHUNK_TOKENS = 16
 """Minimum number of prompt tokens that a step computes in a local prefill, even if it delays the
 other sequences too much (``worker.core.step_planner``)."""
+MAX_SLOWDOWN = 4.0
+"""Maximum duration of a step with a part of a prompt, as a multiple of the step without it
+(``worker.core.step_planner``)."""
 _MIN_MS = 1e-3
 _ALL = slice(None)
 
@@ -230,13 +233,14 @@ class Predictions:
         the queue, and the TPOT during and after the prefill.
 
         While other sequences decode there, a step computes only as much of the prompt as their SLO
-        allows."""
+        and ``MAX_SLOWDOWN`` allow."""
         table = self.table
         running, prefill_ms = table.running[rows], self.prefill_ms[rows]
         step = table.step_b[rows] * running
         step += table.step_a[rows]
         step += table.step_c[rows] * table.context_tokens[rows]
-        chunk = self.route.slo_tpot_ms - step
+        chunk = np.minimum(self.route.slo_tpot_ms, MAX_SLOWDOWN * step)
+        chunk -= step
         np.maximum(chunk, table.prefill_b[rows] * MIN_CHUNK_TOKENS, out=chunk)
         np.minimum(chunk, prefill_ms, out=chunk)
         busy = running > 0

@@ -1,7 +1,7 @@
 """When the next step may be planned, how many prompt tokens it may compute, and the latest steps.
 
 ``PrefillBudget`` bounds the prompt tokens of a step in which other sequences decode. The calibrated
-costs predict that bound from the SLO of those sequences. Each prediction is multiplied by the ratio
+costs predict that bound from the SLO of those sequences, and from their own step. Each prediction is multiplied by the ratio
 of measured to predicted step times, because a step shares its host with others.
 
 This part of the engine core needs neither a thread nor an event loop. Plain Python.
@@ -20,6 +20,13 @@ from worker.costs.step_costs import StepCosts, UnitCost
 MIN_TOKENS = 16
 """Minimum number of prompt tokens that a step may compute, however much they delay sequences that
 decode."""
+MAX_SLOWDOWN = 4.0
+"""Maximum duration of a step that also computes prompt tokens, as a multiple of the step without
+them.
+
+Larger chunks hardly compute prompts faster: their step reads the weights once, too. They only make
+the pauses between the tokens of running answers longer.
+"""
 PRIOR_MS = 50.0
 """Weight of the predicted step times against the first measured ones, in milliseconds of predicted
 time."""
@@ -46,7 +53,8 @@ class PrefillBudget:
         ``batch`` sequences decode in the same step, and attend to ``context_tokens`` tokens in
         total.
         """
-        left = self._slo_ms - self._step.unit_s * self._costs.step_ms(batch, context_tokens)
+        step_ms = self._step.unit_s * self._costs.step_ms(batch, context_tokens)
+        left = min(self._slo_ms, MAX_SLOWDOWN * step_ms) - step_ms
         left /= self._chunk.unit_s
         _, b, c = self._costs.prefill
         # Solves b*n + c*n*(start + n/2) = left for n, in the form that also works for c = 0.

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from baton.config.choices import LocalPrefill
 from baton.request import LoadSnapshot
 from router.routing.cost_model import TransferCosts
-from router.routing.policy import ClassRoute, Decision, RouteRequest, RouteSettings
+from router.routing.policy import MAX_SLOWDOWN, ClassRoute, Decision, RouteRequest, RouteSettings
 from router.routing.predictive_policy import (
     ANSWER_TOKENS,
     CACHE_KEY,
@@ -159,7 +159,8 @@ def every_pair(
                 usual = sum(table.running[table.row(name)] for name in decode) / len(decode)
                 score += (took - a) * max(table.running[d], usual)
                 if table.running[d]:
-                    chunk = min(took, max(route.slo_tpot_ms - step, b * 16))
+                    longest = min(route.slo_tpot_ms, MAX_SLOWDOWN * step)
+                    chunk = min(took, max(longest - step, b * 16))
                     ttft += took / chunk * step
                     score += took / chunk * step
                     tpot = max(tpot, step + chunk)
