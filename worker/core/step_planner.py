@@ -1,8 +1,9 @@
 """When the next step may be planned, how many prompt tokens it may compute, and the latest steps.
 
 ``PrefillBudget`` bounds the prompt tokens of a step in which other sequences decode. The calibrated
-costs predict that bound from the SLO of those sequences, and from their own step. Each prediction is multiplied by the ratio
-of measured to predicted step times, because a step shares its host with others.
+costs predict that bound from the SLO of those sequences, and from their own step. Each prediction
+is multiplied by the ratio of measured to predicted step times, because a step shares its host with
+others.
 
 This part of the engine core needs neither a thread nor an event loop. Plain Python.
 """

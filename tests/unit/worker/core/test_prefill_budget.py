@@ -1,4 +1,4 @@
-"""A chunk is as long as the SLO and the step of other sequences allow, but not below the minimum."""
+"""A chunk is as long as the SLO and the step of the others allow, but not below the minimum."""
 
 from __future__ import annotations
 
