@@ -45,12 +45,16 @@ def test_a_worker_publishes_its_model_and_what_computes_it(storage: Storage | No
     )
     costs = SimpleNamespace(prefill=(0.0, 0.0, 0.0), step=(0.0, 0.0, 0.0))
     runtime = SimpleNamespace(
-        core=SimpleNamespace(engine=engine), costs=costs, metrics_server=SimpleNamespace(port=2)
+        core=SimpleNamespace(engine=engine),
+        costs=costs,
+        metrics_server=SimpleNamespace(port=2),
+        board=object() if storage else None,
     )
     record = _record(settings, cast(WorkerRuntime, runtime), "prefill-0:1", "127.0.0.1:1")
     assert record.revision == "a" * 40
     assert (record.quantization, record.dtype, record.device) == ("int4", "float16", "cpu")
     assert record.drafter == ("" if storage else "ngram")
+    assert record.shares_cores == (storage is not None)
     # Several ranks have a part of each block; the worker knows the size of the whole.
     assert record.block_bytes == (4808 if storage else 4096)
 
