@@ -25,6 +25,7 @@ GRACE_S = 30.0
 """Seconds that a process group has to end after SIGTERM before it is killed."""
 _KILL_S = 10.0
 _POLL_S = 0.05
+_named_ports: set[int] = set()
 
 
 @contextlib.contextmanager
@@ -154,10 +155,17 @@ def _become(parent: int, command: list[str]) -> None:
 
 
 def free_port() -> int:
-    """Return a port of the loopback address that is free at this moment."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+    """Return a port of the loopback address that is free now, and another one at each call.
+
+    The system alone may name the same port twice, before a server listens on it.
+    """
+    while True:
+        with socket.socket() as probe:
+            probe.bind((LOOPBACK, 0))
+            port = int(probe.getsockname()[1])
+        if port not in _named_ports:
+            _named_ports.add(port)
+            return port
 
 
 def cores() -> list[int]:
