@@ -20,7 +20,7 @@ from planning.simulator.cluster.event_queue import EventQueue
 from planning.simulator.cluster.prefix_directory import PrefixDirectory
 from planning.simulator.cluster.simulated_request import SimulatedRequest
 from planning.simulator.cluster.simulated_worker import SimulatedWorker
-from planning.simulator.cluster.snapshot_board import CAPACITY_AGE_S, REFRESH_S, SnapshotBoard
+from planning.simulator.cluster.snapshot_board import SnapshotBoard, capacity_age_s
 from planning.simulator.cluster.workers_side import WorkersSide
 from router.admission.capacity import Capacity
 from router.admission.controller import AdmissionController, AdmissionRequest, slo_of
@@ -159,7 +159,7 @@ class SimulatedRouter:
         self._pump()
 
     def _current_capacity(self, now: float) -> Capacity:
-        if self._capacity is None or now - self._capacity_at > CAPACITY_AGE_S:
+        if self._capacity is None or now - self._capacity_at > capacity_age_s(len(self._decode)):
             self._capacity, self._capacity_at = self._read_capacity(), now
             if self._admission.waiting_requests and now - self._generated_at > GENERATED_EVERY_S:
                 self._generated_at = now
@@ -221,12 +221,10 @@ class SimulatedRouter:
         self._events.after(source.profile.call_s, lambda: self._side.begin(attempt))
 
     def _refresh(self, now: float) -> None:
-        """Read the workers' loads if the router's table is older than ``REFRESH_S``."""
-        if now - self._refreshed_at < REFRESH_S:
-            return
-        self._refreshed_at = now
-        for loads in self._board.read(self._number):
-            self._routing.table.set_loads(loads, now * 1e3)
+        """Read the workers' loads if the router's table is too old."""
+        if now - self._refreshed_at >= self._board.refresh_every_s:
+            self._refreshed_at = now
+            self._routing.table.set_loads(self._board.read(self._number), now * 1e3)
 
     # Messages from workers
 
