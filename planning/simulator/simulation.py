@@ -63,7 +63,7 @@ def simulate(
     side = WorkersSide(events)
     slo_s = config.slo_tpot_s if shape.paces_chunks else None
     own = SimulatedWorkerSettings(block, slo_s, leaps, config.max_model_len)
-    hosts = [Host(events) for _ in range(shape.hosts)]
+    hosts = [Host(f"host-{number}", events) for number in range(shape.hosts)]
     workers = [
         SimulatedWorker(
             number, role, profile, own, events, side, directory.apply, host=_host_of(hosts, place)

@@ -286,12 +286,13 @@ class SimulatedRouter:
 
 def record_of(worker: SimulatedWorker) -> WorkerRecord:
     """Return a worker's registry record at this moment."""
+    host = worker.host
     costs, block_tokens = worker.step_costs, worker.scheduler.limits.block_size
     return WorkerRecord(
         incarnation=worker.name,
         slot=worker.name,
         role=worker.role,
-        address="",
+        address="" if host is None else f"{host.name}:0",
         metrics_address="",
         model="",
         fingerprint="",
@@ -302,5 +303,6 @@ def record_of(worker: SimulatedWorker) -> WorkerRecord:
         pool=worker.role,
         prefill_cost=costs.prefill,
         step_cost=costs.step,
+        shares_cores=host is not None and worker.profile.shares_cores,
         load=worker.load(),
     )

@@ -130,7 +130,7 @@ class SimulatedWorker:
         self._log = StepLog()
         """End times of the worker's steps, in engine time."""
         self._clock = WorkClock()
-        self._host = host
+        self.host = host
         if host is not None:
             host.join(self)
         self.work = Work()
@@ -251,8 +251,8 @@ class SimulatedWorker:
         self._log.add(self._run)
 
     def _tell_host(self) -> None:
-        if self._host is not None:
-            self._host.tell(self, self._doing())
+        if self.host is not None:
+            self.host.tell(self, self._doing())
 
     def _doing(self) -> Doing:
         if self._run is None:
