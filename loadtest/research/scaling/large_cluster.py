@@ -93,7 +93,7 @@ def simulate_large(cluster: LargeCluster) -> LargeClusterFigures:
     figures = summary(result, shape, config)
     busy = np.array([one.work.busy_s for one in result.workers if one.role == "prefill"])
     decoded = np.array([one.work.decoded_tokens for one in result.workers if one.role == "decode"])
-    herded = _herded(result.requests, cluster.routers)
+    herded = herded_shares(result.requests, cluster.routers)
     waits = np.array([one.ttft_s for one in result.requests if one.ok])
     return LargeClusterFigures(
         cluster=cluster,
@@ -120,10 +120,12 @@ def simulate_large(cluster: LargeCluster) -> LargeClusterFigures:
     )
 
 
-def _herded(requests: Sequence[RequestResult], routers: int) -> tuple[float, float]:
-    """Return ``herded_share`` and ``random_herded_share`` of requests, which are numbered in the
-    order of their arrival and go to the routers in turn."""
-    placed = sorted((one.sent_s, one.number, one.prefill) for one in requests if one.sent_s)
+def herded_shares(requests: Sequence[RequestResult], routers: int) -> tuple[float, float]:
+    """Return ``herded_share`` and ``random_herded_share`` of requests, which go to the routers in
+    turn by their numbers."""
+    placed = sorted(
+        (one.sent_s, one.number, one.prefill) for one in requests if one.sent_s is not None
+    )
     last: dict[str, deque[tuple[float, int]]] = {}
     herded = 0
     for sent_s, number, worker in placed:
