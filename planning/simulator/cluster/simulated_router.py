@@ -147,6 +147,9 @@ class SimulatedRouter:
         self._end(self._requests[name], error.code or "overloaded")
 
     def _pump(self) -> None:
+        if not self._admission.waiting_requests:
+            # Nothing can be admitted, and reading the capacity costs time for each decode worker.
+            return
         now = self._events.now
         for name in self._admission.admit(self._current_capacity(now), now):
             self._place(self._requests[name])
