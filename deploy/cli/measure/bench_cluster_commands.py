@@ -81,7 +81,8 @@ def peers(
         Path | None, typer.Option(metavar="FILE", help="GGUF file in Q8_0, for llama.cpp.")
     ] = None,
     workloads: Annotated[
-        str, typer.Option(help="Workloads, out of a,b,c,d,e,f,g,s (see docs/lab-notes/performance.md).")
+        str,
+        typer.Option(help="Workloads, out of a,b,c,d,e,f,g,s (see docs/lab-notes/performance.md)."),
     ] = "a,b,c,d",
     repetitions: Annotated[int, typer.Option(min=1, help="Runs of each workload.")] = 3,
     peers: Annotated[
