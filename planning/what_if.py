@@ -67,6 +67,7 @@ def _shape(
         shape.decode,
         profile_of(question.profiles["prefill"], "prefill"),
         profile_of(question.profiles["decode"], "decode"),
+        hosts=question.hosts,
     )
     # The KV block divides the trace's, because it is the live cluster's block.
     result: SimulationResult = simulate(

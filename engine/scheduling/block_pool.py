@@ -69,7 +69,10 @@ class BlockPool:
     def __init__(self, total: int) -> None:
         self.total = total
         self._references = [0] * total
-        self._free: deque[int] = deque(range(total))
+        self._unused = range(total)
+        """Free blocks that were never allocated."""
+        self._released: deque[int] = deque()
+        """Free blocks that were allocated before, in order of release."""
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._retained: set[bytes] = set()
         self._retained_cached: OrderedDict[int, None] = OrderedDict()
@@ -98,7 +101,12 @@ class BlockPool:
     @property
     def available(self) -> int:
         """Number of blocks that can be allocated now: those that are free or cached."""
-        return len(self._free) + self._cached_count
+        free = len(self._unused) + len(self._released)
+        return free + len(self._cached) + len(self._retained_cached)
+
+    @property
+    def _free_count(self) -> int:
+        return len(self._unused) + len(self._released)
 
     @property
     def _cached_count(self) -> int:
@@ -107,7 +115,7 @@ class BlockPool:
     def counts(self) -> BlockCounts:
         rest = self.available + len(self._quarantined)
         return BlockCounts(
-            free=len(self._free),
+            free=self._free_count,
             used=self.total - rest,
             cached=self._cached_count,
             quarantined=len(self._quarantined),
@@ -172,9 +180,11 @@ class BlockPool:
         """
         if count > self.available:
             raise OutOfBlocks(f"{count} blocks needed, {self.available} available")
-        while len(self._free) < count:
+        while self._free_count < count:
             self._evict()
-        blocks = [self._free.popleft() for _ in range(count)]
+        blocks = [*self._unused[:count]]
+        self._unused = self._unused[count:]
+        blocks += [self._released.popleft() for _ in range(count - len(blocks))]
         for block in blocks:
             self._references[block] = 1
         return blocks
@@ -193,7 +203,7 @@ class BlockPool:
         if block in self._ttl_of:
             self._newly_cached.pop(block, None)
             self._expiring.get(self._ttl_of.pop(block), _NONE).pop(block, None)
-        self._free.append(block)
+        self._released.append(block)
         digest = self._hash_of.pop(block)
         del self._block_of[digest]
         self._changed[digest] = False
@@ -218,7 +228,7 @@ class BlockPool:
             if self._references[block] == 0:
                 digest = self._hash_of.get(block)
                 if digest is None:
-                    self._free.append(block)
+                    self._released.append(block)
                     continue
                 queue = self._retained_cached if digest in self._retained else self._cached
                 queue[block] = None
@@ -330,7 +340,7 @@ class BlockPool:
         """Make quarantined blocks free. Call this only when no writer can still write to them."""
         for block in blocks:
             self._quarantined.remove(block)
-            self._free.append(block)
+            self._released.append(block)
 
     def drain_changes(self) -> tuple[list[bytes], list[bytes]]:
         """Return the hashes stored and the hashes removed since the last call, for the prefix
@@ -350,11 +360,12 @@ class BlockPool:
 
     def check(self) -> None:
         """Assert that each block is in exactly one state; cheap enough for idle moments."""
-        free, cached = set(self._free), {*self._cached, *self._retained_cached}
+        free = {*self._unused, *self._released}
+        cached = {*self._cached, *self._retained_cached}
         used = {block for block, count in enumerate(self._references) if count > 0}
         states = [free, cached, used, self._quarantined]
         assert sum(map(len, states)) == self.total == len(set().union(*states)), "a block is lost"
-        assert len(free) == len(self._free), "a block is free twice"
+        assert len(free) == self._free_count, "a block is free twice"
         assert all(count >= 0 for count in self._references), "a block has a negative count"
         assert cached <= self._hash_of.keys(), "a cached block has no hash"
         retained = {block for block in cached if self._hash_of[block] in self._retained}

@@ -128,13 +128,14 @@ class ClusterKind:
         return f"{self.prefill.name} + {self.decode.name}, {self.transport.name}"
 
     def shape(self, counts: Counts) -> ClusterShape:
-        """Return the cluster with these counts, in the form that the simulator needs."""
-        return ClusterShape(
-            counts.prefill,
-            counts.decode,
-            self.prefill.with_wire(self.transport),
-            self.decode.with_wire(self.transport),
-        )
+        """Return the cluster with these counts, in the form that the simulator needs.
+
+        Workers that were measured while they shared a machine's cores are on that machine.
+        """
+        prefill = self.prefill.with_wire(self.transport)
+        decode = self.decode.with_wire(self.transport)
+        hosts = int(prefill.shares_cores and decode.shares_cores)
+        return ClusterShape(counts.prefill, counts.decode, prefill, decode, hosts=hosts)
 
     def gpus(self, counts: Counts) -> int:
         """Return the GPUs of all workers."""

@@ -98,6 +98,10 @@ class SimulationResult:
     """Time until the last request and the last step had ended."""
     role_changes: tuple[RoleChange, ...] = ()
     """Role changes that the autoscaler made."""
+    index_pairs: int = 0
+    """Number of pairs of block and worker in the prefix index at the end."""
+    snapshots_read: int = 0
+    """Number of load snapshots that the routers read to refresh their tables."""
 
     @property
     def arrivals_s(self) -> float:

@@ -11,12 +11,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 from baton.config.cluster import Config
 from baton.errors import ConfigError
 from planning.common.traces import TracedRequest
-from planning.simulator.cluster.event_queue import EventQueue
+from planning.simulator.cluster.event_queue import ARRIVAL, EventQueue
 from planning.simulator.cluster.host import Host
 from planning.simulator.cluster.prefix_directory import PrefixDirectory
 from planning.simulator.cluster.simulated_autoscaler import SimulatedAutoscaler
@@ -64,7 +63,7 @@ def simulate(
     side = WorkersSide(events)
     slo_s = config.slo_tpot_s if shape.paces_chunks else None
     own = SimulatedWorkerSettings(block, slo_s, leaps, config.max_model_len)
-    hosts = [Host(events) for _ in range(shape.hosts)]
+    hosts = [Host(f"host-{number}", events) for number in range(shape.hosts)]
     workers = [
         SimulatedWorker(
             number, role, profile, own, events, side, directory.apply, host=_host_of(hosts, place)
@@ -92,13 +91,21 @@ def simulate(
     ]
     each: list[SimulatedRequest] = []
 
-    def arrive(number: int, traced: TracedRequest) -> None:
+    def arrive() -> None:
+        number = len(each)
         # Created here, since a trace's prompts are large.
-        each.append(SimulatedRequest(number, traced, trace_block if hashed else block, block))
-        each_router[number % routers].arrive(each[-1])
+        request = SimulatedRequest(
+            number, requests[number], trace_block if hashed else block, block
+        )
+        each.append(request)
+        expect_arrival()
+        each_router[number % routers].arrive(request)
 
-    for number, traced in enumerate(requests):
-        events.at(traced.arrival_s, partial(arrive, number, traced))
+    def expect_arrival() -> None:
+        if len(each) < len(requests):
+            events.at(requests[len(each)].arrival_s, arrive, ARRIVAL)
+
+    expect_arrival()
     autoscaler = None
     if config.autoscaler.enabled:
 
@@ -110,7 +117,12 @@ def simulate(
     events.run()
     result = _result(each, workers, [role for role, *_ in _places(shape)])
     changes = () if autoscaler is None else tuple(autoscaler.changes)
-    return replace(result, role_changes=changes)
+    return replace(
+        result,
+        role_changes=changes,
+        index_pairs=len(directory),
+        snapshots_read=board.snapshots_read,
+    )
 
 
 def _usual_block(requests: Sequence[TracedRequest], trace_block: int) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 
@@ -285,12 +285,15 @@ class InflightPrefills:
         work by the cost model."""
         return work_s * self._workers / self.speed
 
-    def free_after_s(self, ahead_s: Iterable[float], now: float) -> float:
+    def free_after_s(self, ahead_s: Sequence[float], now: float) -> float:
         """Return the seconds until a worker is free for a further prompt. Before it come the queued
         prompts and those of ``ahead_s``.
 
         ``ahead_s``: the work of each prompt that is not sent yet but goes first, in seconds by the
         cost model."""
+        idle = self._workers - (len(self._prompts) - len(self._queued))
+        if len(self._queued) + len(ahead_s) < idle:
+            return 0.0
         each = self.speed / self._workers
         begun = [one.left(each, now) for one in self._prompts.values() if one.began_at is not None]
         left = [0.0] * (self._workers - len(begun)) + begun

@@ -133,6 +133,8 @@ class PrefillPacer:
         self._recovered = True
         """Whether the latest answer met the SLO."""
         self._now = -math.inf
+        self._has_rests = False
+        """Whether ``_rested_at`` has a time."""
         self._rested_at = [-math.inf]
         """A heap with one time for each prefill worker: when it has computed its prompts, and has
         rested after them."""
@@ -192,8 +194,10 @@ class PrefillPacer:
         if self._share < 1.0:
             begins = max(now - SLACK_S, self._rested_at[0])
             heapq.heapreplace(self._rested_at, begins + own_s / self._share)
-        else:
+            self._has_rests = True
+        elif self._has_rests:
             self._rested_at = [-math.inf] * len(self._rested_at)
+            self._has_rests = False
 
     def wait_s(self, ahead_s: Iterable[float], now: float) -> float:
         """Return the seconds until a prompt may be sent; 0 if prefill is not slowed down.

@@ -101,6 +101,8 @@ class WhatIfQuestion(_Data):
     traffic: tuple[PastRequest, ...]
     shapes: tuple[Shape, ...]
     """Numbers of workers to simulate. The answers have the same order."""
+    hosts: int = 0
+    """Number of machines whose CPU cores the workers share; 0 if each has its own."""
 
 
 class Percentile(_Data):
@@ -180,6 +182,7 @@ def question(
             for one in latest
         ),
         shapes=(present, Shape(prefill=asked.prefill, decode=asked.decode)),
+        hosts=len({one.address.rpartition(":")[0] for one in workers if one.shares_cores}),
     )
 
 
@@ -226,6 +229,7 @@ def _profile(
         "is_cpu": on_cpu,
         "handoff_s": handoff_ms / 1e3,
         "call_s": _CALL_S,
+        "shares_cores": record.shares_cores,
     }
 
 

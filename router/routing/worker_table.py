@@ -153,6 +153,13 @@ class LoadColumns:
 
 
 @cache
+def _kv_shape(geometry: Geometry) -> Geometry:
+    """Return the part of ``geometry`` that must be equal for one worker to pull KV from another:
+    the number of ranks does not matter."""
+    return geometry if geometry.drafter else replace(geometry, tensor_parallel=1)
+
+
+@cache
 def _first_prefill(begin: Coefficients) -> Coefficients:
     return prefill_model(begin).coefficients
 
@@ -182,6 +189,8 @@ class WorkerTable:
         """Rows of the worker numbers of ``_index_names``; None after a worker came or left."""
         self._epoch_ms = 0.0
         self._coarse = False
+        self._has_placed = False
+        """Whether a worker ever got a prompt or a sequence."""
         self.names: list[str] = []
         """Incarnation of the worker in each row; empty for a free row."""
         self._capacity = 0
@@ -256,7 +265,7 @@ class WorkerTable:
         worker = self._workers[row]
         if worker.role != record.role:
             # Start at the mean of the role: a new worker must not get every request.
-            if self.placed.any() or self.work.any():
+            if self._has_placed:
                 same = [r for r, other in self._workers.items() if other.role == record.role]
                 self.work[row] = float(self.work[same].mean()) if same else 0.0
                 self.placed[row] = float(self.placed[same].min()) if same else 0.0
@@ -278,10 +287,7 @@ class WorkerTable:
             record.address.rpartition(":")[0] if record.shares_cores else "",
         )
         self.slot_hash[row] = hash_of(record.slot)
-        # KV is pulled only between equal shapes; the number of ranks does not matter.
-        shape = record.geometry
-        if shape.drafter is None:
-            shape = replace(shape, tensor_parallel=1)
+        shape = _kv_shape(record.geometry)
         self.shape[row] = self._shapes.setdefault(shape, len(self._shapes))
         self.per_block[row] = max(1, record.geometry.block_size // self.hash_block)
         self._coarse = self._coarse or self.per_block[row] > 1
@@ -436,6 +442,7 @@ class WorkerTable:
         self.outstanding[row] += 1
         # Prompts of decode workers are counted as sequences.
         self.placed[row] += self._workers[row].role == "prefill"
+        self._has_placed = True
         self.work[row] += prefill_ms * 2.0 ** self._exponent(now_ms)
         self._set_floor(row)
 
@@ -483,7 +490,9 @@ class WorkerTable:
         self.own_sequences[row] = max(0.0, self.own_sequences[row] + count)
         self.own_context[row] = max(0.0, self.own_context[row] + tokens)
         self.promised_blocks[row] = max(0.0, self.promised_blocks[row] + blocks)
-        self.placed[row] += count > 0
+        if count > 0:
+            self.placed[row] += 1
+            self._has_placed = True
         self._sum_up(row)
 
     # Learned costs

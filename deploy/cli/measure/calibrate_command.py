@@ -134,6 +134,7 @@ async def _measured(
             handoff_s=found.handoff_s,
             call_s=found.call_s,
             sharing=found.sharing,
+            shares_cores=record.shares_cores,
         )
     )
 

@@ -6,8 +6,10 @@ import heapq
 from collections.abc import Callable
 
 STEP_END = 0
-"""Rank of events that end a step. They run before all other events of the same virtual time."""
-OTHER = 1
+"""Rank of events that end a step. They run before all other events of the same virtual time, and
+arrivals of requests run next."""
+ARRIVAL = 1
+OTHER = 2
 
 
 class EventQueue:

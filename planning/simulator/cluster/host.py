@@ -49,7 +49,8 @@ class Host:
     for ``PATIENCE_S`` without a break of ``BREAK_S``, it runs long prompts.
     """
 
-    def __init__(self, events: EventQueue) -> None:
+    def __init__(self, name: str, events: EventQueue) -> None:
+        self.name = name
         self._events = events
         self._seen: dict[Tenant, _Seen] = {}
 

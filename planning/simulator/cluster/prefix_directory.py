@@ -14,6 +14,10 @@ class PrefixDirectory:
     def __init__(self) -> None:
         self._holders: dict[bytes, set[str]] = {}
 
+    def __len__(self) -> int:
+        """Return the number of pairs of block and worker."""
+        return sum(map(len, self._holders.values()))
+
     def apply(self, worker: str, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
         """Record the block hashes that a worker has stored, and those that it has removed."""
         for digest in stored:

@@ -153,6 +153,14 @@ class SimulatedSequence(Sequence):
         self.owner = owner
         self.hashes = list(owner.hashes)
 
+    def full_hashes(self, hash_block: int) -> list[bytes]:
+        """Return the hashes of all full blocks. Those with generated tokens are only this
+        request's."""
+        known, full = len(self.hashes), len(self.token_ids) // hash_block
+        if full > known:
+            self.hashes += _own_hashes(self.owner.number, known, full)
+        return self.hashes
+
 
 def _hashes(number: int, traced: TracedRequest, trace_block: int, block_tokens: int) -> list[bytes]:
     """Return the block hashes of a request: chained hashes if the trace has prefixes, unique ones
@@ -165,6 +173,11 @@ def _hashes(number: int, traced: TracedRequest, trace_block: int, block_tokens: 
         for digest in traced.chained_hashes()
         for place in range(each)
     ]
+    return [*known[:full], *_own_hashes(number, len(known), full)]
+
+
+def _own_hashes(number: int, first: int, last: int) -> list[bytes]:
+    """Return the hashes of a request's blocks from ``first`` to before ``last`` that no other
+    request has."""
     own = number.to_bytes(8, "little")
-    rest = (own + place.to_bytes(8, "little") for place in range(len(known), full))
-    return [*known[:full], *rest]
+    return [own + place.to_bytes(8, "little") for place in range(first, last)]

@@ -20,7 +20,7 @@ from planning.simulator.cluster.event_queue import EventQueue
 from planning.simulator.cluster.prefix_directory import PrefixDirectory
 from planning.simulator.cluster.simulated_request import SimulatedRequest
 from planning.simulator.cluster.simulated_worker import SimulatedWorker
-from planning.simulator.cluster.snapshot_board import CAPACITY_AGE_S, REFRESH_S, SnapshotBoard
+from planning.simulator.cluster.snapshot_board import SnapshotBoard, capacity_age_s
 from planning.simulator.cluster.workers_side import WorkersSide
 from router.admission.capacity import Capacity
 from router.admission.controller import AdmissionController, AdmissionRequest, slo_of
@@ -147,6 +147,9 @@ class SimulatedRouter:
         self._end(self._requests[name], error.code or "overloaded")
 
     def _pump(self) -> None:
+        if not self._admission.waiting_requests:
+            # Nothing can be admitted, and reading the capacity costs time for each decode worker.
+            return
         now = self._events.now
         for name in self._admission.admit(self._current_capacity(now), now):
             self._place(self._requests[name])
@@ -159,7 +162,7 @@ class SimulatedRouter:
         self._pump()
 
     def _current_capacity(self, now: float) -> Capacity:
-        if self._capacity is None or now - self._capacity_at > CAPACITY_AGE_S:
+        if self._capacity is None or now - self._capacity_at > capacity_age_s(len(self._decode)):
             self._capacity, self._capacity_at = self._read_capacity(), now
             if self._admission.waiting_requests and now - self._generated_at > GENERATED_EVERY_S:
                 self._generated_at = now
@@ -221,12 +224,10 @@ class SimulatedRouter:
         self._events.after(source.profile.call_s, lambda: self._side.begin(attempt))
 
     def _refresh(self, now: float) -> None:
-        """Read the workers' loads if the router's table is older than ``REFRESH_S``."""
-        if now - self._refreshed_at < REFRESH_S:
-            return
-        self._refreshed_at = now
-        for loads in self._board.read(self._number):
-            self._routing.table.set_loads(loads, now * 1e3)
+        """Read the workers' loads if the router's table is too old."""
+        if now - self._refreshed_at >= self._board.refresh_every_s:
+            self._refreshed_at = now
+            self._routing.table.set_loads(self._board.read(self._number), now * 1e3)
 
     # Messages from workers
 
@@ -288,12 +289,13 @@ class SimulatedRouter:
 
 def record_of(worker: SimulatedWorker) -> WorkerRecord:
     """Return a worker's registry record at this moment."""
+    host = worker.host
     costs, block_tokens = worker.step_costs, worker.scheduler.limits.block_size
     return WorkerRecord(
         incarnation=worker.name,
         slot=worker.name,
         role=worker.role,
-        address="",
+        address="" if host is None else f"{host.name}:0",
         metrics_address="",
         model="",
         fingerprint="",
@@ -304,5 +306,6 @@ def record_of(worker: SimulatedWorker) -> WorkerRecord:
         pool=worker.role,
         prefill_cost=costs.prefill,
         step_cost=costs.step,
+        shares_cores=host is not None and worker.profile.shares_cores,
         load=worker.load(),
     )

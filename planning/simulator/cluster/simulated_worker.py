@@ -130,7 +130,7 @@ class SimulatedWorker:
         self._log = StepLog()
         """End times of the worker's steps, in engine time."""
         self._clock = WorkClock()
-        self._host = host
+        self.host = host
         if host is not None:
             host.join(self)
         self.work = Work()
@@ -162,7 +162,7 @@ class SimulatedWorker:
         """Duration of the last step that ended."""
         self._alarm = 0
         self._deadline = math.inf
-        """Earliest deadline of all sequences on this worker."""
+        """At most the earliest deadline of all sequences on this worker."""
 
     # Sequences
 
@@ -183,9 +183,13 @@ class SimulatedWorker:
         self.settle()
 
     def _note_deadline(self, sequence: SimulatedSequence) -> None:
-        self._deadline = min(self._deadline, sequence.deadline)
-        if math.isfinite(sequence.deadline):
-            self._events.at(sequence.deadline, self._on_deadline)
+        if sequence.deadline < self._deadline:
+            self._set_deadline(sequence.deadline)
+
+    def _set_deadline(self, deadline: float) -> None:
+        self._deadline = deadline
+        if math.isfinite(deadline):
+            self._events.at(deadline, self._on_deadline)
 
     def _on_deadline(self) -> None:
         if self._events.now >= self._deadline:
@@ -221,7 +225,7 @@ class SimulatedWorker:
         if now >= self._deadline:
             expired = self.scheduler.expire(now)
             rest = (*self.scheduler.waiting, *self.scheduler.running)
-            self._deadline = min((s.deadline for s in rest), default=math.inf)
+            self._set_deadline(min((s.deadline for s in rest), default=math.inf))
             if expired:
                 self._listener.on_expire(self, expired)
         while (plan := self._planner.next_plan()) is not None:
@@ -247,8 +251,8 @@ class SimulatedWorker:
         self._log.add(self._run)
 
     def _tell_host(self) -> None:
-        if self._host is not None:
-            self._host.tell(self, self._doing())
+        if self.host is not None:
+            self.host.tell(self, self._doing())
 
     def _doing(self) -> Doing:
         if self._run is None:

@@ -8,18 +8,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton.request import LoadSnapshot
 from planning.simulator.cluster.event_queue import EventQueue
 from planning.simulator.cluster.simulated_worker import SimulatedWorker
 from router.routing.worker_table import LoadColumns
 
 REFRESH_S = 0.05
-"""Maximum age of a router's table of workers, in seconds, as in
-``router.routing.route_finder``."""
+REFRESH_S_PER_WORKER = 24e-6
+"""Maximum age of a router's table of workers, in seconds: ``REFRESH_S``, or this for each worker if
+that is more. A live router refreshes its table for a tenth of its time at most
+(``router.routing.route_finder``), and that takes 2.4 us per worker."""
 
 CAPACITY_AGE_S = 0.02
-"""Interval at which a queue is examined while nothing else happens, in seconds. Also the maximum
-age of the queue's view of the workers. It is the same as in
-``router.admission.admission_queue``."""
+CAPACITY_AGE_S_PER_WORKER = 12e-6
+"""Maximum age of a queue's view of the decode workers, in seconds, likewise
+(``router.admission.admission_queue``). It takes 1.2 us per decode worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +40,7 @@ class DecodeRoom:
 class SnapshotBoard:
     """Takes snapshots of the workers' loads, once for all routers.
 
-    A snapshot is at most ``REFRESH_S`` old when a router reads it. With one router, all are taken
-    at the moment at which it reads them.
+    A snapshot is at most ``REFRESH_S`` old when a router reads it.
     """
 
     def __init__(
@@ -52,11 +54,15 @@ class SnapshotBoard:
         """Number of the last change of each worker that a snapshot includes."""
         self._room: DecodeRoom | None = None
         self._room_at = -math.inf
-        self._unread: list[list[LoadColumns]] = [[] for _ in range(readers)]
+        self._unread: list[dict[str, LoadSnapshot]] = [{} for _ in range(readers)]
+        self.refresh_every_s = max(REFRESH_S, REFRESH_S_PER_WORKER * len(workers))
+        """Seconds between two reads of the same router."""
+        self.snapshots_read = 0
+        """Number of snapshots that routers have read."""
 
-    def read(self, reader: int) -> Sequence[LoadColumns]:
-        """Return the snapshots that changed since the router ``reader`` last read, in the order in
-        which they were taken."""
+    def read(self, reader: int) -> LoadColumns:
+        """Return the latest snapshots of the workers that changed since the router ``reader`` last
+        read."""
         now = self._events.now
         if now - self._taken_at >= REFRESH_S:
             self._taken_at = now
@@ -65,17 +71,18 @@ class SnapshotBoard:
                 for worker in self._workers
                 if not worker.is_idle or self._seen.get(worker.name) != worker.changes
             ]
-            loads = LoadColumns.of({worker.name: worker.load() for worker in busy})
+            loads = {worker.name: worker.load() for worker in busy}
             self._seen |= {worker.name: worker.changes for worker in busy}
             for unread in self._unread:
-                unread.append(loads)
-        found, self._unread[reader] = self._unread[reader], []
-        return found
+                unread.update(loads)
+        found, self._unread[reader] = self._unread[reader], {}
+        self.snapshots_read += len(found)
+        return LoadColumns.of(found)
 
     def decode_room(self, decode: Sequence[SimulatedWorker]) -> DecodeRoom:
-        """Return the room at the decode workers, which is at most ``CAPACITY_AGE_S`` old."""
+        """Return the room at the decode workers, which is at most ``capacity_age_s`` old."""
         now = self._events.now
-        if self._room is None or now - self._room_at > CAPACITY_AGE_S:
+        if self._room is None or now - self._room_at > capacity_age_s(len(decode)):
             available = [worker.available_blocks() for worker in decode]
             total = [worker.pool.total for worker in decode]
             self._room_at = now
@@ -95,3 +102,8 @@ class SnapshotBoard:
     def forget_room(self) -> None:
         """Forget the room: the decode workers are others now."""
         self._room = None
+
+
+def capacity_age_s(decode: int) -> float:
+    """Return the maximum age of a queue's view of ``decode`` decode workers, in seconds."""
+    return max(CAPACITY_AGE_S, CAPACITY_AGE_S_PER_WORKER * decode)

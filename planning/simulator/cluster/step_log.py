@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
+Steps = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,31 +53,38 @@ class StepLog:
 
     def __init__(self) -> None:
         self._runs: list[StepRun] = []
-        self._firsts: list[int] = []
+        self._columns: tuple[Steps, Floats, Floats, Floats] | None = None
+        """The fields of ``_runs`` as arrays; None after a run was added."""
 
     def add(self, run: StepRun) -> None:
         """Record that the steps from ``run.first`` on belong to ``run``, until the next run is
         added.
         """
-        if self._firsts and self._firsts[-1] == run.first:
+        self._columns = None
+        if self._runs and self._runs[-1].first == run.first:
             self._runs[-1] = run
-            return
-        self._runs.append(run)
-        self._firsts.append(run.first)
+        else:
+            self._runs.append(run)
 
     def ends_s(self, first: int, last: int) -> Floats:
         """Return the times at which the steps ``first`` to ``last``, inclusive, ended. fp64
         [steps].
         """
-        parts: list[Floats] = []
-        place = bisect_right(self._firsts, first) - 1
-        while first <= last:
-            run = self._runs[place]
-            ends = self._firsts[place + 1] if place + 1 < len(self._firsts) else last + 1
-            until = min(last + 1, ends)
-            steps = np.arange(first - run.first + 1, until - run.first + 1, dtype=np.float64)
-            parts.append(
-                run.begun_s + steps * run.step_s + run.growth_s * (steps * (steps - 1) / 2)
+        firsts, begun_s, step_s, growth_s = self._read()
+        numbers = np.arange(first, last + 1)
+        run = firsts.searchsorted(numbers, side="right") - 1
+        steps = (numbers - firsts[run] + 1).astype(np.float64)
+        ends_s: Floats = begun_s[run] + steps * step_s[run]
+        ends_s += growth_s[run] * (steps * (steps - 1) / 2)
+        return ends_s
+
+    def _read(self) -> tuple[Steps, Floats, Floats, Floats]:
+        if self._columns is None:
+            runs = self._runs
+            self._columns = (
+                np.array([run.first for run in runs]),
+                np.array([run.begun_s for run in runs]),
+                np.array([run.step_s for run in runs]),
+                np.array([run.growth_s for run in runs]),
             )
-            first, place = until, place + 1
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return self._columns

@@ -83,6 +83,7 @@ class AnalyticalCosts:
         self._pair_s = self._pair_flops / (gpu.flops * efficiency.attention * tensor_parallel)
         self._kv_s = self.kv_token_bytes / self._bytes_per_s
         self._lines: dict[int, DecodeLine] = {}
+        self._fitted: StepCosts | None = None
 
     def seconds(self, shape: StepLoad) -> float:
         """Implement ``StepCostModel``."""
@@ -116,6 +117,11 @@ class AnalyticalCosts:
 
     def step_costs(self) -> StepCosts:
         """Implement ``StepCostModel`` with the fit that workers make of their measurements."""
+        if self._fitted is None:
+            self._fitted = self._fit()
+        return self._fitted
+
+    def _fit(self) -> StepCosts:
         chunks = [(n, n * (start + n / 2)) for n, start in _CHUNKS]
         chunk_ms = [self.seconds(StepLoad(0, 0, (chunk,))) * 1e3 for chunk in _CHUNKS]
         steps = [(batch, batch * start) for batch, start in _BATCHES]

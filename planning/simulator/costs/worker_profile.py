@@ -53,11 +53,14 @@ class WorkerProfile:
     """Number of GPUs of the worker."""
     sharing: Sharing = ALONE
     """Factors by which other workers on a shared host slow this one."""
+    shares_cores: bool = False
+    """Whether the worker takes turns on the CPU cores of a shared host, as its record in the
+    registry says."""
 
 
 PROFILE_VERSION = 1
 """Version of the profile's file format. Fields that were added later may be missing. If ``sharing``
-is missing, workers do not share hosts."""
+or ``shares_cores`` is missing, workers do not share hosts."""
 _MEMORY_SHARE = 0.9
 """Fraction of GPU memory that a worker uses: the default of ``gpu_memory_fraction``."""
 _ACTIVATION_BYTES = 2e9
@@ -153,6 +156,7 @@ def profile_of(fields: Any, name: str) -> WorkerProfile:
             handoff_s=float(fields["handoff_s"]),
             call_s=float(fields["call_s"]),
             sharing=_sharing(fields.get("sharing", {})),
+            shares_cores=bool(fields.get("shares_cores", False)),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
@@ -181,6 +185,7 @@ def profile_fields(profile: WorkerProfile) -> dict[str, Any]:
         "handoff_s": profile.handoff_s,
         "call_s": profile.call_s,
         "sharing": asdict(profile.sharing),
+        "shares_cores": profile.shares_cores,
     }
 
 

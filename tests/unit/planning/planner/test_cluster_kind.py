@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
 
 from baton.config.choices import TransportName
-from planning.planner.cluster_kind import AS_MEASURED, DEFAULT_TRANSPORTS, TRANSPORTS
+from planning.planner.cluster_kind import AS_MEASURED, DEFAULT_TRANSPORTS, TRANSPORTS, Counts
 from planning.simulator.costs.hardware import ACCELERATORS
+from planning.simulator.simulation import simulate
+from tests.support.loadtest.clusters import config, profile
+from tests.support.loadtest.plans import KIND, trace
 
 
 def test_they_are_those_of_the_configuration() -> None:
@@ -34,3 +38,13 @@ def test_grpc_has_an_end_however_many_gpus_a_worker_has() -> None:
 def test_what_asks_for_more_is_no_slower(gpu: str) -> None:
     rates = [TRANSPORTS[name].bytes_per_s(ACCELERATORS[gpu], 1) for name in DEFAULT_TRANSPORTS]
     assert rates == sorted(rates)
+
+
+@pytest.mark.parametrize("shares_cores", [False, True])
+def test_a_plan_keeps_the_prompts_where_the_measured_machine_does(*, shares_cores: bool) -> None:
+    worker = replace(KIND.decode, profile=replace(profile(), shares_cores=shares_cores))
+    shape = replace(KIND, prefill=worker, decode=worker).shape(Counts(1, 1))
+    result = simulate(trace(40).requests, shape, config(local_prefill="auto"), trace_block=32)
+    prefill, decode = (one.work.prompt_tokens for one in result.workers)
+    assert (prefill == 0) == shares_cores
+    assert decode > 0 or not shares_cores

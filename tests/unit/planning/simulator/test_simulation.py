@@ -273,3 +273,18 @@ def test_finer_blocks_find_as_much() -> None:
     requests = [TracedRequest(2.0 * n, 320, 4, tuple(range(10))) for n in range(2)]
     fine = simulate(requests, shape(1, 1), config(), trace_block=32, block_tokens=16)
     assert fine.requests[1].cached_tokens == 304
+
+
+def test_prompts_stay_off_workers_that_share_a_decode_workers_cores() -> None:
+    requests = [TracedRequest(0.05 * n, 300, 20) for n in range(40)]
+    worker = dataclasses.replace(profile(is_cpu=True), shares_cores=True)
+
+    def prompts(hosts: int) -> list[int]:
+        cluster = shape(2, 1, worker, hosts=hosts)
+        result = simulate(requests, cluster, config("auto"), trace_block=TRACE_BLOCK)
+        return [one.work.prompt_tokens for one in result.workers]
+
+    assert all(prompts(hosts=0)[:2]), "each worker has cores of its own"
+    assert prompts(hosts=1) == [0, 0, 12_000]
+    assert prompts(hosts=2)[0] == 0
+    assert prompts(hosts=2)[1] > 0

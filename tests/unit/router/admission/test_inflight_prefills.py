@@ -45,6 +45,13 @@ def test_an_idle_worker_takes_a_prompt_at_once() -> None:
     assert prefills.free_after_s((6.0,), 0.0) == pytest.approx(5.0)
 
 
+def test_idle_workers_take_up_the_prompts_ahead() -> None:
+    prefills = served_by(3)
+    prefills.sent("long", 5000, 5.0, 0.0)
+    assert prefills.free_after_s((1.0,), 0.0) == 0
+    assert prefills.free_after_s((1.0, 2.0), 0.0) == pytest.approx(1.0)
+
+
 def test_each_counts_from_when_a_worker_took_it_up() -> None:
     prefills = served_by(2)
     for name in ("a", "b", "c"):

@@ -43,7 +43,7 @@ def at(events: EventQueue, host: Host, *told: tuple[float, FakeWorker, Doing]) -
 
 
 def test_a_worker_alone_is_not_slowed() -> None:
-    host = Host(EventQueue())
+    host = Host("host-0", EventQueue())
     lone = FakeWorker(host)
     for doing in (Doing.DECODING, Doing.PROMPTS, Doing.NOTHING):
         host.tell(lone, doing)
@@ -52,7 +52,7 @@ def test_a_worker_alone_is_not_slowed() -> None:
 
 def test_each_is_slowed_by_what_the_others_do() -> None:
     events = EventQueue()
-    host = Host(events)
+    host = Host("host-0", events)
     prefill, decode, other = (FakeWorker(host) for _ in range(3))
     host.tell(decode, Doing.DECODING)
     host.tell(prefill, Doing.PROMPTS)
@@ -66,7 +66,7 @@ def test_each_is_slowed_by_what_the_others_do() -> None:
 
 
 def test_telling_the_same_again_changes_nothing() -> None:
-    host = Host(EventQueue())
+    host = Host("host-0", EventQueue())
     prefill, decode = FakeWorker(host), FakeWorker(host)
     for _ in range(3):
         host.tell(prefill, Doing.PROMPTS)
@@ -76,7 +76,7 @@ def test_telling_the_same_again_changes_nothing() -> None:
 
 def test_long_prompts_slow_decoding_more() -> None:
     events = EventQueue()
-    host = Host(events)
+    host = Host("host-0", events)
     prefill, decode = FakeWorker(host), FakeWorker(host)
     long_s = 10 * PATIENCE_S
     at(
@@ -96,7 +96,7 @@ def test_long_prompts_slow_decoding_more() -> None:
 
 def test_breaks_that_are_none_do_not_restart_patience() -> None:
     events = EventQueue()
-    host = Host(events)
+    host = Host("host-0", events)
     prefill, decode = FakeWorker(host), FakeWorker(host)
     host.tell(decode, Doing.DECODING)
     half_s = PATIENCE_S / 2
@@ -112,7 +112,7 @@ def test_breaks_that_are_none_do_not_restart_patience() -> None:
 
 
 def test_without_a_profile_of_it_sharing_costs_nothing() -> None:
-    host = Host(EventQueue())
+    host = Host("host-0", EventQueue())
     prefill, decode = FakeWorker(host, ALONE), FakeWorker(host, ALONE)
     host.tell(prefill, Doing.PROMPTS)
     host.tell(decode, Doing.DECODING)
