@@ -134,11 +134,12 @@ class AdmissionQueue:
         )
 
     def _pump(self) -> None:
-        now = self._clock()
-        for request_id in self._controller.admit(self._current_capacity(now), now):
-            turn = self._turns[request_id]
-            if not turn.done():
-                turn.set_result(None)
+        if not self._controller.is_settled:
+            now = self._clock()
+            for request_id in self._controller.admit(self._current_capacity(now), now):
+                turn = self._turns[request_id]
+                if not turn.done():
+                    turn.set_result(None)
         self._metrics.prefill_speed.set(self._controller.speed or 0.0)
         if self._controller.waiting_requests and self._tick is None:
             self._tick = asyncio.get_running_loop().call_later(TICK_S, self._on_tick)

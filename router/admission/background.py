@@ -80,6 +80,11 @@ class BackgroundSlack:
         self._share = BackgroundShare(max_sent)
         self._sent: set[str] = set()
 
+    @property
+    def any_sent(self) -> bool:
+        """Whether background requests are at the workers."""
+        return bool(self._sent)
+
     def look(self, capacity: Capacity, now: float, *, others_wait: bool) -> None:
         """Lower the limit of background requests if these delay other requests."""
         if self._sent and (others_wait or self._is_slow(capacity)):

@@ -127,6 +127,8 @@ class AdmissionController:
         self._overload = Overload()
         self._pacer = PrefillPacer()
         self._looked_at = -math.inf
+        self._waits = False
+        """Whether requests waited for prefill workers after the last decision."""
 
     # Observed values
 
@@ -214,7 +216,14 @@ class AdmissionController:
         # While requests wait for decode workers, nothing is learned about prefill workers.
         waits = len(self._queue) > 0 and capacity is not None and self._prefill.is_full(capacity)
         self._prefill.saturated(now, waiting=waits)
+        self._waits = waits
         return released
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether ``admit`` would change nothing: no request waits, the last call recorded that,
+        and no background request is to be watched."""
+        return not (self._waits or self.waiting_requests or self._slack.any_sent)
 
     def _send(self, queue: FairQueue[_Waiting], capacity: Capacity | None, now: float) -> str:
         """Remove the next request from ``queue``, count it as sent to the workers, and return its

@@ -78,6 +78,9 @@ _SHARE_OF_ALL = 0.05
 """Minimum assumed error of an initial coefficient, as a fraction of a typical cost."""
 
 _SETS: tuple[tuple[int, ...], ...] = ((0, 1), (0, 2), (1, 2), (0,), (1,), (2,))
+_SETS_OF_ONE: tuple[tuple[int, ...], ...] = ((0,), (1,))
+"""The sets that are left if the third feature was always 0, as in transfers: its coefficient is 0,
+and the other two together were tried first."""
 _ENTRIES = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))
 
 
@@ -167,7 +170,8 @@ class CostModel:
         if whole is not None and min(whole) >= 0.0:
             return whole
         best, least = (0.0, 0.0, 0.0), 0.0
-        for chosen in _SETS:
+        is_third_unused = whole is not None and m02 == 0.0 and right[2] == 0.0
+        for chosen in _SETS_OF_ONE if is_third_unused else _SETS:
             found = _solve_part(matrix, right, chosen)
             if min(found) < 0.0:
                 continue

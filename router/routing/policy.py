@@ -44,6 +44,10 @@ class RouteRequest:
     """Requests with the same cache key go to the same worker if possible. Empty means no
     preference."""
 
+    def without(self, excluded: frozenset[str]) -> RouteRequest:
+        """Return the request with exactly the incarnations ``excluded`` left out."""
+        return self if excluded == self.excluded else replace(self, excluded=excluded)
+
 
 @dataclass(frozen=True, slots=True)
 class ClassRoute:
@@ -254,7 +258,8 @@ class Predictions:
 
     def fetchable_at(self, row: int) -> int:
         """Return ``fetchable`` of the worker in ``row``."""
-        return int(np.broadcast_to(self.fetchable, self.held.shape)[row])
+        fetchable = self.fetchable
+        return int(fetchable if isinstance(fetchable, float) else fetchable[row])
 
     def best_holder(self, row: int) -> tuple[str, int]:
         """Return the other worker from which the worker in ``row`` should fetch blocks, since it
@@ -335,7 +340,9 @@ def predict(
         full_ms=full_ms,
         queue_ms=table.queue_ms(now_ms),
         # The last token is computed into a block of its own.
-        fetchable=np.minimum(most, (prompt - 1) // hash_block),
+        fetchable=min(most, float((prompt - 1) // hash_block))
+        if isinstance(most, float)
+        else np.minimum(most, (prompt - 1) // hash_block),
         missing=missing,
         tpot_ms=tpot_ms,
         fits=room,

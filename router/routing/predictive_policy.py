@@ -165,6 +165,8 @@ class _Sources:
         include the fetch in the times."""
         seen = self._seen
         depth = seen.fetchable
+        if isinstance(depth, float) and depth <= 0:
+            return
         lacking = depth - seen.held
         if lacking.max() <= 0:
             return
@@ -235,7 +237,7 @@ def _pairs(seen: Predictions, sources: _Sources, transfers: TransferCosts) -> _C
         rank += _penalty(seen, tpot, d)
         d = d[_least(rank, SHORTLIST)]
     source = p.repeat(len(d))
-    target = np.broadcast_to(d, (len(p), len(d))).ravel()
+    target = d[np.newaxis].repeat(len(p), axis=0).ravel()
     transfer = _transfer(seen, transfers, source, target)
     tpot = seen.tpot_ms[target]
     score = sources.score[source] + transfer + ANSWER_TOKENS * tpot
@@ -309,12 +311,13 @@ def _choose(
     """Return the index of the best candidate, and the reason. ``own``: row of the worker that the
     request's cache key prefers, or -1."""
     route = seen.route
-    late = found.ttft > seen.request.deadline_ms
-    if late.all():
-        return int(found.ttft.argmin()), DEADLINE
     slow = found.tpot > route.slo_tpot_ms
     tier = np.where(slow, 2, found.ttft > route.slo_ttft_ms) + 3 * ~seen.fits[found.target]
-    tier = tier + 6 * late
+    if seen.request.deadline_ms < np.inf:
+        late = found.ttft > seen.request.deadline_ms
+        if late.all():
+            return int(found.ttft.argmin()), DEADLINE
+        tier = tier + 6 * late
     best = int(tier.min())
     if best % 3 == 2:
         harm = found.ttft / route.slo_ttft_ms + found.tpot / route.slo_tpot_ms

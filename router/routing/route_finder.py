@@ -189,15 +189,17 @@ class RouteFinder:
                 held = held.raised({source_worker: len(hashes)})
         now = time.monotonic()
         left_ms = request.deadline_ms - (now - asked_at) * 1e3
-        *others, last = (replace(request, deadline_ms=left_ms, excluded=names) for names in avoid)
-        for asked in others:
+        if left_ms != request.deadline_ms:
+            request = replace(request, deadline_ms=left_ms)
+        *others, last = avoid
+        for names in others:
             try:
-                decision = self._decide(asked, hashes, held, now)
+                decision = self._decide(request.without(names), hashes, held, now)
                 break
             except Unavailable:
                 continue
         else:
-            decision = self._decide(last, hashes, held, now)
+            decision = self._decide(request.without(last), hashes, held, now)
         if decision.shed and not is_moved:
             raise Overloaded(
                 f"the first token would come after {decision.ttft_ms / 1e3:.1f} s, beyond the"

@@ -44,6 +44,7 @@ _STEP_EVERY_MS_PER_WORKER = 0.2
 core, and with 10,000 workers each is observed every two seconds."""
 _FIRST_CAPACITY = 8
 _GROWTH = 1.25
+_NO_ROWS = np.empty(0, np.intp)
 """Factor by which a full table grows. Free rows cost a decision as much as workers."""
 
 
@@ -424,10 +425,10 @@ class WorkerTable:
             self._learn_step(each[place], loads.loads[place], now_ms)
         self._sum_up(rows)
 
-    def _sum_up(self, row: int | Rows) -> None:
-        self.sequences[row] = np.maximum(self.reported_sequences[row], self.own_sequences[row])
-        self.context_tokens[row] = np.maximum(self.reported_context[row], self.own_context[row])
-        self.available_blocks[row] = self.reported_blocks[row] - self.promised_blocks[row]
+    def _sum_up(self, rows: Rows) -> None:
+        self.sequences[rows] = np.maximum(self.reported_sequences[rows], self.own_sequences[rows])
+        self.context_tokens[rows] = np.maximum(self.reported_context[rows], self.own_context[rows])
+        self.available_blocks[rows] = self.reported_blocks[rows] - self.promised_blocks[rows]
 
     # What this router promises
 
@@ -493,7 +494,10 @@ class WorkerTable:
         if count > 0:
             self.placed[row] += 1
             self._has_placed = True
-        self._sum_up(row)
+        # As ``_sum_up`` does for many rows; numpy takes three times as long for one.
+        self.sequences[row] = max(self.reported_sequences[row], self.own_sequences[row])
+        self.context_tokens[row] = max(self.reported_context[row], self.own_context[row])
+        self.available_blocks[row] = self.reported_blocks[row] - self.promised_blocks[row]
 
     # Learned costs
 
@@ -559,6 +563,8 @@ class WorkerTable:
         """
         found = held_by(held)
         column = np.zeros(self._capacity)
+        if not len(found.numbers) and not found.more:
+            return column, _NO_ROWS
         if len(found.numbers):
             column[self._rows_of(found.names)[found.numbers]] = found.depths
         if found.more:

@@ -127,7 +127,11 @@ async def test_reads_of_the_capacity_take_a_tenth_of_the_processor(
     queue = AdmissionQueue(Config(), RouterMetrics(CollectorRegistry()), capacity, lambda: now)
     for number in range(100):
         now = number * 0.03
-        queue.release("unknown")
+        request = GenerationRequest(
+            str(number), (1,), SamplingParams(max_tokens=1), Principal("default"), 30.0
+        )
+        await queue.acquire(request)
+        queue.release(request.request_id)
     assert spent_s == pytest.approx(0.01 * 25), "3 s of the clock, one read each 0.12 s"
     queue.close()
 

@@ -26,6 +26,31 @@ def check_retry_after(cluster: Cluster, error: Overloaded, refused_at: float) ->
     assert true_wait / 2 <= error.retry_after <= true_wait * 2
 
 
+def test_it_is_settled_once_a_decision_has_seen_that_no_request_waits() -> None:
+    cluster = Cluster()
+    admission, now = cluster.admission, cluster.now
+    assert admission.is_settled
+    for name in ("a", "b"):
+        admission.offer(AdmissionRequest(name, "default", 0, 10_000, 4), cluster.capacity(), now)
+        assert not admission.is_settled
+    assert admission.admit(cluster.capacity(), now) == ["a"]
+    admission.left("b", now)
+    assert not admission.is_settled, "requests still count as waiting"
+    assert admission.admit(cluster.capacity(), now) == []
+    assert admission.is_settled
+
+
+def test_it_is_not_settled_while_background_requests_are_watched() -> None:
+    cluster = Cluster()
+    admission, now = cluster.admission, cluster.now
+    asked = AdmissionRequest("a", "default", 0, 10, 4, background=True)
+    admission.offer(asked, cluster.capacity(), now)
+    assert admission.admit(cluster.capacity(), now) == ["a"]
+    assert not admission.is_settled
+    admission.left("a", now)
+    assert admission.is_settled
+
+
 def test_the_drain_rate_is_learned() -> None:
     cluster = Cluster(tokens_per_s=3000.0)
     cluster.learn()

@@ -109,14 +109,20 @@ def test_no_coefficient_is_ever_negative(
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(st.integers(1, 40), st.floats(0.1, 100.0)), min_size=3, max_size=30))
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.floats(0.1, 100.0)), min_size=3, max_size=30),
+    st.booleans(),
+)
 def test_it_is_the_least_sum_of_squares_over_what_is_not_negative(
-    told: list[tuple[int, float]],
+    told: list[tuple[int, float]], of_steps: bool
 ) -> None:
-    """Against a fine grid around the answer: no neighbour that is allowed fits better."""
-    model = step_model(UNKNOWN)
+    """Against a fine grid around the answer: no neighbour that is allowed fits better.
+
+    Transfers have no third feature."""
+    transfers = CostModel(UNKNOWN, TRANSFER_DEFAULT, (1.0, 32.0, 1.0))
+    model = step_model(UNKNOWN) if of_steps else transfers
     for batch, ms in told:
-        model.observe(batch, 100.0 * (41 - batch), ms)
+        model.observe(batch, 100.0 * (41 - batch) if of_steps else 0.0, ms)
     at = list(model._solve())
     information, right = model._information, model._right
 
