@@ -276,20 +276,20 @@ def predict(
     held: Mapping[str, int],
     now_ms: float,
     *,
-    cores_apart: bool = False,
+    devices_apart: bool = False,
 ) -> Predictions:
     """Predict the costs of a request at each worker. ``held``: number of the prompt's leading
     blocks that each incarnation holds.
 
-    ``cores_apart``: true to leave out prefill workers that take CPU cores from a decode worker, if
-    decode workers may compute the prompt.
+    ``devices_apart``: true to leave out prefill workers that share CPU cores or a GPU with a decode
+    worker, if decode workers may compute the prompt.
 
     Raises Unavailable if a needed role has no worker that may serve the request."""
     route, hash_block = settings.of(request), settings.hash_block
     decode = table.group("decode", route.decode)
     if not len(decode):
         raise _no_worker("decode")
-    if cores_apart and route.local_prefill == "auto":
+    if devices_apart and route.local_prefill == "auto":
         prefill = table.prefill_apart(route.prefill, route.decode)
     else:
         prefill = table.group("prefill", route.prefill)
