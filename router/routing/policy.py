@@ -154,7 +154,7 @@ def route_settings(config: Config) -> RouteSettings:
         hash_block=config.block_size,
         classes={
             one.name: ClassRoute(
-                local_prefill=one.local_prefill or config.local_prefill,
+                local_prefill=config.local_prefill_of(one),
                 prefill=pools(one.pools, "prefill"),
                 decode=pools(one.pools, "decode"),
                 slo_ttft_ms=config.slo_ttft_of(one.name) * 1e3,
