@@ -99,6 +99,7 @@ def make_report(settings: PlanSettings, config: Config, progress: PlanProgress) 
         raise ConfigError(
             f"the target must be a share of requests above 0, not {settings.target:g}"
         )
+    needs_prefill = config.needs_prefill
     config = simulated_config(config, settings.bounds())
     began = time.perf_counter()
     traces = [
@@ -118,7 +119,12 @@ def make_report(settings: PlanSettings, config: Config, progress: PlanProgress) 
         kinds, evaluation.traffic["peak"], config, settings.target, every=bool(settings.degrees)
     )
     planner = CapacityPlanner(
-        evaluation, found, transports(settings.transports), settings.budget, settings.target
+        evaluation,
+        found,
+        transports(settings.transports),
+        settings.budget,
+        settings.target,
+        needs_prefill=needs_prefill,
     )
     plan = planner.plan()
     return PlanReport(

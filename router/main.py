@@ -32,6 +32,7 @@ from baton.store.pin_store import PinStore
 from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry
+from baton.store.supervision import PoolSizes
 from baton.telemetry.logs import log_to_stream
 from baton.telemetry.metrics import RouterMetrics
 from baton.telemetry.tracing import end_tracing, start_tracing
@@ -106,6 +107,7 @@ async def serve(settings: RouterSettings) -> None:
         PrefixIndex(client, settings.cluster_id),
         TrafficStore(client, settings.cluster_id) if config.autoscaler.enabled else None,
         PinStore(client, settings.cluster_id),
+        PoolSizes(client, settings.cluster_id),
     )
     ledger = Ledger(client, settings.cluster_id, config, metrics)
     limits = RateLimits(client, settings.cluster_id, metrics, budgets=ledger.budgets)

@@ -31,6 +31,7 @@ from baton.v1 import cache_pb2_grpc, control_pb2_grpc, transfer_pb2_grpc
 from engine.engine import Engine
 from engine.parallel.step_channel import SILENT_RANK_S
 from kvtransfer.pairs.pair import Identity, PairLimits
+from kvtransfer.transports.cuda_ipc import device_uuid
 from worker.device.device_memory import device_memory
 from worker.exchange.block_receiver import BlockReceiver
 from worker.exchange.exchange import Exchange
@@ -314,6 +315,7 @@ def _record(
         device=_device_name(engine.runner.device),
         drafter="" if engine.runner.drafter == "none" else engine.runner.drafter,
         shares_cores=runtime.board is not None,
+        gpu=_gpu(engine.runner.device),
     )
 
 
@@ -322,6 +324,10 @@ def _block_bytes(engine: Engine) -> int:
     if engine.storage is None:
         return engine.cache.block_bytes
     return round(engine.storage.kv_token_bytes * engine.cache.block_size)
+
+
+def _gpu(device: torch.device) -> str:
+    return device_uuid(device.index or 0) if device.type == "cuda" else ""
 
 
 def _device_name(device: torch.device) -> str:

@@ -8,6 +8,10 @@ Each look takes the demand and the SLO figures, and returns actions:
    benefit; otherwise another worker is started.
 3. A worker that was not needed for a cooldown is drained, one at a time.
 
+With a minimum of no prefill workers, the last one goes when decode workers can take its prompts.
+One comes back when they are short, and the prompts use at least ``MIN_PROMPTS`` of a worker. The
+last decode worker stays.
+
 No change is reversed within a cooldown: a role that has grown does not shrink, and vice versa. A
 change by an operator counts as one. A new autoscaler begins with a cooldown.
 
@@ -37,6 +41,9 @@ own load then is at most 1 minus this, or if the higher load of the two roles fa
 fraction."""
 GROWTH_LOOKS = 2
 """Number of consecutive looks at which a role must be short of workers before one is started."""
+MIN_PROMPTS = 0.5
+"""Workers that prompts must need before the first prefill worker is started. Fewer prompts would
+leave it idle for most of the time, and a decode worker is of more use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +202,8 @@ class Autoscaler:
             self._roles[turned.incarnation] = action.role
         else:
             moves = {action.role: _Move(action.by, now)}
-            last = max(one.number for one in balance.workers if one.pool == action.pool)
+            numbers = (one.number for one in balance.workers if one.pool == action.pool)
+            last = max(numbers, default=-1)
             self._slots ^= {f"{action.pool}-{last + 1 if action.by > 0 else last}"}
         self._moved |= moves
         self._decided += moves.values()
@@ -267,29 +275,34 @@ class Autoscaler:
         giver, bounds, band = other(taker), self._bounds, 1 - HYSTERESIS
         if balance.load(taker) <= 1 or balance.have[taker] >= bounds.max_of[taker]:
             return False
-        if balance.have[giver] <= max(1, bounds.min_of[giver]):
+        if balance.have[giver] <= bounds.min_of[giver]:
             return False
+        has = balance.floor[taker] / balance.have[taker] if balance.have[taker] else math.inf
+        if balance.have[giver] == 1:
+            # Its prompts become those of the decode workers.
+            return sum(balance.floor.values()) / (balance.have[taker] + 1) <= band * has
         if balance.need[giver] / (balance.have[giver] - 1) <= band:
             return True
         # A role that is short itself gives a worker only for measured demand, not for a correction.
         given = balance.floor[giver] / (balance.have[giver] - 1)
         taken = balance.floor[taker] / (balance.have[taker] + 1)
-        has = balance.floor[taker] / balance.have[taker] if balance.have[taker] else math.inf
         return max(given, taken) <= band * has
 
     def _grow(self, balance: RoleBalance, now: float) -> list[Action]:
         """Return the action that starts a worker in a role that stays short of workers and cannot
         get one from the other role."""
-        role = balance.busier()
+        role = short = balance.busier()
         is_short = balance.load(role) > 1 and self._needs.short_looks(role) >= GROWTH_LOOKS
         if not is_short or self._gains(balance, role):
             return []
+        if not balance.have["prefill"] and balance.prompts >= MIN_PROMPTS:
+            role = "prefill"
         if (
             balance.total >= self._bounds.max_workers
             or balance.have[role] >= self._bounds.max_of[role]
         ):
             return []
-        reason = self._needs.reason(role)
+        reason = self._needs.reason(short)
         return self._start(balance, role, reason, balance.text(), now)
 
     def _shrink(self, balance: RoleBalance, now: float) -> list[Action]:
@@ -314,8 +327,12 @@ class Autoscaler:
 
     def _is_spare(self, balance: RoleBalance, role: Role) -> bool:
         """Whether a role could have run with one worker less at all looks of a cooldown."""
-        if balance.have[role] <= max(1, self._bounds.min_of[role]):
+        if balance.have[role] <= self._bounds.min_of[role]:
             return False
+        if balance.have[role] == 1:
+            # Decode workers would compute the prompts.
+            needed, decode = sum(map(self._needs.max_need, ROLES)), balance.have["decode"]
+            return decode > 0 and needed <= (1 - HYSTERESIS) * decode
         return self._needs.max_need(role) / (balance.have[role] - 1) <= 1 - HYSTERESIS
 
     def _turn(
@@ -328,8 +345,8 @@ class Autoscaler:
             return []
         serving = balance.in_role(giver, WorkerState.SERVING)
         serving.sort(key=lambda one: (self._home[one.pool] == giver, one.sequences, one.slot))
-        # Starting workers may be slow, so one serving worker stays.
-        count = min(count, len(serving) - 1)
+        # Starting workers may be slow, so one serving worker stays unless none is needed.
+        count = min(count, len(serving) - min(1, self._bounds.min_of[giver]))
         return [ChangeRole(one.slot, taker, reason, why) for one in serving[: max(0, count)]]
 
     def _start(
@@ -354,11 +371,20 @@ class Autoscaler:
             return []
         for pool in self._pools.values():
             places = _places(balance, pool)
-            if len(places) > 1 and _can_go(balance, places[-1], role):
+            least = min(1, self._bounds.min_of[self._home[pool]])
+            if len(places) > least and self._can_go(balance, places[-1], role):
                 return [Resize(pool, -1, role, reason, why)]
         if balance.have[other(role)] < self._bounds.max_of[other(role)]:
             return self._turn(balance, role, 1, reason, f"so that another can go: {why}", now)
         return []
+
+    def _can_go(self, balance: RoleBalance, worker: WorkerFigures, role: Role) -> bool:
+        """Whether the role can lose this worker. A role must keep its last worker that serves,
+        unless its minimum is 0."""
+        if worker.state is not WorkerState.SERVING:
+            return worker.role == role or worker.state is WorkerState.FAILED
+        left = len(balance.in_role(role, WorkerState.SERVING)) - 1
+        return worker.role == role and left >= min(1, self._bounds.min_of[role])
 
 
 def _places(balance: RoleBalance, pool: str) -> list[WorkerFigures]:
@@ -368,13 +394,10 @@ def _places(balance: RoleBalance, pool: str) -> list[WorkerFigures]:
 
 
 def _load_without(balance: RoleBalance, role: Role) -> float:
-    """Return the load that a role would have with one worker less."""
+    """Return the load that a role would have with one worker less. That of decode workers, if it
+    was the last prefill worker."""
     left = balance.have[role] - 1
-    return balance.need[role] / left if left > 0 else math.inf
-
-
-def _can_go(balance: RoleBalance, worker: WorkerFigures, role: Role) -> bool:
-    """Whether the role can lose this worker. A role must keep its last worker that serves."""
-    if worker.state is not WorkerState.SERVING:
-        return worker.role == role or worker.state is WorkerState.FAILED
-    return worker.role == role and len(balance.in_role(role, WorkerState.SERVING)) > 1
+    if left > 0:
+        return balance.need[role] / left
+    decode = balance.have["decode"] if role == "prefill" else 0
+    return sum(balance.need.values()) / decode if decode else math.inf

@@ -61,7 +61,10 @@ class RoleBalance:
     need: dict[Role, float]
     """Workers that the traffic needs, by role: the floor plus corrections."""
     floor: dict[Role, float]
-    """Workers that the forecast token rates need, by role, without corrections."""
+    """Workers that the forecast token rates need, by role, without corrections. Without prefill
+    workers, the decode workers' floor includes the prompts."""
+    prompts: float = 0.0
+    """Workers that the forecast rate of prompt tokens needs, whatever their role."""
 
     @property
     def total(self) -> int:
@@ -162,6 +165,11 @@ class WorkerNeeds:
             helping = balance.in_role(role, WorkerState.SERVING, WorkerState.STARTING)
             balance.have[role] = len(helping)
         balance.floor = self._floors(demand, balance.have)
+        balance.prompts = balance.floor["prefill"]
+        if not self._has_prefill(balance):
+            # Decode workers compute the prompts.
+            balance.floor["decode"] += balance.prompts
+            balance.floor["prefill"] = 0.0
         balance.need = dict(balance.floor)
         self._correct(balance, demand, now, rested=rested)
         for role in ROLES:
@@ -214,6 +222,10 @@ class WorkerNeeds:
             need["decode"] = max(by_tokens, by_sequences) / config.target_load
         return need
 
+    def _has_prefill(self, balance: RoleBalance) -> bool:
+        """Whether there are prefill workers, or must be some."""
+        return bool(balance.have["prefill"] or self._config.min_prefill)
+
     def _correct(self, balance: RoleBalance, demand: Demand, now: float, *, rested: bool) -> None:
         """Add a worker to the need of a role that misses its SLO although it is not short of
         workers; remove the worker later."""
@@ -239,11 +251,12 @@ class WorkerNeeds:
 
     def _to_blame(self, reason: Reason, balance: RoleBalance) -> Role:
         """Return the role to which a missed SLO is attributed. For TTFT it may be decode, since
-        first tokens also wait for decode slots."""
+        first tokens also wait for decode slots, or without prefill workers for decode workers'
+        steps."""
         if reason is Reason.TPOT:
             return "decode"
         is_decode = balance.load("decode") > max(1.0, balance.load("prefill"))
-        return "decode" if is_decode else "prefill"
+        return "decode" if is_decode or not self._has_prefill(balance) else "prefill"
 
     def _beyond(self, count: float, judged: float) -> bool:
         """Whether there are at least ``MIN_JUDGED`` judged requests, and ``count`` is more than the

@@ -20,8 +20,8 @@ class AutoscalerConfig(Section):
     """Time before a change may be reversed, and over which SLOs are judged, in seconds."""
     target_load: float = Field(default=0.8, gt=0, le=1)
     """Fraction of a worker's capacity within the SLOs that the autoscaler plans to use."""
-    min_prefill: int = Field(default=1, ge=1, le=1024)
-    """Minimum number of prefill workers."""
+    min_prefill: int = Field(default=1, ge=0, le=1024)
+    """Minimum number of prefill workers. With 0, decode workers may take over all prompts."""
     max_prefill: int = Field(default=0, ge=0, le=1024)
     """Maximum number of prefill workers; 0 leaves the bound to ``max_workers``."""
     min_decode: int = Field(default=1, ge=1, le=1024)

@@ -149,10 +149,12 @@ class Config(BaseSettings):
     simple rule."""
     local_prefill: LocalPrefill = "auto"
     """Whether decode workers compute prompts: when the router predicts that it is faster (auto),
-    never, or always. With ``auto`` and ``policy = "predictive"``, decode workers that share CPU
-    cores with prefill workers compute all prompts of theirs."""
+    never, or always. ``never`` needs a prefill worker. With ``auto`` and ``policy = "predictive"``,
+    decode workers that share CPU cores or a GPU with prefill workers compute all prompts of
+    theirs."""
     pools: tuple[PoolConfig, ...] = Field(default_factory=default_pools)
-    """The pools of workers; at least one of each role."""
+    """The pools of workers; at least one decode pool. Without prefill workers, decode workers
+    compute all prompts."""
     classes: tuple[ContextClass, ...] = Field(default_factory=default_classes)
     """The context-length classes, in rising order of ``max_tokens``."""
     block_size: int = Field(default=16, ge=1, le=1024)
@@ -314,6 +316,20 @@ class Config(BaseSettings):
     def kv_dtype_of(self, pool: PoolConfig) -> KvTypeName:
         """The type of the KV cache of a pool's workers."""
         return pool.kv_dtype or (self.dtype if self.kv_dtype == "auto" else self.kv_dtype)
+
+    def local_prefill_of(self, context_class: ContextClass) -> LocalPrefill:
+        """Whether decode workers compute the prompts of a class."""
+        return context_class.local_prefill or self.local_prefill
+
+    @property
+    def computes_locally(self) -> bool:
+        """Whether decode workers may compute the prompts of some class."""
+        return any(self.local_prefill_of(one) != "never" for one in self.classes)
+
+    @property
+    def needs_prefill(self) -> bool:
+        """Whether only prefill workers compute the prompts of some class."""
+        return any(self.local_prefill_of(one) == "never" for one in self.classes)
 
     @property
     def lossiest_kv_dtype(self) -> KvTypeName:

@@ -17,8 +17,8 @@ class PoolConfig(Section):
     """Unique name of the pool; its workers are called ``<name>-<number>``."""
     role: Role
     """Role in which its workers start."""
-    count: int = Field(default=1, ge=1, le=1024)
-    """Number of workers."""
+    count: int = Field(default=1, ge=0, le=1024)
+    """Number of workers. A prefill pool may start with 0, and grow by ``baton scale``."""
     tp: int = Field(default=1, ge=1, le=64)
     """Tensor parallelism: number of ranks of each worker, each a process with a GPU, that share the
     model's weights."""
@@ -74,6 +74,12 @@ class PoolConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _decode_pools_have_workers(self) -> PoolConfig:
+        if self.role == "decode" and not self.count:
+            raise ValueError("count must be at least 1 in a decode pool")
+        return self
+
+    @model_validator(mode="after")
     def _both_peaks_or_none(self) -> PoolConfig:
         if bool(self.peak_gflops) != bool(self.peak_gb_per_s):
             raise ValueError("peak_gflops and peak_gb_per_s go together")
@@ -90,7 +96,7 @@ class ContextClass(Section):
     """
     local_prefill: Literal["", "auto", "never", "always"] = ""
     """Whether decode workers compute prompts of this class; empty takes the cluster's
-    ``local_prefill``."""
+    ``local_prefill``. With ``never`` the class needs a prefill worker."""
     pools: tuple[str, ...] = ()
     """Names of pools that are reserved for this class and for other classes that name them. The
     class uses no other pools of their roles."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from baton.config.choices import BACKGROUND_CLASS, DEFAULT_TENANT
+from baton.config.choices import BACKGROUND_CLASS, DEFAULT_TENANT, Role
 from baton.config.fields import split_host_port
-from baton.config.pools import PoolConfig
+from baton.config.pools import ContextClass, PoolConfig
 
 if TYPE_CHECKING:
     from baton.config.cluster import Config
@@ -40,8 +40,8 @@ def check(config: Config) -> None:
 
 
 def _pools(config: Config) -> None:
-    if {pool.role for pool in config.pools} != {"prefill", "decode"}:
-        raise ValueError("pools: at least one prefill and one decode pool are needed")
+    if not any(pool.role == "decode" for pool in config.pools):
+        raise ValueError("pools: at least one decode pool is needed")
     names = [pool.name for pool in config.pools]
     if len(set(names)) != len(names):
         raise ValueError(f"pools: names must differ, got {names}")
@@ -127,23 +127,43 @@ def _machines(config: Config) -> None:
 
 
 def _class_pools(config: Config) -> None:
-    roles = {pool.name: pool.role for pool in config.pools}
-    owned = {name for one in config.classes for name in one.pools}
+    names = {pool.name for pool in config.pools}
     for one in config.classes:
-        unknown = [name for name in one.pools if name not in roles]
+        unknown = [name for name in one.pools if name not in names]
         if unknown:
             raise ValueError(f"classes: {one.name} owns {unknown[0]!r}, which is no pool")
-        for role in ("prefill", "decode"):
-            own = any(roles[name] == role for name in one.pools)
-            if not own and not any(r == role for n, r in roles.items() if n not in owned):
-                raise ValueError(f"classes: {one.name} has no {role} pool: others own all of them")
+        if not _pools_of(one, "decode", config):
+            raise ValueError(f"classes: {one.name} has no decode pool: others own all of them")
+        prefill = _pools_of(one, "prefill", config)
+        if config.local_prefill_of(one) == "never" and not sum(pool.count for pool in prefill):
+            raise ValueError(
+                f"local_prefill: never leaves the prompts of class {one.name} to prefill workers,"
+                " and it has none: set auto, or give it a prefill pool with a count of at least 1"
+                " (--prefill 1)"
+            )
+
+
+def _pools_of(context_class: ContextClass, role: Role, config: Config) -> list[PoolConfig]:
+    """Return the pools of a role that may serve a class."""
+    pools = [pool for pool in config.pools if pool.role == role]
+    owned = {name for one in config.classes for name in one.pools}
+    own = [pool for pool in pools if pool.name in context_class.pools]
+    return own or [pool for pool in pools if pool.name not in owned]
 
 
 def _autoscaler(config: Config) -> None:
     if not config.autoscaler.enabled:
         return
-    if len(config.pools) != 2:
-        raise ValueError("autoscaler: it needs one prefill pool and one decode pool, and no others")
+    if sorted(pool.role for pool in config.pools) != ["decode", "prefill"]:
+        raise ValueError(
+            "autoscaler: it needs one prefill pool, which may have a count of 0, and one decode"
+            " pool, and no others"
+        )
+    if config.needs_prefill and not config.autoscaler.min_prefill:
+        raise ValueError(
+            "autoscaler: min_prefill is 0, and local_prefill never leaves prompts to prefill"
+            " workers: set min_prefill 1, or local_prefill auto"
+        )
     configured = sum(pool.count for pool in config.pools)
     if configured < config.autoscaler.min_prefill + config.autoscaler.min_decode:
         raise ValueError("autoscaler: the pools have fewer workers than its minimum")

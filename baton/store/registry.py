@@ -68,6 +68,9 @@ class WorkerRecord:
     shares_cores: bool = False
     """Whether the worker takes turns on its host's CPU cores with the host's other workers for
     which this is true."""
+    gpu: str = ""
+    """UUID of the GPU of the worker's first rank; empty on a CPU. Workers with the same one take
+    turns on it."""
     state: str = "ready"
     """``ready``, or ``DRAINING``: the worker takes no new sequences, and its running ones end or
     migrate."""

@@ -173,6 +173,13 @@ class RouterMetrics:
             registry=registry,
             multiprocess_mode="livemin",
         )
+        self.prefill_missing = Gauge(
+            "baton_prefill_missing",
+            "1 while this router can use no prefill worker although the cluster should have one, "
+            "otherwise 0; the maximum over its processes.",
+            registry=registry,
+            multiprocess_mode="livemax",
+        )
 
         self.cost_dollars = counter(
             "cost_dollars",

@@ -56,8 +56,8 @@ class ClusterWorkers:
         supervisor_class: type[SupervisorActor],
         report: Callable[[str], None],
     ) -> None:
-        """``slots`` has the settings of the worker of each slot. ``redis_url`` is the store's
-        address.
+        """``slots`` has the settings of the worker of each slot, at least one. ``redis_url`` is the
+        store's address.
 
         ``supervisor_class`` is the class of the supervisor. It also determines the class of the
         workers. ``report`` prints one line of text.
@@ -129,7 +129,7 @@ class ClusterWorkers:
     async def start_supervisor(self) -> int:
         """Place the supervisor, wait until it manages the workers, and return its process id."""
         settings = SupervisorSettings(
-            workers=self._slots,
+            worker=self._slots[0],
             drain_s=self._config.drain_deadline_s,
             redis_url=self._redis_url,
             cluster_id=self._cluster_id,

@@ -192,11 +192,11 @@ _DAEMON_NAMES = {"gcs_server": "Ray's control store", "raylet": "Ray's node mana
 
 def _totals(config: Config) -> dict[str, int]:
     """Return the total of each Ray resource that the workers of all pools request. This machine
-    must offer at least these totals."""
+    must offer at least these totals. An empty pool counts as one worker, by which it may grow."""
     totals: dict[str, float] = {}
     for pool in config.pools:
         for name, amount in pool.resources.items():
-            totals[name] = totals.get(name, 0) + amount * pool.count * pool.ranks
+            totals[name] = totals.get(name, 0) + amount * max(1, pool.count) * pool.ranks
     # Ray accepts fractions for a worker, but not for a machine.
     return {name: math.ceil(amount) for name, amount in totals.items()}
 

@@ -12,8 +12,6 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -54,8 +52,8 @@ class SupervisorSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    workers: tuple[ActorSettings, ...]
-    """Settings of the initial workers. Further workers have the same settings."""
+    worker: ActorSettings
+    """Settings of one worker. Those of the others differ in slot and pool only."""
     drain_s: float
     """Maximum time for a worker of a shrinking pool to finish its requests, in seconds."""
     redis_url: str
@@ -102,7 +100,7 @@ class SupervisorActor:
         self._loop = asyncio.get_running_loop()
         metrics = SupervisorMetrics(CollectorRegistry())
         host = RayPlace.own().host
-        config = Config(**settings.workers[0].config)
+        config = Config(**settings.worker.config)
         tls = config.tls.of("supervisor")
         server = MetricsServer(host, metrics.registry, tls)
         async with redis_client(settings.redis_url) as client:
@@ -119,7 +117,6 @@ class SupervisorActor:
                     listed[slot] = listed.get(slot, frozenset()) | {entry}
                 return listed
 
-            workers = SlotSettings(settings.workers)
             sizes = PoolSizes(client, settings.cluster_id)
             reconciler = Reconciler(settings.drain_s)
             autoscaling = None
@@ -138,10 +135,13 @@ class SupervisorActor:
                 change = partial(change_role, WorkerPlane.of(tls, config.cluster_secret))
                 autoscaling = Autoscaling(config, observer, phases, sizes, metrics, change)
             supervisor = Supervisor(
-                workers.pools,
+                {pool.name: pool.count for pool in config.pools},
                 reconciler,
                 RaySlots(
-                    workers.of, list_registry, config.advanced.registry_ttl_s, self.worker_class
+                    partial(settings_in, settings.worker),
+                    list_registry,
+                    config.advanced.registry_ttl_s,
+                    self.worker_class,
                 ),
                 StatusStore(client, settings.cluster_id),
                 sizes,
@@ -228,21 +228,6 @@ class RaySupervisor:
             await asyncio.wrap_future(self._handle.stop.remote().future())
 
 
-class SlotSettings:
-    """The settings of the worker of each slot, including slots that are added later. Pure."""
-
-    def __init__(self, first: Sequence[ActorSettings]) -> None:
-        """``first`` has the initial slots, at least one of each pool."""
-        self._first = {settings.slot: settings for settings in first}
-        self.pools = Counter(settings.pool for settings in first)
-        """Number of workers in each pool."""
-
-    def of(self, slot: str) -> ActorSettings:
-        """Return the settings of the worker in a slot. Raises KeyError if the slot's pool is
-        unknown."""
-        known = self._first.get(slot)
-        return self._further(slot) if known is None else known
-
-    def _further(self, slot: str) -> ActorSettings:
-        pool, _ = split(slot)
-        return self._first[f"{pool}-0"].model_copy(update={"slot": slot})
+def settings_in(worker: ActorSettings, slot: str) -> ActorSettings:
+    """Return the settings of the worker in a slot, from those of another worker."""
+    return worker.model_copy(update={"pool": split(slot)[0], "slot": slot})

@@ -79,7 +79,9 @@ def neighbours(kind: ClusterKind, counts: Counts) -> list[Candidate]:
         Candidate("one prefill worker more", kind, Counts(prefill + 1, decode)),
         Candidate("one decode worker more", kind, Counts(prefill, decode + 1)),
     ]
-    return [one for one in found if min(one.counts) >= 1]
+    return [
+        one for one in found if one.counts.decode >= 1 and one.counts.prefill >= min(1, prefill)
+    ]
 
 
 def same_money(kinds: Mapping[ClusterKind, Counts], dollars_per_hour: float) -> list[Candidate]:

@@ -2,8 +2,10 @@
 
 For each kind of cluster it searches the cheapest counts for the traffic's peak (``search``),
 starting at the analytic floor. A kind whose floor costs more than the best cluster so far is
-skipped. The result then serves all of the traffic, and grows if that misses the target. Last, other
-transports are tried with the same workers, and the one with the lowest requirements is chosen.
+skipped. On CPUs, the fewest decode workers that compute their own prompts replace the result if
+they meet the target for no more money: workers of one machine share its cores anyway. The result
+then serves all of the traffic, and grows if that misses the target. Last, other transports are
+tried with the same workers, and the one with the lowest requirements is chosen.
 """
 
 from __future__ import annotations
@@ -45,13 +47,16 @@ class CapacityPlanner:
         transports: Sequence[Transport],
         budget: ResourceBudget,
         target: float,
+        *,
+        needs_prefill: bool = False,
     ) -> None:
         """``transports`` has at least one transport. They are sorted by requirements, the lowest
-        first."""
+        first. ``needs_prefill``: whether the operator leaves prompts to prefill workers alone."""
         self._evaluation = evaluation
         self._transports = transports
         self._budget = budget
         self._target = target
+        self._needs_prefill = needs_prefill
         self._reachable = roles.reachable
         self._remarks = list(roles.dropped)
         kinds = cluster_kinds(roles, _fastest(transports))
@@ -64,6 +69,7 @@ class CapacityPlanner:
         kind, counts = found or self._best_attainable()
         sizes = None
         if found:
+            kind, counts = self._without_prefill(kind, counts)
             kind = self._simplest(kind, counts)
             sizes = best_size(self._evaluation, kind, counts)
             kind = self._sized(kind, counts, sizes)
@@ -144,6 +150,15 @@ class CapacityPlanner:
                 default=None,
             )
         return counts
+
+    def _without_prefill(self, kind: ClusterKind, counts: Counts) -> tuple[ClusterKind, Counts]:
+        """Return the fewest decode workers that compute their own prompts, if they run on CPUs and
+        meet the target for no more money. Otherwise return the arguments."""
+        if self._needs_prefill or not kind.decode.profile.is_cpu:
+            return kind, counts
+        _, other, fewest = self._colocated(kind, counts)[-1]
+        is_dearer = other.price_per_hour(fewest) > kind.price_per_hour(counts)
+        return (kind, counts) if is_dearer or not self._meets(other, fewest) else (other, fewest)
 
     def _simplest(self, kind: ClusterKind, counts: Counts) -> ClusterKind:
         """Return the cluster kind with the first transport that meets the target. It is the one

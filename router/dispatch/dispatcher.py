@@ -20,6 +20,7 @@ from baton.rpc.worker_plane import WorkerPlane
 from baton.store.pin_store import PinStore
 from baton.store.prefix_index import PrefixIndex
 from baton.store.registry import Registry, WorkerRecord
+from baton.store.supervision import PoolSizes
 from baton.telemetry.metrics import RouterMetrics
 from router.admission.admission_queue import AdmissionQueue, capacity_of
 from router.admission.capacity import Capacity
@@ -64,11 +65,13 @@ class ClusterDispatcher:
         index: PrefixIndex,
         board: TrafficStore | None = None,
         pins: PinStore | None = None,
+        sizes: PoolSizes | None = None,
     ) -> None:
         """Create a dispatcher, and the parts that it needs.
 
         ``board`` sends ``traffic`` to an autoscaler; None means that there is none. ``pins`` stores
-        the prefixes that clients have pinned; None means that clients cannot pin prefixes."""
+        the prefixes that clients have pinned; None means that clients cannot pin prefixes.
+        ``sizes`` has the pool sizes that operators choose; None means that they choose none."""
         self.router_id = f"router-{secrets.token_hex(6)}"
         self._config = config
         self._tokenizer = tokenizer
@@ -78,7 +81,7 @@ class ClusterDispatcher:
             heartbeat_s=config.advanced.heartbeat_s,
             plane=WorkerPlane.of(config.tls.of("router"), config.cluster_secret),
         )
-        self._discovery = WorkerDiscovery(config, registry, index, self._links, metrics)
+        self._discovery = WorkerDiscovery(config, registry, index, self._links, metrics, sizes)
         policy = make_policy(config.policy, route_settings(config))
         self._routing = RoutingState(policy, config.block_size, traffic)
         self._prefixes = PrefixLookup(index, metrics)
@@ -180,9 +183,9 @@ class ClusterDispatcher:
         )
 
     def _capacity(self) -> Capacity | None:
-        """Capacity of the usable workers; None while prefill or decode has no usable worker."""
+        """Capacity of the usable workers; None while no worker can compute prompts, or decode."""
         prefill, decode = self._links.usable("prefill"), self._links.usable("decode")
-        if self._config.local_prefill != "never":
+        if self._config.computes_locally:
             prefill = prefill or decode
         if not prefill or not decode:
             return None
@@ -261,7 +264,7 @@ class ClusterDispatcher:
         """
         if self._draining:
             return "down", "draining"
-        return self._links.health(local_prefill=self._config.local_prefill != "never")
+        return self._discovery.health()
 
     def metrics_addresses(self) -> list[str]:
         """Return host:port of every worker's /metrics page."""

@@ -101,9 +101,7 @@ class Failover:
         self._links = links
         self._budget = budget
         self._quarantine = quarantine
-        self._computes_locally = any(
-            (one.local_prefill or config.local_prefill) != "never" for one in config.classes
-        )
+        self._computes_locally = config.computes_locally
         self._left_out = metrics.left_out_workers
         self._verdict_s = config.advanced.registry_ttl_s + 2 * config.advanced.heartbeat_s
         """Seconds after a worker's death by which it has left the registry and the router has

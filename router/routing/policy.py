@@ -158,7 +158,7 @@ def route_settings(config: Config) -> RouteSettings:
         hash_block=config.block_size,
         classes={
             one.name: ClassRoute(
-                local_prefill=one.local_prefill or config.local_prefill,
+                local_prefill=config.local_prefill_of(one),
                 prefill=pools(one.pools, "prefill"),
                 decode=pools(one.pools, "decode"),
                 slo_ttft_ms=config.slo_ttft_of(one.name) * 1e3,
@@ -281,20 +281,20 @@ def predict(
     held: Mapping[str, int],
     now_ms: float,
     *,
-    cores_apart: bool = False,
+    devices_apart: bool = False,
 ) -> Predictions:
     """Predict the costs of a request at each worker. ``held``: number of the prompt's leading
     blocks that each incarnation holds.
 
-    ``cores_apart``: true to leave out prefill workers that take CPU cores from a decode worker, if
-    decode workers may compute the prompt.
+    ``devices_apart``: true to leave out prefill workers that share CPU cores or a GPU with a decode
+    worker, if decode workers may compute the prompt.
 
     Raises Unavailable if a needed role has no worker that may serve the request."""
     route, hash_block = settings.of(request), settings.hash_block
     decode = table.group("decode", route.decode)
     if not len(decode):
         raise _no_worker("decode")
-    if cores_apart and route.local_prefill == "auto":
+    if devices_apart and route.local_prefill == "auto":
         prefill = table.prefill_apart(route.prefill, route.decode)
     else:
         prefill = table.group("prefill", route.prefill)

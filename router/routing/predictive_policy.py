@@ -18,10 +18,10 @@ score of a candidate is its predicted TTFT plus its cost for other requests:
   With 5 = 1 + 4, a worker that holds a tenth of the prompt gets it as long as its work is at most a
   tenth above the mean.
 - ``tpot``: a step's milliseconds for each of 32 tokens.
-- A prefill worker that takes turns on a decode worker's CPU cores is no candidate if decode workers
-  may compute prompts. It would slow the decode worker as much as the prompt itself does there, or
-  more: in a step with a chunk of a prompt, sequences decode for a tenth of what a step of their own
-  costs, since the weights are read once for both.
+- A prefill worker that takes turns with a decode worker, on CPU cores or on one GPU, is no
+  candidate if decode workers may compute prompts. It would slow the decode worker as much as the
+  prompt itself does there, or more: in a step with a chunk of a prompt, sequences decode for a
+  tenth of what a step of their own costs, since the weights are read once for both.
 - If a decode worker computes the prompt, each sequence that runs there waits for it too. At least
   the mean number of sequences per decode worker is counted. A worker that is idle now does not stay
   idle, and a long prompt would delay later requests.
@@ -108,7 +108,7 @@ class PredictivePolicy:
         now_ms: float,
     ) -> Decision:
         """Choose the workers of a request, as ``router.routing.policy.Policy`` specifies."""
-        seen = predict(self._settings, request, table, held, now_ms, cores_apart=True)
+        seen = predict(self._settings, request, table, held, now_ms, devices_apart=True)
         prefill, decode = seen.prefill, seen.decode
         work = table.recent_work(now_ms)
         full = seen.full_ms

@@ -111,8 +111,9 @@ class _Worker:
     prefill_cost: Coefficients
     step_cost: Coefficients
     """Calibrated coefficients, with which the learned costs begin."""
-    cores: str = ""
-    """Host whose CPU cores the worker shares with other workers; empty if it has its own."""
+    device: str = ""
+    """The GPU on which the worker takes turns with others that have the same, or the host if it
+    does so on CPU cores; empty if it shares neither."""
     role: str = ""
     load: LoadSnapshot | None = None
     prefill: CostModel | None = None
@@ -285,7 +286,7 @@ class WorkerTable:
             record.pool or record.slot.rpartition("-")[0],
             record.prefill_cost,
             record.step_cost,
-            record.address.rpartition(":")[0] if record.shares_cores else "",
+            record.gpu or (record.address.rpartition(":")[0] if record.shares_cores else ""),
         )
         self.slot_hash[row] = hash_of(record.slot)
         shape = _kv_shape(record.geometry)
@@ -359,13 +360,13 @@ class WorkerTable:
         return found
 
     def prefill_apart(self, prefill: PoolFilter, decode: PoolFilter) -> Group:
-        """Return the prefill workers that take no CPU cores from a decode worker that may serve the
-        same class. The result is cached like that of ``group``."""
+        """Return the prefill workers that share neither CPU cores nor a GPU with a decode worker
+        that may serve the same class. The result is cached like that of ``group``."""
         found = self._apart.get((prefill, decode))
         if found is None:
-            taken = {self._workers[row].cores for row in self.group("decode", decode).rows} - {""}
+            taken = {self._workers[row].device for row in self.group("decode", decode).rows} - {""}
             every = self.group("prefill", prefill)
-            rows = [row for row in every.rows.tolist() if self._workers[row].cores not in taken]
+            rows = [row for row in every.rows.tolist() if self._workers[row].device not in taken]
             found = every if len(rows) == len(every) else self._group(rows)
             self._apart[prefill, decode] = found
         return found

@@ -18,6 +18,7 @@ from baton.config.cluster import Config
 from baton.liveness.silence import SilenceWatch
 from baton.store.prefix_index import PrefixIndex
 from baton.store.registry import Registry
+from baton.store.supervision import PoolSizes
 from baton.telemetry.logs import ErrorRow
 from baton.telemetry.metrics import RouterMetrics
 from router.workers.model_commit import CommitCheck
@@ -46,8 +47,17 @@ class WorkerDiscovery:
         index: PrefixIndex,
         links: WorkerLinks,
         metrics: RouterMetrics,
+        sizes: PoolSizes | None = None,
     ) -> None:
-        self._local_prefill = config.local_prefill != "never"
+        """``sizes`` has the pool sizes that operators choose; None: pools keep those of
+        ``config``."""
+        self._computes_locally = config.computes_locally
+        self._needs_prefill = config.needs_prefill
+        self._prefill_sizes = {
+            pool.name: pool.count for pool in config.pools if pool.role == "prefill"
+        }
+        """Wanted number of workers of each prefill pool, as last read."""
+        self._sizes = sizes
         self._registry = registry
         self._index = index
         self._links = links
@@ -92,6 +102,7 @@ class WorkerDiscovery:
             self._metrics.registry_age_seconds.set(time.monotonic() - self._read_at)
             for role in ("prefill", "decode"):
                 self._metrics.routable_workers.labels(role=role).set(len(self._links.up(role)))
+            self._metrics.prefill_missing.set(self._lacks_prefill())
             self._log_health()
             await asyncio.sleep(self.poll_s)
 
@@ -108,19 +119,48 @@ class WorkerDiscovery:
         self._can_read = True
         self._links.update(records)
         self._has_view = True
+        # Only without a prefill worker does it matter whether there should be one.
+        if self._sizes is not None and not self._links.up("prefill"):
+            chosen = await self._sizes.read()
+            for pool in self._prefill_sizes.keys() & chosen.keys():
+                self._prefill_sizes[pool] = chosen[pool]
         for incarnation in self._dead.tick(dict.fromkeys(dead), time.monotonic()):
             await self._index.collect(incarnation)
             await self._registry.forget(incarnation)
 
+    def health(self) -> tuple[str, str]:
+        """Return the cluster's health as ``ok``, ``degraded`` or ``down``, and the reason in words.
+
+        A cluster in which no prefill worker is wanted is not degraded."""
+        if not self._links.up("decode"):
+            return "down", "no decode worker is ready"
+        if self._lacks_prefill():
+            status = "degraded" if self._computes_locally else "down"
+            return status, "no prefill worker is ready"
+        return "ok", ""
+
+    def _lacks_prefill(self) -> bool:
+        """Whether no prefill worker is up although there should be one: a class needs it, or a slot
+        of a prefill pool has no worker. A slot whose worker has become a decode worker counts as
+        filled."""
+        if self._links.up("prefill"):
+            return False
+        decoding = {link.record.slot for link in self._links.all() if link.record.role == "decode"}
+        return self._needs_prefill or any(
+            f"{pool}-{number}" not in decoding
+            for pool, count in self._prefill_sizes.items()
+            for number in range(count)
+        )
+
     def _log_health(self) -> None:
         """Log the cluster's health if it has changed."""
-        health = self._links.health(local_prefill=self._local_prefill)
+        health = self.health()
         if health == self._logged_health:
             return
         self._logged_health = health
         status, reason = health
         if status == "ok":
-            log.info("prefill and decode workers are ready: the cluster is healthy")
+            log.info("the workers are ready: the cluster is healthy")
         elif status == "degraded":
             log.warning("%s: decode workers compute the prompts", reason)
         else:

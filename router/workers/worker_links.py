@@ -203,16 +203,6 @@ class WorkerLinks:
         is_without_prefill = bool(prefill) and not any(link.connected for link in prefill)
         return is_without_prefill or any(not link.connected for link in away)
 
-    def health(self, *, local_prefill: bool) -> tuple[str, str]:
-        """Return the cluster's health as ``ok``, ``degraded`` or ``down``, and the reason in words.
-
-        ``local_prefill``: true if decode workers compute prompts while no prefill worker is up."""
-        for role in ("decode", "prefill"):
-            if not self.up(role):
-                status = "degraded" if role == "prefill" and local_prefill else "down"
-                return status, f"no {role} worker is ready"
-        return "ok", ""
-
     def is_dead(self, incarnation: str) -> bool | None:
         """Return whether an unreachable worker has died; None if that is not known yet.
 

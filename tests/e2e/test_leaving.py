@@ -118,6 +118,38 @@ def test_pools_grow_and_shrink_and_workers_leave_on_sigterm_unnoticed() -> None:
         assert up.wait() == 0, up.text
 
 
+def test_a_cluster_without_prefill_workers_gets_one_and_loses_it_unnoticed() -> None:
+    # This policy hands prompts to any prefill worker, also on the decode worker's cores.
+    with UpProcess("--prefill", "0", "--policy", "round_robin", "--deterministic") as up:
+        up.wait_ready()
+        until(lambda: slot_states(up) == {"decode-0": "running"}, "the slots are not shown")
+        with loaded(up) as load:
+            goes_on(load)
+            assert "it had 0" in scale(up, "prefill", 1)
+            up.wait_for("prefill-0 has joined")
+            until(lambda: routed(up, "remote") > 0, "no prompt is handed off")
+            goes_on(load)
+            assert "it had 1" in scale(up, "prefill", 0)
+            up.wait_for("prefill-0 has left")
+            goes_on(load)
+        until(lambda: slot_states(up) == {"decode-0": "running"}, "the slots are not shown")
+        assert httpx.get(f"{up.http}/health", trust_env=False).json()["status"] == "ok"
+        assert obituaries(up) == []
+        up.terminate()
+        assert up.wait() == 0, up.text
+
+
+def routed(up: UpProcess, decision: str) -> float:
+    """Prompts that were placed in one way."""
+    page = httpx.get(f"{up.http}/metrics", timeout=DEADLINE_S, trust_env=False).text
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == "baton_route_decisions_total" and sample.labels["decision"] == decision
+    )
+
+
 def test_a_second_sigterm_does_not_wait_for_what_runs() -> None:
     env = {"BATON_DRAIN_DEADLINE_S": str(DRAIN_S)}
     with UpProcess("--dtype", "float32", "--quantization", "none", env=env) as up:

@@ -43,20 +43,24 @@ async def embedded(cluster: MiniCluster, prompts: list[tuple[int, ...]]) -> list
     return [list(struct.unpack(f"<{SIZE}f", each)) for each in raw]
 
 
-@pytest.mark.parametrize("local", ["never", "always"])
-async def test_they_are_those_of_one_engine(tiny_model: Path, redis_url: str, local: str) -> None:
+@pytest.mark.parametrize(("prefill", "local"), [(1, "never"), (1, "always"), (0, "auto")])
+async def test_they_are_those_of_one_engine(
+    tiny_model: Path, redis_url: str, prefill: int, local: str
+) -> None:
     specs = [
         SequenceSpec(f"e{n}", 0, "", prompt, len(prompt), ONCE, embeds=True)
         for n, prompt in enumerate(PROMPTS)
     ]
     expected = [output.embedding for output in generate(reference(tiny_model), specs)]
-    async with mini_cluster(tiny_model, redis_url, kv_pool_mib=8, local_prefill=local) as cluster:
+    async with mini_cluster(
+        tiny_model, redis_url, prefill=prefill, kv_pool_mib=8, local_prefill=local
+    ) as cluster:
         for _ in range(2):
             # The second time all full blocks are cached.
             found = await embedded(cluster, PROMPTS)
             for one, wanted in zip(found, expected, strict=True):
                 assert one == pytest.approx(wanted, abs=2e-5)
-        where = "decode-0" if local == "always" else "prefill-0"
+        where = "prefill-0" if local == "never" else "decode-0"
         assert cluster.value(where, "baton_computed_prompt_tokens_total") > 0
         transport = cluster.config.transport
         handed = "baton_handoff_bytes_total"

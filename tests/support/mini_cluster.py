@@ -34,6 +34,7 @@ from baton.store.pin_store import PinStore
 from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry
+from baton.store.supervision import PoolSizes
 from baton.telemetry.metrics import RouterMetrics
 from baton.valkey_binary import valkey_binary
 from decode_worker.role import DecodeRole
@@ -154,6 +155,7 @@ class MiniCluster:
             self.registry,
             self.index,
             pins=PinStore(self.redis, self.cluster_id),
+            sizes=PoolSizes(self.redis, self.cluster_id),
         )
         self.workers: dict[str, WorkerProcess] = {}
         self._ranks: list[threading.Thread] = []

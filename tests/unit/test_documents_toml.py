@@ -25,7 +25,7 @@ def _pool(name: str, role: str) -> str:
 
 _POOLS = _pool("another-prefill", "prefill") + _pool("another-decode", "decode")
 PARTS = {
-    "at least one prefill and one decode pool are needed": _POOLS,
+    "at least one decode pool is needed": _POOLS,
     "owns 'prefill-long', which is no pool": _POOLS + _pool("prefill-long", "prefill"),
     "tokens have no price": "\n[prices]\ninput = 1\noutput = 2\n",
 }

@@ -24,6 +24,7 @@ _UNITS = {
     "second": "tokens per second",
     "hour": "currency per hour",
     "state": "0 or 1",
+    "missing": "0 or 1",
     "flight": "lines",
     "memory": "steps",
 }

@@ -128,8 +128,8 @@ _POOL_OPTIONS: tuple[tuple[str, str, PoolsOf], ...] = (
 sets all other fields of pools."""
 _HELP: Mapping[str, str] = MappingProxyType(
     {
-        "prefill": "Number of prefill workers.",
-        "decode": "Number of decode workers.",
+        "prefill": "Number of prefill workers; with 0, decode workers compute all prompts.",
+        "decode": "Number of decode workers; at least 1.",
         "prefill_tp": "Tensor parallelism of each prefill worker: ranks with a GPU each.",
         "decode_tp": "Tensor parallelism of each decode worker: ranks with a GPU each.",
         "prefill_cp": "Context parallelism of each prefill worker: ranks that divide long prompts."

@@ -68,6 +68,8 @@ def plan_toml(plan: Plan, config: Config, about: str) -> str:
     text that describes the inputs of the plan."""
     chosen = plan.chosen
     over_all = chosen.whole or chosen.peak
+    if not chosen.counts.prefill:
+        config = config.model_copy(update={"local_prefill": "auto"})
     lines = [
         "# Written by `baton plan`, for `baton serve --config` with the model as its argument.",
         f"# {about}",

@@ -101,7 +101,7 @@ class Stage:
 
     def supervise(self) -> RaySupervisor:
         settings = SupervisorSettings(
-            workers=self.settings,
+            worker=self.settings[0],
             drain_s=0.0,
             redis_url=self.redis_url,
             cluster_id=self.mark.cluster_id,

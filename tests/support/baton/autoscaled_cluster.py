@@ -55,8 +55,13 @@ class AutoscaledCluster:
         return sum(one.role == role for one in self.workers)
 
     def figures(self, load: Load) -> ClusterFigures:
-        late = REQUESTS if load.input > INPUT_PER_WORKER * self.have("prefill") else 0.0
-        slow = REQUESTS if load.output > OUTPUT_PER_WORKER * self.have("decode") else 0.0
+        prompts, answers = load.input / INPUT_PER_WORKER, load.output / OUTPUT_PER_WORKER
+        if not self.have("prefill"):
+            # Decode workers compute the prompts.
+            answers += prompts
+            prompts = 0.0 if answers <= self.have("decode") else prompts
+        late = REQUESTS if prompts > self.have("prefill") else 0.0
+        slow = REQUESTS if answers > self.have("decode") else 0.0
         asked = REQUESTS if load.input or load.output else 0.0
         demand = Demand(
             seconds=self.settings.interval_s,
@@ -111,7 +116,7 @@ class AutoscaledCluster:
             self.workers.remove(own[-1])
             return
         role = next(role for role, name in POOLS.items() if name == pool)
-        self.workers.append(_worker(role, own[-1].number + 1))
+        self.workers.append(_worker(role, len(own)))
 
 
 def _workers(role: Role, count: int) -> list[WorkerFigures]:

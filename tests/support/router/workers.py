@@ -22,6 +22,7 @@ def record(
     pool: str = "",
     host: str = "127.0.0.1",
     shares_cores: bool = False,
+    gpu: str = "",
 ) -> WorkerRecord:
     """Of the role that the slot's name begins with."""
     return WorkerRecord(
@@ -40,6 +41,7 @@ def record(
         prefill_cost=prefill_cost,
         step_cost=step_cost,
         shares_cores=shares_cores,
+        gpu=gpu,
     )
 
 

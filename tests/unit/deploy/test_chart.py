@@ -249,6 +249,30 @@ def test_the_launcher_has_the_token_that_kuberay_makes(value_set: str) -> None:
     assert launcher["spec"]["replicas"] == 1
 
 
+def test_a_cluster_without_a_prefill_pool_has_no_pods_for_one() -> None:
+    """A pool that starts empty keeps its pods, since it may grow."""
+
+    def groups(*more: str) -> list[str]:
+        (cluster,) = of_kind(render("kuberay-values.yaml", *more), "RayCluster")
+        return [group["groupName"] for group in cluster["spec"]["workerGroupSpecs"]]
+
+    alone = '[{"name": "decode", "role": "decode", "resources": {"baton_decode": 1}}]'
+    assert groups() == ["prefill", "decode"]
+    assert groups(f"--set-json=config.pools={alone}") == ["decode"]
+    assert groups("--set=config.pools[0].count=0") == ["prefill", "decode"]
+    own_file = ("--set=existingConfigSecret=a", "--set-json=auth.keys=[]")
+    assert groups(*own_file, f"--set-json=config.pools={alone}") == ["prefill", "decode"]
+
+
+def test_an_empty_pool_needs_no_gpu() -> None:
+    empty = (
+        "--set=config.pools[0].name=prefill,config.pools[0].role=prefill,config.pools[0].count=0",
+        "--set=config.pools[1].name=decode,config.pools[1].role=decode",
+        "--set=config.pools[0].resources.GPU=1",
+    )
+    assert of_kind(render("open-values.yaml", *empty), "StatefulSet")
+
+
 def test_a_service_may_lead_to_another_release() -> None:
     def leads_to(*more: str) -> Any:
         service = the(render("kuberay-values.yaml", *more), "Service", "demo-baton")

@@ -13,6 +13,7 @@ from baton.config.cluster import Config
 from baton.request import Geometry
 from engine.roofline import Storage
 from engine.scheduling.block_pool import BlockPool
+from worker import session
 from worker.role import WorkerContext
 from worker.runtime import WorkerRuntime
 from worker.session import WorkerSession, _record
@@ -55,8 +56,16 @@ def test_a_worker_publishes_its_model_and_what_computes_it(storage: Storage | No
     assert (record.quantization, record.dtype, record.device) == ("int4", "float16", "cpu")
     assert record.drafter == ("" if storage else "ngram")
     assert record.shares_cores == (storage is not None)
+    assert record.gpu == ""
     # Several ranks have a part of each block; the worker knows the size of the whole.
     assert record.block_bytes == (4808 if storage else 4096)
+
+
+def test_a_worker_names_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "device_uuid", lambda number: f"uuid-{number}")
+    assert session._gpu(torch.device("cpu")) == ""
+    assert session._gpu(torch.device("cuda", 3)) == "uuid-3"
+    assert session._gpu(torch.device("cuda")) == "uuid-0"
 
 
 def session_of(pool: BlockPool, **busy: bool) -> WorkerSession:

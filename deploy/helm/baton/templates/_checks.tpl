@@ -104,11 +104,15 @@ message says what to do. Every check has a test.
 {{- (splitList "@" (get (urlParse .) "host") | last) }}
 {{- end }}
 
+{{- define "baton.countOf" -}}
+{{- ternary .count 1 (hasKey . "count") }}
+{{- end }}
+
 {{- define "baton.checkGpus" -}}
 {{- $asked := 0.0 }}
 {{- range default (list) .Values.config.pools }}
 {{- $each := get (default (dict) .resources) "GPU" | default 0 | float64 }}
-{{- $asked = addf $asked (mulf $each (float64 (default 1 .count)) (float64 (default 1 .tp)) (float64 (default 1 .cp))) }}
+{{- $asked = addf $asked (mulf $each (float64 (include "baton.countOf" .)) (float64 (default 1 .tp)) (float64 (default 1 .cp))) }}
 {{- end }}
 {{- $given := get (default (dict) .Values.resources.limits) "nvidia.com/gpu" | default 0 | float64 }}
 {{- if gt $asked $given }}
@@ -147,7 +151,7 @@ message says what to do. Every check has a test.
 {{- range default (list) $.Values.config.pools }}
 {{- if eq .role $role }}
 {{- $ranks := mul (default 1 .tp) (default 1 .cp) }}
-{{- $workers = add $workers (mul (default 1 .count) $ranks) }}
+{{- $workers = add $workers (mul (include "baton.countOf" . | int) $ranks) }}
 {{- if and (gt (int $ranks) (int $group.workersPerPod)) (eq (default "strict_pack" .rank_placement) "strict_pack") }}
 {{- fail (printf "kuberay.%s: a pod has %v places, and %s needs %v in one pod for its ranks: raise workersPerPod and the limit of nvidia.com/gpu" $role $group.workersPerPod .name $ranks) }}
 {{- end }}

@@ -27,6 +27,10 @@ COOLDOWN_LOOKS = int(SETTINGS.cooldown_s / SETTINGS.interval_s)
 FIXED = SETTINGS.model_copy(update={"min_workers": 0, "max_workers": 0})
 """Roles may change, and the number of workers stays."""
 
+NO_PREFILL = SETTINGS.model_copy(update={"min_prefill": 0, "min_workers": 1})
+"""Decode workers may compute all prompts."""
+FIXED_NO_PREFILL = FIXED.model_copy(update={"min_prefill": 0})
+
 loads = st.builds(
     Load,
     st.floats(0, 10 * INPUT_PER_WORKER),
@@ -34,6 +38,7 @@ loads = st.builds(
 )
 traffic = st.lists(st.tuples(loads, st.integers(1, 25)), min_size=1, max_size=6)
 crews = st.tuples(st.integers(1, 4), st.integers(1, 4))
+small_crews = st.tuples(st.integers(0, 3), st.integers(1, 3))
 
 
 def workers(prefill: float, decode: float) -> Load:
@@ -127,6 +132,79 @@ def test_a_new_one_looks_for_a_cooldown_first(
         looked(cluster, load, looks)
     cluster.begin()
     assert looked(cluster, workers(8, 1), COOLDOWN_LOOKS) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(small_crews, traffic, st.sampled_from([NO_PREFILL, FIXED_NO_PREFILL]))
+def test_with_no_minimum_of_prefill_workers_a_decode_worker_stays_and_nothing_flaps(
+    crew: tuple[int, int], phases: list[tuple[Load, int]], config: AutoscalerConfig
+) -> None:
+    cluster = AutoscaledCluster(*crew, config)
+    for load, looks in phases:
+        for _ in range(looks):
+            cluster.look(load)
+            bounds = cluster.bounds
+            assert bounds.min_workers <= len(cluster.workers) <= bounds.max_workers
+            assert cluster.have("decode") >= 1
+    for at, role, sign in cluster.moves:
+        for later, same, back in cluster.moves:
+            if same == role and at < later < at + config.cooldown_s:
+                assert sign * back > 0, (cluster.moves, cluster.actions)
+
+
+@settings(max_examples=60, deadline=None)
+@given(small_crews, st.floats(0.1, 5.9), st.floats(0.1, 5.9), traffic)
+def test_with_no_minimum_of_prefill_workers_a_steady_load_ends_with_no_action(
+    crew: tuple[int, int], prefill: float, decode: float, before: list[tuple[Load, int]]
+) -> None:
+    target = SETTINGS.target_load
+    load = workers(prefill * target / 2, decode * target / 2)
+    cluster = AutoscaledCluster(*crew, NO_PREFILL)
+    for earlier, looks in before:
+        looked(cluster, earlier, looks)
+    looked(cluster, load, 30 * COOLDOWN_LOOKS)
+    assert looked(cluster, load, 10 * COOLDOWN_LOOKS) == []
+    for role in ROLES:
+        assert cluster.autoscaler.needs[role] <= cluster.have(role) + 1e-9
+    looked(cluster, Load(), 30 * COOLDOWN_LOOKS)
+    assert [cluster.have(role) for role in ROLES] == [0, 1]
+
+
+def test_the_last_prefill_worker_goes_when_decode_workers_can_take_its_prompts() -> None:
+    cluster = rested(1, 2, NO_PREFILL)
+    (gone,) = looked(cluster, workers(0.2, 1.0), 3 * COOLDOWN_LOOKS)
+    assert isinstance(gone, Resize)
+    assert (gone.pool, gone.by, gone.role) == ("p", -1, "prefill")
+    # Few prompts: decode workers that are short get another one of them.
+    looked(cluster, workers(0.2, 1.8), COOLDOWN_LOOKS)
+    assert [cluster.have(role) for role in ROLES] == [0, 3]
+    looked(cluster, workers(0.7, 2.0), COOLDOWN_LOOKS)
+    assert [cluster.have(role) for role in ROLES] == [1, 3], "many prompts bring it back"
+
+
+def test_the_last_prefill_worker_becomes_a_decode_worker_where_that_helps() -> None:
+    cluster = rested(1, 1, FIXED_NO_PREFILL)
+    (turned,) = looked(cluster, workers(0.1, 1.4), 3 * COOLDOWN_LOOKS)
+    assert isinstance(turned, ChangeRole)
+    assert (turned.slot, turned.role) == ("p-0", "decode")
+    gone = rested(1, 1, FIXED_NO_PREFILL)
+    gone.workers[1] = replace(gone.workers[1], state=WorkerState.FAILED, incarnation="")
+    (turned, *_) = looked(gone, workers(0.1, 0.5), 3 * COOLDOWN_LOOKS)
+    assert isinstance(turned, ChangeRole), "without a decode worker nothing is served"
+    kept = rested(1, 1, FIXED_NO_PREFILL)
+    assert looked(kept, workers(0.7, 0.9), 3 * COOLDOWN_LOOKS) == [], "it has enough to do"
+
+
+def test_late_first_tokens_are_blamed_on_decode_workers_where_they_compute_prompts() -> None:
+    cluster = AutoscaledCluster(0, 1, NO_PREFILL)
+    figures = cluster.figures(workers(0.2, 0.2))
+    assert figures.demand is not None
+    late = replace(figures, demand=replace(figures.demand, ttft=SloFigures(40, 30, 30)))
+    for _ in range(2 * COOLDOWN_LOOKS):
+        cluster.look_at(replace(late, workers=tuple(cluster.workers)))
+    assert cluster.have("prefill") == 0
+    assert cluster.have("decode") >= 2
+    assert {action.reason for action in cluster.actions} == {Reason.TTFT}
 
 
 def test_roles_follow_the_traffic_and_come_back() -> None:

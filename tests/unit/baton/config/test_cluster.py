@@ -162,10 +162,27 @@ P, D = {"name": "p", "role": "prefill"}, {"name": "d", "role": "decode"}
             {"max_model_len": 16, "pools": [P, {**D, "block_size": 32}]},
             "less than a KV block of the pool d: set at least its block_size, 32",
         ),
-        ({"pools": []}, "at least one prefill and one decode"),
-        ({"pools": [P]}, "at least one prefill and one decode"),
+        ({"pools": []}, "at least one decode pool is needed"),
+        ({"pools": [P]}, "at least one decode pool is needed"),
+        ({"pools": [D], "local_prefill": "never"}, "class short .* set auto, or give it"),
+        (
+            {"pools": [{**P, "count": 0}, D], "local_prefill": "never"},
+            "class short .* set auto, or give it",
+        ),
+        (
+            {"pools": [D], "classes": [{"name": "all", "local_prefill": "never"}]},
+            "class all .* a count of at least 1",
+        ),
+        (
+            {
+                "pools": [P, D, {**P, "name": "q", "count": 0}],
+                "classes": [{"name": "a", "local_prefill": "never", "pools": ["q"]}],
+            },
+            "class a .* a count of at least 1",
+        ),
         ({"pools": [P, D, {**D, "role": "prefill"}]}, "names must differ"),
-        ({"pools": [P, {**D, "count": 0}]}, "pool `d` .*: `count` must be at least 1"),
+        ({"pools": [P, {**D, "count": 0}]}, "pool `d` .*: count must be at least 1 in a decode"),
+        ({"pools": [P, {**D, "count": -1}]}, "pool `d` .*: `count` must be at least 0"),
         ({"pools": [P, {**D, "role": "both"}]}, "role"),
         ({"pools": [P, {**D, "gpu_memory_fraction": 1.1}]}, "gpu_memory_fraction"),
         ({"pools": [P, {**D, "unknown": 1}]}, "unknown"),
@@ -305,6 +322,7 @@ def test_peaks_go_together() -> None:
         ({"min_prefill": 2, "min_decode": 2, "max_workers": 3}, "min_prefill"),
         ({"min_workers": 9, "max_prefill": 4, "max_decode": 4}, "min_workers"),
         ({"enabled": True, "min_prefill": 2}, "fewer workers than its minimum"),
+        ({"min_decode": 0}, "min_decode"),
         ({"interval_s": 0}, "interval_s"),
     ],
 )
@@ -320,6 +338,29 @@ def test_an_autoscaler_is_off_and_knows_one_pool_of_each_role() -> None:
     assert len(Config(pools=three).pools) == 3
     with pytest.raises(ValidationError, match="one prefill pool"):
         Config(pools=three, autoscaler={"enabled": True})
+
+
+def test_a_cluster_needs_no_prefill_worker_unless_a_class_does() -> None:
+    empty = PoolConfig.model_validate({**P, "count": 0})
+    decode = PoolConfig.model_validate(D)
+    for pools in ((decode,), (empty, decode)):
+        config = Config(pools=pools)
+        assert (config.computes_locally, config.needs_prefill) == (True, False)
+    own = {"classes": [{"name": "all", "local_prefill": "auto"}]}
+    assert Config(pools=(decode,), local_prefill="never", **own).computes_locally
+    mixed = [{"name": "a", "max_tokens": 9, "local_prefill": "never"}, {"name": "b"}]
+    config = Config.model_validate({"pools": [P, D], "classes": mixed})
+    assert (config.computes_locally, config.needs_prefill) == (True, True)
+
+
+def test_an_autoscaler_may_begin_without_a_prefill_worker() -> None:
+    pools = (PoolConfig.model_validate({**P, "count": 0}), PoolConfig.model_validate(D))
+    found = Config(pools=pools, autoscaler={"enabled": True, "min_prefill": 0})
+    assert found.autoscaler.min_prefill == 0
+    with pytest.raises(ValidationError, match="may have a count of 0"):
+        Config(pools=pools[1:], autoscaler={"enabled": True, "min_prefill": 0})
+    with pytest.raises(ValidationError, match="min_prefill is 0, and local_prefill never"):
+        Config(local_prefill="never", autoscaler={"enabled": True, "min_prefill": 0})
 
 
 def test_an_autoscaler_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

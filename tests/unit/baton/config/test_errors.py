@@ -157,7 +157,7 @@ scopes = ["inferrence"]
 def test_a_variable_s_fault_names_the_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pools = [{"name": "p", "role": "prefill"}, {"name": "d", "role": "decode", "count": 0}]
+    pools = [{"name": "p", "role": "prefill"}, {"name": "d", "role": "decode", "count": -1}]
     for name, value in {
         "BATON_POLICY": "best",
         "BATON_AUTOSCALER__INTERVAL_S": "x",
@@ -171,7 +171,7 @@ def test_a_variable_s_fault_names_the_variable(
     assert lines[1:] == [
         "BATON_POLICY must be predictive, round_robin, least_loaded, prefix, power_of_two or"
         " session, not `best`",
-        "pool `d` (BATON_POOLS): `count` must be at least 1, not `0`",
+        "pool `d` (BATON_POOLS): `count` must be at least 0, not `-1`",
         "BATON_AUTOSCALER__INTERVAL_S must be a number, not `x`",
         "BATON_AUTOSCALER__ENABLD: unknown field `enabld`; did you mean `enabled`?",
     ]
@@ -181,7 +181,7 @@ def test_a_flag_s_fault_names_the_flag(tmp_path: Path) -> None:
     lines = faults_of(
         tmp_path,
         'policy = "worse"\n',
-        Flag("--decode", ("count",), 0, "decode"),
+        Flag("--decode", ("count",), -1, "decode"),
         Flag("--max-sequences", ("max_sequences",), 0, "all"),
         Flag("--certs", ("tls", "folder"), 3),
         policy="best",
@@ -191,8 +191,18 @@ def test_a_flag_s_fault_names_the_flag(tmp_path: Path) -> None:
         "--policy must be predictive, round_robin, least_loaded, prefix, power_of_two or"
         " session, not `best`",
         "--max-sequences must be at least 1, not `0`",
-        "--decode must be at least 1, not `0`",
+        "--decode must be at least 0, not `-1`",
     ]
+
+
+def test_only_prefill_pools_may_be_empty(tmp_path: Path) -> None:
+    assert faults_of(tmp_path, "", Flag("--decode", ("count",), 0, "decode")) == [
+        "pool `decode` (--decode): count must be at least 1 in a decode pool"
+    ]
+    prefill = Flag("--prefill", ("count",), 0, "prefill")
+    assert load_config(None, [prefill]).pools[0].count == 0
+    (fault,) = faults_of(tmp_path, 'local_prefill = "never"\n', prefill)
+    assert "set auto, or give it a prefill pool with a count of at least 1" in fault
 
 
 def test_fields_that_contradict_each_other_are_said_with_what_has_set_them(tmp_path: Path) -> None:

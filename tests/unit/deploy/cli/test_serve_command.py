@@ -118,7 +118,7 @@ def test_help_fits_the_terminal(columns: str) -> None:
     assert max(map(len, lines)) == min(int(columns), 100)
     for shown in (
         "│ --policy predictive|round_robin|least_loaded|prefix|power_of_two|session",
-        "│ --prefill N (1 to 1024)",
+        "│ --prefill N (0 to 1024)",
         "│ --log-requests",
         "│ --api-key-file FILE",
         "│ MODEL ",

@@ -1,26 +1,14 @@
-"""The settings of further workers of a pool."""
+"""The settings of each slot's worker."""
 
 from __future__ import annotations
 
-import pytest
-
-from deploy.supervisor.supervisor_actor import SlotSettings
+from deploy.supervisor.supervisor_actor import settings_in
 from tests.support.deploy.supervisor_actor import settings
 
-FIRST = (settings("prefill", 0), settings("decode", 0), settings("decode", 1))
 
-
-def test_the_first_slots_keep_their_settings() -> None:
-    slots = SlotSettings(FIRST)
-    assert [slots.of(one.slot) for one in FIRST] == list(FIRST)
-    assert slots.pools == {"prefill": 1, "decode": 2}
-
-
-def test_other_workers_receive_the_same_pool_settings() -> None:
-    third = SlotSettings(FIRST).of("decode-2")
-    assert third == FIRST[1].model_copy(update={"slot": "decode-2"})
-
-
-def test_an_unknown_pool_has_no_workers() -> None:
-    with pytest.raises(KeyError):
-        SlotSettings(FIRST).of("encode-0")
+def test_a_worker_differs_from_others_in_slot_and_pool_only() -> None:
+    decode = settings("decode", 0)
+    assert settings_in(decode, "decode-0") == decode
+    assert settings_in(decode, "decode-2") == decode.model_copy(update={"slot": "decode-2"})
+    named = {"pool": "long-prompts", "slot": "long-prompts-0"}
+    assert settings_in(decode, "long-prompts-0") == decode.model_copy(update=named)

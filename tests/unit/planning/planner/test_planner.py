@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -71,6 +72,32 @@ def test_a_plan_is_shown_next_to_alternatives() -> None:
     assert prices == sorted(set(prices))
     assert shares == sorted(set(shares))
     assert plan.twice.attainment <= plan.chosen.peak.attainment
+
+
+def test_on_cpus_decode_workers_alone_are_a_plan_too() -> None:
+    """Workers of one machine share its cores."""
+    cpu = replace(SMALL, profile=replace(SMALL.profile, is_cpu=True))
+    found = Roles((cpu,), (cpu,), (), reachable=True)
+
+    def plan(*, needs_prefill: bool) -> Plan:
+        return CapacityPlanner(
+            evaluation(trace(20, 0.3, prompt=100, answer=20)),
+            found,
+            transports(DEFAULT_TRANSPORTS),
+            ResourceBudget(gpus=8),
+            _TARGET,
+            needs_prefill=needs_prefill,
+        ).plan()
+
+    alone, apart = plan(needs_prefill=False), plan(needs_prefill=True)
+    assert alone.is_met
+    assert alone.chosen.counts == (0, 1)
+    assert alone.chosen.whole is not None
+    assert alone.chosen.whole.attainment >= _TARGET
+    assert (alone.chosen.input_price, alone.chosen.output_price) == (None, None)
+    assert {one.counts.prefill for one in alone.others if one.name.startswith("one ")} <= {0, 1}
+    assert apart.chosen.counts.prefill >= 1
+    assert alone.chosen.price_per_hour <= apart.chosen.price_per_hour
 
 
 def test_plans_repeat() -> None:

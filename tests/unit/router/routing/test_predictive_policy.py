@@ -340,6 +340,27 @@ def test_a_prefill_worker_on_a_decode_workers_cores_computes_nothing() -> None:
     assert (decision.prefill, decision.decode) == ("p-0", "d-1")
 
 
+def test_a_prefill_worker_on_a_decode_workers_gpu_computes_nothing() -> None:
+    table = WorkerTable(BLOCK)
+    busy = LoadSnapshot(running=16, free_blocks=4000, context_tokens=8000)
+    list_worker(table, record("p-0", gpu="a"))
+    list_worker(table, record("d-0", gpu="a"), busy)
+    request, auto = RouteRequest(2000), ClassRoute("auto")
+    assert decide(table, request, route=auto).local
+    assert not decide(table, request).local, "local prefill is never"
+    # Another GPU of the same host is its own.
+    list_worker(table, record("p-1", gpu="b"))
+    assert decide(table, request, route=auto).prefill == "p-1"
+
+
+def test_workers_that_name_no_gpu_share_none() -> None:
+    """As those of an older version."""
+    table = WorkerTable(BLOCK)
+    list_worker(table, record("p-0"))
+    list_worker(table, record("d-0"), LoadSnapshot(running=16, free_blocks=4000))
+    assert not decide(table, RouteRequest(2000), route=ClassRoute("auto")).local
+
+
 def test_blocks_are_fetched_where_that_is_faster() -> None:
     table = table_of("p-0", "p-1", "d-0")
     table.promise_prompt("p-0", 100_000.0, 0.0)

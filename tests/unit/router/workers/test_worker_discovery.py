@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -15,6 +15,7 @@ from baton.config.cluster import Config
 from baton.host.background import end_tasks
 from baton.store.prefix_index import PrefixIndex
 from baton.store.registry import Registry, WorkerRecord
+from baton.store.supervision import PoolSizes
 from baton.telemetry.metrics import RouterMetrics
 from router.workers import worker_discovery
 from router.workers.worker_discovery import WorkerDiscovery
@@ -46,6 +47,16 @@ class Store:
         self.forgotten.append(incarnation)
 
     collect = forget
+
+
+class Sizes:
+    """What operators have chosen."""
+
+    def __init__(self, chosen: dict[str, int]) -> None:
+        self.chosen = chosen
+
+    async def read(self) -> dict[str, int]:
+        return self.chosen
 
 
 @asynccontextmanager
@@ -96,6 +107,55 @@ async def test_workers_of_another_commit_get_no_requests() -> None:
     async with followed([(records, set())], Config(revision="a" * 40)) as (_, links, discovery):
         assert [link.record.role for link in links.all()] == ["prefill"]
         assert discovery.has_view
+
+
+P, D = {"name": "prefill", "role": "prefill"}, {"name": "decode", "role": "decode"}
+ALL_LOCAL = [{"name": "a", "max_tokens": 9, "local_prefill": "auto"}, {"name": "b"}]
+"""Prompts of class b need a prefill worker if the cluster's ``local_prefill`` is never."""
+
+
+@pytest.mark.parametrize(
+    ("fields", "chosen", "roles", "health"),
+    [
+        ({}, {}, "pd", "ok"),
+        ({}, {}, "p", "down"),
+        ({}, {}, "d", "degraded"),
+        ({"local_prefill": "never"}, {}, "d", "down"),
+        ({"local_prefill": "never", "classes": ALL_LOCAL}, {}, "d", "degraded"),
+        ({"local_prefill": "never", "classes": ALL_LOCAL}, {"prefill": 0}, "d", "degraded"),
+        ({}, {"prefill": 0, "gone": 3}, "d", "ok"),
+        ({"pools": [{**P, "count": 0}, D]}, {}, "d", "ok"),
+        ({"pools": [{**P, "count": 0}, D]}, {"prefill": 1}, "d", "degraded"),
+        ({"pools": [D]}, {}, "d", "ok"),
+        ({"pools": [D]}, {}, "", "down"),
+        # The prefill pool's worker has become a decode worker.
+        ({}, {}, "g", "ok"),
+        ({"pools": [{**P, "count": 2}, D]}, {}, "g", "degraded"),
+    ],
+)
+async def test_a_cluster_is_degraded_where_a_prefill_worker_is_wanted_and_none_is_up(
+    fields: dict[str, Any], chosen: dict[str, int], roles: str, health: str
+) -> None:
+    records = {
+        "p": record("prefill-0"),
+        "d": record("decode-0"),
+        "g": replace(record("prefill-0"), role="decode"),
+    }
+    listed = {records[role].incarnation: records[role] for role in roles}
+    store, links = Store([(listed, set())]), WorkerLinks("router", heartbeat_s=1.0)
+    discovery = WorkerDiscovery(
+        Config.model_validate(fields),
+        cast(Registry, store),
+        cast(PrefixIndex, store),
+        links,
+        RouterMetrics(CollectorRegistry()),
+        cast(PoolSizes, Sizes(chosen)),
+    )
+    await discovery.read()
+    for link in links.all():
+        link.connected = True
+    assert discovery.health()[0] == health
+    await links.close()
 
 
 async def test_whatever_goes_wrong_the_registry_is_followed(

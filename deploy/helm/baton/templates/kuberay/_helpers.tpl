@@ -7,6 +7,23 @@
 {{ include "baton.rayName" . }}-head-svc:6379
 {{- end }}
 
+{{/* Roles that have a group of pods: those of config.pools, which may have no prefill pool. */}}
+{{- define "baton.rolesOf" -}}
+{{- $roles := list }}
+{{- range $role := list "prefill" "decode" }}
+{{- $pools := default (list) $.Values.config.pools }}
+{{- range $pools }}
+{{- if eq .role $role }}
+{{- $roles = append $roles $role }}
+{{- end }}
+{{- end }}
+{{- if or $.Values.existingConfigSecret (not $pools) }}
+{{- $roles = append $roles $role }}
+{{- end }}
+{{- end }}
+{{- $roles | uniq | toJson }}
+{{- end }}
+
 {{/* Ray's environment variables in every pod, in addition to those of KubeRay. */}}
 {{- define "baton.rayVariables" -}}
 - name: RAY_USAGE_STATS_ENABLED

@@ -154,7 +154,7 @@ def test_what_is_no_choice_or_no_number_is_a_usage_error(option: ConfigOption) -
 
 def test_bounds_are_a_usage_error() -> None:
     for words in (
-        ["--prefill", "0"],
+        ["--prefill", "-1"],
         ["--routers", "65"],
         ["--trace-ratio", "1.5"],
         ["--autoscaler-max-decode", "1025"],
@@ -178,7 +178,7 @@ def test_fields_of_pools_have_the_bounds_of_the_pool() -> None:
     (prefill,) = (one for one in SHOWN if one.name == "prefill")
     assert prefill.field is PoolConfig.model_fields["count"]
     option = prefill.parameter().annotation.__metadata__[0]
-    assert (option.min, option.max) == (1, 1024)
+    assert (option.min, option.max) == (0, 1024)
 
 
 def test_a_role_is_in_the_name_of_an_option_or_it_is_of_all_pools() -> None:

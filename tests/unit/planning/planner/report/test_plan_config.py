@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from planning.planner.report.plan_config import plan_file, plan_toml
 from planning.planner.worker_kinds import Roles, transports
 from planning.simulator.costs.worker_profile import read_profile
 from tests.support.deploy.chart import containers, render
-from tests.support.loadtest.plans import SMALL, evaluation, trace
+from tests.support.loadtest.plans import SMALL, config, evaluation, trace
 
 
 def _plan(tried: Evaluation, kind: WorkerKind, other: WorkerKind) -> Plan:
@@ -102,3 +103,13 @@ def test_a_measured_profile(tmp_path: Path, settings: Config) -> None:
     assert {pool.device for pool in read.pools} == {"auto"}
     assert not any(pool.resources for pool in read.pools)
     assert {pool.kv_pool_mib for pool in read.pools} == {160}
+
+
+def test_a_plan_without_prefill_workers_is_served_by_decode_workers(tmp_path: Path) -> None:
+    cpu = replace(SMALL, profile=replace(SMALL.profile, is_cpu=True))
+    plan = _plan(evaluation(trace(10, 0.3, prompt=100, answer=20)), cpu, cpu)
+    assert plan.chosen.counts == (0, 1)
+    # The search leaves prompts to prefill workers, which this plan has not.
+    read = _loaded(tmp_path, plan_toml(plan, config(), "what was asked"))
+    assert read.local_prefill == "auto"
+    assert {pool.role: pool.count for pool in read.pools} == {"prefill": 0, "decode": 1}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 
 from planning.common.report import Machine
-from planning.planner.cluster_kind import TRANSPORTS, ResourceBudget
+from planning.planner.cluster_kind import TRANSPORTS, ResourceBudget, WorkerKind
+from planning.planner.evaluation import Evaluation
 from planning.planner.planner import CapacityPlanner
 from planning.planner.report.plan_page import page
 from planning.planner.report.plan_report import COLUMNS, PlanReport, cells
@@ -20,11 +22,15 @@ _MACHINE = Machine("cpu", 2, 1 << 30, "Linux", "abc", "2026-11-21")
 
 @pytest.fixture(params=[8, 2], ids=["met", "missed"])
 def report(request: pytest.FixtureRequest) -> PlanReport:
-    tried = evaluation(trace(40, 0.03, prompt=500))
-    found = Roles((SMALL,), (SMALL,), ("a < b",), reachable=True)
-    budget = ResourceBudget(gpus=request.param)
+    made = report_of(evaluation(trace(40, 0.03, prompt=500)), SMALL, request.param)
+    assert made.plan.is_met == (request.param == 8)
+    return made
+
+
+def report_of(tried: Evaluation, kind: WorkerKind, gpus: int) -> PlanReport:
+    found = Roles((kind,), (kind,), ("a < b",), reachable=True)
+    budget = ResourceBudget(gpus=gpus)
     plan = CapacityPlanner(tried, found, [TRANSPORTS["grpc"]], budget, 0.9).plan()
-    assert plan.is_met == (request.param == 8)
     return PlanReport(
         plan=plan,
         asked="trace; SLO.",
@@ -63,6 +69,17 @@ def test_json(report: PlanReport) -> None:
     assert fields["others"][0]["whole"] is None
     assert len(fields["trials"]) == report.simulations
     assert {one["name"] for one in fields["others"]} >= {"colocated", "wisdom, 1:1"}
+
+
+def test_a_plan_without_prefill_workers() -> None:
+    cpu = replace(SMALL, profile=replace(SMALL.profile, is_cpu=True))
+    report = report_of(evaluation(trace(10, 0.3, prompt=100, answer=20)), cpu, 2)
+    assert report.plan.chosen.counts == (0, 1)
+    assert "0 prefill + 1 decode workers of small" in "\n".join(report.lines())
+    assert json.loads(json.dumps(report.fields(), allow_nan=False))["plan"]["prefill"]["count"] == 0
+    assert page(report).count("<svg") == 3
+    for one in report.plan.clusters:
+        assert len(cells(one)) == len(COLUMNS)
 
 
 def test_page(report: PlanReport) -> None:
