@@ -346,8 +346,9 @@ def test_a_cluster_needs_no_prefill_worker_unless_a_class_does() -> None:
     for pools in ((decode,), (empty, decode)):
         config = Config(pools=pools)
         assert (config.computes_locally, config.needs_prefill) == (True, False)
-    own = {"classes": [{"name": "all", "local_prefill": "auto"}]}
-    assert Config(pools=(decode,), local_prefill="never", **own).computes_locally
+    own = [{"name": "all", "local_prefill": "auto"}]
+    only = {"pools": [D], "local_prefill": "never", "classes": own}
+    assert Config.model_validate(only).computes_locally
     mixed = [{"name": "a", "max_tokens": 9, "local_prefill": "never"}, {"name": "b"}]
     config = Config.model_validate({"pools": [P, D], "classes": mixed})
     assert (config.computes_locally, config.needs_prefill) == (True, True)
