@@ -44,6 +44,7 @@ static inline f32x16 all(float x) { return x - (f32x16){}; }
 #define PART_BYTES 16
 #endif
 typedef float f32part __attribute__((vector_size(PART_BYTES)));
+typedef uint32_t u32part __attribute__((vector_size(PART_BYTES)));
 
 template <class To, class Each>
 static inline To by_parts(f32x16 a, f32x16 b, Each each) {

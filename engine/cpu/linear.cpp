@@ -8,6 +8,8 @@
 namespace linear {
 namespace {
 
+#ifdef __AVX512F__
+
 template <int ROWS>
 void multiply(const bf16* x, long stride, const bf16* panel, long pairs, float* out, long out_stride,
               const char* next, int fetch, bool more) {
@@ -21,6 +23,66 @@ void multiply(const bf16* x, long stride, const bf16* panel, long pairs, float* 
   }
   sums.finish(out, out_stride);
 }
+
+#else
+
+// Such CPUs have 16 registers of up to 32 bytes: a piece of a tile is 4 rows by 2 registers. The
+// panel is read again for each piece, from the cache.
+const int PIECE_ROWS = 4, PIECE_PARTS = 2, PART_LANES = PART_BYTES / 4;
+const int PIECE_WIDTH = PIECE_PARTS * PART_LANES;
+
+template <int ROWS>
+void multiply_piece(const bf16* x, long stride, const bf16* panel, long pairs, float* out,
+                    long out_stride, const char* next, int fetch, bool more) {
+  f32part sums[ROWS][PIECE_PARTS] = {};
+  if (more)
+    for (int m = 0; m < ROWS; m++)
+      for (int i = 0; i < PIECE_PARTS; i++)
+        sums[m][i] = load<f32part>(out + m * out_stride + i * PART_LANES);
+  for (long p = 0; p < pairs; p++) {
+    if (fetch) __builtin_prefetch(next + p * fetch, 0, 3);
+    f32part even[PIECE_PARTS], odd[PIECE_PARTS];
+    for (int i = 0; i < PIECE_PARTS; i++) {
+      const u32part both = load<u32part>(panel + p * 64 + i * PART_LANES * 2);
+      even[i] = (f32part)(both << 16);
+      odd[i] = (f32part)(both & 0xffff0000u);
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < ROWS; m++) {
+      uint32_t bits;
+      memcpy(&bits, x + m * stride + 2 * p, 4);
+      const u32part both = bits - (u32part){};
+      for (int i = 0; i < PIECE_PARTS; i++) {
+        sums[m][i] += even[i] * (f32part)(both << 16);
+        sums[m][i] += odd[i] * (f32part)(both & 0xffff0000u);
+      }
+    }
+  }
+  for (int m = 0; m < ROWS; m++)
+    for (int i = 0; i < PIECE_PARTS; i++) store(out + m * out_stride + i * PART_LANES, sums[m][i]);
+}
+
+template <int ROWS>
+void multiply_pieces(const bf16* x, long stride, const bf16* panel, long pairs, float* out,
+                     long out_stride, const char* next, int fetch, bool more) {
+  constexpr int rows = ROWS < PIECE_ROWS ? ROWS : PIECE_ROWS;
+  for (int from = 0; from < PANEL; from += PIECE_WIDTH, next += pairs * fetch)
+    multiply_piece<rows>(x, stride, panel + 2 * from, pairs, out + from, out_stride, next, fetch,
+                         more);
+  if constexpr (ROWS > rows)
+    multiply_pieces<ROWS - rows>(x + rows * stride, stride, panel, pairs, out + rows * out_stride,
+                                 out_stride, next, fetch, more);
+}
+
+template <int ROWS>
+void multiply(const bf16* x, long stride, const bf16* panel, long pairs, float* out, long out_stride,
+              const char* next, int fetch, bool more) {
+  // Each piece prefetches its share of the next panel.
+  const int pieces = (ROWS + PIECE_ROWS - 1) / PIECE_ROWS * (PANEL / PIECE_WIDTH);
+  multiply_pieces<ROWS>(x, stride, panel, pairs, out, out_stride, next, fetch / pieces, more);
+}
+
+#endif
 
 void multiply_panel(const Matrix& w, long panel, const bf16* x, long stride, long rows,
                     const TileTaker& take) {

@@ -97,17 +97,25 @@ void multiply(const Matrix& w, long panel, const bf16* x, long stride, float* ou
   sums.finish(out, PANEL);
 }
 
-// Maximum rows for conversion in registers: with more, codes would be converted too often.
+// Maximum rows for conversion in registers: with more, codes would be converted too often, or the
+// registers would not hold the sums.
+#ifdef __AVX512F__
 const int FEW = 8;
+#else
+const int FEW = 2;
+#endif
 
 typedef void (*Multiply)(const Matrix&, long, const bf16*, long, float*);
 
 template <int KIND, bool MINS>
 const Multiply multiply_rows[FEW + 1] = {
     nullptr,
-    multiply<KIND, MINS, 1>, multiply<KIND, MINS, 2>, multiply<KIND, MINS, 3>,
-    multiply<KIND, MINS, 4>, multiply<KIND, MINS, 5>, multiply<KIND, MINS, 6>,
-    multiply<KIND, MINS, 7>, multiply<KIND, MINS, 8>};
+    multiply<KIND, MINS, 1>, multiply<KIND, MINS, 2>,
+#ifdef __AVX512F__
+    multiply<KIND, MINS, 3>, multiply<KIND, MINS, 4>, multiply<KIND, MINS, 5>,
+    multiply<KIND, MINS, 6>, multiply<KIND, MINS, 7>, multiply<KIND, MINS, 8>,
+#endif
+};
 
 }  // namespace
 
