@@ -3,8 +3,8 @@
 // A panel is 32 outputs. For each pair of inputs, the 32 pairs of weights are adjacent, so that one
 // instruction multiplies 16 outputs by a pair of x that all lanes share. Panels are consecutive,
 // and while one is multiplied the next is prefetched. A tile is up to 14 rows by 32 outputs: 28
-// sums in registers of AVX-512; other CPUs divide it into pieces. Each sum runs over the inputs in order, whatever the other rows are. So a
-// row's result is the same bit for bit in every batch.
+// sums in registers of AVX-512; other CPUs divide it into pieces. Each sum runs over the inputs in
+// order, whatever the other rows are. So a row's result is the same bit for bit in every batch.
 
 #pragma once
 
