@@ -182,9 +182,10 @@ class BlockPool:
             raise OutOfBlocks(f"{count} blocks needed, {self.available} available")
         while self._free_count < count:
             self._evict()
-        blocks = [*self._unused[:count]]
+        unused = self._unused[:count]
+        blocks = [*unused, *[self._released.popleft() for _ in range(count - len(unused))]]
+        # Last: nothing may raise between this and the use of the blocks.
         self._unused = self._unused[count:]
-        blocks += [self._released.popleft() for _ in range(count - len(blocks))]
         for block in blocks:
             self._references[block] = 1
         return blocks
