@@ -10,13 +10,11 @@ if none is set.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import hmac
 import secrets
 
 _BYTES = 32
-_MAX_SALTS = 1024
 
 
 def new_secret() -> str:
@@ -29,7 +27,6 @@ def worker_token(secret: str) -> str:
     return _derived(secret, "worker token").hex()
 
 
-@functools.lru_cache(maxsize=_MAX_SALTS)
 def cache_salt(secret: str, tenant: str) -> bytes:
     """Return the salt of a tenant's block hashes: 32 bytes, different for each tenant and
     cluster."""

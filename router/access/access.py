@@ -6,7 +6,6 @@ test fails for an endpoint that is missing there; such an endpoint requires the 
 
 from __future__ import annotations
 
-import functools
 import ipaddress
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -97,7 +96,6 @@ class Charge:
 
 
 _NO_CHARGE = Charge({})
-_MAX_KEYLESS = 256
 
 
 class Access:
@@ -206,10 +204,9 @@ class Access:
         if self._limits is None:
             return caller
         # The tenant may have a budget even without a key.
-        key = caller.key or _keyless(caller.principal.tenant)
+        key = caller.key or KeyConfig.model_construct(name="", tenant=caller.principal.tenant)
         deadline_s = None if background else self._config.request_deadline_s
-        visit = await self._limits.arrive(key, deadline_s)
-        return caller if visit is None else replace(caller, visit=visit)
+        return replace(caller, visit=await self._limits.arrive(key, deadline_s))
 
     def leave(self, caller: Caller) -> None:
         """Record the end of a request that ``arrive`` has counted, whether the request succeeded or
@@ -277,12 +274,6 @@ class Access:
         cost = 0 if self._ledger is None else self._ledger.prices.max_cost(requests)
         await self._limits.charge(visit, prompt_tokens, most, cost)
         return Charge(visit.headers(), visit.hold.slow)
-
-
-@functools.lru_cache(maxsize=_MAX_KEYLESS)
-def _keyless(tenant: str) -> KeyConfig:
-    """Return the limits of a tenant's callers that have no API key: none of their own."""
-    return KeyConfig.model_construct(name="", tenant=tenant)
 
 
 def _is_own_fault(failure: BaseException | None) -> bool:

@@ -6,7 +6,6 @@ import datetime
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from baton.config.choices import BudgetPeriod
@@ -16,9 +15,6 @@ from router.billing.prices import BillLine
 _MEASURES = ("r", "i", "c", "o", "n")
 """Letters of the measures in a bill: requests, prompt tokens, cached tokens, output tokens,
 nanodollars; see ``ledger_scripts``."""
-_MAX_TIMES = 64
-"""Number of Unix times whose days and hours are remembered: bills of a second are added together.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +65,11 @@ def number_of(line: bytes) -> int:
     return int(line[1 : line.index(b",")])
 
 
-@lru_cache(maxsize=_MAX_TIMES)
 def day_of(at: float) -> str:
     """Return the UTC day of a Unix time: ``2026-11-23``."""
     return f"{datetime.datetime.fromtimestamp(at, datetime.UTC):%Y-%m-%d}"
 
 
-@lru_cache(maxsize=_MAX_TIMES)
 def hour_of(at: float) -> str:
     """Return the UTC hour of a Unix time: ``2026-11-23T14``."""
     return f"{datetime.datetime.fromtimestamp(at, datetime.UTC):%Y-%m-%dT%H}"

@@ -24,11 +24,7 @@ DONE = "[DONE]"
 _LAST_WORDS_S = 1.0
 """Maximum wait in seconds until a client has received the error event that ends its stream."""
 # A proxy that buffers would delay events until the end of the stream.
-_HEADERS = (
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-)
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 # ``json.dumps`` would make an encoder at each call.
@@ -66,17 +62,15 @@ class EventStream(Response):
         work: Callable[[EventStream], Awaitable[None]],
         last_words: Callable[[BatonError], bytes] = error_event,
     ) -> None:
-        super().__init__()
+        super().__init__(headers=_HEADERS)
+        # Starlette has set the length of the empty body.
+        del self.headers["content-length"]
         self._work = work
         self._last_words = last_words
         self._turn = asyncio.Lock()
         self._has_begun = False
         self._send: Send | None = None
         self._direct: DirectBody | None = None
-
-    def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
-        """Set the headers, which are always the same, without the length of the empty body."""
-        self.raw_headers = list(_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send = send

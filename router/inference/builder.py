@@ -210,8 +210,6 @@ class RequestBuilder:
         _check_scores(arrival, [request])
         # Tool calls may follow the reasoning instead of content.
         to_content = sampling.grammar_param != "tools" if sampling.grammar else tools is None
-        if self.dialect.reasoning is None:
-            return request
         last = self._tokenizer.decode(ids[-_LAST_TOKENS:], skip_special_tokens=False)
         begins_in = answer_part(self.dialect.reasoning, ending, turns[-1]["content"], last)
         return self._reasoning(request, reasoning, begins_in, to_content=to_content)

@@ -91,7 +91,7 @@ class Endpoint:
                 name = self._name()
                 async with service.bodies.object(request, caller.principal.tenant) as body:
                     arrival = Arrival.of(name, received_at, request.headers, max_s, caller)
-                    arrival = _labelled(arrival, body)
+                    arrival = replace(arrival, labels=arrival.labels.or_of_body(body))
                     answer = await self._parse(body, arrival)
         except ClientDisconnect:
             service.count_abandoned()
@@ -108,7 +108,7 @@ class Endpoint:
             self._name(), time.monotonic(), BACKGROUND_WAIT_S, caller, background=True
         )
         with service.counting_refusals():
-            arrival = _labelled(arrival, body)
+            arrival = replace(arrival, labels=arrival.labels.or_of_body(body))
             answer = await self._parse(body, arrival)
         await self._keep_all(arrival, answer, None)
         return await asyncio.to_thread(lambda: without_items(answer.whole()))
@@ -170,9 +170,3 @@ class Endpoint:
             on_admitted=set_limits,
             at_once=answer.at_once,
         )
-
-
-def _labelled(arrival: Arrival, body: Mapping[str, Any]) -> Arrival:
-    """Return the arrival with the labels in a request's body. Raises InvalidRequest."""
-    labels = arrival.labels.or_of_body(body)
-    return arrival if labels is arrival.labels else replace(arrival, labels=labels)

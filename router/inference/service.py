@@ -193,8 +193,7 @@ class InferenceService:
         recorder = RequestRecorder(
             self._stats, self._slos[context_class], request, context_class, received_at
         )
-        if recorder.trace is not request.trace or slow:
-            request = replace(request, trace=recorder.trace, background=background or slow)
+        request = replace(request, trace=recorder.trace, background=background or slow)
         timeout = asyncio.timeout(BACKGROUND_WAIT_S if background else request.deadline_s)
         with of_request(request.request_id, recorder.trace_id):
             try:

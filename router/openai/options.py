@@ -182,11 +182,9 @@ def reasoning_options(body: ChatCompletionRequest) -> ReasoningInput:
     for name in ("enable_thinking", "thinking_token_budget"):
         if body.thinking is not None and getattr(body, name) is not None:
             raise InvalidRequest(f"{name} and thinking exclude each other", param=name)
-    effort = checked_effort(body.reasoning_effort, "reasoning_effort")
-    if body.thinking is not None:
-        return replace(thinking, effort=effort)
-    name = "thinking_token_budget"
-    budget = checked_budget(body.thinking_token_budget, name)
-    return replace(
-        thinking, effort=effort, enabled=body.enable_thinking, budget=budget, budget_param=name
-    )
+    found = replace(thinking, effort=checked_effort(body.reasoning_effort, "reasoning_effort"))
+    if body.thinking is None:
+        name = "thinking_token_budget"
+        budget = checked_budget(body.thinking_token_budget, name)
+        found = replace(found, enabled=body.enable_thinking, budget=budget, budget_param=name)
+    return found
