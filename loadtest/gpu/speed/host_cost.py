@@ -109,8 +109,11 @@ class NullSteps(GpuStepModel):
     def __init__(self, config: ModelConfig, cache: KvCache, max_rows: int) -> None:
         weights = gpu_weights(random_model(config, cache.data.device, torch.bfloat16))
         super().__init__(weights, cache, max_rows, capture=_captured)
+        self.sent_until: list[int] = []
+        """The value of ``sent_bytes`` at the end of each step."""
 
     def _draw(self, logits: torch.Tensor, tensors: StepTensors) -> torch.Tensor:
+        self.sent_until.append(self.sent_bytes)
         return torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
 
 
