@@ -131,8 +131,9 @@ class Config(BaseSettings):
     store, or ``auto`` for the Ray node on this machine; empty starts a Ray on this machine alone.
     With ``host:port`` this machine joins that Ray and runs no workers. It needs ``redis_url``."""
     leave_workers: bool = False
-    """With a ``ray_address``, leave the workers running on SIGTERM. The next launcher of this
-    ``cluster_id`` takes them over if it comes within a minute."""
+    """With a ``ray_address``, leave the workers running when this launcher gets SIGTERM or fails.
+    They serve until another launcher of this ``cluster_id`` takes them over, however long that
+    takes. Ctrl-C ends them."""
     tls: TlsConfig = Field(default_factory=TlsConfig)
     """Certificates of the listeners, and within the cluster."""
     insecure_listen: bool = False

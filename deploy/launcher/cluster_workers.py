@@ -1,8 +1,8 @@
 """The launcher's handle of a cluster's workers: places, supervises and ends them.
 
 The launcher places the first incarnation of each worker. The supervisor, which it places next,
-replaces workers from then on. On a Ray cluster that the launcher did not start, workers may outlive
-a launcher. The next one takes over the cluster's lease and its workers.
+replaces workers from then on. On a Ray cluster that the launcher did not start, workers outlive the
+launcher. Another launcher takes over the cluster's lease and its workers; it may have stood by.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
-import redis
+import redis.asyncio
 
 from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import Config
@@ -23,13 +24,25 @@ from baton.store.redis_client import redis_client
 from baton.store.registry import Registry
 from baton.store.supervision import PoolSizes
 from deploy.processes.daemon_thread import DaemonThread
-from deploy.processes.launcher_lease import LauncherClaim, workers_hash_key
+from deploy.processes.leadership import (
+    LauncherLease,
+    forget_leaders,
+    workers_hash,
+    workers_hash_key,
+)
 from deploy.processes.process_identity import ProcessIdentity
 from deploy.supervisor.status_store import StatusStore
 from deploy.supervisor.supervisor_actor import RaySupervisor, SupervisorActor, SupervisorSettings
 from deploy.workers.actor_process import reason
 from deploy.workers.actor_settings import ActorSettings
-from deploy.workers.ray_worker import RayWorker, find, find_all, is_known, place
+from deploy.workers.ray_worker import (
+    SUPERVISOR_NAME,
+    RayWorker,
+    find,
+    find_all,
+    is_known,
+    place,
+)
 
 _STOP_S = 5.0
 _SUPERVISOR_START_S = 60.0
@@ -70,9 +83,11 @@ class ClusterWorkers:
         self._report = report
         self._calls = DaemonThread("ray calls")
         """Makes calls that block while Ray's control store is unreachable."""
-        self._claim: LauncherClaim | None = None
+        self._client = redis_client(redis_url)
+        self._lease: LauncherLease | None = None
+        """The lease of a cluster whose workers may run on several machines; otherwise None."""
         if config.ray_address:
-            self._claim = LauncherClaim(config, redis_url, cluster_id)
+            self._lease = LauncherLease(self._client, cluster_id, secrets.token_hex(8))
         self._first: tuple[RayWorker, ...] = ()
         self._serve = False
         self._supervisor: RaySupervisor | None = None
@@ -82,33 +97,52 @@ class ClusterWorkers:
         """Return the slots of the workers that the launcher starts first."""
         return [settings.slot for settings in self._slots]
 
-    @property
-    def is_claimed(self) -> bool:
-        """Whether the launcher must claim the cluster in Redis. It must if workers may run on
-        several machines."""
-        return self._claim is not None
-
-    async def claim(self) -> None:
-        """Become the only launcher of workers on several machines.
+    async def lead(self) -> None:
+        """Become the launcher that leads the cluster; while another one does, stand by.
 
         Workers that an earlier launcher started with another configuration are ended. Raises
-        BatonError if another launcher holds the claim, and ``redis.RedisError``.
+        ``redis.RedisError`` if Redis does not answer.
         """
-        assert self._claim is not None
-        if await self._claim.take():
-            supervisor = await self._calls.call(RaySupervisor.find)
-            if supervisor is not None:
-                await self._calls.call(supervisor.kill)
-            workers = await self._calls.call(find_all)
-            if workers:
-                self._report(f"stopping {len(workers)} workers of another configuration first")
-            await asyncio.gather(*map(self._end_worker, workers))
+        if self._lease is None:
+            return
+        await self._lease.take(self._tell_standby)
+        told = workers_hash(self._config)
+        before = await self._client.getset(workers_hash_key(self._cluster_id), told)
+        # The supervisor of an earlier launcher has that launcher's settings.
+        await self._end_supervisor()
+        if before is None or before == told.encode():
+            return
+        workers = await self._calls.call(find_all)
+        if workers:
+            self._report(f"stopping {len(workers)} workers of another configuration first")
+        epoch = await self._lease.order_epoch()
+        if epoch is not None:
+            await asyncio.gather(*(self._end_worker(worker, epoch) for worker in workers))
 
-    async def keep_claim(self) -> None:
-        """Renew this launcher's claim on the cluster until cancelled. Raises BatonError when
-        another launcher holds the claim."""
-        assert self._claim is not None
-        await self._claim.keep()
+    async def keep_leading(self) -> None:
+        """Keep the lease until cancelled. If another launcher has taken it, stand by, and lead
+        again when that one is gone."""
+        while self._lease is not None:
+            await self._lease.keep()
+            try:
+                await self.lead()
+            except redis.RedisError as error:
+                log.warning("this launcher leads, and keeps the supervisor as it is: %s", error)
+                continue
+            self._report("this launcher leads the cluster again")
+            await self.start_supervisor()
+
+    def _tell_standby(self) -> None:
+        self._report(
+            f"another launcher leads the cluster {self._cluster_id}; this one stands by, and takes "
+            "over when that one ends"
+        )
+
+    async def _end_supervisor(self) -> None:
+        supervisor = await self._calls.call(RaySupervisor.find)
+        if supervisor is not None:
+            await self._calls.call(supervisor.kill)
+            await self._until_unknown(SUPERVISOR_NAME)
 
     async def start(self) -> dict[str, int]:
         """Place the first workers and wait until they serve. Returns their process ids by slot.
@@ -118,7 +152,7 @@ class ClusterWorkers:
         actor = self._supervisor_class.worker_class
 
         def worker(settings: ActorSettings) -> RayWorker:
-            found = find(settings.slot) if self.is_claimed else None
+            found = None if self._lease is None else find(settings.slot)
             return found or place(settings, actor)
 
         self._first = await self._calls.call(lambda: tuple(map(worker, self._slots)))
@@ -153,31 +187,45 @@ class ClusterWorkers:
                 # Its name would block the next one.
                 await self._calls.call(self._supervisor.kill)
 
-    async def stop_supervisor(self) -> None:
-        """Make the supervisor stop replacing workers. Raises TimeoutError, or what Ray raises."""
-        if self._supervisor is not None:
-            await self._supervisor.stop(_STOP_S)
-
     async def end(self) -> None:
-        """Make all workers exit in order. If they may run on several machines, then kill workers
-        that have not exited."""
+        """Make all workers exit in order, and the supervisor before them, which would replace
+        them. If they may run on several machines, then kill workers that have not exited.
+
+        This does nothing if another launcher leads the cluster, or if Redis does not tell who does.
+        """
+        epoch = None
+        if self._lease is not None:
+            try:
+                epoch = await self._lease.order_epoch()
+            except redis.RedisError as error:
+                self._report(
+                    f"the workers stay, because Redis does not tell who leads ({error}); "
+                    "`baton leave` ends them on each machine"
+                )
+                return
+            if epoch is None:
+                return
+        if self._supervisor is not None:
+            with contextlib.suppress(Exception):
+                await self._supervisor.stop(_STOP_S, epoch)
         workers = await self._running()
-        await asyncio.gather(*(worker.stop(_STOP_S) for worker in workers), return_exceptions=True)
-        if self.is_claimed:
+        stops = (worker.stop(_STOP_S, epoch) for worker in workers)
+        await asyncio.gather(*stops, return_exceptions=True)
+        if self._lease is not None:
             # Ray keeps running, and would keep the workers' processes.
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(_STOP_S):
                     await self._calls.call(lambda: self._kill(workers))
+        if self._config.redis_url:
+            await forget_cluster(self._client, self._cluster_id)
 
-    async def give_up_claim(self) -> None:
-        """Release this launcher's claim, so that another launcher can take over the cluster.
-
-        Never raises Redis errors.
-        """
-        if self._claim is not None:
+    async def close(self) -> None:
+        """Release the lease, so that another launcher can take over the cluster, and close the
+        connections to Redis. Never raises Redis errors."""
+        if self._lease is not None:
             with contextlib.suppress(redis.RedisError):
-                await self._claim.give_up()
-            await self._claim.close()
+                await self._lease.give_up()
+        await self._client.aclose()
 
     async def _running(self) -> Sequence[RayWorker]:
         """Return all running workers, including those that the supervisor placed. If Ray does not
@@ -197,25 +245,29 @@ class ClusterWorkers:
         for worker in workers:
             worker.kill()
 
-    async def _end_worker(self, worker: RayWorker) -> None:
+    async def _end_worker(self, worker: RayWorker, epoch: int) -> None:
         with contextlib.suppress(Exception):
-            await worker.stop(_STOP_S)
+            await worker.stop(_STOP_S, epoch)
         await self._calls.call(worker.kill)
+        await self._until_unknown(worker.slot)
+
+    async def _until_unknown(self, name: str) -> None:
+        """Wait until Ray knows no actor of this name. Raises TimeoutError."""
         async with asyncio.timeout(_GONE_S):
-            while await self._calls.call(lambda: is_known(worker.slot)):  # noqa: ASYNC110
+            while await self._calls.call(lambda: is_known(name)):  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)
 
 
-async def forget_cluster(url: str, cluster_id: str) -> None:
+async def forget_cluster(client: redis.asyncio.Redis, cluster_id: str) -> None:
     """Delete what an ending cluster has left in an operator's own Redis. Never raises.
 
     While a cluster runs, its routers delete the prefix index entries of dead workers. Nothing else
     would delete the entries of the workers that end with the cluster, since entries have no TTL.
     """
     try:
-        async with asyncio.timeout(_FORGET_S), redis_client(url) as client:
+        async with asyncio.timeout(_FORGET_S):
             registry, index = Registry(client, cluster_id), PrefixIndex(client, cluster_id)
-            await client.delete(workers_hash_key(cluster_id))
+            await forget_leaders(client, cluster_id)
             await StatusStore(client, cluster_id).clear()
             await PoolSizes(client, cluster_id).clear()
             await PinStore(client, cluster_id).clear()

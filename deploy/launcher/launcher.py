@@ -22,7 +22,7 @@ from baton.security.cluster_secret import new_secret
 from baton.security.tls import TlsFiles
 from baton.store.redis_client import redis_client
 from deploy.launcher.announcement import announcement
-from deploy.launcher.cluster_workers import ClusterWorkers, forget_cluster, together
+from deploy.launcher.cluster_workers import ClusterWorkers, together
 from deploy.launcher.guardian import GRACE_S, Guardian, sweep
 from deploy.launcher.part_watch import GCS, SUPERVISOR, PartWatch
 from deploy.launcher.preflight import Checked, preflight
@@ -198,10 +198,10 @@ class Launcher:
             alive = [group.create_task(router.fail_on_death()) for router in routers]
             await ray
             self._parts.workers = workers = self._workers(model)
-            if workers.is_claimed:
+            if self._config.ray_address:
                 with self._progress.step("claiming the cluster"):
-                    await workers.claim()
-                    lasting.create_task(workers.keep_claim())
+                    await workers.lead()
+                lasting.create_task(workers.keep_leading())
             with self._progress.step("loading the model into the workers"):
                 pids = await workers.start()
                 if not self._config.ray_address:
@@ -414,17 +414,13 @@ class Launcher:
         drains = self._signals.drains and self._ready
         drain_s = self._config.drain_deadline_s if drains else None
         stops = [router.stop(drain_s) for router in parts.routers]
-        ends_workers = not (self._config.leave_workers and drains)
-        if parts.workers is not None and ends_workers:
-            # This comes before the workers leave, since the supervisor would replace them.
-            stops.append(parts.workers.stop_supervisor())
         await asyncio.gather(*stops, return_exceptions=True)
-        if parts.workers is not None and ends_workers:
-            await parts.workers.end()
-        if self._config.redis_url and ends_workers:
-            await forget_cluster(self._redis_urls["supervisor"], self._mark.cluster_id)
+        # Workers that outlive launchers end at an operator's Ctrl-C alone, not by a failure.
+        leaves = self._config.leave_workers and not self._signals.interrupted
         if parts.workers is not None:
-            await parts.workers.give_up_claim()
+            if not leaves:
+                await parts.workers.end()
+            await parts.workers.close()
         if not await parts.ray.stop():
             self.hangs = True
         if self._config.gcs_store not in ("", EMBEDDED) and parts.gcs_store is not None:

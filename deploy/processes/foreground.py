@@ -26,6 +26,11 @@ class StopSignals:
         """Whether requests may end first: after SIGTERM, but not after Ctrl-C in a terminal."""
         self.take()
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether an operator has ended the process in its terminal, by Ctrl-C or a hangup."""
+        return self.stop.is_set() and not self.drains
+
     def take(self) -> None:
         """Install the signal handlers again, after a library has replaced them."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -42,7 +42,7 @@ from deploy.workers.ray_worker import namespace
 _START_S = 60.0
 _STOP_S = 10.0
 _POLL_S = 0.2
-_GCS_AWAY_S = 600
+_GCS_AWAY_S = 24 * 3600
 """Time after which a node that cannot reach the control store exits, in seconds."""
 AUTO = "auto"
 _CONNECT_S = 60.0

@@ -23,6 +23,7 @@ from baton.errors import BatonError, WorkerFailed
 from baton.liveness.silence import SilenceWatch
 from deploy.processes.child import last_lines
 from deploy.processes.daemon_thread import DaemonThread
+from deploy.processes.leadership import SupervisorTerm
 from deploy.processes.process_identity import Whereabouts
 from deploy.supervisor.reconciler import Observed
 from deploy.workers.actor_process import end_other, reason
@@ -73,19 +74,21 @@ class RaySlots:
         settings: Callable[[str], ActorSettings],
         list_registry: Callable[[], Awaitable[Mapping[str, Hashable] | None]],
         registry_ttl_s: float,
+        term: SupervisorTerm,
         actor_class: type = WorkerActor,
     ) -> None:
         """``settings`` returns the settings of a slot's worker.
 
         ``list_registry`` returns the slots whose workers the registry lists, each with a value that
         every renewal of its entry changes; None if the registry cannot be read. ``registry_ttl_s``
-        is the TTL of these entries in seconds.
+        is the TTL of these entries in seconds. ``term`` has the epoch of orders to workers.
         """
         self._settings = settings
         self._list_registry = list_registry
         self._listed: Collection[str] | None = None
         self._renewals = SilenceWatch[str](max(_STALE_S, registry_ttl_s))
         self._refreshed_at = time.monotonic()
+        self._term = term
         self._actor_class = actor_class
         self._thread = DaemonThread("ray slots")
         self._far_ends = DaemonThread("far ends")
@@ -98,12 +101,20 @@ class RaySlots:
         raises."""
         for worker in await self._thread.call(find_all):
             if worker.slot not in self._incarnations:
-                self._incarnations[worker.slot] = _Incarnation(worker, self._death.set)
+                self._incarnations[worker.slot] = self._observed(worker)
+
+    def _observed(self, worker: RayWorker) -> _Incarnation:
+        return _Incarnation(worker, self._term, self._death.set)
 
     @property
     def names(self) -> Collection[str]:
         """Return the slots with a worker."""
         return self._incarnations.keys()
+
+    @property
+    def highest_epoch(self) -> int:
+        """Return the highest epoch that a running worker has reported."""
+        return max((one.highest_epoch for one in self._incarnations.values()), default=0)
 
     async def death(self) -> None:
         """Wait until a worker dies. A death that was already observed does not count."""
@@ -188,14 +199,14 @@ class RaySlots:
                     raise
                 return found
 
-        self._incarnations[slot] = _Incarnation(await self._thread.call(start), self._death.set)
+        self._incarnations[slot] = self._observed(await self._thread.call(start))
 
     async def drain(self, slot: str, deadline_s: float) -> None:
         """Make a worker reject new requests and exit by itself. Raises what Ray raises."""
         incarnation = self._incarnations.get(slot)
         if incarnation is not None:
             async with asyncio.timeout(ANSWER_S):
-                await incarnation.worker.drain(deadline_s)
+                await incarnation.worker.drain(deadline_s, self._term.epoch)
 
     async def end(self, slot: str) -> None:
         """End the process of the slot's worker, even if the process is frozen; idempotent. Raises
@@ -271,9 +282,14 @@ class RaySlots:
 class _Incarnation:
     """One incarnation of a worker. Its state is derived from the worker's answers to pings."""
 
-    def __init__(self, worker: RayWorker, tell_death: Callable[[], None]) -> None:
+    def __init__(
+        self, worker: RayWorker, term: SupervisorTerm, tell_death: Callable[[], None]
+    ) -> None:
         self.worker = worker
+        self._term = term
         self._tell_death = tell_death
+        self.highest_epoch = 0
+        """The highest epoch that the worker has seen, by its last answer."""
         self.whereabouts: Whereabouts | None = None
         """The worker's process and node; None until the worker serves."""
         self.other_ranks: list[Whereabouts] = []
@@ -314,20 +330,21 @@ class _Incarnation:
         """Return the seconds since the worker's last answer."""
         return now - self._answered_at
 
-    async def _ask(self) -> dict[str, Any] | PingReply:
+    async def _ask(self) -> dict[str, Any] | tuple[PingReply, int]:
         try:
             if not self._serves:
                 return await self.worker.ready()
-            return await self.worker.ping(self.unlisted_s)
+            return await self.worker.ping(self.unlisted_s, self._term.epoch)
         except Exception as error:
             if isinstance(error, WorkerFailed) or _is_death(error):
                 self._tell_death()
             raise
 
-    def _record(self, answer: dict[str, Any] | PingReply, now: float) -> None:
+    def _record(self, answer: dict[str, Any] | tuple[PingReply, int], now: float) -> None:
         self._answered_at = now
-        if isinstance(answer, PingReply):
-            self._leaves = answer is PingReply.LEAVING
+        if isinstance(answer, tuple):
+            reply, self.highest_epoch = answer
+            self._leaves = reply is PingReply.LEAVING
             return
         self._serves, self.unlisted_s = True, 0.0
         self.whereabouts = _WHEREABOUTS.validate_python(answer)

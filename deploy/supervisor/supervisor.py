@@ -6,6 +6,10 @@ time, and takes over what it finds. Without it, workers and routers keep serving
 replaced.
 
     finding the running workers ─found→ reconciling ─cancelled→ stopped
+    any ─another supervisor has begun its term→ run() raises
+
+While Redis does not answer, it is unknown whether another supervisor has begun its term. Until then
+workers are started, and none is drained or ended.
 """
 
 from __future__ import annotations
@@ -19,9 +23,11 @@ from collections.abc import Callable, Mapping
 
 import redis
 
+from baton.errors import BatonError
 from baton.host.background import end_tasks
 from baton.store.supervision import PoolSizes
 from baton.telemetry.metrics import SupervisorMetrics
+from deploy.processes.leadership import SupervisorTerm
 from deploy.supervisor.ray_slots import RaySlots, SlotObservation
 from deploy.supervisor.reconciler import (
     Phase,
@@ -54,6 +60,7 @@ class Supervisor:
         slots: RaySlots,
         store: StatusStore,
         sizes: PoolSizes,
+        term: SupervisorTerm,
         metrics: SupervisorMetrics,
         metrics_address: str,
         *,
@@ -70,6 +77,9 @@ class Supervisor:
         self._slots = slots
         self._store = store
         self._sizes = sizes
+        self._term = term
+        self._leads = False
+        """Whether Redis has confirmed at the last look that no other supervisor leads."""
         self._metrics = metrics
         self._metrics_address = metrics_address
         self._drain_s = drain_s
@@ -82,11 +92,13 @@ class Supervisor:
         self._published_at = float("-inf")
 
     async def run(self) -> None:
-        """Run the supervisor until cancelled."""
+        """Run the supervisor until cancelled. Raises BatonError when another supervisor leads."""
         try:
+            await self._check_term()
             await self._find_running()
             while True:
                 began = time.monotonic()
+                await self._check_term()
                 await self._read_sizes()
                 await self._reconcile(began)
                 await self._publish(began)
@@ -94,6 +106,25 @@ class Supervisor:
         finally:
             await end_tasks(self._busy.values())
             self._slots.close()
+
+    async def _check_term(self) -> None:
+        """Begin the term, or find out whether it is over."""
+        self._leads = False
+        try:
+            if not self._term.epoch:
+                await self._term.begin()
+            elif not await self._goes_on():
+                raise BatonError("another supervisor leads this cluster")
+        except redis.RedisError as error:
+            log.info("cannot tell whether another supervisor leads: %s", error)
+        else:
+            self._leads = True
+
+    async def _goes_on(self) -> bool:
+        highest = self._slots.highest_epoch
+        if highest > self._term.epoch:
+            return await self._term.rise_above(highest)
+        return not await self._term.is_over()
 
     async def _rest(self, began: float) -> None:
         """Wait until the next check of the workers, which are checked every ``LOOK_S``. The wait
@@ -158,13 +189,16 @@ class Supervisor:
             await self._act(slot, action)
         except Exception as error:
             log.warning("%s: %r", slot, error)
-            self._reconciler.failed(slot, f"Ray: {error}".splitlines()[0])
+            told = error.message if isinstance(error, BatonError) else f"Ray: {error}"
+            self._reconciler.failed(slot, told.splitlines()[0])
 
     async def _act(self, slot: str, action: SlotAction) -> None:
         if action is SlotAction.START:
             await self._slots.start(slot)
             # The worker may be dead before the next look.
             self._reconciler.started(slot)
+        elif not self._leads:
+            raise BatonError("Redis does not answer, so another supervisor may lead")
         elif action is SlotAction.DRAIN:
             await self._slots.drain(slot, self._drain_s)
         else:

@@ -28,6 +28,7 @@ from baton.store.registry import Registry
 from baton.store.supervision import PoolSizes
 from baton.telemetry.metrics import SupervisorMetrics
 from baton.telemetry.metrics_server import MetricsServer
+from deploy.processes.leadership import StaleOrderError, SupervisorTerm
 from deploy.processes.ports import join_host_port
 from deploy.processes.process_identity import ProcessIdentity
 from deploy.supervisor.autoscaling import Autoscaling, ClusterObserver, change_role
@@ -76,6 +77,7 @@ class SupervisorActor:
         self._started: concurrent.futures.Future[int] = concurrent.futures.Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._supervising: asyncio.Task[None] | None = None
+        self._term: SupervisorTerm | None = None
         threading.Thread(target=self._live, name="supervisor", daemon=True).start()
 
     def ready(self) -> int:
@@ -83,8 +85,14 @@ class SupervisorActor:
         TimeoutError."""
         return self._started.result(timeout=_START_S)
 
-    def stop(self) -> None:
-        """Stop the supervisor from replacing workers, because the cluster ends."""
+    def stop(self, epoch: int | None) -> None:
+        """Stop the supervisor from replacing workers, because the cluster ends.
+
+        ``epoch`` is that of the launcher's order; None if the cluster is on one machine, which has
+        one launcher. Raises StaleOrderError.
+        """
+        if epoch is not None and self._term is not None and epoch < self._term.epoch:
+            raise StaleOrderError("a newer supervisor's term has begun: another launcher leads")
         if self._loop is not None and self._supervising is not None:
             self._loop.call_soon_threadsafe(self._supervising.cancel)
 
@@ -118,6 +126,7 @@ class SupervisorActor:
                 return listed
 
             sizes = PoolSizes(client, settings.cluster_id)
+            self._term = term = SupervisorTerm(client, settings.cluster_id)
             reconciler = Reconciler(settings.drain_s)
             autoscaling = None
             if config.autoscaler.enabled:
@@ -141,19 +150,20 @@ class SupervisorActor:
                     partial(settings_in, settings.worker),
                     list_registry,
                     config.advanced.registry_ttl_s,
+                    term,
                     self.worker_class,
                 ),
                 StatusStore(client, settings.cluster_id),
                 sizes,
+                term,
                 metrics,
                 join_host_port(host, server.port),
                 drain_s=settings.drain_s,
                 note=str if autoscaling is None else autoscaling.note,
             )
             async with asyncio.TaskGroup() as group:
-                group.create_task(
-                    end_with(settings.launcher, settings.redis_url, settings.cluster_id)
-                )
+                if settings.worker.is_on_one_machine:
+                    group.create_task(end_with(settings.launcher))
                 self._supervising = group.create_task(_keep(supervisor, autoscaling))
                 self._started.set_result(os.getpid())
 
@@ -222,10 +232,11 @@ class RaySupervisor:
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             ray.kill(self._handle)
 
-    async def stop(self, deadline_s: float) -> None:
-        """Make the supervisor stop replacing workers. Raises TimeoutError, or what Ray raises."""
+    async def stop(self, deadline_s: float, epoch: int | None) -> None:
+        """Make the supervisor stop replacing workers. ``epoch`` is that of the order; None in a
+        cluster on one machine. Raises TimeoutError, or what Ray raises."""
         async with asyncio.timeout(deadline_s):
-            await asyncio.wrap_future(self._handle.stop.remote().future())
+            await asyncio.wrap_future(self._handle.stop.remote(epoch).future())
 
 
 def settings_in(worker: ActorSettings, slot: str) -> ActorSettings:

@@ -17,7 +17,6 @@ from typing import NoReturn, TextIO
 from baton.errors import BatonError
 from baton.host.process_end import end_process
 from baton.telemetry.logs import log_to_stream
-from deploy.processes.launcher_lease import lease_lost
 from deploy.processes.process_identity import ProcessIdentity
 from deploy.workers.node import NodeWorkers
 
@@ -26,19 +25,14 @@ _LAUNCHER_POLL_S = 2.0
 log = logging.getLogger(__name__)
 
 
-async def end_with(launcher: ProcessIdentity, redis_url: str, cluster_id: str) -> NoReturn:
-    """Wait until the launcher is gone, then end this process.
+async def end_with(launcher: ProcessIdentity) -> NoReturn:
+    """Wait until the launcher of a cluster on one machine is gone, then end this process.
 
-    On the launcher's machine the guardian ends orphans. This function covers two other cases. If
-    the guardian was killed too, it detects the end of the launcher's process. On other machines it
-    watches the launcher's lease.
+    The guardian ends orphans. This covers the case that the guardian was killed, too.
     """
-    if launcher.is_near:
-        # The launcher is not a child of this process, so it is polled.
-        while not launcher.is_gone:  # noqa: ASYNC110
-            await asyncio.sleep(_LAUNCHER_POLL_S)
-    else:
-        await lease_lost(redis_url, cluster_id)
+    # The launcher is not a child of this process, so it is polled.
+    while not launcher.is_gone:  # noqa: ASYNC110
+        await asyncio.sleep(_LAUNCHER_POLL_S)
     log.error("the launcher is gone: this process exits")
     end_process()
 

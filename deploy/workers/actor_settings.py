@@ -30,6 +30,7 @@ class ActorSettings(BaseModel):
     redis_url: str
     cluster_id: str
     launcher: ProcessIdentity
+    """The process that has made these settings. ``model_path`` is on its machine."""
     places: str = ""
     """Name of the Ray placement group of the worker's ranks; empty if the worker has one rank."""
 
@@ -43,7 +44,8 @@ class ActorSettings(BaseModel):
 
     @property
     def is_on_one_machine(self) -> bool:
-        """Whether all of the cluster is on the launcher's machine."""
+        """Whether all of the cluster is on the launcher's machine. Then the worker ends with the
+        launcher; otherwise it lives as long as its node."""
         return not self.config["ray_address"]
 
     @property

@@ -53,20 +53,28 @@ class RayWorker:
         except Exception as error:
             raise WorkerFailed(f"worker {self.slot}: {reason(error)}") from error
 
-    async def ping(self, unlisted_s: float = 0.0) -> PingReply:
-        """Ping the worker's process and return its answer. ``unlisted_s`` is how long the registry
-        has listed other workers but not this one. Raises what Ray raises."""
-        return PingReply(await result(self._handle.ping.remote(unlisted_s)))
+    async def ping(self, unlisted_s: float, epoch: int) -> tuple[PingReply, int]:
+        """Ping the worker's process. Return its answer, and the highest epoch that it has seen.
 
-    async def drain(self, deadline_s: float) -> None:
-        """Make the worker reject new requests and exit by itself. Raises what Ray raises."""
-        await result(self._handle.drain.remote(deadline_s))
+        ``unlisted_s`` is how long the registry has listed other workers but not this one. ``epoch``
+        is that of the supervisor. Raises what Ray raises.
+        """
+        reply, highest = await result(self._handle.ping.remote(unlisted_s, epoch))
+        return PingReply(reply), int(highest)
 
-    async def stop(self, deadline_s: float) -> None:
-        """Make the worker exit in order, within ``deadline_s`` seconds. Raises TimeoutError, or
-        what Ray raises when the worker has ended."""
+    async def drain(self, deadline_s: float, epoch: int) -> None:
+        """Make the worker reject new requests and exit by itself. ``epoch`` is that of the order.
+        Raises what Ray raises."""
+        await result(self._handle.drain.remote(deadline_s, epoch))
+
+    async def stop(self, deadline_s: float, epoch: int | None) -> None:
+        """Make the worker exit in order, within ``deadline_s`` seconds. ``epoch`` is that of the
+        order; None in a cluster on one machine.
+
+        Raises TimeoutError, or what Ray raises when the worker refuses or has ended.
+        """
         async with asyncio.timeout(deadline_s):
-            await result(self._handle.stop.remote())
+            await result(self._handle.stop.remote(epoch))
 
     def kill(self) -> None:
         """End the worker's process. Blocks while Ray's control store is unreachable."""

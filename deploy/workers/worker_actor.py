@@ -41,6 +41,7 @@ from baton.host.process_end import end_process, fail
 from baton.liveness.silence import SilenceWatch
 from baton.telemetry.tracing import end_tracing, start_tracing
 from deploy.processes.foreground import first_leaf
+from deploy.processes.leadership import Fence
 from deploy.processes.process_identity import Whereabouts
 from deploy.workers.actor_process import RayPlace, end_with, log_to, take_sigterm
 from deploy.workers.actor_settings import ActorSettings
@@ -124,6 +125,7 @@ class WorkerThread:
         self._drains: set[asyncio.Task[bool]] = set()
         self._leaving_known = threading.Event()
         self._terms = 0
+        self._fence = Fence()
         self._leave_by: float | None = None
         """Deadline for the worker's running requests, monotonic. It is set once this process has to
         exit; before that it is None."""
@@ -143,23 +145,33 @@ class WorkerThread:
         """
         return self._started.result(timeout=timeout_s)
 
-    def ask(self, unlisted_s: float) -> bool:
-        """Return whether the worker is leaving. If no process can reach the worker, end it: see
-        ``UNLISTED_S``."""
-        process = self._process
+    def ask(self, unlisted_s: float, epoch: int) -> tuple[bool, int]:
+        """Return whether the worker is leaving, and the highest epoch that it has seen.
+
+        If no process can reach the worker, end it: see ``UNLISTED_S``. ``epoch`` is that of the
+        supervisor that asks.
+        """
+        process, highest = self._process, self._fence.see(epoch)
         if process is not None and process.leave_by is not None:
             self._leaving_known.set()
-            return True
-        if unlisted_s > UNLISTED_S and self._serves() and not self._is_reached():
+            return True, highest
+        lost = unlisted_s > UNLISTED_S and highest == epoch
+        if lost and self._serves() and not self._is_reached():
             fail(
                 f"worker {self._settings.slot} ends: for {unlisted_s:.0f} s it was not in the "
                 "registry, though others were, and it had no connections"
             )
-        return False
+        return False, highest
 
-    def drain(self, deadline_s: float) -> None:
+    def drain(self, deadline_s: float, epoch: int | None = None) -> None:
         """Make the worker reject new requests, and end after its last request or at the deadline.
-        Returns immediately."""
+        Returns immediately.
+
+        ``epoch`` is that of the supervisor's order; None if this process itself decides. Raises
+        StaleOrderError.
+        """
+        if epoch is not None:
+            self._fence.check(epoch)
         loop, process = self._loop, self._process
         if loop is None or process is None or not self._serves():
             end_process(0)
@@ -176,7 +188,7 @@ class WorkerThread:
         thread."""
         self._terms += 1
         loop, process = self._loop, self._process
-        gone = self._settings.launcher.is_gone
+        gone = self._settings.is_on_one_machine and self._settings.launcher.is_gone
         if loop is None or process is None or gone or not self._serves():
             end_process(0)
         if self._terms == 1:
@@ -222,8 +234,14 @@ class WorkerThread:
                 faulthandler.dump_traceback(self._log)
                 fail(f"worker {self._settings.slot} ends: {reason}")
 
-    def stop(self) -> None:
-        """Make the worker leave in order, and wait at most 10 seconds until it has left."""
+    def stop(self, epoch: int | None) -> None:
+        """Make the worker leave in order, and wait at most 10 seconds until it has left.
+
+        ``epoch`` is that of the launcher's order; None if the cluster is on one machine, which has
+        one launcher. Raises StaleOrderError.
+        """
+        if epoch is not None:
+            self._fence.check(epoch)
         self._stopping = True
         if self._loop is not None and self._process is not None:
             leaving = asyncio.run_coroutine_threadsafe(self._leave(self._process), self._loop)
@@ -285,11 +303,12 @@ class WorkerThread:
         own = asdict(Whereabouts.own(self._node))
         self._started.set_result({**record, **own, "other_ranks": ranks})
         async with asyncio.TaskGroup() as group:
-            watch = group.create_task(
-                end_with(settings.launcher, settings.redis_url, settings.cluster_id)
-            )
+            watch = None
+            if settings.is_on_one_machine:
+                watch = group.create_task(end_with(settings.launcher))
             await process.run()
-            watch.cancel()
+            if watch is not None:
+                watch.cancel()
         await process.ended()
         if self._stopping:
             # The loop must not end during the stop, which has its own deadline.
@@ -361,18 +380,22 @@ class WorkerActor:
         """
         return self._life.record(START_S)
 
-    def ping(self, unlisted_s: float = 0.0) -> str:
-        """Show that the process runs and Ray reaches it: returns a ``PingReply``.
+    def ping(self, unlisted_s: float, epoch: int) -> tuple[str, int]:
+        """Show that the process runs and Ray reaches it: returns a ``PingReply``, and the highest
+        epoch that the worker has seen.
 
-        ``unlisted_s`` is how long the registry has listed other workers and not this one.
+        ``unlisted_s`` is how long the registry has listed other workers and not this one. ``epoch``
+        is that of the supervisor.
         """
-        return (PingReply.LEAVING if self._life.ask(unlisted_s) else PingReply.SERVING).value
+        leaves, highest = self._life.ask(unlisted_s, epoch)
+        return (PingReply.LEAVING if leaves else PingReply.SERVING).value, highest
 
-    def drain(self, deadline_s: float) -> None:
+    def drain(self, deadline_s: float, epoch: int) -> None:
         """Make the worker reject new requests, and end after its last request or at the deadline.
-        Returns immediately."""
-        self._life.drain(deadline_s)
+        Returns immediately. Raises StaleOrderError."""
+        self._life.drain(deadline_s, epoch)
 
-    def stop(self) -> None:
-        """Make the worker leave in order, and wait at most 10 seconds until it has left."""
-        self._life.stop()
+    def stop(self, epoch: int | None) -> None:
+        """Make the worker leave in order, and wait at most 10 seconds until it has left. Raises
+        StaleOrderError. See ``WorkerThread.stop``."""
+        self._life.stop(epoch)

@@ -87,9 +87,31 @@ class Machine:
         return process
 
     def terminate(self, process: subprocess.Popen[bytes]) -> None:
-        """SIGTERM for what ``start`` has started; nsenter is its parent."""
+        """SIGTERM for what ``start`` has started."""
+        self._signal(process, signal.SIGTERM)
+
+    def interrupt(self, process: subprocess.Popen[bytes]) -> None:
+        """Ctrl-C for what ``start`` has started."""
+        self._signal(process, signal.SIGINT)
+
+    def suspend(self, process: subprocess.Popen[bytes]) -> None:
+        """SIGSTOP for what ``start`` has started."""
+        self._signal(process, signal.SIGSTOP)
+
+    def resume(self, process: subprocess.Popen[bytes]) -> None:
+        """SIGCONT for what was suspended."""
+        self._signal(process, signal.SIGCONT)
+        # nsenter stops together with its child.
+        process.send_signal(signal.SIGCONT)
+
+    def kill(self, process: subprocess.Popen[bytes]) -> None:
+        """SIGKILL for what ``start`` has started."""
+        self._signal(process, signal.SIGKILL)
+
+    def _signal(self, process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+        # nsenter is the parent.
         for child in psutil.Process(process.pid).children():
-            child.send_signal(signal.SIGTERM)
+            child.send_signal(number)
 
     def processes(self) -> list[psutil.Process]:
         """All of its processes, as this machine sees them."""

@@ -53,8 +53,8 @@ class LightWorker:
             "node": RayPlace.own().node,
         }
 
-    def ping(self, unlisted_s: float) -> str:
-        return PingReply.SERVING.value
+    def ping(self, unlisted_s: float, epoch: int) -> tuple[str, int]:
+        return PingReply.SERVING.value, epoch
 
 
 class LightSupervisor(SupervisorActor):

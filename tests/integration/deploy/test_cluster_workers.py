@@ -52,7 +52,7 @@ async def join(client: redis.asyncio.Redis, cluster_id: str, slot: str) -> str:
 
 
 async def test_nothing_is_left_of_a_cluster_whose_workers_have_left(
-    url: str, client: redis.asyncio.Redis
+    client: redis.asyncio.Redis,
 ) -> None:
     await client.set("an operator's key", "stays")
     for slot in ("prefill-0", "decode-0"):
@@ -60,18 +60,19 @@ async def test_nothing_is_left_of_a_cluster_whose_workers_have_left(
     await join(client, "other", "decode-0")
     others = {key for key in await client.keys() if b"{gone}" not in key}
     assert len(others) < await client.dbsize()
-    await forget_cluster(url, "gone")
+    await forget_cluster(client, "gone")
     assert set(await client.keys()) == others
 
 
-async def test_a_worker_that_lives_keeps_its_entries(url: str, client: redis.asyncio.Redis) -> None:
+async def test_a_worker_that_lives_keeps_its_entries(client: redis.asyncio.Redis) -> None:
     alive = await join(client, "c", "decode-0")
     await Registry(client, "c").remove(await join(client, "c", "prefill-0"))
-    await forget_cluster(url, "c")
+    await forget_cluster(client, "c")
     assert set(await Registry(client, "c").all()) == {alive}
     assert await Registry(client, "c").dead() == set()
     assert await PrefixIndex(client, "c").lookup(HASHES) == {alive: len(HASHES)}
 
 
 async def test_a_server_that_has_gone_delays_no_end() -> None:
-    await forget_cluster(f"redis://127.0.0.1:{free_port()}/0", "c")
+    async with redis_client(f"redis://127.0.0.1:{free_port()}/0") as client:
+        await forget_cluster(client, "c")

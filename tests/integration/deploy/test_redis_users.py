@@ -156,7 +156,8 @@ async def test_a_cluster_s_keys_are_dropped_by_the_supervisor_s_user(
 ) -> None:
     async with redis_client(valkey.url_of("worker")) as worker:
         await Registry(worker, ID).remove("w:1")
-    await forget_cluster(valkey.url_of("supervisor"), ID)
+    async with redis_client(valkey.url_of("supervisor")) as supervisor:
+        await forget_cluster(supervisor, ID)
     left = await _kinds(store)
     # Routers that run on know the secret, which the cluster's next launcher must have, too.
     assert left <= {"limit", "secret"}

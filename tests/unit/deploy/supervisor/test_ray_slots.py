@@ -6,17 +6,20 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Hashable, Mapping
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from baton.errors import BatonError
+from deploy.processes.leadership import SupervisorTerm
 from deploy.supervisor import ray_slots as ray_slots_module
 from deploy.supervisor.ray_slots import RaySlots
 from deploy.supervisor.reconciler import Observed
 from deploy.workers.worker_actor import PingReply
 
 DEADLINE_S = 60.0
+
+EPOCH = 7
 
 
 class FakeWorker:
@@ -26,22 +29,23 @@ class FakeWorker:
         self.slot = slot
         self.answer = PingReply.SERVING
         self.unlisted: list[float] = []
-        self.drained: list[float] = []
-
+        self.drained: list[tuple[float, int]] = []
         self.stuck = False
+        self.highest_epoch = 0
 
     async def ready(self) -> dict[str, Any]:
         process = {"pid": 7, "start_ticks": 1, "space": "elsewhere"}
         return {"process": process, "node": "ab", "other_ranks": []}
 
-    async def ping(self, unlisted_s: float) -> PingReply:
+    async def ping(self, unlisted_s: float, epoch: int) -> tuple[PingReply, int]:
         if self.stuck:
             await asyncio.Future()
         self.unlisted.append(unlisted_s)
-        return self.answer
+        self.highest_epoch = max(self.highest_epoch, epoch)
+        return self.answer, self.highest_epoch
 
-    async def drain(self, deadline_s: float) -> None:
-        self.drained.append(deadline_s)
+    async def drain(self, deadline_s: float, epoch: int) -> None:
+        self.drained.append((deadline_s, epoch))
 
 
 class Scene:
@@ -90,7 +94,12 @@ async def begun(
     monkeypatch.setattr(ray_slots_module, "find_all", lambda: scene.workers)
     monkeypatch.setattr(ray_slots_module, "is_known", scene.is_known)
     monkeypatch.setattr(ray_slots_module, "time", SimpleNamespace(monotonic=lambda: scene.now))
-    slots = RaySlots(lambda _: pytest.fail("nobody is started"), scene.roll, registry_ttl_s)
+    slots = RaySlots(
+        lambda _: pytest.fail("nobody is started"),
+        scene.roll,
+        registry_ttl_s,
+        cast(SupervisorTerm, SimpleNamespace(epoch=EPOCH)),
+    )
     await slots.find_running()
     try:
         await scene.until(slots, lambda: bool(scene.workers[0].unlisted))
@@ -134,7 +143,7 @@ async def test_a_leaving_worker_is_noticed_and_drained(monkeypatch: pytest.Monke
     async with begun(monkeypatch) as (scene, slots):
         await slots.drain("decode-0", 3.0)
         await slots.drain("decode-9", 3.0)
-        assert scene.workers[0].drained == [3.0]
+        assert scene.workers[0].drained == [(3.0, EPOCH)]
         scene.workers[0].answer = PingReply.LEAVING
         await scene.pass_time(slots, 1)
         assert (await slots.observe("decode-0")).observed is Observed.LEAVING
@@ -202,3 +211,10 @@ async def test_workers_that_renew_their_entries_seldom_are_listed(
             assert await scene.pass_time(slots, 1) == 0
             scene.frozen = ("decode-0",)
             assert await scene.pass_time(slots, 9) == 0
+
+
+async def test_the_highest_epoch_of_all_workers_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with begun(monkeypatch) as (scene, slots):
+        await scene.until(slots, lambda: slots.highest_epoch == EPOCH)
+        scene.workers[0].highest_epoch = EPOCH + 2
+        await scene.until(slots, lambda: slots.highest_epoch == EPOCH + 2)

@@ -11,9 +11,11 @@ import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
+from baton.errors import BatonError
 from baton.host.background import end_tasks
 from baton.store.supervision import PoolSizes
 from baton.telemetry.metrics import SupervisorMetrics
+from deploy.processes.leadership import SupervisorTerm
 from deploy.supervisor import supervisor as supervisor_module
 from deploy.supervisor.ray_slots import RaySlots, SlotObservation
 from deploy.supervisor.reconciler import Observed, Phase, Reconciler, SlotState
@@ -38,6 +40,7 @@ class FakeWorkers:
         self.drained: list[tuple[str, float]] = []
         self.ended: list[str] = []
         self.failure: Exception | None = None
+        self.highest_epoch = 0
         self.closed = False
 
     async def find_running(self) -> None:
@@ -110,22 +113,54 @@ class FakeSizes:
         self.sizes.setdefault(pool, count)
 
 
+class FakeTerm:
+    """A term whose end the test decides, as long as the store can be reached."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.away = False
+        self.over = False
+
+    async def begin(self) -> None:
+        self._ask()
+        self.epoch = 5
+
+    async def is_over(self) -> bool:
+        self._ask()
+        return self.over
+
+    async def rise_above(self, epoch: int) -> bool:
+        self._ask()
+        self.epoch = self.epoch if self.over else epoch + 1
+        return not self.over
+
+    def _ask(self) -> None:
+        if self.away:
+            raise redis.ConnectionError
+
+
 class Play:
     """A supervisor that runs until the test ends."""
 
     def __init__(
-        self, workers: FakeWorkers, board: FakeBoard, sizes: FakeSizes | None = None
+        self,
+        workers: FakeWorkers,
+        board: FakeBoard,
+        sizes: FakeSizes | None = None,
+        term: FakeTerm | None = None,
     ) -> None:
         self.workers, self.board, self.sizes = workers, board, sizes or FakeSizes()
         self.metrics = SupervisorMetrics(CollectorRegistry())
         self.reconciler = Reconciler(DRAIN_S)
         self.note = ""
+        self.term = term or FakeTerm()
         self.supervisor = supervisor = Supervisor(
             POOLS,
             self.reconciler,
             cast(RaySlots, workers),
             cast(StatusStore, board),
             cast(PoolSizes, self.sizes),
+            cast(SupervisorTerm, self.term),
             self.metrics,
             "here:1",
             drain_s=DRAIN_S,
@@ -288,4 +323,42 @@ async def test_a_death_that_is_heard_of_is_looked_at_at_once(
     workers.died.set()
     # The pause before its next life ends that hour, too.
     await play.until(lambda: workers.seen["decode-0"].observed is Observed.SERVING)
+    await play.end()
+
+
+async def test_it_ends_when_another_supervisor_leads() -> None:
+    play = Play(FakeWorkers(), FakeBoard())
+    await play.until(lambda: len(play.workers.started) == len(SLOTS))
+    play.term.over = True
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(BatonError, match="another supervisor leads"):
+            await play.task
+    assert play.workers.closed
+
+
+async def test_it_rises_above_an_epoch_that_workers_have_seen() -> None:
+    play = Play(FakeWorkers(), FakeBoard())
+    play.workers.highest_epoch = 99
+    await play.until(lambda: play.term.epoch == 100)
+    await play.end()
+
+
+async def test_while_redis_is_away_it_starts_workers_and_drains_none() -> None:
+    term, sizes = FakeTerm(), FakeSizes(decode=1)
+    term.away = True
+    workers = FakeWorkers(
+        decode_0=SlotObservation(Observed.SERVING), decode_1=SlotObservation(Observed.SERVING)
+    )
+    play = Play(workers, FakeBoard(), sizes, term)
+    workers.seen["decode-0"] = SlotObservation(Observed.ABSENT, "killed")
+    await play.until(lambda: workers.started == ["decode-0"])
+    await play.until(
+        lambda: (
+            "another supervisor may lead"
+            in play.reconciler.states(time.monotonic())["decode-1"].last_error
+        )
+    )
+    assert workers.drained == []
+    term.away = False
+    await play.until(lambda: bool(workers.drained))
     await play.end()

@@ -16,6 +16,7 @@ import pytest
 import redis
 
 from baton.store.redis_client import redis_client
+from deploy.processes.leadership import StaleOrderError
 from deploy.processes.run_directory import RunDirectory
 from deploy.workers import worker_actor as worker_life_module
 from deploy.workers.node import NodeShare
@@ -31,6 +32,7 @@ from deploy.workers.worker_actor import (
 from tests.support.deploy.supervisor_actor import settings
 
 DEADLINE_S = 20.0
+EPOCH = 7
 LOOKS = int(STUCK_S / LOOK_S)
 
 
@@ -65,10 +67,10 @@ def serving(port: int, leave_by: float | None = None) -> WorkerThread:
 def test_an_unlisted_unreachable_worker_ends_after_a_while() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         life = serving(server.getsockname()[1])
-        assert not life.ask(0.0)
-        assert not life.ask(UNLISTED_S)
+        assert life.ask(0.0, EPOCH) == (False, EPOCH)
+        assert life.ask(UNLISTED_S, EPOCH) == (False, EPOCH)
         with pytest.raises(Ended, match="not in the registry"):
-            life.ask(UNLISTED_S + 1)
+            life.ask(UNLISTED_S + 1, EPOCH)
 
 
 def test_a_worker_with_connections_continues() -> None:
@@ -77,16 +79,28 @@ def test_a_worker_with_connections_continues() -> None:
         with closing(socket.create_connection(server.getsockname())):
             accepted, _ = server.accept()
             with closing(accepted):
-                assert not life.ask(10 * UNLISTED_S)
+                assert life.ask(10 * UNLISTED_S, EPOCH) == (False, EPOCH)
 
 
 def test_a_leaving_worker_reports_it_whatever_the_registry_lists() -> None:
-    assert serving(1, leave_by=5.0).ask(10 * UNLISTED_S)
+    assert serving(1, leave_by=5.0).ask(10 * UNLISTED_S, EPOCH) == (True, EPOCH)
 
 
 def test_who_does_not_serve_yet_is_not_judged() -> None:
     life = thread_without_worker()
-    assert not life.ask(10 * UNLISTED_S)
+    assert life.ask(10 * UNLISTED_S, EPOCH) == (False, EPOCH)
+
+
+def test_a_supervisor_that_was_replaced_orders_nothing() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        life = serving(server.getsockname()[1])
+        assert life.ask(0.0, EPOCH) == (False, EPOCH)
+        # Its registry may be old, so an unlisted worker does not end by its word.
+        assert life.ask(10 * UNLISTED_S, EPOCH - 1) == (False, EPOCH)
+        with pytest.raises(StaleOrderError):
+            life.drain(1.0, EPOCH - 1)
+        with pytest.raises(StaleOrderError):
+            life.stop(EPOCH - 1)
 
 
 def test_a_resolver_that_hangs_takes_no_thread_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
