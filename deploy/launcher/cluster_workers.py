@@ -2,7 +2,7 @@
 
 The launcher places the first incarnation of each worker. The supervisor, which it places next,
 replaces workers from then on. On a Ray cluster that the launcher did not start, workers outlive the
-launcher. Another launcher takes over the cluster's lease and its workers; it may have stood by.
+launcher. Another launcher takes over the cluster's lease and its workers; it may have waited.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class ClusterWorkers:
         return [settings.slot for settings in self._slots]
 
     async def lead(self) -> None:
-        """Become the launcher that leads the cluster; while another one does, stand by.
+        """Become the launcher that leads the cluster; while another one does, wait.
 
         Workers that an earlier launcher started with another configuration are ended. Raises
         ``redis.RedisError`` if Redis does not answer.
@@ -120,7 +120,7 @@ class ClusterWorkers:
             await asyncio.gather(*(self._end_worker(worker, epoch) for worker in workers))
 
     async def keep_leading(self) -> None:
-        """Keep the lease until cancelled. If another launcher has taken it, stand by, and lead
+        """Keep the lease until cancelled. If another launcher has taken it, wait, and lead
         again when that one is gone."""
         while self._lease is not None:
             await self._lease.keep()
@@ -134,7 +134,7 @@ class ClusterWorkers:
 
     def _tell_standby(self) -> None:
         self._report(
-            f"another launcher leads the cluster {self._cluster_id}; this one stands by, and takes "
+            f"another launcher leads the cluster {self._cluster_id}; this one waits, and takes "
             "over when that one ends"
         )
 

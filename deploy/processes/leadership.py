@@ -1,14 +1,14 @@
 """Who leads a cluster: the launchers' lease, the supervisor's term, the epochs of their orders.
 
-Several launchers of one cluster may run, on different machines. One leads; the others stand by.
+Several launchers of one cluster may run, on different machines. One leads; the others wait.
 The lease is a key in Redis with a TTL:
 
-    standing by ─take()→ leading ─renewed every RENEW_S→ leading ─give_up()→ ended
+    waiting ─take()→ leading ─renewed every RENEW_S→ leading ─give_up()→ ended
     leading ─another launcher has the lease→ deposed ─take()→ leading
 
-Ray runs one supervisor. If Ray loses a node that still runs, the old supervisor may run for a while
-beside the new one. Workers depend on neither: without a launcher and a supervisor they serve, and
-no worker is replaced.
+Ray runs one supervisor. If Ray loses a node that still runs, the old supervisor runs on for a
+while. Workers depend on neither: without a launcher and a supervisor they serve, and no worker is
+replaced.
 
 Each order to a worker carries an epoch, a number that grows from leader to leader. A worker refuses
 an order whose epoch is lower than one that it has seen (``Fence``), so a process that stood still
@@ -94,12 +94,12 @@ class LauncherLease:
         self._epoch_key = _epoch_key(cluster_id)
         self._holder = holder
 
-    async def take(self, standing_by: Callable[[], None]) -> None:
-        """Take the lease. While another launcher has it, stand by, for as long as that takes.
+    async def take(self, waiting: Callable[[], None]) -> None:
+        """Take the lease. While another launcher has it, wait, for as long as that takes.
 
-        ``standing_by`` is called once if another launcher has the lease.
+        ``waiting`` is called once if another launcher has the lease.
         """
-        tell = standing_by
+        tell = waiting
         while True:
             try:
                 if await self._hold():

@@ -1,4 +1,4 @@
-"""Workers live without their launchers: one that stands by takes over, or none does for a while.
+"""Workers live without their launchers: one that waits takes over, or none does for a while.
 
 Each launcher has a machine of its own, and ends with it: nothing tells the others. Clients ask a
 router on another machine all the while.
@@ -20,7 +20,7 @@ from tests.support.machines import Machine
 
 AWAY_S = float(os.environ.get("BATON_TEST_AWAY_S", "45"))
 """How long there is no launcher, in seconds."""
-STANDS_BY = "this one stands by"
+WAITS = "this one waits"
 LIVES_ON = "routers = 0\nleave_workers = true"
 LOAD = """
 import concurrent.futures, json, os, sys, time, httpx
@@ -102,7 +102,7 @@ def test_workers_outlive_launchers_and_a_store_that_forgets() -> None:
         first = launcher(net, leader, "leader")
         net.until_ready(first, "leader")
         launcher(net, standby, "standby")
-        net.until(lambda: STANDS_BY in net.text("standby"), "it does not stand by")
+        net.until(lambda: WAITS in net.text("standby"), "it does not wait")
         assert "ready in" not in net.text("standby")
         living = workers(*nodes)
         assert len(living) == 3
@@ -111,7 +111,7 @@ def test_workers_outlive_launchers_and_a_store_that_forgets() -> None:
         leader.suspend(first)
         net.until(lambda: "ready in" in net.text("standby"), "it does not take over")
         leader.resume(first)
-        net.until(lambda: STANDS_BY in net.text("leader"), "it does not notice")
+        net.until(lambda: WAITS in net.text("leader"), "it does not notice")
         # Its successor's machine is lost, and with it the supervisor, which starts elsewhere.
         standby.power_off()
         began = time.monotonic()

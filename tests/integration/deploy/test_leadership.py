@@ -59,7 +59,7 @@ def never() -> None:
     raise AssertionError("the lease is free")
 
 
-async def test_one_launcher_leads_and_the_other_stands_by(
+async def test_one_launcher_leads_and_the_other_waits(
     client: redis.asyncio.Redis, cluster: str
 ) -> None:
     first = LauncherLease(client, cluster, "first")
@@ -103,7 +103,7 @@ async def test_a_leader_that_is_deposed_learns_it_and_may_lead_again(
     assert await first.order_epoch() is not None
 
 
-async def test_standing_by_survives_a_store_that_is_away(
+async def test_waiting_survives_a_store_that_is_away(
     client: redis.asyncio.Redis, cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await LauncherLease(client, cluster, "first").take(never)
