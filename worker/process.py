@@ -36,7 +36,7 @@ from baton.host.background import end_tasks, watch_loop
 from baton.host.process_end import Fail, fail
 from baton.host.process_tuning import keep_buffers, spare_the_interpreter
 from baton.store.redis_client import redis_client
-from baton.store.registry import Registry, WorkerRecord
+from baton.store.registry import DRAINING, Registry, WorkerRecord
 from engine.parallel.ranks import Leader
 from worker.core.engine_core import ENGINE_HANG_S
 from worker.device.pool_memory import PoolMemory
@@ -137,6 +137,18 @@ class WorkerProcess:
     def context(self) -> WorkerContext | None:
         """The context of the current role; None before the worker has started."""
         return None if self._session is None else self._session.context
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether routers may send work here: the worker is registered, and does not drain. Any
+        thread may read it."""
+        session = self._session
+        return (
+            session is not None
+            and self._entry.is_known
+            and not self._stopped.is_set()
+            and session.record.state != DRAINING
+        )
 
     # Start and end
 

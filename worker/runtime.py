@@ -111,7 +111,9 @@ async def load_runtime(
         tiers=tiers,
         metrics=metrics,
         gauges=gauges,
-        metrics_server=MetricsServer(settings.host, metrics.registry, tls),
+        metrics_server=MetricsServer(
+            settings.host, metrics.registry, tls, settings.config.worker_metrics_ports
+        ),
         costs=costs,
         transfers=ThreadPoolExecutor(_TRANSFER_THREADS, "transfer", use_device, (device,)),
         clock=ListeningClock(2 * settings.config.advanced.heartbeat_s / TICKS),

@@ -44,6 +44,8 @@ from baton.config.sources import Flag, Sources
 from baton.config.tls import TlsConfig
 from baton.errors import ConfigError
 
+MAX_METRICS_PORTS = 64
+"""Number of ports that the metrics pages of a machine's workers may take."""
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 _KV_TYPES: tuple[KvTypeName, ...] = ("float32", "bfloat16", "float16", "int8", "fp8")
 """KV types, the most precise first. Neither 16-bit type can hold all values of the other; their
@@ -102,6 +104,9 @@ class Config(BaseSettings):
     admin_http: str = ""
     """Address that alone serves metrics, console and operators' endpoints, host:port; empty serves
     them at ``http``. With an address, gRPC has no operators' calls."""
+    metrics_port: int = Field(default=0, ge=0, le=65000)
+    """First port of the metrics pages of a machine's workers and supervisor. The supervisor listens
+    on it, and each worker on the first free one after it; 0 takes any free ports."""
     allowed_hosts: tuple[str, ...] = ()
     """Host names by which clients may call the HTTP listeners; ``*`` is any. Loopback listeners
     always allow IP addresses, ``localhost`` and names without a dot, and with an empty list nothing
@@ -309,6 +314,17 @@ class Config(BaseSettings):
     def ranks(self) -> int:
         """Number of ranks of all workers together."""
         return sum(pool.count * pool.ranks for pool in self.pools)
+
+    @property
+    def worker_metrics_ports(self) -> range:
+        """Ports for the metrics page of a worker, which takes the first free one; 0 is any."""
+        first = self.metrics_port
+        return range(first + 1, first + 1 + MAX_METRICS_PORTS) if first else range(1)
+
+    @property
+    def supervisor_metrics_ports(self) -> range:
+        """The port of the supervisor's metrics page; 0 is any."""
+        return range(self.metrics_port, self.metrics_port + 1)
 
     def block_size_of(self, pool: PoolConfig) -> int:
         """Tokens in a KV block of a pool's workers."""

@@ -5,11 +5,12 @@ With TLS, only routers, the supervisor and holders of a monitor's certificate ma
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -29,14 +30,21 @@ _ROLES = "baton.roles"
 class MetricsServer:
     """Serves a process's /metrics page from its own threads, until ``stop``."""
 
-    def __init__(self, host: str, registry: CollectorRegistry, tls: TlsFiles | None = None) -> None:
-        """Listen on a free port of ``host``.
+    def __init__(
+        self,
+        host: str,
+        registry: CollectorRegistry,
+        tls: TlsFiles | None = None,
+        ports: Sequence[int] = (0,),
+    ) -> None:
+        """Listen on the first of ``ports`` that is free on ``host``; 0 is any free port.
 
-        Raises OSError, and ConfigError for unusable TLS files.
+        Raises OSError if none is free, and ConfigError for unusable TLS files.
         """
         context = None if tls is None else LiveContext(server_context(tls), tls)
         page = make_wsgi_app(registry)
-        self._server = _Server(host, context, page if tls is None else _for_readers(page))
+        shown = page if tls is None else _for_readers(page)
+        self._server = _listening(host, ports, context, shown)
         self.port = int(self._server.server_port)
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="metrics", daemon=True
@@ -50,13 +58,21 @@ class MetricsServer:
         self._thread.join(_SILENCE_S)
 
 
+def _listening(host: str, ports: Sequence[int], context: LiveContext | None, page: Any) -> _Server:
+    *others, last = ports
+    for port in others:
+        with contextlib.suppress(OSError):
+            return _Server(host, port, context, page)
+    return _Server(host, last, context, page)
+
+
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
-    def __init__(self, host: str, context: LiveContext | None, page: Any) -> None:
+    def __init__(self, host: str, port: int, context: LiveContext | None, page: Any) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._context = context
-        super().__init__((host, 0), _Handler)
+        super().__init__((host, port), _Handler)
         self.set_app(page)
 
     def get_request(self) -> tuple[socket.socket, Any]:

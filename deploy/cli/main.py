@@ -137,6 +137,7 @@ app = _group(
             "batch": client_commands.batch,
             "model": _MODEL,
             "router": node_commands.router,
+            "worker": node_commands.worker,
             "join": node_commands.join,
         },
         "Operate": {

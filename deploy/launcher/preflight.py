@@ -58,13 +58,14 @@ async def preflight(config: Config) -> Checked:
     return Checked(config, redis_urls, tuple(filter(None, advice)))
 
 
-def check_exposure(config: Config) -> None:
-    """Raise ConfigError if an address beyond this machine lacks API keys or TLS."""
-    _check_listeners(config)
+def check_exposure(config: Config, worker_host: str = "") -> None:
+    """Raise ConfigError if an address beyond this machine lacks API keys or TLS. ``worker_host`` is
+    the address of a worker's servers in this process; empty if it has none."""
+    _check_listeners(config, worker_host)
     _check_redis_is_encrypted(config)
 
 
-def _check_listeners(config: Config) -> None:
+def _check_listeners(config: Config, worker_host: str) -> None:
     listeners = ("http", config.http), ("admin-http", config.admin_http), ("grpc", config.grpc)
     exposed = [
         f"--{name} {address}"
@@ -76,8 +77,11 @@ def _check_listeners(config: Config) -> None:
         missing.append("API keys")
     if exposed and config.tls.fronts is None:
         missing.append("TLS")
-    if config.ray_address and not config.tls.folder:
-        exposed.append(f"--ray-address {config.ray_address}")
+    workers = [f"--ray-address {config.ray_address}"] if config.ray_address else []
+    if worker_host and not is_loopback(worker_host):
+        workers.append(f"--host {worker_host}")
+    if workers and not config.tls.folder:
+        exposed += workers
         missing.append("mutual TLS of the workers")
     if missing and not config.insecure_listen:
         raise ConfigError(

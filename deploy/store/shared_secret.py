@@ -49,7 +49,7 @@ class SharedSecret:
             reason = str(error) or type(error).__name__
             raise Unavailable(
                 f"cannot read the cluster's secret from Redis ({reason}): fix that, or set "
-                "BATON_CLUSTER_SECRET for all launchers and routers of the cluster"
+                "BATON_CLUSTER_SECRET for all launchers, routers and workers of the cluster"
             ) from error
         assert found is not None, "it was just written"
         return found.decode()

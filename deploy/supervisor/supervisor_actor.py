@@ -110,7 +110,7 @@ class SupervisorActor:
         host = RayPlace.own().host
         config = Config(**settings.worker.config)
         tls = config.tls.of("supervisor")
-        server = MetricsServer(host, metrics.registry, tls)
+        server = MetricsServer(host, metrics.registry, tls, config.supervisor_metrics_ports)
         async with redis_client(settings.redis_url) as client:
             registry = Registry(client, settings.cluster_id)
 

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from baton.host.process_end import end_process, fail
 from deploy.processes.process_identity import Whereabouts
@@ -38,6 +38,10 @@ _REMOVED = "REMOVED"
 OnEnded = Callable[[str], None]
 """Type of a function that is called on a separate thread when a rank has ended. Its argument is the
 reason."""
+
+StartRanks: TypeAlias = "Callable[[ActorSettings, GroupAddress, OnEnded], None]"
+"""Type of a function that starts the processes of a worker's ranks 1 and up, and does not wait for
+them. The last argument is called when one has ended."""
 
 log = logging.getLogger(__name__)
 

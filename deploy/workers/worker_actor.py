@@ -46,7 +46,7 @@ from deploy.processes.process_identity import Whereabouts
 from deploy.workers.actor_process import RayPlace, end_with, log_to, take_sigterm
 from deploy.workers.actor_settings import ActorSettings
 from deploy.workers.node import NodeShare
-from deploy.workers.ranks import start_ranks
+from deploy.workers.ranks import StartRanks, start_ranks
 from deploy.workers.standby import keep_standby, take_here
 from deploy.workers.worker_process import BuildProcess, build_process
 
@@ -110,12 +110,18 @@ class WorkerThread:
         node: str,
         log_file: TextIO,
         build: BuildProcess = build_process,
+        start_ranks: StartRanks = start_ranks,
     ) -> None:
-        """``node`` is Ray's id of the node; ``build`` makes the worker, on the worker's thread."""
+        """``node`` is Ray's id of the node; empty if Ray has not placed the worker.
+
+        ``build`` makes the worker, on the worker's thread. ``start_ranks`` starts the processes of
+        its other ranks.
+        """
         self._settings = settings
         self._share = share
         self._node = node
         self._build = build
+        self._start_ranks = start_ranks
         self._log = log_file
         self._started: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
         self._stopping = False
@@ -135,6 +141,10 @@ class WorkerThread:
         """Start the worker's thread and the watchdog's thread; called once."""
         self._life.start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
+
+    def wait(self) -> None:
+        """Wait until the worker's thread has ended. Usually it ends the process."""
+        self._life.join()
 
     def record(self, timeout_s: float) -> dict[str, Any]:
         """Return the worker's registry record and its location, when it serves.
@@ -197,6 +207,11 @@ class WorkerThread:
         else:
             self._leave_by = time.monotonic()
             loop.call_soon_threadsafe(process.hurry)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether routers may send work to the worker."""
+        return self._process is not None and self._serves() and self._process.is_ready
 
     def _serves(self) -> bool:
         return self._started.done() and not self._failed() and not self._stopping
@@ -284,9 +299,10 @@ class WorkerThread:
         if self._process is not None and self._process.drained:
             log.info("worker %s was drained", self._settings.slot)
             end_tracing()
-            # A supervisor that does not know of the drain would count a death.
-            self._leaving_known.wait(_TELL_S)
-            time.sleep(_ANSWER_S)
+            if self._node:
+                # A supervisor that does not know of the drain would count a death.
+                self._leaving_known.wait(_TELL_S)
+                time.sleep(_ANSWER_S)
             end_process(0)
         log.error("worker %s ended unexpectedly", self._settings.slot)
         end_process()
@@ -297,7 +313,7 @@ class WorkerThread:
         self._process = process = self._build(settings, self._share)
         lead = process.lead
         if lead is not None:
-            await asyncio.to_thread(start_ranks, settings, lead.address, lead.fail)
+            await asyncio.to_thread(self._start_ranks, settings, lead.address, lead.fail)
         record = asdict(await process.start())
         ranks = [] if lead is None else [json.loads(process) for process in lead.processes]
         own = asdict(Whereabouts.own(self._node))

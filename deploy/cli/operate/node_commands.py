@@ -1,4 +1,4 @@
-"""`baton join`, `baton leave` and `baton router`: for clusters on several machines."""
+"""`baton join`, `baton leave`, `baton router`, `baton worker`: for clusters on several machines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -200,6 +200,72 @@ def router(
     )
     with clear_errors():
         serve_router(requiring(settings, keys))
+
+
+def worker(
+    role: Annotated[
+        Literal["prefill", "decode"] | None,
+        typer.Option(help="Role of the worker. It selects the pool if only one has this role."),
+    ] = None,
+    pool: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Pool of the configuration to which the worker belongs."),
+    ] = None,
+    host: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            help="IP address at which the worker listens, and others reach it.",
+        ),
+    ] = "127.0.0.1",
+    slot: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            show_default=False,
+            help="Name of the worker in metrics and commands, unique in the cluster. Default: the"
+            " pool and the last part of the host's name, such as decode-0.",
+        ),
+    ] = "",
+    workers_here: Annotated[
+        int,
+        typer.Option(min=1, max=MAX_WORKERS, help="Workers on this machine, which share its CPUs."),
+    ] = 1,
+    probe_port: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=65535,
+            show_default=False,
+            help="Port of /live and /ready, plain HTTP for a kubelet. Default: none.",
+        ),
+    ] = 0,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="TOML configuration of the cluster."),
+    ] = None,
+) -> None:
+    """Run one worker in this process, without Ray.
+
+    Use it where Kubernetes or systemd starts, restarts and counts the workers. The worker registers
+    itself, and lives until it gets SIGTERM: then it finishes or moves its requests. It needs the
+    cluster's Redis server, model, id and secret, from the file or the environment (BATON_REDIS_URL,
+    BATON_CLUSTER_ID, BATON_CLUSTER_SECRET).
+
+        baton worker --role decode --host 10.0.0.7 --config baton.toml
+    """
+    from deploy.launcher.plain_worker import pool_of, run_worker  # noqa: PLC0415
+
+    settings = load(config)
+    with clear_errors():
+        run_worker(
+            settings,
+            pool_of(settings, role, pool),
+            slot=slot,
+            host=host,
+            workers_here=workers_here,
+            probe_port=probe_port,
+        )
 
 
 def _amounts(given: list[str]) -> dict[str, float]:

@@ -87,3 +87,15 @@ def test_renewed_certificates_are_taken_up(server: MetricsServer, authority: Aut
     assert shown_by(server, authority) != first
     answer = ask(server, TlsFiles.in_folder(authority.folder, "router"))
     assert answer.status_code == httpx.codes.OK
+
+
+def test_the_first_free_port_is_taken() -> None:
+    first = MetricsServer("127.0.0.1", CollectorRegistry())
+    second = MetricsServer("127.0.0.1", CollectorRegistry(), None, (first.port, 0))
+    try:
+        assert second.port not in (0, first.port)
+        with pytest.raises(OSError, match="in use"):
+            MetricsServer("127.0.0.1", CollectorRegistry(), None, (first.port, second.port))
+    finally:
+        first.stop()
+        second.stop()

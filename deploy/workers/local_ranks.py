@@ -1,0 +1,103 @@
+"""Ranks 1 and up of a worker that Ray has not placed: child processes on the worker's machine.
+
+    python -m deploy.workers.local_ranks RANK
+
+Each child reads its settings from standard input. It ends when rank 0 closes or is lost, as in
+``deploy.workers.ranks``. A rank on a GPU sees that GPU alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel
+
+from baton.host.process_end import end_process, fail
+from baton.telemetry.logs import log_to_stream
+from deploy.processes.process_identity import Whereabouts
+from deploy.workers.actor_settings import ActorSettings
+from deploy.workers.node import NodeShare
+from deploy.workers.ranks import OnEnded
+from deploy.workers.worker_process import build_following
+
+if TYPE_CHECKING:
+    from engine.parallel.step_channel import GroupAddress
+
+_GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+log = logging.getLogger(__name__)
+
+
+class _RankSettings(BaseModel):
+    """What a rank's process reads from its standard input. It holds the store's password."""
+
+    worker: ActorSettings
+    host: str
+    address: dict[str, str | int]
+    """Fields of rank 0's ``GroupAddress``."""
+
+
+class LocalRanks:
+    """Starts the child processes of one worker."""
+
+    def __init__(self, host: str) -> None:
+        """``host`` is the address of the worker's servers. Call this before torch is loaded: from
+        now on this process, rank 0, sees its own GPU alone."""
+        self._host = host
+        self._gpus = [gpu for gpu in os.environ.get(_GPUS_VARIABLE, "").split(",") if gpu]
+        os.environ[_GPUS_VARIABLE] = self._gpu_of(0)
+
+    def _gpu_of(self, rank: int) -> str:
+        return self._gpus[rank] if rank < len(self._gpus) else str(rank)
+
+    def start(self, settings: ActorSettings, address: GroupAddress, on_ended: OnEnded) -> None:
+        """Start ranks 1 and up, without waiting for them. ``on_ended`` is called when one has
+        ended. Raises OSError."""
+        told = _RankSettings(worker=settings, host=self._host, address=asdict(address))
+        for rank in range(1, settings.own_pool().ranks):
+            child = subprocess.Popen(  # noqa: S603 - this Python and this module
+                [sys.executable, "-P", "-m", "deploy.workers.local_ranks", str(rank)],
+                stdin=subprocess.PIPE,
+                env=os.environ | {_GPUS_VARIABLE: self._gpu_of(rank)},
+            )
+            assert child.stdin is not None, "it is a pipe"
+            with child.stdin as pipe:
+                pipe.write(told.model_dump_json().encode())
+            watch = threading.Thread(target=_watch, args=(rank, child, on_ended), daemon=True)
+            watch.start()
+
+
+def _watch(rank: int, child: subprocess.Popen[bytes], on_ended: OnEnded) -> None:
+    on_ended(f"rank {rank}: its process has ended ({child.wait()})")
+
+
+def main() -> None:
+    """Be the rank that the first argument names, until rank 0 closes."""
+    # Rank 0 handles signals for the worker, and ends its ranks.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    rank = int(sys.argv[1])
+    told = _RankSettings.model_validate_json(sys.stdin.buffer.read())
+    config = told.worker.config
+    log_to_stream(sys.stdout, str(config["log_level"]), str(config["log_format"]))
+    share = NodeShare.take(told.worker, told.host, rank=rank)
+    os.environ["OMP_NUM_THREADS"] = str(share.threads)
+    process = json.dumps(asdict(Whereabouts.own("")))
+    try:
+        build_following(told.worker, share, rank, told.address, process).run(fail)
+    except BaseException:
+        log.exception("rank %d of %s has failed", rank, told.worker.slot)
+        end_process()
+    end_process(0)
+
+
+if __name__ == "__main__":
+    main()

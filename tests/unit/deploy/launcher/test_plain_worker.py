@@ -1,0 +1,54 @@
+"""Which pool and which name `baton worker` takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.config.cluster import Config
+from baton.config.pools import PoolConfig
+from baton.errors import ConfigError
+from deploy.launcher.plain_worker import pool_of, slot_here
+
+POOLS = (
+    PoolConfig(name="prefill", role="prefill"),
+    PoolConfig(name="short", role="decode"),
+    PoolConfig(name="long", role="decode"),
+)
+
+
+@pytest.mark.parametrize(
+    ("role", "name", "found"),
+    [("prefill", None, "prefill"), (None, "long", "long"), ("decode", "short", "short")],
+)
+def test_a_pool_is_named_or_the_only_one_of_its_role(
+    role: str | None, name: str | None, found: str
+) -> None:
+    assert pool_of(Config(pools=POOLS), role, name).name == found
+
+
+@pytest.mark.parametrize(
+    ("role", "name", "message"),
+    [
+        ("decode", None, "--role decode names several pools"),
+        ("prefill", "short", "--role prefill and --pool short names no pool"),
+        (None, "other", "--pool other names no pool; choose one of: prefill (prefill), short"),
+    ],
+)
+def test_otherwise_the_pools_are_shown(role: str | None, name: str | None, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        pool_of(Config(pools=POOLS), role, name)
+    assert message in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("host", "slot"),
+    [
+        ("baton-decode-12", "decode-12"),
+        ("baton-decode-7d9fbc-x2x1z", "decode-x2x1z"),
+        ("node7", "decode-node7"),
+        ("gpu_1.rack", "decode-1.rack"),
+        ("", "decode-0"),
+    ],
+)
+def test_a_worker_is_named_by_its_pod(host: str, slot: str) -> None:
+    assert slot_here("decode", host) == slot
