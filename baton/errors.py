@@ -166,6 +166,18 @@ class LastWorker(BatonError):
     code = "last_worker"
 
 
+class PlacedElsewhere(BatonError):
+    """Baton cannot change the size of a pool, because something else places the workers.
+
+    Do not retry. Run the command that the message names.
+    """
+
+    http_status = 409
+    grpc_status = "FAILED_PRECONDITION"
+    error_type = "invalid_request_error"
+    code = "placed_elsewhere"
+
+
 class CacheShareExceeded(BatonError):
     """Pinned prefixes of the tenant take all of its share of the cache.
 

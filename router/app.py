@@ -70,7 +70,7 @@ def make_application(
     cache = CacheControl(dispatcher.workers.all, PrefixIndex(client, cluster_id), stats.metrics)
     prefixes = PrefixPinning(service, dispatcher, PinStore(client, cluster_id))
     control = WorkerControl(dispatcher.workers.all, dispatcher.workers.is_up)
-    scaling = PoolScaling(config, PoolSizes(client, cluster_id))
+    scaling = PoolScaling(config, PoolSizes(client, cluster_id), control.running)
     apis = Apis.of(service)
     batches = Batches(service, apis.endpoints(), stats.metrics)
     console = ConsoleApi(dispatcher, stats, config, model.id, access, what_if)

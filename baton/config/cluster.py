@@ -139,6 +139,10 @@ class Config(BaseSettings):
     """With a ``ray_address``, leave the workers running when this launcher gets SIGTERM or fails.
     They serve until another launcher of this ``cluster_id`` takes them over, however long that
     takes. Ctrl-C ends them."""
+    scale_command: str = ""
+    """Command that changes the size of a pool where something else than Baton places the workers,
+    such as ``kubectl scale deployment/{pool} --replicas={count}``. `baton scale` shows it and
+    changes nothing. Empty: the supervisor places the workers."""
     tls: TlsConfig = Field(default_factory=TlsConfig)
     """Certificates of the listeners, and within the cluster."""
     insecure_listen: bool = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
@@ -16,7 +16,14 @@ import redis
 
 from baton.config.cluster import Config
 from baton.config.pools import PoolConfig
-from baton.errors import InvalidRequest, LastWorker, NotFound, Unavailable, WorkerFailed
+from baton.errors import (
+    InvalidRequest,
+    LastWorker,
+    NotFound,
+    PlacedElsewhere,
+    Unavailable,
+    WorkerFailed,
+)
 from baton.rpc.grpc_errors import CODE_KEY, call_errors
 from baton.store.registry import DRAINING
 from baton.store.supervision import MAX_WORKERS, PoolSizes
@@ -73,6 +80,10 @@ class WorkerControl:
             )
             for link in sorted(self._links(), key=lambda link: link.record.slot)
         )
+
+    def running(self) -> Mapping[str, int]:
+        """Return the number of workers of each pool."""
+        return Counter(link.record.pool for link in self._links())
 
     async def drain(self, slot: str, deadline_s: float, *, force: bool = False) -> bool:
         """Drain a worker. Return whether no request was left at the deadline.
@@ -145,7 +156,13 @@ class WorkerControl:
 class PoolScaling:
     """Reads and sets the sizes of pools."""
 
-    def __init__(self, config: Config, sizes: PoolSizes) -> None:
+    def __init__(
+        self, config: Config, sizes: PoolSizes, running: Callable[[], Mapping[str, int]]
+    ) -> None:
+        """``running`` returns the number of running workers by pool. It is the size of a pool if
+        something else than Baton places the workers."""
+        self._running = running
+        self._command = config.scale_command
         self._pools = {pool.name: pool for pool in config.pools}
         self._sizes = sizes
         routes = route_settings(config).classes
@@ -176,7 +193,8 @@ class PoolScaling:
     async def scale(self, pool: str, count: int, *, force: bool = False) -> int:
         """Set a pool's size. Return its previous size.
 
-        Raises NotFound if there is no such pool; InvalidRequest for too many workers, and if no
+        Raises NotFound if there is no such pool; PlacedElsewhere if something else than Baton
+        places the workers; InvalidRequest for too many workers, and if no
         decode worker would be left; LastWorker if no prefill worker would be left for a class that
         needs one and ``force`` is false; Unavailable if Redis does not answer.
         """
@@ -185,6 +203,11 @@ class PoolScaling:
             raise NotFound(f"there is no pool {pool!r}; known: {known}", param="pool")
         if not 0 <= count <= MAX_WORKERS:
             raise InvalidRequest(f"a pool has at most {MAX_WORKERS} workers", param="count")
+        if self._command:
+            command = self._command.replace("{pool}", pool).replace("{count}", str(count))
+            raise PlacedElsewhere(
+                f"Baton does not place the workers of this cluster: run {command}"
+            )
         try:
             sizes = await self._read()
             if not self._decode_workers(sizes | {pool: count}):
@@ -212,6 +235,9 @@ class PoolScaling:
                 )
 
     async def _read(self) -> dict[str, int]:
+        if self._command:
+            running = self._running()
+            return {name: running.get(name, 0) for name in self._pools}
         sizes = {name: pool.count for name, pool in self._pools.items()}
         chosen = await self._sizes.read()
         return sizes | {name: count for name, count in chosen.items() if name in sizes}

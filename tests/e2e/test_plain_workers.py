@@ -99,6 +99,10 @@ class Plain:
                 raise AssertionError(f"{what}\n{told}")
             time.sleep(0.05)
 
+    def until_ready(self, port: int) -> None:
+        """Until the worker whose probes are at ``port`` serves."""
+        self.until(lambda: status(f"http://127.0.0.1:{port}/ready") == 200, "not ready")
+
     def pages(self) -> list[str]:
         """Addresses of the workers' metrics pages."""
         found = httpx.get(f"{self.url}/metrics/targets", trust_env=False).json()
@@ -143,10 +147,9 @@ def test_workers_register_themselves_drain_on_sigterm_and_end_with_their_ranks(
         first, decode = cluster.worker("decode", "decode-0")
         cluster.start("router", "router")
         for port in (prefill, decode):
-            probe = f"http://127.0.0.1:{port}"
-            cluster.until(lambda probe=probe: status(f"{probe}/ready") == 200, "not ready")
-            assert status(f"{probe}/live") == 200
-            assert status(f"{probe}/metrics") == 404
+            cluster.until_ready(port)
+            assert status(f"http://127.0.0.1:{port}/live") == 200
+            assert status(f"http://127.0.0.1:{port}/metrics") == 404
         cluster.until(lambda: status(f"{cluster.url}/health") == 200, "no health")
         whole = cluster.answer(TOKENS)
         # Pages are at known ports, from the one after the supervisor's.
@@ -156,7 +159,7 @@ def test_workers_register_themselves_drain_on_sigterm_and_end_with_their_ranks(
             assert "baton_step_seconds" in page
         # Another one comes, and the first one leaves amid answers: they go on.
         second, joined = cluster.worker("decode", "decode-1")
-        cluster.until(lambda: status(f"http://127.0.0.1:{joined}/ready") == 200, "not ready")
+        cluster.until_ready(joined)
         begun = [threading.Event() for _ in range(4)]
         running = [threads.submit(cluster.answer, LONG, one) for one in begun]
         assert all(one.wait(START_S) for one in begun)

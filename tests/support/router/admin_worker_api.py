@@ -49,6 +49,9 @@ class FakeControl:
         self.told.append((slot, role, deadline_s))
         return 0.25
 
+    def running(self) -> dict[str, int]:
+        return {"prefill": 1, "decode": 4}
+
     def workers(self) -> tuple[WorkerStatus, ...]:
         return (
             WorkerStatus("decode-0", "decode", "ready", 3, 1, is_last=True),
@@ -83,7 +86,7 @@ class Fronts:
 @asynccontextmanager
 async def fronts(**config: Any) -> AsyncIterator[Fronts]:
     front, control, sizes = make_front(**config), FakeControl(), FakeSizes()
-    scaling = PoolScaling(front.config, cast(PoolSizes, sizes))
+    scaling = PoolScaling(front.config, cast(PoolSizes, sizes), control.running)
     access = Access(front.config, front.metrics)
     real = cast(WorkerControl, control)
     parts = (front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)

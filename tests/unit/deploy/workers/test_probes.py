@@ -7,7 +7,7 @@ import httpx
 from deploy.workers.probes import ProbeServer
 
 
-def test_a_worker_is_live_at_once_and_ready_when_it_says_so() -> None:
+def test_a_worker_is_live_at_once_and_ready_when_it_serves() -> None:
     ready = False
     server = ProbeServer("127.0.0.1", 0, lambda: ready)
 

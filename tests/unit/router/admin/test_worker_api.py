@@ -240,6 +240,19 @@ async def test_pools_are_scaled() -> None:
         assert there.sizes.sizes == {"decode": 2, "prefill": 0}
 
 
+async def test_a_pool_whose_workers_something_else_places_is_scaled_by_its_command() -> None:
+    command = "kubectl scale statefulset/baton-{pool} --replicas={count}"
+    async with fronts(scale_command=command) as there:
+        answer = await there.http.post("/v1/pools/decode/scale", json={"count": 3})
+        assert answer.status_code == 409
+        error = answer.json()["error"]
+        assert error["code"] == "placed_elsewhere"
+        assert error["message"].endswith("run kubectl scale statefulset/baton-decode --replicas=3")
+        assert there.sizes.sizes == {}
+        pools = (await there.http.get("/v1/cluster")).json()["pools"]
+        assert {pool["name"]: pool["count"] for pool in pools} == {"prefill": 1, "decode": 4}
+
+
 NEVER = {"local_prefill": "never"}
 TWO_POOLS = (
     PoolConfig(name="prefill", role="prefill"),
