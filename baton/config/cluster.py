@@ -154,6 +154,10 @@ class Config(BaseSettings):
     transport: TransportName = "auto"
     """How KV blocks travel between workers; ``auto`` takes the best that both workers of a pair can
     use."""
+    shm_folder: AbsolutePath = ""
+    """Folder that workers in different containers of one machine share, such as a hostPath volume.
+    Through sockets in it they map each other's KV blocks (transport ``shm``). Empty: only workers
+    in one process namespace do."""
     policy: PolicyName = "predictive"
     """How the router chooses the workers of a request: by predicted time (predictive), or by a
     simple rule."""

@@ -115,13 +115,19 @@ def open_shared(process_id: int, descriptor: int, inode: int, size: int) -> npt.
         )
     except OSError as error:
         raise HandoffError(f"{name} cannot be opened: {error.strerror}") from error
+    return map_shared(ours, inode, size, name)
+
+
+def map_shared(descriptor: int, inode: int, size: int, name: str) -> npt.NDArray[np.uint8]:
+    """Map the pool behind a descriptor read-only, and close the descriptor. ``name`` is the pool in
+    error messages. Raises HandoffError if it is another file than expected, or not sealed."""
     try:
-        _check(ours, inode, size, name)
-        memory = mmap.mmap(ours, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        _check(descriptor, inode, size, name)
+        memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     except OSError as error:
         raise HandoffError(f"{name} cannot be mapped: {error.strerror}") from error
     finally:
-        os.close(ours)
+        os.close(descriptor)
     return np.frombuffer(memory, dtype=np.uint8)
 
 

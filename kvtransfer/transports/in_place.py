@@ -33,12 +33,14 @@ _TYPES: dict[str, type] = {"str": str, "int": int}
 def read_offer(kind: type[Offer], data: bytes, transport: str) -> Offer:
     """Parse an offer into ``kind``, a dataclass whose fields are ``str`` and non-negative ``int``.
 
-    Raises HandoffError for anything else: a peer's pid becomes part of a path, and its sizes become
-    bounds.
+    Fields that ``kind`` lacks are ignored: a newer peer may have more. Raises HandoffError for
+    anything else: a peer's pid becomes part of a path, and its sizes become bounds.
     """
+    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     try:
-        offer = kind(**json.loads(data))
-    except (ValueError, TypeError, RecursionError) as error:
+        told = json.loads(data)
+        offer = kind(**{name: value for name, value in told.items() if name in known})
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise HandoffError(f"the offer of transport {transport} cannot be read") from error
     fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(offer)  # type: ignore[arg-type]
     for field in fields:

@@ -6,6 +6,9 @@ path to a receiver's blocks: one that was stopped and wakes later cannot damage 
 have mapped the memory of a killed writer keep it.
 
 The writer keeps what is read unchanged until the batch has arrived; the checksums detect a change.
+
+The receiver opens the file through /proc, or, if the writer is in another container of the host,
+through a socket in a folder that both have (``kvtransfer.memory.pool_socket``).
 """
 
 from __future__ import annotations
@@ -14,13 +17,16 @@ import json
 import os
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from weakref import WeakSet
 
 import numpy as np
+import numpy.typing as npt
 
 from baton.errors import ConfigError, HandoffError
 from kvtransfer.layout.shard_layout import ShardLayout
 from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.memory.pool_socket import PoolSocket, fetch_shared
 from kvtransfer.memory.seal_board import BOARD_BYTES, SealBoard
 from kvtransfer.memory.shard_memory import PeerBlocks, Pieces, ShardMemory, source_memory
 from kvtransfer.memory.shared_pool import inode_of, open_shared
@@ -43,6 +49,10 @@ class _Offer:
     inode: int
     bytes: int
     block_bytes: int
+    socket: str = ""
+    """Name of the socket at which processes of other containers get the file; empty without one."""
+    token: str = ""
+    """What they show there."""
 
 
 class ShmTransport:
@@ -56,9 +66,12 @@ class ShmTransport:
     reads_in_place = True
     staging_bytes = 0
 
-    def __init__(self, executor: Executor) -> None:
-        """``executor`` runs the copies; each of its threads copies one batch at a time."""
+    def __init__(self, executor: Executor, folder: str = "") -> None:
+        """``executor`` runs the copies; each of its threads copies one batch at a time. ``folder``
+        is shared with the containers of other workers on this host; empty: with none."""
         self._executor = executor
+        self._folder = Path(folder) if folder else None
+        self._socket: PoolSocket | None = None
         self._memory: BlockMemory | None = None
         self._offer = b""
         self._board: SealBoard | None = None
@@ -82,7 +95,14 @@ class ShmTransport:
             bytes=shared.bytes,
             block_bytes=memory.block_bytes,
         )
-        self._offer = json.dumps(asdict(offer)).encode()
+        told = asdict(offer)
+        if self._folder is not None:
+            self._socket = PoolSocket(self._folder, shared)
+            told |= {"socket": self._socket.name, "token": self._socket.token}
+        else:
+            # Workers of version 0.1 refuse fields that they do not know.
+            del told["socket"], told["token"]
+        self._offer = json.dumps(told).encode()
 
     def offer(self) -> bytes:
         """Return the data with which a peer decides whether it can use this transport. See
@@ -95,9 +115,7 @@ class ShmTransport:
         """Start to receive from a writer. See ``ShardingTransport``."""
         assert self._memory is not None, "not registered"
         theirs = _parse(offer)
-        if (theirs.boot_id, theirs.pid_namespace) != host_of(self.name):
-            raise HandoffError(f"{peer.incarnation} is on another host, or in another container")
-        blocks = open_shared(theirs.pid, theirs.descriptor, theirs.inode, theirs.bytes)
+        blocks = self._open(peer, theirs)
         copier: ShmCopier | ShmShardCopier
         if shard is None or shard.is_whole:
             copier = ShmCopier(self._memory, blocks.data, theirs.block_bytes)
@@ -112,6 +130,18 @@ class ShmTransport:
         self._links.add(link)
         return link, _READS_BOARDS
 
+    def _open(self, peer: Peer, theirs: _Offer) -> npt.NDArray[np.uint8]:
+        boot_id, pid_namespace = host_of(self.name)
+        if theirs.boot_id != boot_id:
+            raise HandoffError(f"{peer.incarnation} is on another host")
+        if theirs.pid_namespace == pid_namespace:
+            return open_shared(theirs.pid, theirs.descriptor, theirs.inode, theirs.bytes)
+        if self._folder is None or not theirs.socket:
+            raise HandoffError(
+                f"{peer.incarnation} is in another container of this host: set shm_folder for both"
+            )
+        return fetch_shared(self._folder, theirs.socket, theirs.token, theirs.inode, theirs.bytes)
+
     def connect(self, peer: Peer, answer: bytes, shard: ShardLayout | None = None) -> ReadSendLink:
         """Make the writer's end of the link. The writer sends no blocks, because the receiver reads
         them. See ``ShardingTransport``."""
@@ -124,6 +154,8 @@ class ShmTransport:
     def close(self) -> None:
         """Close all links of this transport; idempotent. The blocks' memory is not released,
         because it belongs to the worker. See ``Transport``."""
+        if self._socket is not None:
+            self._socket.close()
         for link in list(self._links):
             link.close()
 

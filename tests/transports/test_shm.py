@@ -2,8 +2,31 @@
 
 from __future__ import annotations
 
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from kvtransfer.transports import shm_transport
 from tests.support.kvtransfer.conformance import TransportConformance
+from tests.support.kvtransfer.ends import SHM_FOLDER
 
 
 class TestShm(TransportConformance):
     transport = "shm"
+
+
+class TestShmBetweenContainers(TransportConformance):
+    """The same through sockets in a folder. Each end seems to be in a container of its own."""
+
+    transport = "shm"
+
+    @pytest.fixture(autouse=True)
+    def containers(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(SHM_FOLDER, str(tmp_path))
+        real, numbers = shm_transport.host_of, count()
+
+        def another(transport: str) -> tuple[str, str]:
+            return real(transport)[0], f"container {next(numbers)}"
+
+        monkeypatch.setattr(shm_transport, "host_of", another)

@@ -52,6 +52,7 @@ def make_transports(
         config.advanced.transfer_window_mib * MIB,
         tls,
         between_gpus=config.transport == "cuda_ipc",
+        shm_folder=config.shm_folder,
     )
     if config.transport != "auto":
         transport = makers[config.transport]()
@@ -80,6 +81,7 @@ def _makers(
     tls: TlsFiles | None = None,
     *,
     between_gpus: bool = False,
+    shm_folder: str = "",
 ) -> dict[str, Maker]:
     """Return the functions that make the transports, by transport name.
 
@@ -87,7 +89,7 @@ def _makers(
     """
     return {
         "cuda_ipc": lambda: CudaIpcTransport(executor, between_gpus=between_gpus),
-        "shm": lambda: ShmTransport(executor),
+        "shm": lambda: ShmTransport(executor, shm_folder),
         "nixl": lambda: NixlTransport(incarnation, _NIXL_PAIRS * staging),
         "nccl": lambda: GroupTransport("nccl", host, staging),
         "grpc": lambda: GrpcTransport(host, tls),

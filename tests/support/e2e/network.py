@@ -210,6 +210,12 @@ class Network:
         lines = [line for line in said.splitlines() if line and not line.startswith("#")]
         return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
 
+    def serves(self) -> bool:
+        """Whether the cluster is healthy."""
+        asked = self.ask("GET", "/health")
+        asked.communicate(timeout=END_S)
+        return asked.returncode == 0
+
     def health(self) -> dict[str, Any]:
         said, _ = self.ask("GET", "/health").communicate(timeout=END_S)
         found: dict[str, Any] = json.loads(said)

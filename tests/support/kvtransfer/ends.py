@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -25,8 +26,11 @@ DEADLINE_S = 60.0
 """Far more than anything here takes."""
 THREADS = 2
 
+SHM_FOLDER = "BATON_TEST_SHM_FOLDER"
+"""Variable with the folder that containers share; processes of the test read it, too."""
+
 MAKERS: dict[str, Callable[[Executor], Transport]] = {
-    "shm": ShmTransport,
+    "shm": lambda executor: ShmTransport(executor, os.environ.get(SHM_FOLDER, "")),
     "grpc": lambda executor: GrpcTransport(),
     "gloo": lambda executor: GroupTransport("gloo", staging_bytes=4 << 20),
     "nixl": lambda executor: NixlTransport("end", 32 << 20),

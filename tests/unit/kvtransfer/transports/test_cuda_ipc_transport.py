@@ -197,7 +197,6 @@ def test_an_offer_says_where_the_blocks_are(transport: CudaIpcTransport) -> None
         ({"blocks": 1 << 60}, "invalid value"),
         ({"blocks": BLOCKS + 1}, "cannot read the writer's blocks"),
         ({"block_bytes": None}, "cannot be read"),
-        ({"more": 1}, "cannot be read"),
     ],
 )
 def test_an_offer_that_is_refused(
