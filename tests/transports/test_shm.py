@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.transports import shm_transport
+from kvtransfer.transports.in_place import host_of
 from tests.support.kvtransfer.conformance import TransportConformance
 from tests.support.kvtransfer.ends import SHM_FOLDER
 
@@ -24,9 +24,9 @@ class TestShmBetweenContainers(TransportConformance):
     @pytest.fixture(autouse=True)
     def containers(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(SHM_FOLDER, str(tmp_path))
-        real, numbers = shm_transport.host_of, count()
+        numbers = count()
 
         def another(transport: str) -> tuple[str, str]:
-            return real(transport)[0], f"container {next(numbers)}"
+            return host_of(transport)[0], f"container {next(numbers)}"
 
-        monkeypatch.setattr(shm_transport, "host_of", another)
+        monkeypatch.setattr("kvtransfer.transports.shm_transport.host_of", another)
