@@ -135,19 +135,27 @@ class Machine:
 
 
 @contextmanager
-def machines(count: int) -> Iterator[list[Machine]]:
-    """This number of machines, which reach one another. Skips the test without namespaces."""
+def switch() -> Iterator[Machine]:
+    """What machines are connected to. Skips the test without namespaces."""
     if not all(map(shutil.which, ("unshare", "nsenter", "ip"))):
         pytest.skip("namespaces need util-linux and iproute2")
     probe = ["unshare", *_OWN, "--fork", "true"]
     if subprocess.run(probe, capture_output=True, check=False).returncode:
         pytest.skip("this user may not make namespaces")
-    with ExitStack() as stack:
-        switch = Machine(254, None)
-        stack.callback(switch.power_off)
-        switch.become_switch()
+    made = Machine(254, None)
+    try:
+        made.become_switch()
+        yield made
+    finally:
+        made.power_off()
+
+
+@contextmanager
+def machines(count: int) -> Iterator[list[Machine]]:
+    """This number of machines, which reach one another. Skips the test without namespaces."""
+    with switch() as center, ExitStack() as stack:
         made = []
         for number in range(1, count + 1):
-            made.append(Machine(number, switch))
+            made.append(Machine(number, center))
             stack.callback(made[-1].power_off)
         yield made
