@@ -323,7 +323,8 @@ class Cluster:
         else:
             port = one.container.port(action["tcpSocket"]["port"])
             question["tcp"] = f"{pod.address}:{port}"
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
         self._tell(question)
         return await answer
 
