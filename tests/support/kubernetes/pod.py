@@ -2,7 +2,7 @@
 
 The root of each container is the machine's own, seen through an overlay, so that the image's
 programs are those that are installed here. What the manifest mounts is mounted there, and the
-rest is read-only if the manifest says so. Containers run as the manifest's user, without
+rest is read-only if the manifest wants it. Containers run as the manifest's user, without
 capabilities.
 """
 

@@ -1,4 +1,4 @@
-"""A pool that is handed out through a socket: to whom, and what of it."""
+"""A pool that is handed out through a socket."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def owner(tmp_path: Path, pool: SharedPool) -> Iterator[PoolSocket]:
     made.close()
 
 
-def test_who_has_the_token_reads_the_pool_and_cannot_write_it(
+def test_a_process_with_the_token_reads_the_pool_and_cannot_write_it(
     tmp_path: Path, pool: SharedPool, owner: PoolSocket
 ) -> None:
     file = pool.file
@@ -51,7 +51,7 @@ def test_who_has_the_token_reads_the_pool_and_cannot_write_it(
 
 
 @pytest.mark.parametrize("token", ["0" * TOKEN_BYTES, "", "short"])
-def test_others_get_nothing_and_hold_up_nobody(
+def test_others_get_nothing_and_hold_up_no_process(
     tmp_path: Path, pool: SharedPool, owner: PoolSocket, token: str
 ) -> None:
     file = pool.file
