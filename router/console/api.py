@@ -9,7 +9,8 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
@@ -19,24 +20,32 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from baton.config.cluster import Config
-from baton.errors import NotFound
+from baton.errors import DeadlineExceeded, NotFound
 from baton.liveness.listening import listening
+from baton.store.registry import WorkerRecord
 from router.access.access import Access
 from router.console.broadcaster import SnapshotBroadcaster
 from router.console.collector import SnapshotCollector, read_router
+from router.console.ratio_grid import DEADLINE_S as GRID_DEADLINE_S
+from router.console.ratio_grid import MAX_REQUESTS as GRID_REQUESTS
+from router.console.ratio_grid import Check, Grid, advice_of, checks_of, grid_of, shapes_of
 from router.console.what_if import (
+    DEADLINE_S,
     TRAFFIC_S,
-    WhatIfAnswer,
+    Shape,
+    ShapeAnswer,
     WhatIfProgram,
+    WhatIfQuestion,
     WhatIfRequest,
+    present_shape,
     question,
     rate_share,
 )
-from router.core.accounting import UNKNOWN_CLASS, RequestStats
+from router.core.accounting import UNKNOWN_CLASS, RecentRequest, RequestStats
 from router.dispatch.dispatcher import ClusterDispatcher
 from router.http.client import read_object, validate
 from router.http.openapi import json_body
-from router.http.sse import EventStream, encode_events
+from router.http.sse import EventStream, encode_events, to_json
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +108,13 @@ class ConsoleApi:
         events: dict[str, Any] = {"content": {EventStream.media_type: {}}}
         add("/console/events", self.events, response_class=Response, responses={200: events})
         add(
+            "/console/ratios",
+            self.ratios,
+            methods=["POST"],
+            response_class=Response,
+            responses={200: events},
+        )
+        add(
             "/console/what-if",
             self.ask,
             methods=["POST"],
@@ -153,15 +169,74 @@ class ConsoleApi:
         """
         body = await read_object(request, _BODY_BYTES, _BODY_S)
         asked = validate(WhatIfRequest, body)
-        if self._what_if is None:
-            raise NotFound("this router was started without a simulator")
-        answer = await self._answer(self._what_if, asked)
+        program, recent, workers = self._simulator(), self._recent(), self._workers()
+        wanted = Shape(prefill=asked.prefill, decode=asked.decode)
+        shapes = present_shape(workers), wanted
+        answer = await program.ask(await self._question(shapes, recent, workers, rate=asked.rate))
         return Response(answer.model_dump_json(), media_type="application/json")
 
-    async def _answer(self, program: WhatIfProgram, asked: WhatIfRequest) -> WhatIfAnswer:
-        recent = self._stats.recent.since(time.monotonic() - TRAFFIC_S)
+    async def ratios(self) -> Response:
+        """Simulate recent traffic with up to two workers more or less of each role.
+
+        Streams events: ``grid``, then ``cell`` for each simulated cluster, ``checks`` of the
+        simulator against measured figures after the first, and ``advice``. The simulations end with
+        the connection. Requires a key with scope admin.
+        """
+        program = self._simulator()
+        recent, workers = self._recent()[-GRID_REQUESTS:], self._workers()
+        share = await self._share()
+        grid = grid_of(present_shape(workers), recent, self._config, share=share)
+        question = await self._question(
+            shapes_of(grid), recent, workers, deadline_s=GRID_DEADLINE_S
+        )
+        cells = program.shapes(question)
+        return EventStream(partial(self._simulate, grid, recent, workers, cells))
+
+    async def _simulate(
+        self,
+        grid: Grid,
+        recent: Sequence[RecentRequest],
+        workers: Sequence[WorkerRecord],
+        simulated: AsyncGenerator[ShapeAnswer, None],
+        events: EventStream,
+    ) -> None:
+        cells: list[ShapeAnswer] = []
+        checks: tuple[Check, ...] = ()
+
+        async def tell(**what: Any) -> None:
+            async with listening(SLOW_VIEWER_S):
+                await events.write(encode_events([to_json(what)]), more=True)
+
+        try:
+            async with aclosing(simulated):
+                async for cell in simulated:
+                    if not cells:
+                        checks = checks_of(cell, recent)
+                        await tell(grid=grid.model_dump())
+                        await tell(checks=[one.model_dump() for one in checks])
+                    cells.append(cell)
+                    await tell(cell=cell.model_dump())
+        except DeadlineExceeded:
+            # The cells next to the present one are known.
+            if not cells:
+                raise
+        advice = advice_of(grid, cells, checks, workers, self._config)
+        await events.write(encode_events([to_json({"advice": advice.model_dump()})]), more=False)
+
+    def _simulator(self) -> WhatIfProgram:
+        if self._what_if is None:
+            raise NotFound("this router was started without a simulator")
+        return self._what_if
+
+    def _recent(self) -> list[RecentRequest]:
+        return self._stats.recent.since(time.monotonic() - TRAFFIC_S)
+
+    def _workers(self) -> list[WorkerRecord]:
         links = self._cluster.workers
-        records = [link.record for link in links.all() if links.is_up(link)]
+        return [link.record for link in links.all() if links.is_up(link)]
+
+    async def _share(self) -> float:
+        """Return this process's share of the requests of all processes on its port."""
         counts, _ = await asyncio.to_thread(read_router, self._stats.metrics)
         # Requests refused before their class is known are not among the recent ones.
         ended = [
@@ -169,16 +244,28 @@ class ConsoleApi:
             for key, value in counts.items()
             if key[0] == "requests" and key[1] != UNKNOWN_CLASS
         ]
-        asked_of = question(
-            asked,
+        return rate_share(self._stats.recent.ended, ended)
+
+    async def _question(
+        self,
+        shapes: Sequence[Shape],
+        recent: Sequence[RecentRequest],
+        workers: Sequence[WorkerRecord],
+        *,
+        rate: float = 1.0,
+        deadline_s: float = DEADLINE_S,
+    ) -> WhatIfQuestion:
+        return question(
+            shapes,
             recent,
-            records,
+            workers,
             self._config,
             transfer_line=self._cluster.transfer_line,
-            share=rate_share(self._stats.recent.ended, ended),
+            rate=rate,
+            share=await self._share(),
             is_cpu=not await asyncio.to_thread(_NVIDIA.exists),
+            deadline_s=deadline_s,
         )
-        return await program.ask(asked_of)
 
 
 @cache

@@ -66,7 +66,7 @@ async def console_stage(model: Path, redis_url: str, **config: Any) -> AsyncIter
             cluster.config,
             MODEL,
             access,
-            WhatIfProgram(WHAT_IF, DEADLINE_S),
+            WhatIfProgram(WHAT_IF),
         )
         app = create_app(
             cluster.dispatcher,
