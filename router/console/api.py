@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import asdict
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
@@ -25,7 +26,12 @@ from baton.liveness.listening import listening
 from baton.store.registry import WorkerRecord
 from router.access.access import Access
 from router.console.broadcaster import SnapshotBroadcaster
-from router.console.collector import SnapshotCollector, read_router
+from router.console.collector import (
+    SnapshotCollector,
+    Supervision,
+    no_supervision,
+    read_router,
+)
 from router.console.ratio_grid import DEADLINE_S as GRID_DEADLINE_S
 from router.console.ratio_grid import MAX_REQUESTS as GRID_REQUESTS
 from router.console.ratio_grid import Check, Grid, advice_of, checks_of, grid_of, shapes_of
@@ -86,14 +92,21 @@ class ConsoleApi:
         model: str,
         access: Access,
         what_if: WhatIfProgram | None = None,
+        supervision: Supervision = no_supervision,
     ) -> None:
         """Create the endpoints; ``model`` is the served model's name. ``what_if`` None: what-if
-        questions are not answered."""
-        collector = SnapshotCollector(
-            cluster, stats.metrics, config, model, what_if=what_if is not None
+        questions are not answered. ``supervision`` returns the supervisor's status."""
+        self._collector = SnapshotCollector(
+            cluster,
+            stats,
+            config,
+            model,
+            access,
+            what_if=what_if is not None,
+            supervision=supervision,
         )
         self._access = access
-        self.broadcaster = SnapshotBroadcaster(collector.snapshot, collector.clear)
+        self.broadcaster = SnapshotBroadcaster(self._collector.snapshot)
         self._cluster = cluster
         self._stats = stats
         self._config = config
@@ -124,9 +137,14 @@ class ConsoleApi:
             "/console/static/{name}", self.file, include_in_schema=False, response_model=None
         )
 
+    def start(self) -> None:
+        """Start to keep the console's history and its log of events."""
+        self.broadcaster.start()
+
     async def close(self) -> None:
-        """End the streams of all viewers."""
+        """End the streams of all viewers, and close connections to workers."""
         await self.broadcaster.close()
+        await self._collector.close()
 
     async def page(self, request: Request) -> Response:
         """Return the console's page."""
@@ -142,20 +160,36 @@ class ConsoleApi:
             _, body = await self.broadcaster.after(0)
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 
-    async def events(self, request: Request) -> Response:
-        """Stream a snapshot per second, as events. Requires a key with scope metrics."""
-        return EventStream(partial(self._stream, request.headers))
+    async def events(self, request: Request, history: bool = False) -> Response:
+        """Stream a snapshot per second, as events. Requires a key with scope metrics.
 
-    async def _stream(self, headers: Mapping[str, str], events: EventStream) -> None:
+        With ``history`` the first event is ``{"history": …}`` with the last ten minutes and the
+        latest log of the cluster, and ``{"log": …}`` events with what is new in the log follow.
+        """
+        return EventStream(partial(self._stream, request.headers, history))
+
+    async def _stream(
+        self,
+        headers: Mapping[str, str],
+        history: bool,
+        events: EventStream,
+    ) -> None:
+        log_end = 0
         async with self.broadcaster.viewer():
             version = 0
             while True:
                 version, body = await self.broadcaster.after(version)
                 # The key may have been revoked.
                 self._access.check(headers, "metrics")
+                told = [body]
+                if history and (news := self._collector.events.since(log_end)):
+                    told.append(to_json({"log": [asdict(one) for one in news]}))
+                if history and not log_end:
+                    told.insert(0, to_json({"history": self._collector.history.shown()}))
+                log_end = self._collector.events.last
                 try:
                     async with listening(SLOW_VIEWER_S):
-                        await events.write(encode_events([body]), more=True)
+                        await events.write(encode_events(told), more=True)
                 except TimeoutError:
                     # The response stays incomplete, and the server closes the connection.
                     log.info("disconnected a console viewer that does not read")

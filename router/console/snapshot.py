@@ -5,11 +5,19 @@ Units are seconds, bytes and tokens. Unknown values are None.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.config.cluster import Config
+from baton.errors import (
+    BatonError,
+    DeadlineExceeded,
+    DeadlineUnreachable,
+    Overloaded,
+    RateLimitExceeded,
+    classes_by_code,
+)
 from baton.request import LoadSnapshot
 from baton.store.registry import WorkerRecord
 from router.console.rates import CounterWindow, Key, Percentiles, percentiles
@@ -23,6 +31,22 @@ LATENCIES = ("ttft", "tpot", "itl", "e2el")
 ALL = "all classes"
 _FAILED = frozenset({"error", "checksum", "expired"})
 """Outcomes with which metrics count a handoff as failed."""
+
+
+def _codes(*errors: type[BatonError], without: Collection[str] = ()) -> frozenset[str]:
+    """Return the codes of errors and of their subclasses."""
+    return frozenset(
+        code
+        for code, error in classes_by_code().items()
+        if code and issubclass(error, errors) and code not in without
+    )
+
+
+_LATE = _codes(DeadlineExceeded, DeadlineUnreachable)
+_LIMITED = _codes(RateLimitExceeded)
+_OVERLOADED = _codes(Overloaded, without=_LATE | _LIMITED)
+_REFUSALS = _LATE | _LIMITED | _OVERLOADED
+"""Codes of errors that the console counts by tenant under a name of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +213,41 @@ class CostView:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantView:
+    """Requests of a tenant at this router process, over the same times as other figures."""
+
+    tenant: str
+    requests_per_s: float
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+    limited: int
+    """Number of requests that a rate limit or a budget refused, in the last ``WINDOW_S``
+    seconds."""
+    overloaded: int
+    """Number of requests that were refused because the cluster was overloaded."""
+    late: int
+    """Number of requests whose deadline passed, or could not be met."""
+    failed: int
+    """Number of requests that ended with another error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The figures at the top of the page, of which it shows the history."""
+
+    requests_per_s: float
+    output_tokens_per_s: float
+    prompt_tokens_per_s: float
+    ttft_p95_s: float | None
+    tpot_p95_s: float | None
+    good_share: float | None
+    waiting: int
+    """Requests that wait in the router or at workers."""
+    cost_per_hour: float | None
+    """Dollars; None if tokens have no price."""
+
+
+@dataclass(frozen=True, slots=True)
 class TenantQueue:
     """Requests of a tenant in the admission queue."""
 
@@ -211,7 +270,10 @@ class Snapshot:
     traffic: TrafficView
     cost: CostView | None
     """Cost of requests; None if tokens have no price."""
+    figures: Figures
     queues: tuple[TenantQueue, ...]
+    tenants: tuple[TenantView, ...]
+    """Configured tenants, and ``other`` for the rest."""
     pools: tuple[PoolView, ...]
     workers: tuple[WorkerView, ...]
     transfers: tuple[TransferView, ...]
@@ -225,7 +287,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class _Growth:
-    """Growth of the router's and the workers' counters over several times."""
+    """Growth of counters over several times."""
 
     rate_s: float
     window_s: float
@@ -233,45 +295,62 @@ class _Growth:
     """Growth of each counter over ``rate_s`` seconds."""
     grown: Mapping[Key, float]
     """Growth of each counter over ``window_s`` seconds."""
-    just_now: Mapping[Key, float]
-    """Growth of each counter since the previous sample."""
-    counts: Mapping[Key, float]
-    """Current values of the router's counters."""
+
+    @classmethod
+    def of(cls, window: CounterWindow) -> _Growth:
+        rate_s, lately = window.growth(RATE_S)
+        window_s, grown = window.growth(WINDOW_S)
+        return cls(rate_s, window_s, lately, grown)
 
     def per_s(self, *begin: str) -> float:
         """Return the rate of all counters whose keys begin with ``begin``."""
         return _sum(self.lately, *begin) / self.rate_s if self.rate_s > 0 else 0.0
 
 
-def snapshot_of(look: Observation, window: CounterWindow, config: Config) -> Snapshot:
-    """Make a snapshot from ``look``. The last sample of ``window`` must have the counters of
-    ``look`` and of its pages."""
-    rate_s, lately = window.growth(RATE_S)
-    window_s, grown = window.growth(WINDOW_S)
-    _, just_now = window.growth(0.0)
-    growth = _Growth(rate_s, window_s, lately, grown, just_now, look.counts)
+def snapshot_of(
+    look: Observation, window: CounterWindow, page_window: CounterWindow, config: Config
+) -> Snapshot:
+    """Make a snapshot from ``look``.
+
+    The last sample of ``window`` must have the counters of ``look``, and that of ``page_window``
+    those of its pages. ``page_window`` is empty if no pages were read.
+    """
+    growth, page_growth = _Growth.of(window), _Growth.of(page_window)
     nothing = WorkerPage()
     views = (_worker(one, look.pages.get(one.record.slot, nothing)) for one in look.workers)
     workers = tuple(sorted(views, key=_place))
     slos = {one.name: config.slo_ttft_of(one.name) for one in config.classes}
+    traffic, cost = _traffic(look, growth), _cost(growth, config)
+    every, *classes = (
+        _class_view(ALL, "", config.slo_ttft_s, look, growth, config),
+        *(_class_view(one, one, slo, look, growth, config) for one, slo in slos.items()),
+    )
     return Snapshot(
         at=look.at,
         model=look.model,
         health=look.health,
         reason=look.reason,
-        rate_s=rate_s,
-        window_s=window_s,
-        traffic=_traffic(look, growth),
-        cost=_cost(growth, config),
+        rate_s=growth.rate_s,
+        window_s=growth.window_s,
+        traffic=traffic,
+        cost=cost,
+        figures=Figures(
+            requests_per_s=traffic.requests_per_s,
+            output_tokens_per_s=traffic.output_tokens_per_s,
+            prompt_tokens_per_s=traffic.prompt_tokens_per_s,
+            ttft_p95_s=None if every.ttft.lately is None else every.ttft.lately.p95,
+            tpot_p95_s=None if every.tpot.lately is None else every.tpot.lately.p95,
+            good_share=traffic.good_share,
+            waiting=traffic.waiting + sum(one.waiting for one in workers),
+            cost_per_hour=None if cost is None else cost.per_hour,
+        ),
+        tenants=_tenants(growth, config),
         queues=_queues(look),
         pools=_pools(workers, config),
         workers=workers,
-        transfers=_transfers(look, workers, growth),
-        handoffs=_handoffs(growth),
-        classes=(
-            _class_view(ALL, "", config.slo_ttft_s, config.slo_tpot_s, growth),
-            *(_class_view(one, one, slo, config.slo_tpot_s, growth) for one, slo in slos.items()),
-        ),
+        transfers=_transfers(look, workers, page_window, page_growth),
+        handoffs=_handoffs(page_growth),
+        classes=(every, *classes),
         pages_missing=len(look.workers) - len(look.pages),
         what_if=look.what_if,
         chat=look.chat,
@@ -384,12 +463,41 @@ def _queues(look: Observation) -> tuple[TenantQueue, ...]:
     return tuple(TenantQueue(name, round(value)) for name, value in sorted(told.items()) if value)
 
 
+def _tenants(growth: _Growth, config: Config) -> tuple[TenantView, ...]:
+    """Return the figures of every configured tenant, and of all others together if there are
+    any."""
+    ended: dict[str, Counter[str]] = {name: Counter() for name in config.tenant_weights}
+    for key, value in growth.grown.items():
+        if key[0] in ("tenant_requests", "tenant_refused"):
+            ended.setdefault(key[1], Counter())[key[-1]] += round(value)
+
+    def view(tenant: str, codes: Mapping[str, int]) -> TenantView:
+        def count(codes_of: Collection[str]) -> int:
+            return sum(value for code, value in codes.items() if code in codes_of)
+
+        others = sum(value for code, value in codes.items() if code and code not in _REFUSALS)
+        return TenantView(
+            tenant=tenant,
+            requests_per_s=growth.per_s("tenant_requests", tenant)
+            + growth.per_s("tenant_refused", tenant),
+            prompt_tokens_per_s=growth.per_s("tenant_prompt_tokens", tenant),
+            output_tokens_per_s=growth.per_s("tenant_generated_tokens", tenant),
+            limited=count(_LIMITED),
+            overloaded=count(_OVERLOADED),
+            late=count(_LATE),
+            failed=others,
+        )
+
+    return tuple(view(tenant, codes) for tenant, codes in ended.items())
+
+
 def _transfers(
-    look: Observation, workers: Sequence[WorkerView], growth: _Growth
+    look: Observation, workers: Sequence[WorkerView], window: CounterWindow, growth: _Growth
 ) -> tuple[TransferView, ...]:
     """Return the transfers of each pair of workers that is connected, or between which bytes have
     arrived."""
     known = {worker.slot for worker in workers}
+    _, just_now = window.growth(0.0)
     transports = {
         (writer, receiver): transport
         for writer, page in look.pages.items()
@@ -403,7 +511,7 @@ def _transfers(
             pair = key[2], key[1]
             transports.setdefault(pair, key[3])
             moved[pair] += value / growth.rate_s
-            fresh[pair] += growth.just_now.get(key, 0.0)
+            fresh[pair] += just_now.get(key, 0.0)
     return tuple(
         TransferView(*pair, transport, moved[pair], fresh[pair] > 0)
         for pair, transport in sorted(transports.items())
@@ -430,7 +538,12 @@ def _handoffs(growth: _Growth) -> HandoffView:
 
 
 def _class_view(
-    name: str, context_class: str, slo_ttft_s: float, slo_tpot_s: float, growth: _Growth
+    name: str,
+    context_class: str,
+    slo_ttft_s: float,
+    look: Observation,
+    growth: _Growth,
+    config: Config,
 ) -> ClassView:
     """Return the view of a class; of all classes if ``context_class`` is empty."""
     of = (context_class,) if context_class else ()
@@ -439,10 +552,10 @@ def _class_view(
         requests_per_s=growth.per_s("requests", *of),
         good_share=_good_share(growth, context_class),
         slo_ttft_s=slo_ttft_s,
-        slo_tpot_s=slo_tpot_s,
+        slo_tpot_s=config.slo_tpot_s,
         **{
             latency: LatencyView(
-                _percentiles(growth.grown, latency, *of), _percentiles(growth.counts, latency, *of)
+                _percentiles(growth.grown, latency, *of), _percentiles(look.counts, latency, *of)
             )
             for latency in ("ttft", "tpot", "itl", "e2el")
         },

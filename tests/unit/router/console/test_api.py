@@ -201,10 +201,31 @@ async def test_a_stream_ends_when_its_key_is_revoked() -> None:
 async def test_snapshots_end_with_the_last_viewer() -> None:
     async with console() as served, asyncio.timeout(DEADLINE_S):
         async with served.http.stream("GET", "/console/events") as stream:
-            await anext(lines_of(stream))
+            told = lines_of(stream)
+            await anext(told)
             assert served.console.broadcaster.viewers == 1
         while served.console.broadcaster.viewers:
             await asyncio.sleep(0.01)
+
+
+async def test_a_stream_begins_with_what_happened_before() -> None:
+    async with console() as served, asyncio.timeout(DEADLINE_S):
+        # A first viewer comes and goes.
+        assert (await served.http.get("/console/snapshot")).status_code == 200
+        async with served.http.stream("GET", "/console/events?history=true") as stream:
+            told = lines_of(stream)
+            history = (await anext(told))["history"]
+            assert [point["waiting"] for point in history["points"]] == [0]
+            (column,) = history["columns"][-1:]
+            assert column["workers"].keys() == {"prefill-0", "decode-0"}
+            snapshot = await anext(told)
+            assert snapshot["figures"]["waiting"] == 0
+            begun = (await anext(told))["log"]
+            assert begun[0]["text"] == "the log begins: 2 workers, healthy"
+            served.front.metrics.key_file_failures.inc()
+            while not (log := (await anext(told)).get("log")):
+                pass
+            assert [one["kind"] for one in log] == ["keys"], "only what is new"
 
 
 async def test_a_router_that_stops_ends_streams() -> None:
@@ -231,7 +252,7 @@ async def test_a_viewer_that_does_not_read_is_dropped(monkeypatch: pytest.Monkey
         await asyncio.Event().wait()
 
     async with console() as served, asyncio.timeout(DEADLINE_S):
-        await EventStream(partial(served.console._stream, {}))({}, receive, send)
+        await EventStream(partial(served.console._stream, {}, False))({}, receive, send)
         assert sent == 3
         assert served.console.broadcaster.viewers == 0
 

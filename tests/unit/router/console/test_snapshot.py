@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from baton.config.access import TenantConfig
 from baton.config.cluster import Config
 from baton.config.money import PricesConfig
 from router.console.rates import CounterWindow, Key
@@ -15,6 +16,7 @@ from router.console.snapshot import (
     Observation,
     ObservedWorker,
     Snapshot,
+    TenantView,
     page_counts,
     snapshot_of,
 )
@@ -29,10 +31,11 @@ def shown(
     first: Observation, second: Observation, *, seconds: float = 10.0, config: Config = CONFIG
 ) -> Snapshot:
     """The second look's snapshot, ``seconds`` after the first one."""
-    window = CounterWindow(60)
-    window.add(0.0, {**first.counts, **page_counts(first.pages)})
-    window.add(seconds, {**second.counts, **page_counts(second.pages)})
-    return snapshot_of(second, window, config)
+    window, pages = CounterWindow(60), CounterWindow(60)
+    for at, one in ((0.0, first), (seconds, second)):
+        window.add(at, one.counts)
+        pages.add(at, page_counts(one.pages))
+    return snapshot_of(second, window, pages, config)
 
 
 def test_the_first_snapshot_has_workers_and_no_rates() -> None:
@@ -43,7 +46,7 @@ def test_the_first_snapshot_has_workers_and_no_rates() -> None:
         gauges={("active",): 4.0, ("waiting", "a"): 2.0, ("waiting", "b"): 0.0},
     )
     window.add(0.0, one.counts)
-    found = snapshot_of(one, window, CONFIG)
+    found = snapshot_of(one, window, CounterWindow(60), CONFIG)
     assert (found.rate_s, found.window_s) == (0.0, 0.0)
     assert [worker.slot for worker in found.workers] == ["prefill-0", "decode-0"]
     decode = found.workers[1]
@@ -184,3 +187,50 @@ def test_a_worker_of_an_unknown_pool_is_shown() -> None:
     other = ObservedWorker(replace(record(), pool="extra"), seen().load, True)
     found = shown(look(), look(other))
     assert [pool.name for pool in found.pools] == ["prefill", "decode", "extra"]
+
+
+def test_figures_are_those_of_the_page() -> None:
+    first = look(counts={("requests", SHORT, "ok", ""): 0.0, ("ttft", SHORT, "+Inf"): 0.0})
+    second = look(
+        seen("prefill-0", waiting=2),
+        seen(waiting=1),
+        counts={
+            ("requests", SHORT, "ok", ""): 20.0,
+            ("ttft", SHORT, "1.0"): 20.0,
+            ("ttft", SHORT, "+Inf"): 20.0,
+        },
+        gauges={("waiting", "a"): 4.0},
+    )
+    found = shown(first, second)
+    figures = found.figures
+    assert (figures.requests_per_s, figures.waiting) == (2.0, 7)
+    assert found.classes[0].ttft.lately is not None
+    assert figures.ttft_p95_s == found.classes[0].ttft.lately.p95
+    assert (figures.tpot_p95_s, figures.cost_per_hour) == (None, None)
+
+
+def test_tenants() -> None:
+    """Configured ones, and the rest together."""
+
+    def counts(times: float) -> Observation:
+        told: dict[Key, float] = {
+            ("tenant_requests", "gold", "ok", ""): 10 * times,
+            ("tenant_requests", "gold", "shed", "overloaded"): 2 * times,
+            ("tenant_requests", "gold", "shed", "deadline_unreachable"): 3 * times,
+            ("tenant_requests", "gold", "error", "deadline_exceeded"): 4 * times,
+            ("tenant_requests", "gold", "error", "worker_failed"): 5 * times,
+            ("tenant_requests", "gold", "aborted", ""): 6 * times,
+            ("tenant_refused", "gold", "rate_limit_exceeded"): 7 * times,
+            ("tenant_refused", "gold", "insufficient_quota"): 8 * times,
+            ("tenant_prompt_tokens", "gold"): 100 * times,
+            ("tenant_generated_tokens", "gold"): 200 * times,
+            ("tenant_requests", "other", "ok", ""): 1 * times,
+        }
+        return look(counts=told)
+
+    config = Config(tenants=(TenantConfig(name="gold"), TenantConfig(name="silver")))
+    found = {one.tenant: one for one in shown(counts(0), counts(1), config=config).tenants}
+    assert list(found) == ["default", "gold", "silver", "other"]
+    assert found["gold"] == TenantView("gold", 4.5, 10.0, 20.0, 15, 2, 7, 5)
+    assert found["silver"] == TenantView("silver", 0.0, 0.0, 0.0, 0, 0, 0, 0)
+    assert found["other"].requests_per_s == 0.1
