@@ -163,8 +163,8 @@ class ConsoleApi:
     async def events(self, request: Request, history: bool = False) -> Response:
         """Stream a snapshot per second, as events. Requires a key with scope metrics.
 
-        With ``history`` the first event is ``{"history": …}`` with the last ten minutes and the
-        latest log of the cluster, and ``{"log": …}`` events with what is new in the log follow.
+        With ``history`` the first event is ``{"history": …}``: the figures of the last ten minutes.
+        Events ``{"log": […]}`` bring what has happened in the cluster, at first all that is kept.
         """
         return EventStream(partial(self._stream, request.headers, history))
 

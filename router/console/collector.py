@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from baton.config.cluster import Config
@@ -17,7 +16,6 @@ from baton.rpc import convert
 from baton.store.supervision import SupervisionReport
 from baton.telemetry.metrics import RouterMetrics
 from router.access.access import Access
-from router.billing.ledger import OTHER_TENANTS
 from router.console.events import CertificateWatch, ClusterWatch, EventLog
 from router.console.history import History
 from router.console.rates import CounterWindow, Key
@@ -29,6 +27,7 @@ from router.console.snapshot import (
     page_counts,
     snapshot_of,
 )
+from router.console.tenants import tenant_counts
 from router.console.worker_page import WorkerPage, WorkerPages
 from router.core.accounting import RequestStats
 from router.dispatch.dispatcher import ClusterDispatcher
@@ -117,7 +116,7 @@ class SnapshotCollector:
         pages = await self._read_pages(seen) if watched else await self._close_pages()
         # This may read the files of other processes.
         counts, gauges = await asyncio.to_thread(read_router, self._stats.metrics)
-        counts |= self._tenant_counts()
+        counts |= tenant_counts(self._stats.tenants, self._refused, self._config.tenant_weights)
         self._window.add(time.monotonic(), counts)
         status, reason = self._cluster.health()
         look = Observation(
@@ -158,25 +157,6 @@ class SnapshotCollector:
     async def close(self) -> None:
         """Close all connections."""
         await self._close_pages()
-
-    def _tenant_counts(self) -> dict[Key, float]:
-        """Return the counts by tenant of this router process. Tenants that are not configured are
-        summed."""
-        tenants, stats = self._config.tenant_weights, self._stats.tenants
-        counts: Counter[Key] = Counter()
-
-        def add(name: str, tenant: str, *labels: str, value: int) -> None:
-            counts[name, tenant if tenant in tenants else OTHER_TENANTS, *labels] += value
-
-        for (tenant, outcome, code), value in stats.requests.items():
-            add("tenant_requests", tenant, outcome, code, value=value)
-        for (tenant, code), value in self._refused.items():
-            add("tenant_refused", tenant, code, value=value)
-        for tenant, value in stats.prompt_tokens.items():
-            add("tenant_prompt_tokens", tenant, value=value)
-        for tenant, value in stats.generated_tokens.items():
-            add("tenant_generated_tokens", tenant, value=value)
-        return {key: float(value) for key, value in counts.items()}
 
 
 def read_router(metrics: RouterMetrics) -> tuple[dict[Key, float], dict[Key, float]]:

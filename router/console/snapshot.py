@@ -5,22 +5,15 @@ Units are seconds, bytes and tokens. Unknown values are None.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.config.cluster import Config
-from baton.errors import (
-    BatonError,
-    DeadlineExceeded,
-    DeadlineUnreachable,
-    Overloaded,
-    RateLimitExceeded,
-    classes_by_code,
-)
 from baton.request import LoadSnapshot
 from baton.store.registry import WorkerRecord
-from router.console.rates import CounterWindow, Key, Percentiles, percentiles
+from router.console.rates import CounterWindow, Growth, Key, Percentiles, percentiles, total
+from router.console.tenants import TenantView, tenant_views
 from router.console.worker_page import WorkerPage
 
 RATE_S = 10.0
@@ -31,22 +24,6 @@ LATENCIES = ("ttft", "tpot", "itl", "e2el")
 ALL = "all classes"
 _FAILED = frozenset({"error", "checksum", "expired"})
 """Outcomes with which metrics count a handoff as failed."""
-
-
-def _codes(*errors: type[BatonError], without: Collection[str] = ()) -> frozenset[str]:
-    """Return the codes of errors and of their subclasses."""
-    return frozenset(
-        code
-        for code, error in classes_by_code().items()
-        if code and issubclass(error, errors) and code not in without
-    )
-
-
-_LATE = _codes(DeadlineExceeded, DeadlineUnreachable)
-_LIMITED = _codes(RateLimitExceeded)
-_OVERLOADED = _codes(Overloaded, without=_LATE | _LIMITED)
-_REFUSALS = _LATE | _LIMITED | _OVERLOADED
-"""Codes of errors that the console counts by tenant under a name of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,27 +190,8 @@ class CostView:
 
 
 @dataclass(frozen=True, slots=True)
-class TenantView:
-    """Requests of a tenant at this router process, over the same times as other figures."""
-
-    tenant: str
-    requests_per_s: float
-    prompt_tokens_per_s: float
-    output_tokens_per_s: float
-    limited: int
-    """Number of requests that a rate limit or a budget refused, in the last ``WINDOW_S``
-    seconds."""
-    overloaded: int
-    """Number of requests that were refused because the cluster was overloaded."""
-    late: int
-    """Number of requests whose deadline passed, or could not be met."""
-    failed: int
-    """Number of requests that ended with another error."""
-
-
-@dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures at the top of the page, of which it shows the history."""
+    """The figures at the top of the page. It shows their history, too."""
 
     requests_per_s: float
     output_tokens_per_s: float
@@ -285,28 +243,6 @@ class Snapshot:
     chat: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Growth:
-    """Growth of counters over several times."""
-
-    rate_s: float
-    window_s: float
-    lately: Mapping[Key, float]
-    """Growth of each counter over ``rate_s`` seconds."""
-    grown: Mapping[Key, float]
-    """Growth of each counter over ``window_s`` seconds."""
-
-    @classmethod
-    def of(cls, window: CounterWindow) -> _Growth:
-        rate_s, lately = window.growth(RATE_S)
-        window_s, grown = window.growth(WINDOW_S)
-        return cls(rate_s, window_s, lately, grown)
-
-    def per_s(self, *begin: str) -> float:
-        """Return the rate of all counters whose keys begin with ``begin``."""
-        return _sum(self.lately, *begin) / self.rate_s if self.rate_s > 0 else 0.0
-
-
 def snapshot_of(
     look: Observation, window: CounterWindow, page_window: CounterWindow, config: Config
 ) -> Snapshot:
@@ -315,7 +251,7 @@ def snapshot_of(
     The last sample of ``window`` must have the counters of ``look``, and that of ``page_window``
     those of its pages. ``page_window`` is empty if no pages were read.
     """
-    growth, page_growth = _Growth.of(window), _Growth.of(page_window)
+    growth, page_growth = (Growth.of(one, RATE_S, WINDOW_S) for one in (window, page_window))
     nothing = WorkerPage()
     views = (_worker(one, look.pages.get(one.record.slot, nothing)) for one in look.workers)
     workers = tuple(sorted(views, key=_place))
@@ -344,7 +280,7 @@ def snapshot_of(
             waiting=traffic.waiting + sum(one.waiting for one in workers),
             cost_per_hour=None if cost is None else cost.per_hour,
         ),
-        tenants=_tenants(growth, config),
+        tenants=tenant_views(growth, config.tenant_weights),
         queues=_queues(look),
         pools=_pools(workers, config),
         workers=workers,
@@ -424,9 +360,9 @@ def _pools(workers: Sequence[WorkerView], config: Config) -> tuple[PoolView, ...
     )
 
 
-def _traffic(look: Observation, growth: _Growth) -> TrafficView:
-    prompts = _sum(growth.grown, "prompt_tokens")
-    cached = _sum(growth.grown, "cached_prompt_tokens")
+def _traffic(look: Observation, growth: Growth) -> TrafficView:
+    prompts = total(growth.grown, "prompt_tokens")
+    cached = total(growth.grown, "cached_prompt_tokens")
     return TrafficView(
         requests_per_s=growth.per_s("requests"),
         prompt_tokens_per_s=growth.per_s("prompt_tokens"),
@@ -436,20 +372,22 @@ def _traffic(look: Observation, growth: _Growth) -> TrafficView:
         good_per_s=growth.per_s("goodput_requests"),
         shed=round(_ended(growth, "shed")),
         failed=round(_ended(growth, "error")),
-        active=round(_sum(look.gauges, "active")),
-        waiting=round(_sum(look.gauges, "waiting")),
+        active=round(total(look.gauges, "active")),
+        waiting=round(total(look.gauges, "waiting")),
     )
 
 
-def _cost(growth: _Growth, config: Config) -> CostView | None:
+def _cost(growth: Growth, config: Config) -> CostView | None:
     if not any(one.input or one.output for one in (config.prices, *config.class_prices)):
         return None
     grown = growth.grown
     served = _ended(growth, "ok") + _ended(growth, "aborted")
-    prompts, output = _sum(grown, "prompt_tokens"), _sum(grown, "generated_tokens")
-    spent = _sum(grown, "cost_dollars")
-    of_prompts = _sum(grown, "cost_dollars", "input") + _sum(grown, "cost_dollars", "cached_input")
-    of_output = _sum(grown, "cost_dollars", "output")
+    prompts, output = total(grown, "prompt_tokens"), total(grown, "generated_tokens")
+    spent = total(grown, "cost_dollars")
+    of_prompts = total(grown, "cost_dollars", "input") + total(
+        grown, "cost_dollars", "cached_input"
+    )
+    of_output = total(grown, "cost_dollars", "output")
     return CostView(
         per_hour=3600 * growth.per_s("cost_dollars"),
         per_request=spent / served if served else None,
@@ -463,36 +401,8 @@ def _queues(look: Observation) -> tuple[TenantQueue, ...]:
     return tuple(TenantQueue(name, round(value)) for name, value in sorted(told.items()) if value)
 
 
-def _tenants(growth: _Growth, config: Config) -> tuple[TenantView, ...]:
-    """Return the figures of every configured tenant, and of all others together if there are
-    any."""
-    ended: dict[str, Counter[str]] = {name: Counter() for name in config.tenant_weights}
-    for key, value in growth.grown.items():
-        if key[0] in ("tenant_requests", "tenant_refused"):
-            ended.setdefault(key[1], Counter())[key[-1]] += round(value)
-
-    def view(tenant: str, codes: Mapping[str, int]) -> TenantView:
-        def count(codes_of: Collection[str]) -> int:
-            return sum(value for code, value in codes.items() if code in codes_of)
-
-        others = sum(value for code, value in codes.items() if code and code not in _REFUSALS)
-        return TenantView(
-            tenant=tenant,
-            requests_per_s=growth.per_s("tenant_requests", tenant)
-            + growth.per_s("tenant_refused", tenant),
-            prompt_tokens_per_s=growth.per_s("tenant_prompt_tokens", tenant),
-            output_tokens_per_s=growth.per_s("tenant_generated_tokens", tenant),
-            limited=count(_LIMITED),
-            overloaded=count(_OVERLOADED),
-            late=count(_LATE),
-            failed=others,
-        )
-
-    return tuple(view(tenant, codes) for tenant, codes in ended.items())
-
-
 def _transfers(
-    look: Observation, workers: Sequence[WorkerView], window: CounterWindow, growth: _Growth
+    look: Observation, workers: Sequence[WorkerView], window: CounterWindow, growth: Growth
 ) -> tuple[TransferView, ...]:
     """Return the transfers of each pair of workers that is connected, or between which bytes have
     arrived."""
@@ -518,7 +428,7 @@ def _transfers(
     )
 
 
-def _handoffs(growth: _Growth) -> HandoffView:
+def _handoffs(growth: Growth) -> HandoffView:
     buckets: dict[float, float] = defaultdict(float)
     failed, done = 0.0, 0.0
     for key, value in growth.grown.items():
@@ -542,7 +452,7 @@ def _class_view(
     context_class: str,
     slo_ttft_s: float,
     look: Observation,
-    growth: _Growth,
+    growth: Growth,
     config: Config,
 ) -> ClassView:
     """Return the view of a class; of all classes if ``context_class`` is empty."""
@@ -572,22 +482,17 @@ def _percentiles(counts: Mapping[Key, float], *begin: str) -> Percentiles | None
     return percentiles(buckets)
 
 
-def _good_share(growth: _Growth, context_class: str = "") -> float | None:
+def _good_share(growth: Growth, context_class: str = "") -> float | None:
     """Return the share of requests that met every SLO. ``context_class`` "" means all classes."""
     due = sum(_ended(growth, outcome, context_class) for outcome in ("ok", "shed", "error"))
-    good = _sum(growth.grown, "goodput_requests", *([context_class] if context_class else []))
+    good = total(growth.grown, "goodput_requests", *([context_class] if context_class else []))
     return min(1.0, good / due) if due else None
 
 
-def _ended(growth: _Growth, outcome: str, context_class: str = "") -> float:
+def _ended(growth: Growth, outcome: str, context_class: str = "") -> float:
     """Return the number of the window's requests that ended with ``outcome``."""
     return sum(
         value
         for key, value in growth.grown.items()
         if key[0] == "requests" and key[2] == outcome and context_class in ("", key[1])
     )
-
-
-def _sum(counts: Mapping[Key, float], *begin: str) -> float:
-    """Return the sum over all keys that begin with ``begin``."""
-    return sum(value for key, value in counts.items() if key[: len(begin)] == begin)

@@ -29,7 +29,7 @@ export class Ratios {
 
   async #run() {
     this.abort = new AbortController();
-    say(this.button, "Stop");
+    say(this.button, "Stop simulating");
     say(this.status, "Simulating …");
     this.progress.value = 0;
     this.progress.hidden = false;

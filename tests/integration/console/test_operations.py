@@ -231,7 +231,7 @@ def ratio_events(*, agrees: bool) -> bytes:
     events[1:] = [{"checks": events[1:]}]
     for prefill in (2, 1, 3):
         for decode in (2, 1, 3):
-            cell = {"prefill": prefill, "decode": decode, "good_share": prefill / 3}
+            cell: dict[str, Any] = {"prefill": prefill, "decode": decode, "good_share": prefill / 3}
             cell |= dict.fromkeys(("ttft_s", "tpot_s", "e2el_s"), latency)
             events.append({"cell": cell | {"shed_share": 0, "prefill_busy": 1, "decode_busy": 1}})
     best = {"shape": {"prefill": 3, "decode": 1}, "good_share": 1.0}

@@ -154,7 +154,7 @@ def test_the_supervisor_tells_why_a_worker_died() -> None:
     ]
 
 
-def test_the_autoscalers_decisions_are_told_once() -> None:
+def test_each_decision_of_the_autoscaler_is_one_event() -> None:
     cluster = Watched()
     assert cluster.look(report=report(0, "", "first", "second")) == ["first", "second"]
     assert cluster.look(report=report(0, "", "first", "second", "third")) == ["third"]

@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from baton.config.access import TenantConfig
 from baton.config.cluster import Config
 from baton.config.money import PricesConfig
 from router.console.rates import CounterWindow, Key
@@ -16,7 +15,6 @@ from router.console.snapshot import (
     Observation,
     ObservedWorker,
     Snapshot,
-    TenantView,
     page_counts,
     snapshot_of,
 )
@@ -207,30 +205,3 @@ def test_figures_are_those_of_the_page() -> None:
     assert found.classes[0].ttft.lately is not None
     assert figures.ttft_p95_s == found.classes[0].ttft.lately.p95
     assert (figures.tpot_p95_s, figures.cost_per_hour) == (None, None)
-
-
-def test_tenants() -> None:
-    """Configured ones, and the rest together."""
-
-    def counts(times: float) -> Observation:
-        told: dict[Key, float] = {
-            ("tenant_requests", "gold", "ok", ""): 10 * times,
-            ("tenant_requests", "gold", "shed", "overloaded"): 2 * times,
-            ("tenant_requests", "gold", "shed", "deadline_unreachable"): 3 * times,
-            ("tenant_requests", "gold", "error", "deadline_exceeded"): 4 * times,
-            ("tenant_requests", "gold", "error", "worker_failed"): 5 * times,
-            ("tenant_requests", "gold", "aborted", ""): 6 * times,
-            ("tenant_refused", "gold", "rate_limit_exceeded"): 7 * times,
-            ("tenant_refused", "gold", "insufficient_quota"): 8 * times,
-            ("tenant_prompt_tokens", "gold"): 100 * times,
-            ("tenant_generated_tokens", "gold"): 200 * times,
-            ("tenant_requests", "other", "ok", ""): 1 * times,
-        }
-        return look(counts=told)
-
-    config = Config(tenants=(TenantConfig(name="gold"), TenantConfig(name="silver")))
-    found = {one.tenant: one for one in shown(counts(0), counts(1), config=config).tenants}
-    assert list(found) == ["default", "gold", "silver", "other"]
-    assert found["gold"] == TenantView("gold", 4.5, 10.0, 20.0, 15, 2, 7, 5)
-    assert found["silver"] == TenantView("silver", 0.0, 0.0, 0.0, 0, 0, 0, 0)
-    assert found["other"].requests_per_s == 0.1
