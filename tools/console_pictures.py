@@ -2,7 +2,8 @@
 
 The cluster runs already, without API keys: docs/how-to/operate/console.md has its commands.
 The tool sends three kinds of traffic at once and drains a worker. It takes two pictures while that
-worker still answers requests, and the third of a what-if question once another one has started.
+worker still answers requests. Once another one has started it takes two more: of a what-if question
+and of a grid of ratios.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def loads(prompts: Path, scale: float) -> dict[str, list[str]]:
 
 
 async def take(arguments: argparse.Namespace) -> None:
-    """Send the traffic, drain a worker, and take the three pictures."""
+    """Send the traffic, drain a worker, and take the four pictures."""
     url = f"http://{arguments.http}"
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -117,6 +118,9 @@ async def take(arguments: argparse.Namespace) -> None:
         prefill, decode = arguments.what_if.split("+")
         await _ask(light, prefill, decode)
         await _picture(light, "#what-if", "#what-if", IMAGES / "console-light-what-if.png")
+        await light.get_by_role("button", name="Simulate the grid").click()
+        await light.locator("#ratios-advice p").first.wait_for()
+        await _picture(light, "#ratios", "#ratios", IMAGES / "console-light-ratios.png")
 
 
 def _end(process: asyncio.subprocess.Process) -> None:

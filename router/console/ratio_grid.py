@@ -206,6 +206,9 @@ def commands(
         "decode": wanted.decode - present.decode,
     }
     roles = {one.slot: one.role for one in workers}
+    pools: dict[str, list[str]] = {pool.name: [] for pool in config.pools}
+    for one in sorted(workers, key=lambda one: _number(one.slot)):
+        pools.setdefault(one.pool or one.role, []).append(one.slot)
     found: list[str] = []
     giver: Role
     taker: Role
@@ -219,17 +222,19 @@ def commands(
             roles[worker.slot] = taker
             change[giver] += 1
             change[taker] -= 1
-    found += _scaling(change, roles, config)
-    return tuple(found)
+    return (*found, *_scaling(change, roles, pools, config))
 
 
-def _scaling(change: Mapping[Role, int], roles: dict[str, str], config: Config) -> list[str]:
+def _scaling(
+    change: Mapping[Role, int],
+    roles: Mapping[str, str],
+    pools: Mapping[str, Sequence[str]],
+    config: Config,
+) -> list[str]:
     """Return the commands that change the sizes of pools. ``change`` has how many workers each role
-    gains, and ``roles`` the role of each slot."""
-    slots: dict[str, list[str]] = {pool.name: [] for pool in config.pools}
-    for slot in sorted(roles, key=_number):
-        slots.setdefault(slot.rpartition("-")[0], []).append(slot)
-    sizes = {name: len(own) for name, own in slots.items()}
+    gains, ``roles`` the role of each slot, and ``pools`` the slots of each pool, by number."""
+    left = {name: list(slots) for name, slots in pools.items()}
+    sizes = {name: len(slots) for name, slots in pools.items()}
     impossible: list[str] = []
     for role, count in change.items():
         own = [pool.name for pool in config.pools if pool.role == role]
@@ -239,16 +244,20 @@ def _scaling(change: Mapping[Role, int], roles: dict[str, str], config: Config) 
             impossible.append(f"# {count} more: the configuration has no pool of {role} workers")
         for _ in range(-count):
             # A pool loses the worker with its highest number, whatever its role.
-            name = next(
-                (one for one, left in slots.items() if left and roles[left[-1]] == role), ""
-            )
+            last = (name for name, slots in left.items() if slots and roles[slots[-1]] == role)
+            name = next(last, "")
             if not name:
                 impossible.append(f"# one {role} worker less: drain it by hand")
                 continue
-            slots[name].pop()
+            left[name].pop()
             sizes[name] -= 1
-    old = {name: sum(slot.rpartition("-")[0] == name for slot in roles) for name in sizes}
-    scaled = [f"baton scale {name} {size}" for name, size in sizes.items() if size != old[name]]
+    # Workers that something else places are scaled there.
+    command = config.scale_command or "baton scale {pool} {count}"
+    scaled = [
+        command.replace("{pool}", name).replace("{count}", str(size))
+        for name, size in sizes.items()
+        if size != len(pools[name])
+    ]
     return scaled + impossible
 
 

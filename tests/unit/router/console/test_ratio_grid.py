@@ -152,6 +152,16 @@ def test_commands() -> None:
     assert to(1, 4) == ("baton role prefill-0 decode", "baton scale decode 3")
 
 
+def test_pools_that_something_else_places_are_scaled_by_its_command() -> None:
+    config = Config(scale_command="kubectl scale deployment/{pool} --replicas={count}")
+    pods = [replace(one, slot=f"pod-{one.slot}-x7f") for one in WORKERS]
+    here, wanted = Shape(prefill=2, decode=2), Shape(prefill=1, decode=4)
+    assert commands(here, wanted, pods, config) == (
+        "baton role pod-prefill-0-x7f decode",
+        "kubectl scale deployment/decode --replicas=3",
+    )
+
+
 def test_a_worker_of_the_other_pool_returns_first_then_the_idle_one() -> None:
     here = Shape(prefill=3, decode=1)
     guest = replace(record("decode-1"), role="prefill")
@@ -177,7 +187,7 @@ def test_what_no_command_can_do_is_said() -> None:
         Config(pools=pools),
     ) == ("# 1 more: the configuration has no pool of prefill workers",)
     turned = replace(record("decode-0"), role="prefill")
-    stuck = [record("decode"), turned, record("decode-1")]
+    stuck = [turned, record("decode-1"), record("decode-2")]
     assert commands(Shape(prefill=1, decode=2), Shape(prefill=0, decode=2), stuck, CONFIG) == (
         "# one prefill worker less: drain it by hand",
     )
