@@ -27,7 +27,8 @@ from playwright.async_api import Page, async_playwright
 from tests.support.programs import Browser, chromium
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
-WIDTH = 1440
+WIDTH, HEIGHT = 1440, 3600
+"""Size of the window for the pictures, in pixels. It must hold the whole page."""
 _MARGIN = 14
 _AGENTS, _TURNS, _SHARED_WORDS = 5, 400, 200
 _BATON = (sys.executable, "-m", "baton")
@@ -100,7 +101,7 @@ async def take(arguments: argparse.Namespace) -> None:
         await asyncio.sleep(arguments.minutes * 60)
 
         for page in (light, dark):
-            await page.set_viewport_size({"width": WIDTH, "height": 2400})
+            await page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
         row = light.locator("#worker-rows tr", has_text=arguments.drain)
         # The worker must have several requests, so that it drains for long enough.
         await row.get_by_text(re.compile(r"^([4-9]|\d\d) / ")).wait_for()
