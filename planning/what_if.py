@@ -2,8 +2,8 @@
 
     python -m planning.what_if < question.json
 
-The process reads a question, writes the answer and exits. It runs at a lower priority than serving
-processes, and exits after the router's deadline.
+The process reads a question, writes a line for each simulated cluster and exits. It runs at a lower
+priority than serving processes, and exits after the router's deadline.
 
 A request's cached tokens are the leading blocks of one prompt that all requests share, so that the
 simulated caches hold about as much of the prompts as the live ones do.
@@ -15,7 +15,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from baton.config.cluster import Config
@@ -26,26 +26,15 @@ from planning.simulator.costs.worker_profile import profile_of
 from planning.simulator.results import SimulationResult
 from planning.simulator.simulation import simulate
 from planning.simulator.summary import summary
-from router.console.what_if import (
-    DEADLINE_S,
-    PastRequest,
-    Percentile,
-    Shape,
-    ShapeAnswer,
-    WhatIfAnswer,
-    WhatIfQuestion,
-)
+from router.console.what_if import PastRequest, Percentile, Shape, ShapeAnswer, WhatIfQuestion
 
 
-def answer(question: WhatIfQuestion) -> WhatIfAnswer:
-    """Simulate each cluster of a question, and return the results. Raises ConfigError."""
+def answers(question: WhatIfQuestion) -> Iterator[ShapeAnswer]:
+    """Simulate each cluster of a question, and yield the results. Raises ConfigError."""
     config = Config(**question.config)
     trace = _trace(question.traffic, config.block_size)
-    return WhatIfAnswer(
-        requests=len(trace),
-        seconds=trace[-1].arrival_s,
-        shapes=tuple(_shape(shape, question, trace, config) for shape in question.shapes),
-    )
+    for shape in question.shapes:
+        yield _shape(shape, question, trace, config)
 
 
 def _trace(traffic: Sequence[PastRequest], block: int) -> list[TracedRequest]:
@@ -95,16 +84,18 @@ _LATER_S = 10
 
 
 def main() -> int:
-    """Read a question, write its answer, and return the exit code."""
+    """Read a question, write its answers, and return the exit code."""
     os.nice(_NICE)
+    question = WhatIfQuestion.model_validate_json(sys.stdin.buffer.read())
     # The router ends this process at the deadline; this alarm is for a router that is gone.
-    signal.alarm(int(DEADLINE_S) + _LATER_S)
+    signal.alarm(int(question.deadline_s) + _LATER_S)
     try:
-        found = answer(WhatIfQuestion.model_validate_json(sys.stdin.buffer.read()))
+        for one in answers(question):
+            sys.stdout.write(f"{one.model_dump_json()}\n")
+            sys.stdout.flush()
     except BatonError as error:
         print(error.message, file=sys.stderr)  # noqa: T201 - the process that started this one reads it
         return 1
-    sys.stdout.write(found.model_dump_json())
     return 0
 
 

@@ -12,7 +12,7 @@ import redis.asyncio
 
 from baton.store.pin_store import PinStore
 from baton.store.prefix_index import PrefixIndex
-from baton.store.supervision import PoolSizes, supervision_page
+from baton.store.supervision import PoolSizes, SupervisionReport, supervision_report
 from router.admin.cache import CacheApi, CacheControl, OperatorServicer
 from router.admin.worker_api import ClusterApi, WorkerApi, WorkerOperatorServicer
 from router.admin.worker_control import PoolScaling, WorkerControl
@@ -34,7 +34,7 @@ from router.usage.api import UsageApi
 from router.usage.usage_store import UsageStore
 
 PAGE_S = 0.5
-"""Maximum seconds that the answer to a request for a metrics page waits for Redis."""
+"""Maximum seconds that a metrics page or the console waits for Redis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,15 @@ def make_application(
     scaling = PoolScaling(config, PoolSizes(client, cluster_id), control.running)
     apis = Apis.of(service)
     batches = Batches(service, apis.endpoints(), stats.metrics)
-    console = ConsoleApi(dispatcher, stats, config, model.id, access, what_if)
+    console = ConsoleApi(
+        dispatcher,
+        stats,
+        config,
+        model.id,
+        access,
+        what_if,
+        partial(supervision, client, cluster_id),
+    )
     store = UsageStore(client, cluster_id)
     usage = UsageApi(
         store, budgets or Budgets(config, stats.metrics), dispatcher.workers, access, config
@@ -108,10 +116,16 @@ def make_application(
     return Application(apps, server, batches, console, summary, usage)
 
 
-async def supervisor_page(client: redis.asyncio.Redis, cluster_id: str) -> str | None:
-    """Return the address of the supervisor's metrics page; None if it is unknown."""
+async def supervision(client: redis.asyncio.Redis, cluster_id: str) -> SupervisionReport | None:
+    """Return what the supervisor has published; None if it is unknown."""
     try:
         async with asyncio.timeout(PAGE_S):
-            return await supervision_page(client, cluster_id)
+            return await supervision_report(client, cluster_id)
     except (redis.RedisError, TimeoutError):
         return None
+
+
+async def supervisor_page(client: redis.asyncio.Redis, cluster_id: str) -> str | None:
+    """Return the address of the supervisor's metrics page; None if it is unknown."""
+    report = await supervision(client, cluster_id)
+    return None if report is None else report.metrics_address or None

@@ -170,6 +170,7 @@ async def _start_parts(application: Application, ledger: Ledger) -> None:
     application.usage.start()
     await application.batches.start()
     application.summary.start()
+    application.console.start()
 
 
 async def _watched_keys(config: Config, access: Access, metrics: RouterMetrics) -> KeyWatch | None:

@@ -2,7 +2,8 @@
 
 The cluster runs already, without API keys: docs/how-to/operate/console.md has its commands.
 The tool sends three kinds of traffic at once and drains a worker. It takes two pictures while that
-worker still answers requests, and the third of a what-if question once another one has started.
+worker still answers requests. Once another one has started it takes two more: of a what-if question
+and of a grid of ratios.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from playwright.async_api import Page, async_playwright
 from tests.support.programs import Browser, chromium
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
-WIDTH = 1440
+WIDTH, HEIGHT = 1440, 3600
+"""Size of the window for the pictures, in pixels. It must hold the whole page."""
 _MARGIN = 14
 _AGENTS, _TURNS, _SHARED_WORDS = 5, 400, 200
 _BATON = (sys.executable, "-m", "baton")
@@ -75,7 +77,7 @@ def loads(prompts: Path, scale: float) -> dict[str, list[str]]:
 
 
 async def take(arguments: argparse.Namespace) -> None:
-    """Send the traffic, drain a worker, and take the three pictures."""
+    """Send the traffic, drain a worker, and take the four pictures."""
     url = f"http://{arguments.http}"
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -99,7 +101,7 @@ async def take(arguments: argparse.Namespace) -> None:
         await asyncio.sleep(arguments.minutes * 60)
 
         for page in (light, dark):
-            await page.set_viewport_size({"width": WIDTH, "height": 2400})
+            await page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
         row = light.locator("#worker-rows tr", has_text=arguments.drain)
         # The worker must have several requests, so that it drains for long enough.
         await row.get_by_text(re.compile(r"^([4-9]|\d\d) / ")).wait_for()
@@ -117,6 +119,9 @@ async def take(arguments: argparse.Namespace) -> None:
         prefill, decode = arguments.what_if.split("+")
         await _ask(light, prefill, decode)
         await _picture(light, "#what-if", "#what-if", IMAGES / "console-light-what-if.png")
+        await light.get_by_role("button", name="Simulate the grid").click()
+        await light.locator("#ratios-advice p").first.wait_for()
+        await _picture(light, "#ratios", "#ratios", IMAGES / "console-light-ratios.png")
 
 
 def _end(process: asyncio.subprocess.Process) -> None:

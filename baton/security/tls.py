@@ -106,6 +106,8 @@ class Renewal:
     """Detects that TLS files have been replaced. Used by one thread at a time."""
 
     def __init__(self, files: TlsFiles) -> None:
+        self.problem = ""
+        """Why the files that are there now cannot be used; empty if they can."""
         self._files = files
         self._seen = self._look()
 
@@ -118,13 +120,17 @@ class Renewal:
         """
         now = self._look()
         if now == self._seen:
+            self.problem = ""
             return False
         try:
             self._files.check()
         except ConfigError as error:
-            log.warning("cannot use renewed certificates: %s", error.message)
+            # The owner asks again and again.
+            if error.message != self.problem:
+                log.warning("cannot use renewed certificates: %s", error.message)
+            self.problem = error.message
             return False
-        self._seen = now
+        self._seen, self.problem = now, ""
         return True
 
     def _look(self) -> tuple[tuple[int, int, int], ...]:

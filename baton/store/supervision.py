@@ -1,10 +1,12 @@
 """Redis values that routers and the supervisor share: sizes of pools, and the supervisor's
-address."""
+status."""
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import redis.asyncio
@@ -74,14 +76,64 @@ def supervision_key(cluster_id: str) -> str:
     return f"baton:{{{cluster_id}}}:supervision"
 
 
-async def supervision_page(client: redis.asyncio.Redis, cluster_id: str) -> str | None:
-    """Return the host:port of the supervisor's /metrics page, None without a recent report.
+@dataclass(frozen=True, slots=True)
+class SlotDeaths:
+    """The worker processes of a slot that have ended, in the supervisor's words."""
+
+    count: int
+    """Number of deaths since the slot's worker was last healthy."""
+    last_error: str
+    is_crash_loop: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingDecision:
+    """A decision of the autoscaler."""
+
+    at: float
+    """Time of the decision, in Unix seconds."""
+    text: str
+    """What was decided, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisionReport:
+    """What routers read of the supervisor's status."""
+
+    metrics_address: str
+    """host:port of the supervisor's /metrics page; empty if unknown."""
+    deaths: Mapping[str, SlotDeaths]
+    """Deaths by slot, also of slots without any."""
+    decisions: tuple[ScalingDecision, ...]
+    """The latest decisions of the autoscaler, by time."""
+
+
+async def supervision_report(
+    client: redis.asyncio.Redis, cluster_id: str
+) -> SupervisionReport | None:
+    """Return what the supervisor has published; None without a recent report.
 
     Raises ``redis.RedisError``.
     """
     told = await client.get(supervision_key(cluster_id))
     try:
-        return None if told is None else str(json.loads(told)["metrics_address"]) or None
-    except (ValueError, TypeError, KeyError):
+        return None if told is None else _report(json.loads(told))
+    except (ValueError, TypeError, KeyError, AttributeError):
         # The report is from a supervisor of another version.
         return None
+
+
+def _report(told: dict[str, Any]) -> SupervisionReport:
+    states = {slot: status["state"] for slot, status in told.get("slots", {}).items()}
+    return SupervisionReport(
+        metrics_address=str(told["metrics_address"]),
+        deaths={
+            slot: SlotDeaths(
+                int(state["deaths"]), str(state["last_error"]), state["phase"] == "crash loop"
+            )
+            for slot, state in states.items()
+        },
+        decisions=tuple(
+            ScalingDecision(float(one["at"]), str(one["text"])) for one in told.get("decisions", ())
+        ),
+    )

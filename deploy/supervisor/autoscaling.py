@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 
 import grpc.aio
@@ -31,7 +32,7 @@ from baton.errors import BatonError, Unavailable, WorkerFailed
 from baton.rpc.grpc_errors import error_from_rpc
 from baton.rpc.worker_plane import WorkerPlane
 from baton.store.registry import DRAINING, Registry, WorkerRecord
-from baton.store.supervision import PoolSizes
+from baton.store.supervision import PoolSizes, ScalingDecision
 from baton.telemetry.metrics import SupervisorMetrics
 from baton.v1 import control_pb2, control_pb2_grpc
 from deploy.supervisor.reconciler import Phase, split
@@ -42,6 +43,8 @@ _POLL_S = 0.1
 ChangeOneRole = Callable[[WorkerRecord, Role, float], Awaitable[float]]
 Phases = Callable[[], Mapping[str, Phase]]
 """Returns the phase of each slot, as observed by the supervisor."""
+KEPT_DECISIONS = 8
+"""Latest decisions that the supervisor publishes. Routers keep a longer log of them."""
 ANSWER_S = 10.0
 """Time for which to wait for a worker's answer after the deadline of its role change, in
 seconds."""
@@ -167,6 +170,7 @@ class Autoscaling:
         pools = {pool.role: pool.name for pool in config.pools}
         self._autoscaler = Autoscaler(self._settings, bounds, pools)
         self._last = ""
+        self._decisions: deque[ScalingDecision] = deque(maxlen=KEPT_DECISIONS)
 
     async def run(self) -> None:
         """Run the autoscaler until cancelled."""
@@ -187,6 +191,13 @@ class Autoscaling:
         said = f"{self._autoscaler.summary}{self._last}"
         return f"dry run: {said}" if self._settings.dry_run else said
 
+    def decisions(self) -> tuple[ScalingDecision, ...]:
+        """Return the latest decisions with their reasons, by time, and which of them failed."""
+        return tuple(self._decisions)
+
+    def _note_decision(self, text: str) -> None:
+        self._decisions.append(ScalingDecision(time.time(), text))
+
     async def _once(self, now: float) -> None:
         seen = await self._observer.observe(now)
         actions = self._autoscaler.decide(seen, now)
@@ -202,7 +213,9 @@ class Autoscaling:
 
     def _log(self, action: Action) -> None:
         text = f"{words(action)} ({action.reason.value}: {action.why})"
-        log.info("%s%s", "would: " if self._settings.dry_run else "", text)
+        text = f"would: {text}" if self._settings.dry_run else text
+        log.info("%s", text)
+        self._note_decision(text)
         self._last = f"; last: {words(action)} at {time.strftime('%H:%M:%S')}"
         self._metrics.autoscaler_decisions.labels(
             action.name, action.reason.value, self._mode
@@ -218,6 +231,7 @@ class Autoscaling:
                 await self._resize(action)
         except (BatonError, redis.RedisError, OSError) as error:
             log.warning("%s: %s", words(action), error)
+            self._note_decision(f"failed: {words(action)} ({error})")
             self._metrics.autoscaler_failures.labels(action.name).inc()
 
     async def _resize(self, action: Resize) -> None:

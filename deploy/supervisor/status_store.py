@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 
 import redis.asyncio
 
-from baton.store.supervision import supervision_key
+from baton.store.supervision import ScalingDecision, supervision_key
 from deploy.supervisor.reconciler import Phase, SlotState
 
 TTL_S = 15
@@ -40,6 +40,8 @@ class SupervisionStatus:
     slots: Mapping[str, SlotStatus] = field(default_factory=dict)
     autoscaler: str = ""
     """What the autoscaler observes, and its last action; empty without one."""
+    decisions: tuple[ScalingDecision, ...] = ()
+    """The autoscaler's latest decisions, by time."""
 
 
 class StatusStore:
@@ -67,7 +69,8 @@ def _parse(stored: bytes | str) -> SupervisionStatus | None:
     try:
         fields = json.loads(stored)
         slots = {name: _slot(news) for name, news in fields.pop("slots").items()}
-        return SupervisionStatus(**fields, slots=slots)
+        decisions = tuple(ScalingDecision(**one) for one in fields.pop("decisions", ()))
+        return SupervisionStatus(**fields, slots=slots, decisions=decisions)
     except (ValueError, TypeError, KeyError):
         # A supervisor of another version wrote this status.
         return None

@@ -25,7 +25,7 @@ import redis
 
 from baton.errors import BatonError
 from baton.host.background import end_tasks
-from baton.store.supervision import PoolSizes
+from baton.store.supervision import PoolSizes, ScalingDecision
 from baton.telemetry.metrics import SupervisorMetrics
 from deploy.processes.leadership import SupervisorTerm
 from deploy.supervisor.ray_slots import RaySlots, SlotObservation
@@ -66,11 +66,13 @@ class Supervisor:
         *,
         drain_s: float,
         note: Callable[[], str] = str,
+        decisions: Callable[[], tuple[ScalingDecision, ...]] = tuple,
     ) -> None:
         """``pools`` has the configured number of workers of each pool.
 
         ``drain_s`` is how long an unwanted worker may take to finish its requests. ``note`` returns
-        the autoscaler's text for the status, which is empty without an autoscaler.
+        the autoscaler's text for the status, and ``decisions`` its latest decisions; both are empty
+        without an autoscaler.
         """
         self._pools = pools
         self._reconciler = reconciler
@@ -84,6 +86,7 @@ class Supervisor:
         self._metrics_address = metrics_address
         self._drain_s = drain_s
         self._note = note
+        self._decisions = decisions
         self._wanted = WantedSlots(pools)
         self._observed: dict[str, SlotObservation] = {}
         self._busy: dict[str, asyncio.Task[None]] = {}
@@ -208,7 +211,9 @@ class Supervisor:
         states = self._reconciler.states(now)
         self._show(states)
         slots = {slot: self._status(slot, state) for slot, state in states.items()}
-        status = SupervisionStatus(os.getpid(), self._metrics_address, slots, self._note())
+        status = SupervisionStatus(
+            os.getpid(), self._metrics_address, slots, self._note(), self._decisions()
+        )
         if status == self._published and now - self._published_at < _PUBLISH_S:
             return
         try:

@@ -160,6 +160,7 @@ class SupervisorActor:
                 join_host_port(host, server.port),
                 drain_s=settings.drain_s,
                 note=str if autoscaling is None else autoscaling.note,
+                decisions=tuple if autoscaling is None else autoscaling.decisions,
             )
             async with asyncio.TaskGroup() as group:
                 if settings.worker.is_on_one_machine:

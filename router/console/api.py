@@ -9,7 +9,9 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import asdict
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
@@ -19,24 +21,37 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from baton.config.cluster import Config
-from baton.errors import NotFound
+from baton.errors import DeadlineExceeded, NotFound
 from baton.liveness.listening import listening
+from baton.store.registry import WorkerRecord
 from router.access.access import Access
 from router.console.broadcaster import SnapshotBroadcaster
-from router.console.collector import SnapshotCollector, read_router
+from router.console.collector import (
+    SnapshotCollector,
+    Supervision,
+    no_supervision,
+    read_router,
+)
+from router.console.ratio_grid import DEADLINE_S as GRID_DEADLINE_S
+from router.console.ratio_grid import MAX_REQUESTS as GRID_REQUESTS
+from router.console.ratio_grid import Check, Grid, advice_of, checks_of, grid_of, shapes_of
 from router.console.what_if import (
+    DEADLINE_S,
     TRAFFIC_S,
-    WhatIfAnswer,
+    Shape,
+    ShapeAnswer,
     WhatIfProgram,
+    WhatIfQuestion,
     WhatIfRequest,
+    present_shape,
     question,
     rate_share,
 )
-from router.core.accounting import UNKNOWN_CLASS, RequestStats
+from router.core.accounting import UNKNOWN_CLASS, RecentRequest, RequestStats
 from router.dispatch.dispatcher import ClusterDispatcher
 from router.http.client import read_object, validate
 from router.http.openapi import json_body
-from router.http.sse import EventStream, encode_events
+from router.http.sse import EventStream, encode_events, to_json
 
 log = logging.getLogger(__name__)
 
@@ -77,14 +92,21 @@ class ConsoleApi:
         model: str,
         access: Access,
         what_if: WhatIfProgram | None = None,
+        supervision: Supervision = no_supervision,
     ) -> None:
         """Create the endpoints; ``model`` is the served model's name. ``what_if`` None: what-if
-        questions are not answered."""
-        collector = SnapshotCollector(
-            cluster, stats.metrics, config, model, what_if=what_if is not None
+        questions are not answered. ``supervision`` returns the supervisor's status."""
+        self._collector = SnapshotCollector(
+            cluster,
+            stats,
+            config,
+            model,
+            access,
+            what_if=what_if is not None,
+            supervision=supervision,
         )
         self._access = access
-        self.broadcaster = SnapshotBroadcaster(collector.snapshot, collector.clear)
+        self.broadcaster = SnapshotBroadcaster(self._collector.snapshot)
         self._cluster = cluster
         self._stats = stats
         self._config = config
@@ -99,6 +121,13 @@ class ConsoleApi:
         events: dict[str, Any] = {"content": {EventStream.media_type: {}}}
         add("/console/events", self.events, response_class=Response, responses={200: events})
         add(
+            "/console/ratios",
+            self.ratios,
+            methods=["POST"],
+            response_class=Response,
+            responses={200: events},
+        )
+        add(
             "/console/what-if",
             self.ask,
             methods=["POST"],
@@ -108,9 +137,14 @@ class ConsoleApi:
             "/console/static/{name}", self.file, include_in_schema=False, response_model=None
         )
 
+    def start(self) -> None:
+        """Start to keep the console's history and its log of events."""
+        self.broadcaster.start()
+
     async def close(self) -> None:
-        """End the streams of all viewers."""
+        """End the streams of all viewers, and close connections to workers."""
         await self.broadcaster.close()
+        await self._collector.close()
 
     async def page(self, request: Request) -> Response:
         """Return the console's page."""
@@ -126,20 +160,36 @@ class ConsoleApi:
             _, body = await self.broadcaster.after(0)
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 
-    async def events(self, request: Request) -> Response:
-        """Stream a snapshot per second, as events. Requires a key with scope metrics."""
-        return EventStream(partial(self._stream, request.headers))
+    async def events(self, request: Request, history: bool = False) -> Response:
+        """Stream a snapshot per second, as events. Requires a key with scope metrics.
 
-    async def _stream(self, headers: Mapping[str, str], events: EventStream) -> None:
+        With ``history`` the first event is ``{"history": …}``: the figures of the last ten minutes.
+        Events ``{"log": […]}`` bring what has happened in the cluster, at first all that is kept.
+        """
+        return EventStream(partial(self._stream, request.headers, history))
+
+    async def _stream(
+        self,
+        headers: Mapping[str, str],
+        history: bool,
+        events: EventStream,
+    ) -> None:
+        log_end = 0
         async with self.broadcaster.viewer():
             version = 0
             while True:
                 version, body = await self.broadcaster.after(version)
                 # The key may have been revoked.
                 self._access.check(headers, "metrics")
+                told = [body]
+                if history and (news := self._collector.events.since(log_end)):
+                    told.append(to_json({"log": [asdict(one) for one in news]}))
+                if history and not log_end:
+                    told.insert(0, to_json({"history": self._collector.history.shown()}))
+                log_end = self._collector.events.last
                 try:
                     async with listening(SLOW_VIEWER_S):
-                        await events.write(encode_events([body]), more=True)
+                        await events.write(encode_events(told), more=True)
                 except TimeoutError:
                     # The response stays incomplete, and the server closes the connection.
                     log.info("disconnected a console viewer that does not read")
@@ -153,15 +203,74 @@ class ConsoleApi:
         """
         body = await read_object(request, _BODY_BYTES, _BODY_S)
         asked = validate(WhatIfRequest, body)
-        if self._what_if is None:
-            raise NotFound("this router was started without a simulator")
-        answer = await self._answer(self._what_if, asked)
+        program, recent, workers = self._simulator(), self._recent(), self._workers()
+        wanted = Shape(prefill=asked.prefill, decode=asked.decode)
+        shapes = present_shape(workers), wanted
+        answer = await program.ask(await self._question(shapes, recent, workers, rate=asked.rate))
         return Response(answer.model_dump_json(), media_type="application/json")
 
-    async def _answer(self, program: WhatIfProgram, asked: WhatIfRequest) -> WhatIfAnswer:
-        recent = self._stats.recent.since(time.monotonic() - TRAFFIC_S)
+    async def ratios(self) -> Response:
+        """Simulate recent traffic with up to two workers more or less of each role.
+
+        Streams events: ``grid``, then ``cell`` for each simulated cluster, ``checks`` of the
+        simulator against measured figures after the first, and ``advice``. The simulations end with
+        the connection. Requires a key with scope admin.
+        """
+        program = self._simulator()
+        recent, workers = self._recent()[-GRID_REQUESTS:], self._workers()
+        share = await self._share()
+        grid = grid_of(present_shape(workers), recent, self._config, share=share)
+        question = await self._question(
+            shapes_of(grid), recent, workers, deadline_s=GRID_DEADLINE_S
+        )
+        cells = program.shapes(question)
+        return EventStream(partial(self._simulate, grid, recent, workers, cells))
+
+    async def _simulate(
+        self,
+        grid: Grid,
+        recent: Sequence[RecentRequest],
+        workers: Sequence[WorkerRecord],
+        simulated: AsyncGenerator[ShapeAnswer, None],
+        events: EventStream,
+    ) -> None:
+        cells: list[ShapeAnswer] = []
+        checks: tuple[Check, ...] = ()
+
+        async def tell(**what: Any) -> None:
+            async with listening(SLOW_VIEWER_S):
+                await events.write(encode_events([to_json(what)]), more=True)
+
+        try:
+            async with aclosing(simulated):
+                async for cell in simulated:
+                    if not cells:
+                        checks = checks_of(cell, recent)
+                        await tell(grid=grid.model_dump())
+                        await tell(checks=[one.model_dump() for one in checks])
+                    cells.append(cell)
+                    await tell(cell=cell.model_dump())
+        except DeadlineExceeded:
+            # The cells next to the present one are known.
+            if not cells:
+                raise
+        advice = advice_of(grid, cells, checks, workers, self._config)
+        await events.write(encode_events([to_json({"advice": advice.model_dump()})]), more=False)
+
+    def _simulator(self) -> WhatIfProgram:
+        if self._what_if is None:
+            raise NotFound("this router was started without a simulator")
+        return self._what_if
+
+    def _recent(self) -> list[RecentRequest]:
+        return self._stats.recent.since(time.monotonic() - TRAFFIC_S)
+
+    def _workers(self) -> list[WorkerRecord]:
         links = self._cluster.workers
-        records = [link.record for link in links.all() if links.is_up(link)]
+        return [link.record for link in links.all() if links.is_up(link)]
+
+    async def _share(self) -> float:
+        """Return this process's share of the requests of all processes on its port."""
         counts, _ = await asyncio.to_thread(read_router, self._stats.metrics)
         # Requests refused before their class is known are not among the recent ones.
         ended = [
@@ -169,16 +278,28 @@ class ConsoleApi:
             for key, value in counts.items()
             if key[0] == "requests" and key[1] != UNKNOWN_CLASS
         ]
-        asked_of = question(
-            asked,
+        return rate_share(self._stats.recent.ended, ended)
+
+    async def _question(
+        self,
+        shapes: Sequence[Shape],
+        recent: Sequence[RecentRequest],
+        workers: Sequence[WorkerRecord],
+        *,
+        rate: float = 1.0,
+        deadline_s: float = DEADLINE_S,
+    ) -> WhatIfQuestion:
+        return question(
+            shapes,
             recent,
-            records,
+            workers,
             self._config,
             transfer_line=self._cluster.transfer_line,
-            share=rate_share(self._stats.recent.ended, ended),
+            rate=rate,
+            share=await self._share(),
             is_cpu=not await asyncio.to_thread(_NVIDIA.exists),
+            deadline_s=deadline_s,
         )
-        return await program.ask(asked_of)
 
 
 @cache

@@ -58,6 +58,36 @@ class CounterWindow:
 
 
 @dataclass(frozen=True, slots=True)
+class Growth:
+    """Growth of counters over two times."""
+
+    rate_s: float
+    """Seconds over which rates are measured; 0 while there are fewer than two samples."""
+    window_s: float
+    """Seconds over which percentiles and shares are measured; 0 as above."""
+    lately: Mapping[Key, float]
+    """Growth of each counter over ``rate_s`` seconds."""
+    grown: Mapping[Key, float]
+    """Growth of each counter over ``window_s`` seconds."""
+
+    @classmethod
+    def of(cls, window: CounterWindow, rate_s: float, window_s: float) -> Growth:
+        """Return the growth over about ``rate_s`` and ``window_s`` seconds."""
+        real_rate_s, lately = window.growth(rate_s)
+        real_window_s, grown = window.growth(window_s)
+        return cls(real_rate_s, real_window_s, lately, grown)
+
+    def per_s(self, *begin: str) -> float:
+        """Return the rate of all counters whose keys begin with ``begin``."""
+        return total(self.lately, *begin) / self.rate_s if self.rate_s > 0 else 0.0
+
+
+def total(counts: Counts, *begin: str) -> float:
+    """Return the sum over all keys that begin with ``begin``."""
+    return sum(value for key, value in counts.items() if key[: len(begin)] == begin)
+
+
+@dataclass(frozen=True, slots=True)
 class Percentiles:
     """Percentiles of a histogram of seconds.
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from baton.config.cluster import Config
 from baton.request import LoadSnapshot
 from baton.store.registry import WorkerRecord
-from router.console.rates import CounterWindow, Key, Percentiles, percentiles
+from router.console.rates import CounterWindow, Growth, Key, Percentiles, percentiles, total
+from router.console.tenants import TenantView, tenant_views
 from router.console.worker_page import WorkerPage
 
 RATE_S = 10.0
@@ -189,6 +190,22 @@ class CostView:
 
 
 @dataclass(frozen=True, slots=True)
+class Figures:
+    """The figures at the top of the page. It shows their history, too."""
+
+    requests_per_s: float
+    output_tokens_per_s: float
+    prompt_tokens_per_s: float
+    ttft_p95_s: float | None
+    tpot_p95_s: float | None
+    good_share: float | None
+    waiting: int
+    """Requests that wait in the router or at workers."""
+    cost_per_hour: float | None
+    """Dollars; None if tokens have no price."""
+
+
+@dataclass(frozen=True, slots=True)
 class TenantQueue:
     """Requests of a tenant in the admission queue."""
 
@@ -211,7 +228,10 @@ class Snapshot:
     traffic: TrafficView
     cost: CostView | None
     """Cost of requests; None if tokens have no price."""
+    figures: Figures
     queues: tuple[TenantQueue, ...]
+    tenants: tuple[TenantView, ...]
+    """Configured tenants, and ``other`` for the rest."""
     pools: tuple[PoolView, ...]
     workers: tuple[WorkerView, ...]
     transfers: tuple[TransferView, ...]
@@ -223,55 +243,50 @@ class Snapshot:
     chat: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Growth:
-    """Growth of the router's and the workers' counters over several times."""
+def snapshot_of(
+    look: Observation, window: CounterWindow, page_window: CounterWindow, config: Config
+) -> Snapshot:
+    """Make a snapshot from ``look``.
 
-    rate_s: float
-    window_s: float
-    lately: Mapping[Key, float]
-    """Growth of each counter over ``rate_s`` seconds."""
-    grown: Mapping[Key, float]
-    """Growth of each counter over ``window_s`` seconds."""
-    just_now: Mapping[Key, float]
-    """Growth of each counter since the previous sample."""
-    counts: Mapping[Key, float]
-    """Current values of the router's counters."""
-
-    def per_s(self, *begin: str) -> float:
-        """Return the rate of all counters whose keys begin with ``begin``."""
-        return _sum(self.lately, *begin) / self.rate_s if self.rate_s > 0 else 0.0
-
-
-def snapshot_of(look: Observation, window: CounterWindow, config: Config) -> Snapshot:
-    """Make a snapshot from ``look``. The last sample of ``window`` must have the counters of
-    ``look`` and of its pages."""
-    rate_s, lately = window.growth(RATE_S)
-    window_s, grown = window.growth(WINDOW_S)
-    _, just_now = window.growth(0.0)
-    growth = _Growth(rate_s, window_s, lately, grown, just_now, look.counts)
+    The last sample of ``window`` must have the counters of ``look``, and that of ``page_window``
+    those of its pages. ``page_window`` is empty if no pages were read.
+    """
+    growth, page_growth = (Growth.of(one, RATE_S, WINDOW_S) for one in (window, page_window))
     nothing = WorkerPage()
     views = (_worker(one, look.pages.get(one.record.slot, nothing)) for one in look.workers)
     workers = tuple(sorted(views, key=_place))
     slos = {one.name: config.slo_ttft_of(one.name) for one in config.classes}
+    traffic, cost = _traffic(look, growth), _cost(growth, config)
+    every, *classes = (
+        _class_view(ALL, "", config.slo_ttft_s, look, growth, config),
+        *(_class_view(one, one, slo, look, growth, config) for one, slo in slos.items()),
+    )
     return Snapshot(
         at=look.at,
         model=look.model,
         health=look.health,
         reason=look.reason,
-        rate_s=rate_s,
-        window_s=window_s,
-        traffic=_traffic(look, growth),
-        cost=_cost(growth, config),
+        rate_s=growth.rate_s,
+        window_s=growth.window_s,
+        traffic=traffic,
+        cost=cost,
+        figures=Figures(
+            requests_per_s=traffic.requests_per_s,
+            output_tokens_per_s=traffic.output_tokens_per_s,
+            prompt_tokens_per_s=traffic.prompt_tokens_per_s,
+            ttft_p95_s=None if every.ttft.lately is None else every.ttft.lately.p95,
+            tpot_p95_s=None if every.tpot.lately is None else every.tpot.lately.p95,
+            good_share=traffic.good_share,
+            waiting=traffic.waiting + sum(one.waiting for one in workers),
+            cost_per_hour=None if cost is None else cost.per_hour,
+        ),
+        tenants=tenant_views(growth, config.tenant_weights),
         queues=_queues(look),
         pools=_pools(workers, config),
         workers=workers,
-        transfers=_transfers(look, workers, growth),
-        handoffs=_handoffs(growth),
-        classes=(
-            _class_view(ALL, "", config.slo_ttft_s, config.slo_tpot_s, growth),
-            *(_class_view(one, one, slo, config.slo_tpot_s, growth) for one, slo in slos.items()),
-        ),
+        transfers=_transfers(look, workers, page_window, page_growth),
+        handoffs=_handoffs(page_growth),
+        classes=(every, *classes),
         pages_missing=len(look.workers) - len(look.pages),
         what_if=look.what_if,
         chat=look.chat,
@@ -345,9 +360,9 @@ def _pools(workers: Sequence[WorkerView], config: Config) -> tuple[PoolView, ...
     )
 
 
-def _traffic(look: Observation, growth: _Growth) -> TrafficView:
-    prompts = _sum(growth.grown, "prompt_tokens")
-    cached = _sum(growth.grown, "cached_prompt_tokens")
+def _traffic(look: Observation, growth: Growth) -> TrafficView:
+    prompts = total(growth.grown, "prompt_tokens")
+    cached = total(growth.grown, "cached_prompt_tokens")
     return TrafficView(
         requests_per_s=growth.per_s("requests"),
         prompt_tokens_per_s=growth.per_s("prompt_tokens"),
@@ -357,20 +372,22 @@ def _traffic(look: Observation, growth: _Growth) -> TrafficView:
         good_per_s=growth.per_s("goodput_requests"),
         shed=round(_ended(growth, "shed")),
         failed=round(_ended(growth, "error")),
-        active=round(_sum(look.gauges, "active")),
-        waiting=round(_sum(look.gauges, "waiting")),
+        active=round(total(look.gauges, "active")),
+        waiting=round(total(look.gauges, "waiting")),
     )
 
 
-def _cost(growth: _Growth, config: Config) -> CostView | None:
+def _cost(growth: Growth, config: Config) -> CostView | None:
     if not any(one.input or one.output for one in (config.prices, *config.class_prices)):
         return None
     grown = growth.grown
     served = _ended(growth, "ok") + _ended(growth, "aborted")
-    prompts, output = _sum(grown, "prompt_tokens"), _sum(grown, "generated_tokens")
-    spent = _sum(grown, "cost_dollars")
-    of_prompts = _sum(grown, "cost_dollars", "input") + _sum(grown, "cost_dollars", "cached_input")
-    of_output = _sum(grown, "cost_dollars", "output")
+    prompts, output = total(grown, "prompt_tokens"), total(grown, "generated_tokens")
+    spent = total(grown, "cost_dollars")
+    of_prompts = total(grown, "cost_dollars", "input") + total(
+        grown, "cost_dollars", "cached_input"
+    )
+    of_output = total(grown, "cost_dollars", "output")
     return CostView(
         per_hour=3600 * growth.per_s("cost_dollars"),
         per_request=spent / served if served else None,
@@ -385,11 +402,12 @@ def _queues(look: Observation) -> tuple[TenantQueue, ...]:
 
 
 def _transfers(
-    look: Observation, workers: Sequence[WorkerView], growth: _Growth
+    look: Observation, workers: Sequence[WorkerView], window: CounterWindow, growth: Growth
 ) -> tuple[TransferView, ...]:
     """Return the transfers of each pair of workers that is connected, or between which bytes have
     arrived."""
     known = {worker.slot for worker in workers}
+    _, just_now = window.growth(0.0)
     transports = {
         (writer, receiver): transport
         for writer, page in look.pages.items()
@@ -403,14 +421,14 @@ def _transfers(
             pair = key[2], key[1]
             transports.setdefault(pair, key[3])
             moved[pair] += value / growth.rate_s
-            fresh[pair] += growth.just_now.get(key, 0.0)
+            fresh[pair] += just_now.get(key, 0.0)
     return tuple(
         TransferView(*pair, transport, moved[pair], fresh[pair] > 0)
         for pair, transport in sorted(transports.items())
     )
 
 
-def _handoffs(growth: _Growth) -> HandoffView:
+def _handoffs(growth: Growth) -> HandoffView:
     buckets: dict[float, float] = defaultdict(float)
     failed, done = 0.0, 0.0
     for key, value in growth.grown.items():
@@ -430,7 +448,12 @@ def _handoffs(growth: _Growth) -> HandoffView:
 
 
 def _class_view(
-    name: str, context_class: str, slo_ttft_s: float, slo_tpot_s: float, growth: _Growth
+    name: str,
+    context_class: str,
+    slo_ttft_s: float,
+    look: Observation,
+    growth: Growth,
+    config: Config,
 ) -> ClassView:
     """Return the view of a class; of all classes if ``context_class`` is empty."""
     of = (context_class,) if context_class else ()
@@ -439,10 +462,10 @@ def _class_view(
         requests_per_s=growth.per_s("requests", *of),
         good_share=_good_share(growth, context_class),
         slo_ttft_s=slo_ttft_s,
-        slo_tpot_s=slo_tpot_s,
+        slo_tpot_s=config.slo_tpot_s,
         **{
             latency: LatencyView(
-                _percentiles(growth.grown, latency, *of), _percentiles(growth.counts, latency, *of)
+                _percentiles(growth.grown, latency, *of), _percentiles(look.counts, latency, *of)
             )
             for latency in ("ttft", "tpot", "itl", "e2el")
         },
@@ -459,22 +482,17 @@ def _percentiles(counts: Mapping[Key, float], *begin: str) -> Percentiles | None
     return percentiles(buckets)
 
 
-def _good_share(growth: _Growth, context_class: str = "") -> float | None:
+def _good_share(growth: Growth, context_class: str = "") -> float | None:
     """Return the share of requests that met every SLO. ``context_class`` "" means all classes."""
     due = sum(_ended(growth, outcome, context_class) for outcome in ("ok", "shed", "error"))
-    good = _sum(growth.grown, "goodput_requests", *([context_class] if context_class else []))
+    good = total(growth.grown, "goodput_requests", *([context_class] if context_class else []))
     return min(1.0, good / due) if due else None
 
 
-def _ended(growth: _Growth, outcome: str, context_class: str = "") -> float:
+def _ended(growth: Growth, outcome: str, context_class: str = "") -> float:
     """Return the number of the window's requests that ended with ``outcome``."""
     return sum(
         value
         for key, value in growth.grown.items()
         if key[0] == "requests" and key[2] == outcome and context_class in ("", key[1])
     )
-
-
-def _sum(counts: Mapping[Key, float], *begin: str) -> float:
-    """Return the sum over all keys that begin with ``begin``."""
-    return sum(value for key, value in counts.items() if key[: len(begin)] == begin)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from baton.host.background import end_tasks, spawn
 from baton.telemetry.metrics import RouterMetrics
 from router.console.collector import load_of, read_router
-from router.console.rates import CounterWindow, Counts, Key, percentiles
+from router.console.rates import CounterWindow, Counts, Key, percentiles, total
 from router.workers.worker_link import WorkerLink
 
 WINDOW_S = 60.0
@@ -87,16 +87,16 @@ class SummaryWindow:
             if key[0] == "e2el":
                 buckets[float(key[-1])] = buckets.get(float(key[-1]), 0.0) + value
         latencies = percentiles(buckets)
-        prompts = _sum(grown, "prompt_tokens")
-        cached = _sum(grown, "cached_prompt_tokens")
+        prompts = total(grown, "prompt_tokens")
+        cached = total(grown, "cached_prompt_tokens")
         fills = [one.share for one in self._fills]
         return MetricsSummary(
             window_s=round(seconds, 3),
-            requests_total=round(_sum(self._counts, "requests")),
+            requests_total=round(total(self._counts, "requests")),
             requests_per_second=_rate(grown, "requests", seconds),
             avg_latency_ms=None
             if latencies is None
-            else round(_sum(grown, "e2el_sum") * 1e3 / latencies.count, 3),
+            else round(total(grown, "e2el_sum") * 1e3 / latencies.count, 3),
             p99_latency_ms=None if latencies is None else round(latencies.p99 * 1e3, 3),
             tokens_per_second=_rate(grown, "generated_tokens", seconds),
             batch_utilization=round(sum(fills) / len(fills), 4) if fills else None,
@@ -104,12 +104,8 @@ class SummaryWindow:
         )
 
 
-def _sum(counts: Mapping[Key, float], name: str) -> float:
-    return sum(value for key, value in counts.items() if key[0] == name)
-
-
 def _rate(grown: Mapping[Key, float], name: str, seconds: float) -> float:
-    return round(_sum(grown, name) / seconds, 3) if seconds > 0 else 0.0
+    return round(total(grown, name) / seconds, 3) if seconds > 0 else 0.0
 
 
 class SummaryApi:

@@ -2,7 +2,8 @@
 
 The router builds a question from its recent traffic and its workers. A program, by default
 ``planning.what_if``, simulates the answer in a process of its own, so that no request waits for it.
-It reads a ``WhatIfQuestion`` from standard input and writes a ``WhatIfAnswer``, both as JSON.
+It reads a ``WhatIfQuestion`` from standard input, and writes a ``ShapeAnswer`` for each shape of
+the question: one line of JSON, as soon as the shape is simulated.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import logging
 import math
 import os
 import subprocess
-from collections.abc import Sequence
-from typing import Any
+import tempfile
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, suppress
+from typing import IO, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -101,6 +104,8 @@ class WhatIfQuestion(_Data):
     traffic: tuple[PastRequest, ...]
     shapes: tuple[Shape, ...]
     """Numbers of workers to simulate. The answers have the same order."""
+    deadline_s: float = DEADLINE_S
+    """Time after which the router ends the program, in seconds."""
     hosts: int = 0
     """Number of machines whose CPU cores the workers share; 0 if each has its own."""
 
@@ -139,22 +144,30 @@ class WhatIfAnswer(_Data):
     shapes: tuple[ShapeAnswer, ...]
 
 
+def present_shape(workers: Sequence[WorkerRecord]) -> Shape:
+    """Return the present numbers of workers. A cluster has at least one decode worker."""
+    return Shape(prefill=_count(workers, "prefill"), decode=max(1, _count(workers, "decode")))
+
+
 def question(
-    asked: WhatIfRequest,
+    shapes: Sequence[Shape],
     recent: Sequence[RecentRequest],
     workers: Sequence[WorkerRecord],
     config: Config,
     *,
     transfer_line: tuple[float, float],
+    rate: float = 1.0,
     share: float = 1.0,
     is_cpu: bool,
+    deadline_s: float = DEADLINE_S,
 ) -> WhatIfQuestion:
     """Build a question from the ``recent`` requests (by arrival), the workers and their costs.
 
-    ``transfer_line``: a and b of the milliseconds a + b*blocks of a handoff that computing does not
-    hide. ``share``: the fraction of the cluster's requests that ``recent`` contains. ``is_cpu``:
-    whether workers run on CPUs if their pool does not set the device. Raises Unavailable if no
-    worker has reported its costs, InvalidRequest if there was too little traffic.
+    ``rate``: the factor of the recent rate. ``transfer_line``: a and b of the milliseconds
+    a + b*blocks of a handoff that computing does not hide. ``share``: the fraction of the cluster's
+    requests that ``recent`` contains. ``is_cpu``: whether workers run on CPUs if their pool does
+    not set the device. Raises Unavailable if no worker has reported its costs, InvalidRequest if
+    there was too little traffic.
     """
     lengths = [one.output_tokens for one in recent if one.output_tokens]
     if len(recent) < MIN_REQUESTS or not lengths:
@@ -164,8 +177,7 @@ def question(
         )
     usual = max(1, round(sum(lengths) / len(lengths)))
     latest = recent[-MAX_REQUESTS:]
-    begun, pace = latest[0].received_at, asked.rate / share
-    present = Shape(prefill=_count(workers, "prefill"), decode=max(1, _count(workers, "decode")))
+    begun, pace = latest[0].received_at, rate / share
     return WhatIfQuestion(
         config=config.model_dump(mode="json", exclude=_NOT_ASKED),
         profiles={
@@ -181,7 +193,8 @@ def question(
             )
             for one in latest
         ),
-        shapes=(present, Shape(prefill=asked.prefill, decode=asked.decode)),
+        shapes=tuple(shapes),
+        deadline_s=deadline_s,
         hosts=len({one.address.rpartition(":")[0] for one in workers if one.shares_cores}),
     )
 
@@ -244,9 +257,8 @@ class WhatIfProgram:
     """Runs the program that answers what-if questions, for one question at a time. Owned by the
     router's event loop."""
 
-    def __init__(self, command: Sequence[str], deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, command: Sequence[str]) -> None:
         self._command = tuple(command)
-        self._deadline_s = deadline_s
         self._turn = asyncio.Lock()
 
     @property
@@ -260,47 +272,109 @@ class WhatIfProgram:
         return cls(command) if command else None
 
     async def ask(self, question: WhatIfQuestion) -> WhatIfAnswer:
-        """Run the program on a question, and return its answer. Raises Overloaded while the program
-        runs for another question, DeadlineExceeded, BatonError."""
+        """Return the program's answer to a question. Raises the same exceptions as ``shapes``."""
+        async with aclosing(self.shapes(question)) as simulated:
+            shapes = tuple([one async for one in simulated])
+        return WhatIfAnswer(
+            requests=len(question.traffic), seconds=question.traffic[-1].at_s, shapes=shapes
+        )
+
+    async def shapes(self, question: WhatIfQuestion) -> AsyncGenerator[ShapeAnswer, None]:
+        """Run the program on a question, and yield the answer for each shape once it is simulated.
+        Closing the iterator ends the program.
+
+        Raises Overloaded while the program runs for another question, DeadlineExceeded, BatonError.
+        """
         if self.is_busy:
             raise Overloaded(
                 "another what-if question is running; try again when it has ended", retry_after=2.0
             )
-        async with self._turn:
-            output = await self._run(question.model_dump_json().encode())
-        try:
-            return WhatIfAnswer.model_validate_json(output)
-        except ValidationError as error:
-            raise BatonError(f"the simulator's answer cannot be read: {error}") from error
+        count = 0
+        async with self._turn, aclosing(self._lines(question)) as lines:
+            async for line in lines:
+                count += 1
+                yield _answer_of(line)
+        if count != len(question.shapes):
+            raise BatonError(
+                f"the simulator has answered for {count} of {len(question.shapes)} clusters"
+            )
 
-    async def _run(self, question: bytes) -> bytes:
-        process = self._start()
-        talk = asyncio.create_task(asyncio.to_thread(process.communicate, question))
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                output, complaint = await asyncio.shield(talk)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"the simulation did not end within {self._deadline_s:.0f} s: use fewer"
-                " workers, or a lower rate"
-            ) from None
-        finally:
-            process.kill()
-            # Children of the program may hold its output open; they end by themselves.
-            await asyncio.wait([talk], timeout=_END_S)
-        if process.returncode:
-            text = complaint.decode(errors="replace").strip()
-            log.error("the simulator failed (%d): %s", process.returncode, text)
-            last = text.splitlines()[-1] if text else f"exit code {process.returncode}"
-            raise BatonError(f"the simulator failed: {last[:_LAST_LINE]}")
-        return output
+    async def _lines(self, question: WhatIfQuestion) -> AsyncGenerator[bytes, None]:
+        """Yield the lines that the program writes. Raises DeadlineExceeded, and BatonError if the
+        program fails."""
+        lines: asyncio.Queue[bytes | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + question.deadline_s
 
-    def _start(self) -> subprocess.Popen[bytes]:
+        def put(line: bytes | None) -> None:
+            # The loop is closed if this process ends first.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(lines.put_nowait, line)
+
+        with tempfile.TemporaryFile() as complaints:
+            process = self._start(complaints)
+            asked = question.model_dump_json().encode()
+            talk = asyncio.create_task(asyncio.to_thread(_talk, process, asked, put))
+            try:
+                while (line := await _before(deadline, lines, question.deadline_s)) is not None:
+                    yield line
+            finally:
+                process.kill()
+                # Children of the program may hold its output open; they end by themselves.
+                await asyncio.wait([talk], timeout=_END_S)
+            if process.returncode:
+                complaints.seek(0)
+                text = complaints.read().decode(errors="replace").strip()
+                log.error("the simulator failed (%d): %s", process.returncode, text)
+                last = text.splitlines()[-1] if text else f"exit code {process.returncode}"
+                raise BatonError(f"the simulator failed: {last[:_LAST_LINE]}")
+
+    def _start(self, complaints: IO[bytes]) -> subprocess.Popen[bytes]:
         # Do not use asyncio: uvloop forks, and gRPC's fork handlers end one child in thirty with
         # SIGSEGV. subprocess uses vfork(2), which runs no fork handlers. The variable is removed
         # because it would add the program's metrics to the router's.
         variables = {k: v for k, v in os.environ.items() if k != SHARED_FOLDER_VARIABLE}
         pipe = subprocess.PIPE
         return subprocess.Popen(  # noqa: S603 - the router's own program, without a shell
-            self._command, stdin=pipe, stdout=pipe, stderr=pipe, env=variables
+            self._command, stdin=pipe, stdout=pipe, stderr=complaints, env=variables
         )
+
+
+async def _before(
+    deadline: float, lines: asyncio.Queue[bytes | None], deadline_s: float
+) -> bytes | None:
+    """Return the next of ``lines``. Raises DeadlineExceeded at ``deadline`` of the loop's clock."""
+    try:
+        async with asyncio.timeout_at(deadline):
+            return await lines.get()
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"the simulation did not end within {deadline_s:g} s: use fewer workers, or a lower"
+            " rate"
+        ) from None
+
+
+def _talk(
+    process: subprocess.Popen[bytes], question: bytes, put: Callable[[bytes | None], None]
+) -> None:
+    """Write the question to the program. Pass each line of its answer to ``put``, and None after
+    its end."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        # A program that has ended reads no question.
+        with suppress(BrokenPipeError), process.stdin as writing:
+            writing.write(question)
+        with process.stdout as reading:
+            for line in reading:
+                put(line)
+    finally:
+        process.wait()
+        put(None)
+
+
+def _answer_of(line: bytes) -> ShapeAnswer:
+    try:
+        return ShapeAnswer.model_validate_json(line)
+    except ValidationError as error:
+        raise BatonError(f"the simulator's answer cannot be read: {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -58,6 +58,22 @@ class RequestStats:
         """Traffic counts of this router process, for the autoscaler."""
         self.recent = RecentRequests()
         """Recent requests of this router process, for what-if questions."""
+        self.tenants = TenantCounts()
+        """Requests and tokens of this router process by tenant, for the console."""
+
+
+class TenantCounts:
+    """Counts of requests that have ended, and of tokens, by tenant. They only grow."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, str, str]] = Counter()
+        """Requests by tenant, outcome and error code."""
+        self.prompt_tokens: Counter[str] = Counter()
+        self.generated_tokens: Counter[str] = Counter()
+
+    def ended(self, tenant: str, outcome: Outcome, code: str) -> None:
+        """Count a request that has ended; ``code`` is empty unless it ended with an error."""
+        self.requests[tenant, str(outcome), code] += 1
 
 
 def outcome_of(error: BatonError, *, begun: bool) -> Outcome:
@@ -158,11 +174,16 @@ class RequestRecorder:
         """Mean batch size in the latest decode steps of the request's worker."""
         self._uncounted = 0
         """Output tokens that are not in the metrics yet."""
+        self._ttft_s: float | None = None
+        self._tpot_s: float | None = None
+        self._is_good = False
         self._reasons: list[str] = []
         self._ended = False
         self._summary: dict[str, object] = {}
         self._series = stats.metrics.of_class(context_class)
         self._series.prompt_tokens.inc(self.prompt_tokens)
+        self._tenants, self._tenant = stats.tenants, request.principal.tenant
+        self._tenants.prompt_tokens[self._tenant] += self.prompt_tokens
         self._traffic = stats.traffic
         self._traffic.came(context_class, self.prompt_tokens, request.sampling.max_tokens)
 
@@ -196,6 +217,7 @@ class RequestRecorder:
 
     def _count(self) -> None:
         self._series.generated_tokens.inc(self._uncounted)
+        self._tenants.generated_tokens[self._tenant] += self._uncounted
         self._uncounted = 0
 
     def succeed(self, now: float) -> None:
@@ -206,7 +228,7 @@ class RequestRecorder:
         self._summary["e2el_ms"] = round((now - self._received_at) * 1e3, 1)
         tpot = 0.0
         if self._tokens > 1:
-            tpot = (now - self._first_at) / (self._tokens - 1)
+            self._tpot_s = tpot = (now - self._first_at) / (self._tokens - 1)
             self._series.time_per_output_token.observe(tpot)
             if tpot > 0:
                 self._series.output_tokens_per_second.observe(1 / tpot)
@@ -215,7 +237,8 @@ class RequestRecorder:
             self._traffic.counts.judge_answer(tpot, self._slo.tpot_s)
         self._traffic.ended(self.context_class, self._tokens)
         if self._tokens:
-            self._judge(self._first_at - self._received_at, tpot)
+            self._ttft_s = self._first_at - self._received_at
+            self._judge(self._ttft_s, tpot)
         self._end(Outcome.OK, "")
 
     def fail(self, error: BatonError) -> None:
@@ -256,7 +279,8 @@ class RequestRecorder:
             self._series.ttft_violations.inc()
         if slow:
             self._series.tpot_violations.inc()
-        if not (late or slow):
+        self._is_good = not (late or slow)
+        if self._is_good:
             self._series.goodput_requests.inc()
 
     def _end(self, outcome: Outcome, code: str, error: BatonError | None = None) -> None:
@@ -266,14 +290,19 @@ class RequestRecorder:
         self._count()
         # A rejected or failed answer has no length of its own.
         has_length = outcome in (Outcome.OK, Outcome.ABORTED) and self._tokens
+        is_judged = outcome in (Outcome.SHED, Outcome.ERROR) or self._ttft_s is not None
         self._recent.add(
             RecentRequest(
                 self._received_at,
                 self.prompt_tokens,
                 self._tokens if has_length else None,
                 self.cached_tokens,
+                self._ttft_s,
+                self._tpot_s,
+                self._is_good if is_judged else None,
             )
         )
+        self._tenants.ended(self._tenant, outcome, code)
         self._summary |= {"outcome": str(outcome), "code": code}
         self._end_span(outcome, error)
         self._traffic.counts.shed += outcome is Outcome.SHED
@@ -363,6 +392,13 @@ class RecentRequest:
     """Number of tokens of the request's answer; None if the answer did not end by itself."""
     cached_tokens: int
     """Number of the request's prompt tokens that were found in a cache."""
+    ttft_s: float | None = None
+    """Time from receipt to the first token, in seconds; None unless the request ended well."""
+    tpot_s: float | None = None
+    """Time per output token, in seconds; None unless the request ended well, with two tokens."""
+    is_good: bool | None = None
+    """Whether the request met every SLO; None if no SLO applies: the client disconnected, or no
+    token was asked for."""
 
 
 class RecentRequests:

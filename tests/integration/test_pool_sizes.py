@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from baton.store.redis_client import redis_client
-from baton.store.supervision import TTL_S, PoolSizes, supervision_key, supervision_page
-from deploy.supervisor.status_store import StatusStore, SupervisionStatus
+from baton.store.supervision import (
+    TTL_S,
+    PoolSizes,
+    ScalingDecision,
+    SlotDeaths,
+    SupervisionReport,
+    supervision_key,
+    supervision_report,
+)
+from deploy.supervisor.reconciler import Phase, SlotState
+from deploy.supervisor.status_store import SlotStatus, StatusStore, SupervisionStatus
 
 KEY = "baton:{sizes-test}:pool-sizes"
 
@@ -36,13 +45,26 @@ async def test_a_size_that_was_lost_is_restored_and_a_newer_choice_stays(redis_u
         await sizes.clear()
 
 
-async def test_the_supervisors_page_is_found_as_long_as_it_tells(redis_url: str) -> None:
+async def test_the_supervisors_status_is_read_as_long_as_it_tells(redis_url: str) -> None:
     async with redis_client(redis_url) as client:
         board = StatusStore(client, "page-test")
-        assert await supervision_page(client, "page-test") is None
-        await board.write(SupervisionStatus(7, "127.0.0.1:9"))
-        assert await supervision_page(client, "page-test") == "127.0.0.1:9"
-        for other in ('{"pid": 1}', "[]", "?"):
+        assert await supervision_report(client, "page-test") is None
+        decision = ScalingDecision(5.0, "decode gets a worker (slo: why)")
+        slot = SlotStatus(SlotState(Phase.CRASH_LOOP, 5, "exit code 1"))
+        await board.write(
+            SupervisionStatus(7, "127.0.0.1:9", {"decode-0": slot}, decisions=(decision,))
+        )
+        assert await supervision_report(client, "page-test") == SupervisionReport(
+            "127.0.0.1:9", {"decode-0": SlotDeaths(5, "exit code 1", True)}, (decision,)
+        )
+        told = await board.read()
+        assert told is not None
+        assert told.decisions == (decision,)
+        earlier = '{"pid": 1, "metrics_address": "127.0.0.1:9", "slots": {}, "autoscaler": ""}'
+        await client.set(supervision_key("page-test"), earlier, ex=5)
+        report = await supervision_report(client, "page-test")
+        assert report == SupervisionReport("127.0.0.1:9", {}, ())
+        for other in ('{"pid": 1}', "[]", "?", '{"metrics_address": "", "slots": {"a": 1}}'):
             await client.set(supervision_key("page-test"), other, ex=5)
-            assert await supervision_page(client, "page-test") is None
+            assert await supervision_report(client, "page-test") is None
         await board.clear()

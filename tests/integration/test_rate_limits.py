@@ -574,6 +574,24 @@ async def app_of(front: Front, limits: RateLimits) -> AsyncIterator[httpx.AsyncC
         yield http
 
 
+async def test_refusals_are_counted_by_tenant(limits: RateLimits) -> None:
+    """Those of a limit of requests at their arrival, those of a limit of tokens later."""
+    limited = key(requests_per_minute=2, tokens_per_minute=2)
+    front = make_front(keys=[limited.model_dump()])
+    access = Access(front.config, front.metrics, limits)
+    app = create_app(front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://baton") as http:
+        for status in (413, 413, 429):
+            answer = await http.post("/v1/completions", json=PROMPT, headers=SHOWN)
+            assert answer.status_code == status, answer.text
+    tenant = limited.tenant
+    assert access.refused == {
+        (tenant, "request_too_large"): 2,
+        (tenant, "rate_limit_exceeded"): 1,
+    }
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_headers(limits: RateLimits, stream: bool) -> None:
     front = make_front(keys=[key(requests_per_minute=2, tokens_per_minute=12).model_dump()])

@@ -1,15 +1,23 @@
 // The page's main program: connects its parts to the stream of snapshots.
 import { wireKey } from "./api.js";
 import { Diagram } from "./diagram.js";
+import { EventLog } from "./event_log.js";
 import { Feed } from "./feed.js";
+import { HeatMap } from "./heat_map.js";
 import { Playground } from "./playground.js";
-import { showHandoffs, showLatency, showPools, showQueues, showWorkers, wireLatency } from "./tables.js";
+import { Ratios } from "./ratios.js";
+import { showHandoffs, showLatency, showPools, showQueues, showTenants, wireLatency } from "./tables.js";
 import { Tiles } from "./tiles.js";
 import { byId, say, set } from "./view.js";
 import { WhatIf } from "./what_if.js";
+import { Workers } from "./workers.js";
 
-const parts = [new Tiles(), new Diagram(), new WhatIf(), new Playground()];
-const tables = [showWorkers, showPools, showHandoffs, showQueues, showLatency];
+const tiles = new Tiles();
+const workers = new Workers();
+const heat = new HeatMap(workers);
+const log = new EventLog();
+const parts = [tiles, new Diagram(), workers, heat, new WhatIf(), new Ratios(), new Playground()];
+const tables = [showPools, showHandoffs, showQueues, showLatency, showTenants];
 let latest = null;
 let isPaused = false;
 
@@ -56,14 +64,29 @@ function showState(state, text) {
 }
 
 wireLatency(() => latest && showLatency(latest));
-const feed = new Feed(show, showState);
+workers.wire(() => {
+  if (!latest) return;
+  workers.show(latest);
+  heat.draw();
+});
+const feed = new Feed({
+  onHistory: (history) => {
+    tiles.restore(history);
+    heat.restore(history);
+    log.clear();
+  },
+  onSnapshot: show,
+  onLog: (events) => log.add(events),
+  onState: showState,
+});
 const askForKey = wireKey(() => feed.start());
 
 byId("pause").addEventListener("click", (event) => {
   isPaused = !isPaused;
   set(event.currentTarget, "aria-pressed", isPaused);
   say(event.currentTarget, isPaused ? "Resume" : "Pause");
-  if (!isPaused && latest) show(latest);
+  // A new stream begins with what has happened meanwhile.
+  if (!isPaused) feed.start();
 });
 
 feed.start();

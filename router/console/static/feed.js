@@ -7,10 +7,12 @@ const FIRST_WAIT_MS = 1000;
 const MAX_WAIT_MS = 15000;
 
 export class Feed {
-  /** `onSnapshot(snapshot)`; `onState(state, text)`: connecting, live, waiting, hidden or refused. */
-  constructor(onSnapshot, onState) {
-    this.onSnapshot = onSnapshot;
-    this.onState = onState;
+  /**
+   * `onHistory(history)` at the begin of each stream; `onSnapshot(snapshot)`; `onLog(events)`;
+   * `onState(state, text)`: connecting, live, waiting, hidden or refused.
+   */
+  constructor({ onHistory, onSnapshot, onLog, onState }) {
+    Object.assign(this, { onHistory, onSnapshot, onLog, onState });
     this.life = 0;
     this.wait = FIRST_WAIT_MS;
     document.addEventListener("visibilitychange", () => this.#seen());
@@ -68,7 +70,7 @@ export class Feed {
     };
     heard();
     try {
-      const response = await fetch("/console/events", {
+      const response = await fetch("/console/events?history=true", {
         headers: authorization(),
         signal: abort.signal,
         cache: "no-store",
@@ -94,10 +96,12 @@ export class Feed {
     }
   }
 
-  /** Shows a snapshot. An error of the page must not end the connection. */
-  #told(snapshot) {
+  /** Shows an event. An error of the page must not end the connection. */
+  #told(event) {
     try {
-      this.onSnapshot(snapshot);
+      if (event.history) this.onHistory(event.history);
+      else if (event.log) this.onLog(event.log);
+      else this.onSnapshot(event);
     } catch (error) {
       reportError(error);
     }

@@ -1,65 +1,16 @@
-// Tables: workers, pools, handoffs, queues and latencies.
+// Tables: pools, handoffs, queues, latencies and tenants.
 import { byId, bytes, count, DASH, el, keyed, rate, row, say, seconds, set, share } from "./view.js";
 
-const KV = ["used", "cached", "quarantined"];
 const METRICS = ["ttft", "tpot", "itl", "e2el"];
 const PERCENTILES = ["p50", "p95", "p99"];
 
+const TENANT = [
+  ["requests_per_s", rate], ["prompt_tokens_per_s", rate], ["output_tokens_per_s", rate],
+  ["waiting", count], ["limited", count], ["overloaded", count], ["late", count], ["failed", count],
+];
+const REFUSALS = new Set(["limited", "overloaded", "late", "failed"]);
+
 const number = () => el("td", { class: "number" });
-
-export function showWorkers(snapshot) {
-  const { workers } = snapshot;
-  say(byId("workers-note"), workers.length ? `${count(workers.length)}` : "none registered");
-  keyed(byId("worker-rows"), workers, (worker) => worker.slot, (first) => {
-    const role = el("span", { class: "tag" });
-    const state = el("td");
-    const batch = bar(["fill"]);
-    const kv = bar(KV);
-    const [waiting, step, context, host, disk, sending] = [0, 0, 0, 0, 0, 0].map(number);
-    const node = row(
-      first.slot, el("td", {}, role), state, el("td", {}, batch.node), waiting, step, context,
-      el("td", {}, kv.node), host, disk, sending,
-    );
-    return {
-      node,
-      update: (worker) => {
-        say(role, worker.role);
-        set(role, "class", `tag ${worker.role}`);
-        say(state, worker.state);
-        set(state, "class", worker.state === "ready" ? "fine" : "bad");
-        batch.update([worker.running / (worker.max_sequences || 1)], `${count(worker.running)} / ${count(worker.max_sequences)}`);
-        say(waiting, count(worker.waiting));
-        say(step, worker.step_ms ? seconds(worker.step_ms / 1000) : DASH);
-        say(context, count(worker.context_tokens));
-        const total = worker.total_blocks || 1;
-        const told = `${count(worker.used_blocks)} used, ${count(worker.cached_blocks)} cached`
-          + `${worker.quarantined_blocks ? `, ${count(worker.quarantined_blocks)} quarantined` : ""} of ${count(worker.total_blocks)}`;
-        kv.update(KV.map((name) => worker[`${name}_blocks`] / total), told);
-        say(host, worker.host_blocks ? count(worker.host_blocks) : DASH);
-        say(disk, worker.disk_blocks ? count(worker.disk_blocks) : DASH);
-        say(sending, worker.in_flight_bytes ? bytes(worker.in_flight_bytes) : DASH);
-      },
-    };
-  });
-}
-
-/** A bar with parts by share, and the same as text. */
-function bar(names) {
-  const parts = names.map((name) => el("i", { class: name }));
-  const text = el("span", { class: "told" });
-  const node = el("div", { class: "bar-cell" }, el("div", { class: "meter", "aria-hidden": "true" }, ...parts), text);
-  return {
-    node,
-    update: (shares, told) => {
-      // A small share stays visible.
-      parts.forEach((part, n) => {
-        const width = shares[n] > 0 ? `max(2px, ${(100 * Math.min(1, shares[n])).toFixed(2)}%)` : "0";
-        if (part.style.width !== width) part.style.width = width;
-      });
-      say(text, told);
-    },
-  };
-}
 
 export function showPools(snapshot) {
   keyed(byId("pool-rows"), snapshot.pools, (pool) => pool.name, (first) => {
@@ -135,4 +86,21 @@ export function showLatency({ classes, window_s: window }) {
   const slos = classes.slice(1).map((one) => `${one.name} ${seconds(one.slo_ttft_s)}`);
   const tpot = classes.length ? seconds(classes[0].slo_tpot_s) : DASH;
   say(byId("slo-note"), `▲ above the SLO. TTFT: ${slos.join(", ")}. TPOT: ${tpot}.`);
+}
+
+export function showTenants({ tenants, queues, window_s: window }) {
+  say(byId("tenants-note"), `of this router process, last ${Math.round(window)} s`);
+  const inQueue = new Map(queues.map((one) => [one.tenant, one.waiting]));
+  const told = tenants.map((one) => ({ ...one, waiting: inQueue.get(one.tenant) ?? 0 }));
+  keyed(byId("tenant-rows"), told, (one) => one.tenant, (first) => {
+    const cells = TENANT.map(number);
+    return {
+      node: row(first.tenant, ...cells),
+      update: (one) =>
+        TENANT.forEach(([name, show], n) => {
+          say(cells[n], show(one[name]));
+          set(cells[n], "class", REFUSALS.has(name) && one[name] ? "number bad" : "number");
+        }),
+    };
+  });
 }

@@ -1,23 +1,23 @@
-// Tiles at the top, each with a chart of its last two minutes, and a table of their values.
+// Tiles at the top, each with a chart of its last ten minutes, and a table of their values.
 import { byId, count, dollars, el, keyed, rate, row, say, seconds, set, share, svg } from "./view.js";
 
-const KEPT_S = 120;
-const ROW_S = 10;
+const KEPT_S = 600;
+const POINT_S = 1.8; // a point is at least this long after the one before
+const ROW_S = 30;
 const WIDTH = 160;
 const HEIGHT = 34;
 
 const all = (snapshot) => snapshot.classes[0];
-const p95 = (latency) => latency.lately?.p95 ?? null;
 
 const TILES = [
-  { name: "Requests", unit: "/s", of: (s) => s.traffic.requests_per_s, show: rate, more: (s) => `${count(s.traffic.active)} running` },
-  { name: "Output tokens", unit: "/s", of: (s) => s.traffic.output_tokens_per_s, show: rate, more: (s) => `${rate(s.handoffs.per_s)} handoffs/s` },
-  { name: "Prompt tokens", unit: "/s", of: (s) => s.traffic.prompt_tokens_per_s, show: rate, more: (s) => `${share(s.traffic.cached_share)} from cache` },
-  { name: "TTFT p95", unit: "", of: (s) => p95(all(s).ttft), show: seconds, more: (s) => `p50 ${seconds(all(s).ttft.lately?.p50)}` },
-  { name: "TPOT p95", unit: "", of: (s) => p95(all(s).tpot), show: seconds, more: (s) => `p50 ${seconds(all(s).tpot.lately?.p50)}` },
-  { name: "Within SLO", unit: "", of: (s) => s.traffic.good_share, show: share, most: 1, more: (s) => `${rate(s.traffic.good_per_s)} good/s` },
-  { name: "Waiting", unit: "", of: (s) => s.traffic.waiting + s.workers.reduce((sum, w) => sum + w.waiting, 0), show: count, more: (s) => `${count(s.traffic.shed)} shed, ${count(s.traffic.failed)} failed` },
-  { name: "Cost", unit: "/h", of: (s) => s.cost?.per_hour ?? null, show: dollars, more: (s) => s.cost ? `${dollars(s.cost.per_request)} per request; per million tokens ${dollars(s.cost.per_million_input)} in, ${dollars(s.cost.per_million_output)} out` : "no prices" },
+  { name: "Requests", unit: "/s", figure: "requests_per_s", show: rate, more: (s) => `${count(s.traffic.active)} running` },
+  { name: "Output tokens", unit: "/s", figure: "output_tokens_per_s", show: rate, more: (s) => `${rate(s.handoffs.per_s)} handoffs/s` },
+  { name: "Prompt tokens", unit: "/s", figure: "prompt_tokens_per_s", show: rate, more: (s) => `${share(s.traffic.cached_share)} from cache` },
+  { name: "TTFT p95", unit: "", figure: "ttft_p95_s", show: seconds, more: (s) => `p50 ${seconds(all(s).ttft.lately?.p50)}` },
+  { name: "TPOT p95", unit: "", figure: "tpot_p95_s", show: seconds, more: (s) => `p50 ${seconds(all(s).tpot.lately?.p50)}` },
+  { name: "Within SLO", unit: "", figure: "good_share", show: share, most: 1, more: (s) => `${rate(s.traffic.good_per_s)} good/s` },
+  { name: "Waiting", unit: "", figure: "waiting", show: count, more: (s) => `${count(s.traffic.shed)} shed, ${count(s.traffic.failed)} failed` },
+  { name: "Cost", unit: "/h", figure: "cost_per_hour", show: dollars, more: (s) => s.cost ? `${dollars(s.cost.per_request)} per request; per million tokens ${dollars(s.cost.per_million_input)} in, ${dollars(s.cost.per_million_output)} out` : "no prices" },
 ];
 
 export class Tiles {
@@ -39,21 +39,27 @@ export class Tiles {
     );
   }
 
+  /** Replaces the history with the router's, which is there from before the page was opened. */
+  restore({ points }) {
+    this.history = points;
+  }
+
   show(snapshot) {
-    const values = TILES.map((tile) => tile.of(snapshot));
-    this.history.push({ at: snapshot.at, values });
-    while (this.history[0].at < snapshot.at - KEPT_S) this.history.shift();
-    TILES.forEach((tile, place) => {
-      say(tile.value, tile.show(values[place]));
+    const { at, figures } = snapshot;
+    const last = this.history.at(-1);
+    if (!last || at - last.at >= POINT_S) this.history.push({ at, ...figures });
+    while (this.history[0].at < at - KEPT_S) this.history.shift();
+    for (const tile of TILES) {
+      say(tile.value, tile.show(figures[tile.figure]));
       say(tile.note, tile.more(snapshot));
-      this.#draw(tile, place, snapshot.at);
-    });
+      this.#draw(tile, at);
+    }
     this.#table();
   }
 
-  #draw(tile, place, now) {
+  #draw(tile, now) {
     const points = this.history
-      .map(({ at, values }) => ({ x: WIDTH * (1 - (now - at) / KEPT_S), value: values[place] }))
+      .map((point) => ({ x: WIDTH * (1 - (now - point.at) / KEPT_S), value: point[tile.figure] }))
       .filter(({ value }) => value !== null);
     const most = tile.most ?? Math.max(...points.map(({ value }) => value), 1e-9) * 1.1;
     const path = points
@@ -71,7 +77,7 @@ export class Tiles {
       const time = new Date(slot * ROW_S * 1000).toLocaleTimeString("en-GB");
       return {
         node: row(time, ...cells),
-        update: ([, { values }]) => cells.forEach((cell, n) => say(cell, TILES[n].show(values[n]))),
+        update: ([, point]) => cells.forEach((cell, n) => say(cell, TILES[n].show(point[TILES[n].figure]))),
       };
     });
   }

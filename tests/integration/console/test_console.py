@@ -85,17 +85,17 @@ async def test_an_answer_can_be_stopped(
         await page.get_by_label("Your message").fill("Go on for ever")
         # The tiny model would be at its end before a browser has pressed a second button.
         with standing_engine(stage.cluster, "decode-0", monkeypatch):
-            await page.get_by_role("button", name="Send").click()
-            await page.get_by_role("button", name="Stop").click()
+            await page.get_by_role("button", name="Send", exact=True).click()
+            await page.get_by_role("button", name="Stop", exact=True).click()
             await expect(page.locator("#chat-status")).to_contain_text("Stopped")
-        await expect(page.get_by_role("button", name="Send")).to_be_enabled()
+        await expect(page.get_by_role("button", name="Send", exact=True)).to_be_enabled()
         await stage.cluster.until_idle()
 
 
 async def test_what_if_is_answered(stage: Stage, open_page: OpenPage) -> None:
     async with open_page(console(stage)) as page:
         await live(page)
-        simulate = page.get_by_role("button", name="Simulate")
+        simulate = page.get_by_role("button", name="Simulate", exact=True)
         await simulate.click()
         await expect(page.locator("#what-if-status")).to_contain_text("try again when there is")
         await stage.ask(range(15))
@@ -192,8 +192,10 @@ async def test_accessibility(stage: Stage, open_page: OpenPage, scheme: str, siz
         await live(page)
         await stage.ask(range(12))
         await expect(page.locator("#worker-rows tr")).to_have_count(2)
-        await page.get_by_role("button", name="Simulate").click()
+        await page.get_by_role("button", name="Simulate", exact=True).click()
         await expect(page.locator("#what-if-result")).to_be_visible()
+        await page.get_by_role("button", name="Simulate the grid").click()
+        await expect(page.locator("#ratios-advice p").first).to_be_visible()
         for summary in await page.locator("summary").all():
             await summary.click()
         found = await Axe().run(page)

@@ -26,7 +26,7 @@ from baton.store.pin_store import PinStore
 from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry
-from baton.store.supervision import PoolSizes, supervision_page
+from baton.store.supervision import PoolSizes, supervision_report
 from baton.telemetry.metrics import RouterMetrics
 from deploy.launcher.cluster_workers import forget_cluster
 from deploy.processes.run_directory import ClusterMark, RunDirectory
@@ -74,7 +74,9 @@ async def work_as_a_cluster(url_of: Callable[[StoreUser], str]) -> None:
         await _route(router)
         board = StatusStore(supervisor, ID)
         await board.write(SupervisionStatus(1, "127.0.0.1:1"))
-        assert await supervision_page(router, ID) == "127.0.0.1:1"
+        report = await supervision_report(router, ID)
+        assert report is not None
+        assert report.metrics_address == "127.0.0.1:1"
         assert await board.read() is not None
         assert await PoolSizes(supervisor, ID).read() == {"decode": 3}
         assert set(await Registry(supervisor, ID).all()) == {"w:1"}

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from baton.config.access import KeyConfig
+from baton.security.tls import client_context, server_context
 from router.access.access import Access
 from router.console.api import ConsoleApi
 from router.console.what_if import WhatIfProgram
@@ -33,14 +36,32 @@ class Stage:
     url: str
 
     async def ask(
-        self, numbers: Iterable[int], prompt: str = "Once upon a time", **more: object
+        self,
+        numbers: Iterable[int],
+        prompt: str = "Once upon a time",
+        key: str = "",
+        **more: object,
     ) -> None:
-        """A request for each number, one after another."""
+        """A request for each number, one after another; with an API key if there is one."""
+        headers = {"authorization": f"Bearer {key}"} if key else {}
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "ignore_eos": True} | more
-        async with plain_client(base_url=self.url, timeout=DEADLINE_S) as client:
+        tls = self.cluster.config.tls.front_client
+        client = (
+            plain_client(base_url=self.url, timeout=DEADLINE_S)
+            if tls is None
+            else httpx.AsyncClient(
+                base_url=self.url,
+                timeout=DEADLINE_S,
+                verify=client_context(tls),
+                trust_env=False,
+            )
+        )
+        async with client:
             for number in numbers:
                 answer = await client.post(
-                    "/v1/completions", json=body | {"prompt": f"{number} {prompt}"}
+                    "/v1/completions",
+                    json=body | {"prompt": f"{number} {prompt}"},
+                    headers=headers,
                 )
                 assert answer.status_code == 200, answer.text
 
@@ -66,7 +87,7 @@ async def console_stage(model: Path, redis_url: str, **config: Any) -> AsyncIter
             cluster.config,
             MODEL,
             access,
-            WhatIfProgram(WHAT_IF, DEADLINE_S),
+            WhatIfProgram(WHAT_IF),
         )
         app = create_app(
             cluster.dispatcher,
@@ -77,9 +98,12 @@ async def console_stage(model: Path, redis_url: str, **config: Any) -> AsyncIter
             access,
             more=(console,),
         )
-        async with serve(app) as address:
+        files = cluster.config.tls.fronts
+        context = None if files is None else server_context(files)
+        async with serve(app, context=context) as address:
             try:
-                yield Stage(cluster, console, f"http://{address}")
+                scheme = "http" if files is None else "https"
+                yield Stage(cluster, console, f"{scheme}://{address}")
             finally:
                 await console.close()
                 await asyncio.sleep(0)

@@ -156,6 +156,9 @@ async def test_roles_are_changed_counted_and_told() -> None:
     assert needed("baton_autoscaler_needed_workers", {"role": "prefill"}) == pytest.approx(5, 0.2)
     assert "prefill has" in play.autoscaling.note()
     assert "becomes a prefill worker" in play.autoscaling.note()
+    told = play.autoscaling.decisions()
+    assert len(told) == 2
+    assert all("becomes a prefill worker (forecast: prefill has" in one.text for one in told)
     await play.end()
 
 
@@ -167,6 +170,7 @@ async def test_a_dry_run_changes_nothing() -> None:
     assert play.cluster.have("prefill") == 3
     assert play.decisions("to_prefill", Reason.FORECAST) == 0
     assert play.autoscaling.note().startswith("dry run: ")
+    assert play.autoscaling.decisions()[-1].text.startswith("would: ")
     await play.end()
 
 

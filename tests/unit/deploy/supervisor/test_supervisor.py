@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from baton.errors import BatonError
 from baton.host.background import end_tasks
-from baton.store.supervision import PoolSizes
+from baton.store.supervision import PoolSizes, ScalingDecision
 from baton.telemetry.metrics import SupervisorMetrics
 from deploy.processes.leadership import SupervisorTerm
 from deploy.supervisor import supervisor as supervisor_module
@@ -153,6 +153,7 @@ class Play:
         self.metrics = SupervisorMetrics(CollectorRegistry())
         self.reconciler = Reconciler(DRAIN_S)
         self.note = ""
+        self.decisions: tuple[ScalingDecision, ...] = ()
         self.term = term or FakeTerm()
         self.supervisor = supervisor = Supervisor(
             POOLS,
@@ -165,6 +166,7 @@ class Play:
             "here:1",
             drain_s=DRAIN_S,
             note=lambda: self.note,
+            decisions=lambda: self.decisions,
         )
         self.task = asyncio.create_task(supervisor.run())
 
@@ -306,6 +308,10 @@ async def test_its_slots_and_the_autoscalers_note_are_shown() -> None:
     play.note = "decode has 2 and needs 1.5"
     await play.until(lambda: bool(play.board.told and play.board.told.autoscaler))
     assert play.board.told.autoscaler == "decode has 2 and needs 1.5"
+    decision = ScalingDecision(1.0, "decode gets a worker (slo: late)")
+    play.decisions = (decision,)
+    await play.until(lambda: bool(play.board.told and play.board.told.decisions))
+    assert play.board.told.decisions == (decision,)
     await play.end()
 
 

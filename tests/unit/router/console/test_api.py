@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from typing import Any, cast
@@ -140,9 +140,10 @@ async def test_console_data_requires_keys() -> None:
             plain = await served.http.get(path, headers=bearer("asks"))
             assert plain.status_code == 403
         asked = {"prefill": 1, "decode": 1}
-        for name, status in (("", 401), ("reads", 403), ("rules", 404)):
-            answer = await served.http.post("/console/what-if", json=asked, headers=bearer(name))
-            assert answer.status_code == status, name
+        for path in ("/console/what-if", "/console/ratios"):
+            for name, status in (("", 401), ("reads", 403), ("rules", 404)):
+                answer = await served.http.post(path, json=asked, headers=bearer(name))
+                assert answer.status_code == status, (path, name)
         found = await served.http.get("/console/snapshot", headers=bearer("reads"))
         assert found.status_code == 200
         assert [one["slot"] for one in found.json()["workers"]] == ["prefill-0", "decode-0"]
@@ -200,10 +201,31 @@ async def test_a_stream_ends_when_its_key_is_revoked() -> None:
 async def test_snapshots_end_with_the_last_viewer() -> None:
     async with console() as served, asyncio.timeout(DEADLINE_S):
         async with served.http.stream("GET", "/console/events") as stream:
-            await anext(lines_of(stream))
+            told = lines_of(stream)
+            await anext(told)
             assert served.console.broadcaster.viewers == 1
         while served.console.broadcaster.viewers:
             await asyncio.sleep(0.01)
+
+
+async def test_a_stream_begins_with_what_happened_before() -> None:
+    async with console() as served, asyncio.timeout(DEADLINE_S):
+        # A first viewer comes and goes.
+        assert (await served.http.get("/console/snapshot")).status_code == 200
+        async with served.http.stream("GET", "/console/events?history=true") as stream:
+            told = lines_of(stream)
+            history = (await anext(told))["history"]
+            assert [point["waiting"] for point in history["points"]] == [0]
+            (column,) = history["columns"][-1:]
+            assert column["workers"].keys() == {"prefill-0", "decode-0"}
+            snapshot = await anext(told)
+            assert snapshot["figures"]["waiting"] == 0
+            begun = (await anext(told))["log"]
+            assert begun[0]["text"] == "the log begins: 2 workers, healthy"
+            served.front.metrics.key_file_failures.inc()
+            while not (log := (await anext(told)).get("log")):
+                pass
+            assert [one["kind"] for one in log] == ["keys"], "only what is new"
 
 
 async def test_a_router_that_stops_ends_streams() -> None:
@@ -230,44 +252,54 @@ async def test_a_viewer_that_does_not_read_is_dropped(monkeypatch: pytest.Monkey
         await asyncio.Event().wait()
 
     async with console() as served, asyncio.timeout(DEADLINE_S):
-        await EventStream(partial(served.console._stream, {}))({}, receive, send)
+        await EventStream(partial(served.console._stream, {}, False))({}, receive, send)
         assert sent == 3
         assert served.console.broadcaster.viewers == 0
 
 
-ANSWER = {
-    "requests": 12,
-    "seconds": 11.0,
-    "shapes": [
-        {
-            "prefill": 1,
-            "decode": 1,
-            "ttft_s": {"p50": 0.1, "p95": 0.2},
-            "tpot_s": {"p50": 0.1, "p95": 0.2},
-            "e2el_s": {"p50": 0.1, "p95": None},
-            "good_share": 1.0,
-            "shed_share": 0.0,
-            "prefill_busy": None,
-            "decode_busy": 0.5,
-        }
-    ],
-}
+def shape_answer(prefill: int, decode: int, good_share: float = 1.0) -> dict[str, Any]:
+    return {
+        "prefill": prefill,
+        "decode": decode,
+        "ttft_s": {"p50": 0.1, "p95": 0.2},
+        "tpot_s": {"p50": 0.1, "p95": 0.2},
+        "e2el_s": {"p50": 0.1, "p95": None},
+        "good_share": good_share,
+        "shed_share": 0.0,
+        "prefill_busy": None,
+        "decode_busy": 0.5,
+    }
+
+
+SIMULATOR = f"""
+import json, sys
+answer = {shape_answer(0, 0)!r}
+for shape in json.load(sys.stdin)["shapes"]:
+    good = 1.0 if shape["prefill"] > 1 else 0.5
+    print(json.dumps(answer | shape | {{"good_share": good}}), flush=True)
+"""
+"""A program that answers at once: half of the requests are good with up to one prefill worker."""
+
+
+def have_traffic(front: Front, *, ttft_s: float) -> None:
+    """Twelve requests have just ended, every other one was good."""
+    now = asyncio.get_running_loop().time()
+    for number, one in enumerate(recent(12)):
+        front.stats.recent.add(
+            replace(one, received_at=now, ttft_s=ttft_s, tpot_s=0.2, is_good=number % 2 == 0)
+        )
 
 
 async def test_what_if() -> None:
-    script = f"import sys; sys.stdin.read(); print({json.dumps(ANSWER)!r})"
-    async with console(WhatIfProgram((sys.executable, "-c", script))) as served:
+    async with console(WhatIfProgram((sys.executable, "-c", SIMULATOR))) as served:
         asked = {"prefill": 2, "decode": 2, "rate": 1.5}
         early = await served.http.post("/console/what-if", json=asked)
         assert early.status_code == 400
         assert "try again when there is more traffic" in early.json()["error"]["message"]
-        now = asyncio.get_running_loop().time()
-        for one in recent(12):
-            served.front.stats.recent.add(
-                type(one)(now, one.prompt_tokens, one.output_tokens, one.cached_tokens)
-            )
+        have_traffic(served.front, ttft_s=0.2)
         answer = await served.http.post("/console/what-if", json=asked)
-        assert answer.json() == ANSWER
+        shapes = [shape_answer(1, 1, 0.5), shape_answer(2, 2)]
+        assert answer.json() == {"requests": 12, "seconds": 0.0, "shapes": shapes}
         for bad in (
             {"prefill": 2},
             {"prefill": -1, "decode": 1},
@@ -280,8 +312,66 @@ async def test_what_if() -> None:
             assert refused.status_code == 400, bad
 
 
+async def grid_events(served: Served) -> list[dict[str, Any]]:
+    async with served.http.stream("POST", "/console/ratios") as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        return [event async for event in lines_of(stream)]
+
+
+async def test_a_grid_of_ratios() -> None:
+    async with console(WhatIfProgram((sys.executable, "-c", SIMULATOR))) as served:
+        early = await served.http.post("/console/ratios")
+        assert (early.status_code, early.json()["error"]["code"]) == (400, "invalid_value")
+        have_traffic(served.front, ttft_s=0.2)
+        grid, checks, *cells, last = await grid_events(served)
+        assert (grid["grid"]["prefill"], grid["grid"]["decode"]) == ([0, 1, 2, 3], [1, 2, 3])
+        assert [check["ratio"] for check in checks["checks"]] == [1, 1, 1]
+        assert len(cells) == 12
+        assert (cells[0]["cell"]["prefill"], cells[0]["cell"]["decode"]) == (1, 1)
+        advice = last["advice"]
+        assert advice["is_complete"]
+        assert advice["best"]["shape"] == {"prefill": 2, "decode": 1}
+        assert advice["best"]["commands"] == ["baton scale prefill 2"]
+        assert advice["best_same"]["commands"] == []
+
+
+async def test_a_simulator_that_differs_from_the_cluster_gives_no_advice() -> None:
+    async with console(WhatIfProgram((sys.executable, "-c", SIMULATOR))) as served:
+        have_traffic(served.front, ttft_s=0.3)
+        _, checks, *_, last = await grid_events(served)
+        assert [check["agrees"] for check in checks["checks"]] == [False, True, True]
+        assert (last["advice"]["best"], last["advice"]["best_same"]) == (None, None)
+
+
+async def test_a_grid_at_its_deadline_advises_on_what_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow = SIMULATOR + "    import time; time.sleep(0 if shape['prefill'] < 3 else 600)\n"
+    monkeypatch.setattr(console_api, "GRID_DEADLINE_S", 2.0)
+    async with console(WhatIfProgram((sys.executable, "-c", slow))) as served:
+        have_traffic(served.front, ttft_s=0.2)
+        *_, last = await grid_events(served)
+        assert not last["advice"]["is_complete"]
+        assert last["advice"]["best"]["shape"] == {"prefill": 2, "decode": 1}
+
+
+async def test_a_grid_ends_with_its_connection() -> None:
+    program = WhatIfProgram((sys.executable, "-c", SIMULATOR + "    import time; time.sleep(600)"))
+    async with console(program) as served, asyncio.timeout(DEADLINE_S):
+        have_traffic(served.front, ttft_s=0.2)
+        async with served.http.stream("POST", "/console/ratios") as stream:
+            # Kept: the end of the iterator would end the stream.
+            told = lines_of(stream)
+            await anext(told)
+            again = await served.http.post("/console/ratios")
+            assert (again.status_code, again.json()["error"]["code"]) == (429, "overloaded")
+        while program.is_busy:
+            await asyncio.sleep(0.01)
+
+
 async def test_without_a_simulator() -> None:
     async with console() as served:
         assert (await served.http.get("/console/snapshot")).json()["what_if"] is False
         asked = await served.http.post("/console/what-if", json={"prefill": 1, "decode": 1})
         assert asked.status_code == 404
+        assert (await served.http.post("/console/ratios")).status_code == 404

@@ -29,10 +29,11 @@ def shown(
     first: Observation, second: Observation, *, seconds: float = 10.0, config: Config = CONFIG
 ) -> Snapshot:
     """The second look's snapshot, ``seconds`` after the first one."""
-    window = CounterWindow(60)
-    window.add(0.0, {**first.counts, **page_counts(first.pages)})
-    window.add(seconds, {**second.counts, **page_counts(second.pages)})
-    return snapshot_of(second, window, config)
+    window, pages = CounterWindow(60), CounterWindow(60)
+    for at, one in ((0.0, first), (seconds, second)):
+        window.add(at, one.counts)
+        pages.add(at, page_counts(one.pages))
+    return snapshot_of(second, window, pages, config)
 
 
 def test_the_first_snapshot_has_workers_and_no_rates() -> None:
@@ -43,7 +44,7 @@ def test_the_first_snapshot_has_workers_and_no_rates() -> None:
         gauges={("active",): 4.0, ("waiting", "a"): 2.0, ("waiting", "b"): 0.0},
     )
     window.add(0.0, one.counts)
-    found = snapshot_of(one, window, CONFIG)
+    found = snapshot_of(one, window, CounterWindow(60), CONFIG)
     assert (found.rate_s, found.window_s) == (0.0, 0.0)
     assert [worker.slot for worker in found.workers] == ["prefill-0", "decode-0"]
     decode = found.workers[1]
@@ -184,3 +185,23 @@ def test_a_worker_of_an_unknown_pool_is_shown() -> None:
     other = ObservedWorker(replace(record(), pool="extra"), seen().load, True)
     found = shown(look(), look(other))
     assert [pool.name for pool in found.pools] == ["prefill", "decode", "extra"]
+
+
+def test_figures_are_those_of_the_page() -> None:
+    first = look(counts={("requests", SHORT, "ok", ""): 0.0, ("ttft", SHORT, "+Inf"): 0.0})
+    second = look(
+        seen("prefill-0", waiting=2),
+        seen(waiting=1),
+        counts={
+            ("requests", SHORT, "ok", ""): 20.0,
+            ("ttft", SHORT, "1.0"): 20.0,
+            ("ttft", SHORT, "+Inf"): 20.0,
+        },
+        gauges={("waiting", "a"): 4.0},
+    )
+    found = shown(first, second)
+    figures = found.figures
+    assert (figures.requests_per_s, figures.waiting) == (2.0, 7)
+    assert found.classes[0].ttft.lately is not None
+    assert figures.ttft_p95_s == found.classes[0].ttft.lately.p95
+    assert (figures.tpot_p95_s, figures.cost_per_hour) == (None, None)

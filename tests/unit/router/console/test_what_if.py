@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import secrets
 import shutil
 import sys
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -26,9 +28,11 @@ from baton.v1 import control_pb2, control_pb2_grpc
 from router.console import what_if
 from router.console.what_if import (
     MAX_REQUESTS,
+    Shape,
     WhatIfProgram,
     WhatIfQuestion,
     WhatIfRequest,
+    present_shape,
     question,
     rate_share,
 )
@@ -37,20 +41,21 @@ from tests.support.router.looks import record
 from tests.support.router.what_if import WORKERS, recent
 
 DEADLINE_S = 60.0
-ASKED = WhatIfRequest(prefill=3, decode=4)
+SHAPES = (Shape(prefill=1, decode=2), Shape(prefill=3, decode=4))
 
 
 def asked(requests: list[RecentRequest], **changes: object) -> WhatIfQuestion:
     fields = {"transfer_line": (2.0, 0.5), "is_cpu": True} | changes
     config = fields.pop("config", Config())
-    of = fields.pop("of", ASKED)
     workers = fields.pop("workers", WORKERS)
-    return question(of, requests, workers, config, **fields)  # type: ignore[arg-type]
+    return question(SHAPES, requests, workers, config, **fields)  # type: ignore[arg-type]
 
 
 def test_a_question_describes_traffic_and_workers() -> None:
     found = asked(recent(12))
-    assert [(one.prefill, one.decode) for one in found.shapes] == [(1, 2), (3, 4)]
+    assert found.shapes == SHAPES
+    assert present_shape(WORKERS) == SHAPES[0]
+    assert present_shape([]) == Shape(prefill=0, decode=1)
     assert [one.at_s for one in found.traffic[:3]] == [0.0, 1.0, 2.0]
     assert (found.traffic[0].input_tokens, found.traffic[0].cached_tokens) == (50, 16)
     profile = found.profiles["decode"]
@@ -64,7 +69,7 @@ def test_a_question_describes_traffic_and_workers() -> None:
 
 
 def test_a_rate_and_a_share_change_the_times() -> None:
-    twice = asked(recent(12), of=WhatIfRequest(prefill=1, decode=1, rate=2.0))
+    twice = asked(recent(12), rate=2.0)
     assert twice.traffic[1].at_s == 0.5
     half = asked(recent(12), share=0.5)
     assert half.traffic[1].at_s == 0.5
@@ -127,14 +132,46 @@ def test_the_rate_share_of_a_process() -> None:
     assert rate_share(30, [5]) == 1
 
 
-def program(script: str, deadline_s: float = DEADLINE_S) -> WhatIfProgram:
-    return WhatIfProgram((sys.executable, "-c", script), deadline_s)
+def program(script: str) -> WhatIfProgram:
+    return WhatIfProgram((sys.executable, "-c", script))
+
+
+ANSWER = {
+    "prefill": 1,
+    "decode": 2,
+    "ttft_s": {"p50": 0.1, "p95": 0.2},
+    "tpot_s": {"p50": 0.1, "p95": 0.2},
+    "e2el_s": {"p50": 0.1, "p95": None},
+    "good_share": 1.0,
+    "shed_share": 0.0,
+    "prefill_busy": None,
+    "decode_busy": 0.5,
+}
+
+
+async def test_answers_come_one_by_one() -> None:
+    """The first is here while the program still works at the second."""
+    line = json.dumps(ANSWER)
+    script = f"import sys, time; sys.stdin.read(); print({line!r}, flush=True); time.sleep(600)"
+    asking = program(script)
+    before = psutil.Process().children()
+    async with asyncio.timeout(DEADLINE_S), aclosing(asking.shapes(asked(recent(12)))) as answers:
+        assert (await anext(answers)).model_dump() == ANSWER
+        assert asking.is_busy
+    assert not asking.is_busy
+    assert psutil.Process().children() == before, "it is gone"
+
+
+async def test_a_whole_answer() -> None:
+    line = json.dumps(ANSWER)
+    found = await program(f"print({line!r}); print({line!r})").ask(asked(recent(12)))
+    assert (found.requests, found.seconds, len(found.shapes)) == (12, 11.0, 2)
 
 
 async def test_a_hanging_simulator_is_killed() -> None:
     before = psutil.Process().children()
     with pytest.raises(DeadlineExceeded, match="fewer workers"):
-        await program("import time; time.sleep(600)", 0.2).ask(asked(recent(12)))
+        await program("import time; time.sleep(600)").ask(asked(recent(12), deadline_s=0.2))
     assert psutil.Process().children() == before, "it is gone"
 
 
@@ -143,6 +180,8 @@ async def test_a_failing_simulator_is_reported() -> None:
         await program("import sys; sys.exit('planted')").ask(asked(recent(12)))
     with pytest.raises(BatonError, match="cannot be read"):
         await program("print('{}')").ask(asked(recent(12)))
+    with pytest.raises(BatonError, match="answered for 1 of 2 clusters"):
+        await program(f"print({json.dumps(ANSWER)!r})").ask(asked(recent(12)))
 
 
 def test_programs_start_while_grpc_is_busy() -> None:
@@ -159,7 +198,7 @@ def test_programs_start_while_grpc_is_busy() -> None:
             calling = asyncio.create_task(_call_on(channel))
             try:
                 for _ in range(150):
-                    with pytest.raises(BatonError, match="the simulator's answer cannot be read"):
+                    with pytest.raises(BatonError, match="answered for 0 of 2"):
                         await nothing.ask(asked(recent(12)))
             finally:
                 await end_tasks([calling])
@@ -182,10 +221,10 @@ async def test_children_of_the_simulator_do_not_delay_the_answer(
     """Its child has its output open, and lives on."""
     monkeypatch.setattr(what_if, "_END_S", 0.1)
     orphan = ["sleep", f"600.{secrets.randbits(32)}"]
-    asking = program(f"import subprocess; subprocess.run({orphan})", deadline_s=2.0)
+    asking = program(f"import subprocess; subprocess.run({orphan})")
     try:
         with pytest.raises(DeadlineExceeded):
-            await asyncio.wait_for(asking.ask(asked(recent(12))), DEADLINE_S)
+            await asyncio.wait_for(asking.ask(asked(recent(12), deadline_s=2.0)), DEADLINE_S)
         assert not asking.is_busy
     finally:
         for process in psutil.process_iter(["cmdline"]):

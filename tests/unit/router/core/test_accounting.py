@@ -147,3 +147,42 @@ def test_refusals_have_no_class() -> None:
     assert metrics.registry.get_sample_value("baton_requests_total", labels) == 1
     labels = {"class": "unknown", "outcome": "aborted", "code": ""}
     assert metrics.registry.get_sample_value("baton_requests_total", labels) == 1
+
+
+def test_recent_requests_have_their_times() -> None:
+    stats = RequestStats(RouterMetrics(CollectorRegistry()))
+    good, late, failed, gone = (recorder_of(stats, 10) for _ in range(4))
+    good.delta(delta(1, 4), 100.5)
+    good.delta(delta(3), 101.1)
+    good.succeed(101.1)
+    late.delta(delta(1), 102.0)
+    late.succeed(102.0)
+    failed.delta(delta(1), 100.5)
+    failed.fail(errors.WorkerFailed("x"))
+    gone.abort()
+    found = stats.recent.since(100.0)
+    assert [one.is_good for one in found] == [True, False, False, None]
+    assert [one.ttft_s for one in found] == [0.5, 2.0, None, None]
+    assert [one.tpot_s for one in found] == [pytest.approx(0.2), None, None, None]
+
+
+def test_a_request_without_tokens_is_not_judged() -> None:
+    stats = RequestStats(RouterMetrics(CollectorRegistry()))
+    recorder_of(stats, 10).succeed(100.5)
+    assert stats.recent.since(0.0)[0].is_good is None
+
+
+def test_requests_and_tokens_by_tenant() -> None:
+    stats = RequestStats(RouterMetrics(CollectorRegistry()))
+    recorder_of(stats, 10).fail(errors.Overloaded("full"))
+    answered = recorder_of(stats, 30)
+    answered.delta(delta(3), 100.5)
+    answered.succeed(100.5)
+    answered.succeed(100.5)
+    counts = stats.tenants
+    assert counts.requests == {
+        ("default", "shed", "overloaded"): 1,
+        ("default", "ok", ""): 1,
+    }
+    assert counts.prompt_tokens == {"default": 40}
+    assert counts.generated_tokens == {"default": 3}

@@ -25,7 +25,8 @@ def snapshot(workers: int = 2) -> Snapshot:
         "cached_blocks": 250,
         "step_ms": 7.5,
     }
-    found = snapshot_of(look(*(seen(name, **load) for name in names)), window, CONFIG)
+    seen_now = look(*(seen(name, **load) for name in names))
+    found = snapshot_of(seen_now, window, CounterWindow(60), CONFIG)
     slow = LatencyView(Percentiles(9, 0.1, 30.0, 40.0), None)
     return replace(found, classes=(replace(found.classes[0], ttft=slow), *found.classes[1:]))
 
