@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 import redis.asyncio
 
 from baton.store.supervision import supervision_key
+from baton.version import VERSION
 from deploy.supervisor.reconciler import Phase, SlotState
 
 TTL_S = 15
@@ -40,6 +42,8 @@ class SupervisionStatus:
     slots: Mapping[str, SlotStatus] = field(default_factory=dict)
     autoscaler: str = ""
     """What the autoscaler observes, and its last action; empty without one."""
+    baton_version: str = VERSION
+    """Baton's version in the supervisor; empty in a status of Baton 0.1.0."""
 
 
 class StatusStore:
@@ -64,15 +68,28 @@ class StatusStore:
 
 
 def _parse(stored: bytes | str) -> SupervisionStatus | None:
+    """Parse a status, which a supervisor of another version may have written. Unknown fields, and
+    slots in an unknown phase, are left out."""
     try:
-        fields = json.loads(stored)
-        slots = {name: _slot(news) for name, news in fields.pop("slots").items()}
-        return SupervisionStatus(**fields, slots=slots)
-    except (ValueError, TypeError, KeyError):
-        # A supervisor of another version wrote this status.
+        told = {"baton_version": "", **json.loads(stored)}
+        phases = frozenset(Phase)
+        slots = {
+            name: _slot(news)
+            for name, news in told["slots"].items()
+            if news["state"]["phase"] in phases
+        }
+        return SupervisionStatus(**{**_known(SupervisionStatus, told), "slots": slots})
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def _slot(news: dict[str, object]) -> SlotStatus:
-    state = dict(news.pop("state"))  # type: ignore[call-overload]
-    return SlotStatus(SlotState(**{**state, "phase": Phase(state["phase"])}), **news)  # type: ignore[arg-type]
+def _slot(news: Mapping[str, Any]) -> SlotStatus:
+    state = _known(SlotState, news["state"])
+    state["phase"] = Phase(state["phase"])
+    return SlotStatus(**{**_known(SlotStatus, news), "state": SlotState(**state)})
+
+
+def _known(
+    kind: type[SupervisionStatus | SlotStatus | SlotState], told: Mapping[str, Any]
+) -> dict[str, Any]:
+    return {one.name: told[one.name] for one in fields(kind) if one.name in told}
