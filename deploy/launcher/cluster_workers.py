@@ -18,6 +18,7 @@ import redis.asyncio
 
 from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import Config
+from baton.config.worker_fields import workers_hash
 from baton.store.pin_store import PinStore
 from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
@@ -27,7 +28,6 @@ from deploy.processes.daemon_thread import DaemonThread
 from deploy.processes.leadership import (
     LauncherLease,
     forget_leaders,
-    workers_hash,
     workers_hash_key,
 )
 from deploy.processes.process_identity import ProcessIdentity
