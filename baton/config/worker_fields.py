@@ -1,8 +1,9 @@
-"""The part of the configuration that workers read, and its hash.
+"""The part of the configuration that workers read, and two hashes of it.
 
-A launcher replaces workers that were started with another hash. What routers or the launcher alone
-read is not part of it, and changes without a worker's restart. A test compares ``WORKER_FIELDS``
-with the code of the workers.
+The supervisor replaces workers that were started with another ``workers_hash``, one by one. A
+launcher ends all workers first if ``shared_hash`` differs: then old and new ones cannot work
+together. What routers or the launcher alone read is in neither, and changes without a worker's
+restart. A test compares ``WORKER_FIELDS`` with the code of the workers.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from baton.config.access import TenantConfig
 from baton.config.cluster import Config
@@ -57,6 +59,26 @@ WORKER_FIELDS: Mapping[str, Any] = {
 of the store, which is ``redis_worker_url`` or ``redis_url``."""
 
 
+SHARED_FIELDS = frozenset(
+    (
+        *("model", "revision", "served_model_name", "max_model_len", "dtype", "quantization"),
+        *("kv_dtype", "deterministic", "drafter", "draft_model", "draft_revision", "block_size"),
+        *("transport", "cluster_secret", "tls"),
+    )
+)
+"""The fields in which all workers and routers of a cluster must agree at any time."""
+
+
+def shared_hash(config: Config) -> str:
+    """Return a hash of what all workers and routers of a cluster must agree in."""
+    include = {name: part for name, part in WORKER_FIELDS.items() if name in SHARED_FIELDS}
+    shared = config.model_dump(mode="json", include=include)
+    pools = {pool.name: pool.role for pool in config.pools}
+    store = urlsplit(_worker_store(config))
+    where = store.netloc.rpartition("@")[2], store.path
+    return _hash([shared, pools, where])
+
+
 def workers_hash(config: Config) -> str:
     """Return a hash of Baton's version and of the parts of a configuration that its workers read.
 
@@ -67,6 +89,12 @@ def workers_hash(config: Config) -> str:
     whole = TenantConfig.model_fields["max_pinned_fraction"].default
     shares = {one.name: one.max_pinned_fraction for one in config.tenants}
     read["tenants"] = {name: share for name, share in shares.items() if share != whole}
-    store = config.redis_worker_url or config.redis_url
-    text = json.dumps([VERSION, read, store], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return _hash([VERSION, read, _worker_store(config)])
+
+
+def _worker_store(config: Config) -> str:
+    return config.redis_worker_url or config.redis_url
+
+
+def _hash(parts: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -14,8 +14,8 @@ Each order to a worker carries an epoch, a number that grows from leader to lead
 an order whose epoch is lower than one that it has seen (``Fence``), so a process that stood still
 while another took over can harm nothing. See M. Kleppmann, "How to do distributed locking", 2016.
 
-The leading launcher records a hash of its workers' configuration (``baton.config.worker_fields``), so that the
-next one knows whether it can keep them.
+The leading launcher records a hash of what all workers of the cluster agree in (``shared_hash``), so
+that the next one knows whether it can keep them.
 """
 
 from __future__ import annotations
@@ -210,6 +210,5 @@ async def forget_leaders(client: redis.asyncio.Redis, cluster_id: str) -> None:
 
 
 def workers_hash_key(cluster_id: str) -> str:
-    """Return the Redis key under which the hash of the workers' configuration is stored, for one
-    cluster."""
+    """Return the Redis key under which a cluster's ``shared_hash`` is stored."""
     return f"baton:{{{cluster_id}}}:told"

@@ -13,7 +13,6 @@ from typing import Any
 import redis.asyncio
 
 from baton.store.supervision import supervision_key
-from baton.version import VERSION
 from deploy.supervisor.reconciler import Phase, SlotState
 
 TTL_S = 15
@@ -42,8 +41,6 @@ class SupervisionStatus:
     slots: Mapping[str, SlotStatus] = field(default_factory=dict)
     autoscaler: str = ""
     """What the autoscaler observes, and its last action; empty without one."""
-    baton_version: str = VERSION
-    """Baton's version in the supervisor; empty in a status of Baton 0.1.0."""
 
 
 class StatusStore:
@@ -71,7 +68,7 @@ def _parse(stored: bytes | str) -> SupervisionStatus | None:
     """Parse a status, which a supervisor of another version may have written. Unknown fields, and
     slots in an unknown phase, are left out."""
     try:
-        told = {"baton_version": "", **json.loads(stored)}
+        told = json.loads(stored)
         phases = frozenset(Phase)
         slots = {
             name: _slot(news)

@@ -154,6 +154,7 @@ class SupervisorActor:
                     config.advanced.registry_ttl_s,
                     term,
                     self.worker_class,
+                    settings.worker.config_hash,
                 ),
                 StatusStore(client, settings.cluster_id),
                 sizes,

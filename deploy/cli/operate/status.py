@@ -258,9 +258,7 @@ def supervisor_line(supervision: SupervisionStatus | None) -> str:
     """Return a line of text that shows whether a supervisor replaces dead workers."""
     if supervision is None:
         return "not running: workers keep serving, and dead ones are not replaced until it is back"
-    version = supervision.baton_version
-    other = f", Baton {version or '0.1.0'}" if version != VERSION else ""
-    return f"process {supervision.pid}, metrics at {supervision.metrics_address}{other}"
+    return f"process {supervision.pid}, metrics at {supervision.metrics_address}"
 
 
 def slots_of(supervision: SupervisionStatus | None) -> tuple[SlotRow, ...]:

@@ -129,7 +129,6 @@ def test_slots_are_shown_as_the_supervisor_tells_of_them() -> None:
     assert slots_of(None) == ()
     assert "process 7" in supervisor_line(told(Phase.RUNNING))
     assert "not running" in supervisor_line(None)
-    assert "0.1.0" in supervisor_line(replace(told(Phase.RUNNING), baton_version=""))
     drawn = slots_table(Status("127.0.0.1:1", True, "ok", (), slots=(row,)))
     assert [str(cell) for column in drawn.columns for cell in column.cells][-1] == "[no] memory"
 
@@ -159,11 +158,6 @@ async def test_the_status_of_a_supervisor_of_another_version_is_read(redis_url: 
         newer["slots"]["decode-1"] = {**slot, "state": {**slot["state"], "phase": "dreaming"}}
         await client.set(key, json.dumps(newer), ex=5)
         assert await board.read() == told(Phase.RUNNING)
-        del newer["baton_version"]
-        await client.set(key, json.dumps(newer), ex=5)
-        older = await board.read()
-        assert older is not None
-        assert older.baton_version == ""
 
 
 @pytest.fixture

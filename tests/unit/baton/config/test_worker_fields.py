@@ -14,7 +14,7 @@ from baton.config.access import KeyConfig, TenantConfig
 from baton.config.cluster import Config
 from baton.config.pools import PoolConfig
 from baton.config.tls import TlsConfig
-from baton.config.worker_fields import WORKER_FIELDS, workers_hash
+from baton.config.worker_fields import SHARED_FIELDS, WORKER_FIELDS, shared_hash, workers_hash
 
 ROOT = Path(__file__).parents[4]
 FOLDERS = ("worker", "prefill_worker", "decode_worker", "deploy/workers")
@@ -146,6 +146,7 @@ BASE: Mapping[str, Any] = {
     "tenants": (TenantConfig(name="a"),),
     "cluster_id": "c",
 }
+OTHER_POOL = PoolConfig(name="decode", role="decode", max_sequences=7)
 KEY = KeyConfig(name="k", sha256="0" * 64, tenant="a")
 
 
@@ -198,3 +199,38 @@ def test_another_version_replaces_workers(monkeypatch: pytest.MonkeyPatch) -> No
     before = workers_hash(Config(**BASE))
     monkeypatch.setattr("baton.config.worker_fields.VERSION", "9.9.9")
     assert workers_hash(Config(**BASE)) != before
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pools": (PoolConfig(name="prefill", role="prefill"), OTHER_POOL)},
+        {"slo_tpot_s": 7.0},
+        {"advanced": {"lease_s": 7.0}},
+        {"log_level": "debug"},
+        {"redis_url": "redis://:new@127.0.0.1:6379/0"},
+        {"redis_url": "redis://u@127.0.0.1:6379/0?password_file=/p"},
+    ],
+)
+def test_workers_of_both_configurations_serve_together(changes: dict[str, Any]) -> None:
+    assert shared_hash(Config(**{**BASE, **changes})) == shared_hash(Config(**BASE))
+    assert workers_hash(Config(**{**BASE, **changes})) != workers_hash(Config(**BASE))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": "other"},
+        {"block_size": 32},
+        {"cluster_secret": "s" * 32},
+        {"pools": (PoolConfig(name="all", role="decode"),)},
+        {"redis_url": "redis://127.0.0.1:6380/0"},
+        {"redis_url": "redis://127.0.0.1:6379/1"},
+    ],
+)
+def test_workers_that_cannot_serve_together(changes: dict[str, Any]) -> None:
+    assert shared_hash(Config(**{**BASE, **changes})) != shared_hash(Config(**BASE))
+
+
+def test_what_all_agree_in_is_read_by_workers() -> None:
+    assert WORKER_FIELDS.keys() >= SHARED_FIELDS
