@@ -14,8 +14,8 @@ Each order to a worker carries an epoch, a number that grows from leader to lead
 an order whose epoch is lower than one that it has seen (``Fence``), so a process that stood still
 while another took over can harm nothing. See M. Kleppmann, "How to do distributed locking", 2016.
 
-The leading launcher records a hash of what all workers of the cluster agree in (``shared_hash``), so
-that the next one knows whether it can keep them.
+The leading launcher records a hash of what all workers of the cluster agree in (``shared_hash``).
+By it the next one knows whether it can keep them.
 """
 
 from __future__ import annotations
