@@ -54,9 +54,9 @@ class WorkerPlane:
 
         Raises ConfigError.
         """
-        shown = ((VERSION_KEY, VERSION), (SCHEMA_KEY, str(SCHEMA)))
+        shown = [(VERSION_KEY, VERSION), (SCHEMA_KEY, str(SCHEMA))]
         if self.tls is None:
-            shown += ((TOKEN_KEY, self.token),)
+            shown.append((TOKEN_KEY, self.token))
         return _ShowingChannel(open_channel(address, self.tls, "worker"), shown)
 
     def server(self, *inner: grpc.aio.ServerInterceptor) -> grpc.aio.Server:
@@ -80,9 +80,9 @@ class _ShowingChannel(grpc.aio.Channel):
     a queue between a stream and its writer.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, shown: tuple[tuple[str, str], ...]) -> None:
+    def __init__(self, channel: grpc.aio.Channel, shown: Sequence[tuple[str, str]]) -> None:
         self._channel = channel
-        self._shown = shown
+        self._shown = tuple(shown)
 
     async def __aenter__(self) -> Self:
         await self._channel.__aenter__()

@@ -34,8 +34,9 @@ def redis_client(url: str, *, timeout_s: float = 1.0) -> redis.asyncio.Redis:
         socket_connect_timeout=timeout_s,
         health_check_interval=15,
         retry=Retry(NoBackoff(), 0),
-        **({} if credentials is None else {"credential_provider": credentials}),
     )
+    if credentials is not None:
+        client.connection_pool.connection_kwargs["credential_provider"] = credentials
     pool = client.connection_pool
     if issubclass(pool.connection_class, redis.asyncio.SSLConnection):
         pool.connection_class = _RenewedConnection

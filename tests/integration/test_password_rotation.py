@@ -41,7 +41,7 @@ class Secret:
             channels=["*"],
             commands=["+@all"],
         )
-        self.admin.execute_command("CLIENT", "KILL", "USER", USER)
+        self.admin.client_kill_filter(user=USER)
 
     def in_file(self, password: str) -> None:
         """Replace the file's content at once, as a mounted Secret is."""

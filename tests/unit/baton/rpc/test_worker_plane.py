@@ -145,7 +145,7 @@ async def test_a_caller_of_the_release_before_or_after_is_served(schema: int | N
 
 
 @pytest.mark.parametrize("schema", [str(SCHEMA + 2), "9" * 4000, "-1", "x", ""])
-async def test_a_caller_of_another_schema_gets_an_error_that_says_so(schema: str) -> None:
+async def test_a_caller_of_another_schema_gets_an_error_with_the_reason(schema: str) -> None:
     shown = ((TOKEN_KEY, PLANE.token), (SCHEMA_KEY, schema), (VERSION_KEY, "9.9.9"))
     async with worker(PLANE) as (servicer, address), open_channel(address) as channel:
         stub: Any = control_pb2_grpc.ControlServiceStub(channel)
