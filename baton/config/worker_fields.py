@@ -36,6 +36,7 @@ WORKER_FIELDS: Mapping[str, Any] = {
     "slo_tpot_s": True,
     # KV blocks, and their way to other workers.
     "transport": True,
+    "shm_folder": True,
     "kv_host_mib": True,
     "kv_disk_mib": True,
     "kv_disk_path": True,
@@ -49,11 +50,12 @@ WORKER_FIELDS: Mapping[str, Any] = {
         *("heartbeat_s", "registry_ttl_s", "lease_s", "hang_s"),
         *("index_mib", "transfer_window_mib", "standby"),
     },
-    # Logs and traces.
+    # Logs, traces and metrics.
     "log_level": True,
     "log_format": True,
     "otlp_endpoint": True,
     "trace_ratio": True,
+    "metrics_port": True,
 }
 """The fields that workers read, in the form of pydantic's ``include``. They also read the address
 of the store, which is ``redis_worker_url`` or ``redis_url``."""
