@@ -314,6 +314,7 @@ def _record(
         dtype=settings.config.dtype,
         device=_device_name(engine.runner.device),
         drafter="" if engine.runner.drafter == "none" else engine.runner.drafter,
+        config_hash=settings.config_hash,
         shares_cores=runtime.board is not None,
         gpu=_gpu(engine.runner.device),
     )

@@ -37,6 +37,8 @@ class WorkerSettings:
     rank has its own number."""
     workers_here: int = 1
     """Number of workers on this machine. A worker with several ranks counts once per rank."""
+    config_hash: str = ""
+    """Hash of the configuration, for the registry record."""
     host: str = "127.0.0.1"
     """Address on which the worker's servers listen."""
 

@@ -121,7 +121,8 @@ class Config(BaseSettings):
     routers to ``baton router``. The kernel picks a process for each connection."""
     redis_url: str = ""
     """A Redis or Valkey server, ``redis://user:password@host:port/db``, or ``rediss://…`` with TLS;
-    empty starts an embedded Valkey."""
+    empty starts an embedded Valkey. With ``redis://user@host:port/db?password_file=/path`` each new
+    connection reads the password in that file, which must exist on every machine."""
     redis_router_url: str = ""
     """URL of that server with the user of the routers (deploy/redis/users.acl); empty takes
     ``redis_url``."""

@@ -5,31 +5,82 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 import redis
 import redis.asyncio
 from prometheus_client import Counter, Histogram
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.credentials import CredentialProvider
+
+_PASSWORD_FILE = "password_file"  # noqa: S105 - the name of a parameter
+_PASSWORD_BYTES = 4096
 
 
 def redis_client(url: str, *, timeout_s: float = 1.0) -> redis.asyncio.Redis:
     """Return an asyncio client of ``url``. It connects on first use; every command has a deadline.
 
-    Answers are bytes. A command is not retried here: callers own a loop that tries again.
+    Answers are bytes. A command is not retried here: callers own a loop that tries again. If the
+    URL's query has a ``password_file``, each new connection reads the password there. Raises
+    ValueError for an invalid URL.
     """
+    plain, credentials = _parse_password_file(url)
     client = redis.asyncio.Redis.from_url(
-        url,
+        plain,
         socket_timeout=timeout_s,
         socket_connect_timeout=timeout_s,
         health_check_interval=15,
         retry=Retry(NoBackoff(), 0),
     )
+    if credentials is not None:
+        client.connection_pool.connection_kwargs["credential_provider"] = credentials
     pool = client.connection_pool
     if issubclass(pool.connection_class, redis.asyncio.SSLConnection):
         pool.connection_class = _RenewedConnection
     return client
+
+
+def _parse_password_file(url: str) -> tuple[str, CredentialProvider | None]:
+    """Return the URL without user and ``password_file``, and the credentials that these say; the
+    URL itself and None if it has no such file. Raises ValueError."""
+    parts = urlsplit(url)
+    query = dict(parse_qsl(parts.query))
+    path = Path(query.pop(_PASSWORD_FILE, ""))
+    if path == Path():
+        return url, None
+    if parts.password:
+        raise ValueError("the URL has a password and a password_file: leave one of them out")
+    if not path.is_absolute():
+        raise ValueError(f"password_file {path} must be an absolute path")
+    where = parts.netloc.rpartition("@")[2]
+    plain = parts._replace(netloc=where, query=urlencode(query)).geturl()
+    return plain, _PasswordFile(unquote(parts.username or ""), path)
+
+
+class _PasswordFile(CredentialProvider):
+    """Reads the password of a user for each connection, so that it may change at any time."""
+
+    def __init__(self, user: str, path: Path) -> None:
+        self._user = user
+        self._path = path
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        """Return the user, if there is one, and the password. Raises ``redis.ConnectionError``."""
+        try:
+            with self._path.open("rb") as file:
+                password = file.read(_PASSWORD_BYTES).decode().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise redis.ConnectionError(f"password_file cannot be read: {error}") from error
+        if not password:
+            raise redis.ConnectionError(f"password_file {self._path} is empty")
+        return (self._user, password) if self._user else (password,)
+
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        """Return the same as ``get_credentials``. The file is local and small."""
+        return self.get_credentials()
 
 
 class _RenewedConnection(redis.asyncio.SSLConnection):

@@ -16,6 +16,7 @@ import redis.asyncio
 
 from baton.request import Geometry, GroupShape, LoadSnapshot
 from baton.store.registry_scripts import FORGET, MAX_STEP, PUT, READ, REMOVE, SUM_MODULUS
+from baton.version import SCHEMA, VERSION, skew_error
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,22 @@ class WorkerRecord:
     """``ready``, or ``DRAINING``: the worker takes no new sequences, and its running ones end or
     migrate."""
     load: LoadSnapshot = field(default_factory=LoadSnapshot)
+    baton_version: str = VERSION
+    """Baton's version in the worker; empty in records of Baton 0.1.0."""
+    schema: int = SCHEMA
+    """Schema of the record and of the worker's messages."""
+    config_hash: str = ""
+    """Hash of the configuration that the worker was started with; empty if it is unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedRecord:
+    """A record of a live worker that this process cannot use."""
+
+    slot: str
+    """Name of the worker's slot; the incarnation if the record does not say it."""
+    baton_version: str
+    reason: str
 
 
 class Registry:
@@ -93,6 +110,8 @@ class Registry:
         self._read = client.register_script(READ)
         self._forget = client.register_script(FORGET)
         self._view = _View()
+        self.refused: Mapping[str, RefusedRecord] = {}
+        """The live workers that this process cannot use, by incarnation, as of the last read."""
 
     def _key(self, incarnation: str) -> str:
         return f"{self._prefix}:worker:{incarnation}"
@@ -122,8 +141,8 @@ class Registry:
     async def read(self) -> tuple[dict[str, WorkerRecord], set[str]]:
         """Return the live records by incarnation, and the incarnations whose record has expired.
 
-        A record that cannot be parsed is in neither. This makes one call to the server, which
-        returns the changes since the last one.
+        A record that this process cannot use is in neither, but in ``refused``. This makes one call
+        to the server, which returns the changes since the last one.
         """
         view = await self._advanced(self._view)
         if not view.complete:
@@ -131,8 +150,17 @@ class Registry:
             # lost.
             view = await self._advanced(_View())
         self._view = view
-        known = {name: entry.record for name, entry in view.entries.items()}
-        records = {name: record for name, record in known.items() if record is not None}
+        records: dict[str, WorkerRecord] = {}
+        refused: dict[str, RefusedRecord] = {}
+        for name, entry in view.entries.items():
+            if isinstance(entry.record, WorkerRecord):
+                records[name] = entry.record
+            else:
+                refused[name] = entry.record
+        for name in refused.keys() - self.refused.keys():
+            why = refused[name]
+            log.warning("worker %s of %s is not used: %s", name, why.slot, why.reason)
+        self.refused = refused
         return records, set(view.dead)
 
     async def _advanced(self, view: _View) -> _View:
@@ -173,8 +201,7 @@ class _Entry:
     written: bytes
     """Registry version at which the worker's record last changed; changes of its load do not
     count."""
-    record: WorkerRecord | None
-    """The worker's record; None if it cannot be parsed."""
+    record: WorkerRecord | RefusedRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,30 +238,67 @@ class _View:
 
 
 def _changed(
-    incarnation: str, known: WorkerRecord | None, record: bytes, load: bytes
-) -> WorkerRecord | None:
+    incarnation: str, known: WorkerRecord | RefusedRecord | None, record: bytes, load: bytes
+) -> WorkerRecord | RefusedRecord:
+    told: Any = None
     try:
-        base = _parse(record) if record else known
-        return base and replace(base, load=_parse_load(load))
-    except (ValueError, TypeError, KeyError) as error:
-        log.warning("cannot read the record of worker %s: %r", incarnation, error)
-        return None
+        if record:
+            told = json.loads(record)
+            base: WorkerRecord | RefusedRecord = _parse(told)
+        elif known is None:
+            raise ValueError("its record was missed")
+        else:
+            base = known
+        if isinstance(base, RefusedRecord):
+            return base
+        return replace(base, load=_parse_load(load))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return _refused(incarnation, told, f"its record cannot be read ({error!r})")
 
 
-def _parse(record: bytes) -> WorkerRecord:
-    told = _known(WorkerRecord, json.loads(record))
-    told["geometry"] = _parse_geometry(told["geometry"])
+def _refused(incarnation: str, told: Any, reason: str) -> RefusedRecord:
+    said: Mapping[str, Any] = told if isinstance(told, dict) else {}
+    slot, version = said.get("slot", incarnation), said.get("baton_version", "")
+    return RefusedRecord(str(slot), str(version), reason)
+
+
+def _parse(told: dict[str, Any]) -> WorkerRecord | RefusedRecord:
+    # Records of Baton 0.1.0 lack these fields.
+    told = {"baton_version": "", "schema": 0, **told}
+    incarnation = str(told["incarnation"])
+    if reason := skew_error(int(told["schema"]), str(told["baton_version"])):
+        return _refused(incarnation, told, reason)
+    if unknown := _unknown_shapes(told["geometry"]):
+        names = ", ".join(unknown)
+        return _refused(
+            incarnation,
+            told,
+            f"its KV blocks have a shape that this version does not know: {names}",
+        )
+    known = _known(WorkerRecord, told)
+    known["geometry"] = _parse_geometry(told["geometry"])
     for name in ("prefill_cost", "step_cost"):
         # Records of older workers lack the field.
-        if name in told:
-            told[name] = tuple(told[name])
-    return WorkerRecord(**told)
+        if name in known:
+            known[name] = tuple(known[name])
+    return WorkerRecord(**known)
 
 
-def _parse_geometry(told: dict[str, Any]) -> Geometry:
-    # Unknown fields are kept here, since a router must not use a shape that it does not know.
-    drafter = told.pop("drafter", None)
-    return Geometry(**told, drafter=None if drafter is None else GroupShape(**drafter))
+def _unknown_shapes(geometry: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a geometry that this version does not know. Other unknown fields of a
+    record may be ignored, but a router must not use blocks of an unknown shape."""
+    names = {one.name for one in fields(Geometry)}
+    of_drafter = {one.name for one in fields(GroupShape)}
+    drafter = geometry.get("drafter") or {}
+    return sorted(
+        [*(geometry.keys() - names), *(f"drafter.{name}" for name in drafter.keys() - of_drafter)]
+    )
+
+
+def _parse_geometry(told: Mapping[str, Any]) -> Geometry:
+    drafter = told.get("drafter")
+    shape = None if drafter is None else GroupShape(**drafter)
+    return Geometry(**{**told, "drafter": shape})
 
 
 def _parse_load(load: bytes) -> LoadSnapshot:

@@ -18,6 +18,7 @@ import redis.asyncio
 
 from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import Config
+from baton.config.worker_fields import shared_hash
 from baton.store.pin_store import PinStore
 from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
@@ -27,7 +28,6 @@ from deploy.processes.daemon_thread import DaemonThread
 from deploy.processes.leadership import (
     LauncherLease,
     forget_leaders,
-    workers_hash,
     workers_hash_key,
 )
 from deploy.processes.process_identity import ProcessIdentity
@@ -100,13 +100,14 @@ class ClusterWorkers:
     async def lead(self) -> None:
         """Become the launcher that leads the cluster; while another one does, wait.
 
-        Workers that an earlier launcher started with another configuration are ended. Raises
-        ``redis.RedisError`` if Redis does not answer.
+        Workers of an earlier launcher that cannot work together with those of this one are ended.
+        The supervisor replaces others that have another configuration or version, one by one.
+        Raises ``redis.RedisError`` if Redis does not answer.
         """
         if self._lease is None:
             return
         await self._lease.take(self._tell_standby)
-        told = workers_hash(self._config)
+        told = shared_hash(self._config)
         before = await self._client.getset(workers_hash_key(self._cluster_id), told)
         # The supervisor of an earlier launcher has that launcher's settings.
         await self._end_supervisor()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.config.cluster import Config
+from baton.config.worker_fields import workers_hash
 from baton.errors import BatonError
 from baton.security.cluster_secret import new_secret
 from baton.security.tls import TlsFiles
@@ -259,10 +260,12 @@ class Launcher:
 
     def _workers(self, model: PreparedModel) -> ClusterWorkers:
         config = self._config_for("worker").model_dump(mode="json")
+        config_hash = workers_hash(self._config)
         launcher = ProcessIdentity.own()
         slots = [
             ActorSettings(
                 config=config,
+                config_hash=config_hash,
                 pool=pool.name,
                 slot=f"{pool.name}-{number}",
                 model_path=str(model.model.path),

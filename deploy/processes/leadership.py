@@ -14,15 +14,13 @@ Each order to a worker carries an epoch, a number that grows from leader to lead
 an order whose epoch is lower than one that it has seen (``Fence``), so a process that stood still
 while another took over can harm nothing. See M. Kleppmann, "How to do distributed locking", 2016.
 
-The leading launcher records a hash of its workers' configuration (``workers_hash``), so that the
-next one knows whether it can keep them.
+The leading launcher records a hash of what all workers of the cluster agree in (``shared_hash``).
+By it the next one knows whether it can keep them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
 import threading
 from collections.abc import Callable
@@ -31,9 +29,7 @@ from typing import Any, cast
 import redis
 import redis.asyncio
 
-from baton.config.cluster import Config
 from baton.errors import BatonError
-from baton.version import VERSION
 
 TTL_S = 12
 """Time after which the lease of a launcher that was killed is free, in seconds."""
@@ -74,12 +70,6 @@ if ARGV[1] ~= '' and current and current ~= ARGV[1] then return 0 end
 redis.call('SET', KEYS[1], string.format('%d', epoch))
 return epoch
 """
-_FRONTS = ("http", "grpc", "admin_http", "routers", "allowed_hosts", "allowed_origins")
-_STORE = ("insecure_listen", "insecure_redis", "redis_router_url")
-_KEYS = ("keys", "keys_file", "tenants", "require_key")
-_ADVANCED = ("head_deadline_s", "max_connections_per_client")
-OF_ROUTERS = frozenset((*_FRONTS, *_KEYS, *_STORE, "data_dir"))
-OF_LAUNCHERS = frozenset(("ray_address", "leave_workers"))
 
 log = logging.getLogger(__name__)
 
@@ -219,18 +209,6 @@ async def forget_leaders(client: redis.asyncio.Redis, cluster_id: str) -> None:
     await client.delete(*keys)
 
 
-def workers_hash(config: Config) -> str:
-    """Return a hash of the parts of a cluster's configuration that affect its workers."""
-    left_out: dict[str, Any] = {
-        **dict.fromkeys(OF_ROUTERS | OF_LAUNCHERS, True),
-        "advanced": set(_ADVANCED),
-    }
-    said = config.model_dump(mode="json", exclude=left_out)
-    text = json.dumps([VERSION, said], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def workers_hash_key(cluster_id: str) -> str:
-    """Return the Redis key under which the hash of the workers' configuration is stored, for one
-    cluster."""
+    """Return the Redis key under which a cluster's ``shared_hash`` is stored."""
     return f"baton:{{{cluster_id}}}:told"

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -60,6 +60,9 @@ class SlotObservation:
     pid: int = 0
     node: str = ""
     """Ray's id of the worker's node."""
+    outdated: bool = False
+    """Whether the worker was started with another configuration or version than a new one
+    would."""
 
 
 _ABSENT = SlotObservation(Observed.ABSENT)
@@ -76,13 +79,16 @@ class RaySlots:
         registry_ttl_s: float,
         term: SupervisorTerm,
         actor_class: type = WorkerActor,
+        config_hash: str = "",
     ) -> None:
         """``settings`` returns the settings of a slot's worker.
 
         ``list_registry`` returns the slots whose workers the registry lists, each with a value that
         every renewal of its entry changes; None if the registry cannot be read. ``registry_ttl_s``
         is the TTL of these entries in seconds. ``term`` has the epoch of orders to workers.
+        ``config_hash`` is the hash with which new workers are started.
         """
+        self._config_hash = config_hash
         self._settings = settings
         self._list_registry = list_registry
         self._listed: Collection[str] | None = None
@@ -146,7 +152,7 @@ class RaySlots:
         if incarnation is None:
             return _ABSENT
         now = time.monotonic()
-        seen = incarnation.look(now)
+        seen = replace(incarnation.look(now), outdated=incarnation.is_outdated(self._config_hash))
         if seen.observed in (Observed.SILENT, Observed.STARTING):
             self._doubt(slot, incarnation, now)
         if seen.observed is Observed.ABSENT:
@@ -161,7 +167,7 @@ class RaySlots:
             )
         if seen.observed is Observed.SILENT and (self._listed is None or slot in self._listed):
             # A worker that the registry lists, or may list, is not silent.
-            return SlotObservation(Observed.SERVING, pid=seen.pid, node=seen.node)
+            return replace(seen, observed=Observed.SERVING)
         return seen
 
     def _doubt(self, slot: str, incarnation: _Incarnation, now: float) -> None:
@@ -303,6 +309,8 @@ class _Incarnation:
         dead."""
         self.dead_since: float | None = None
         """Time at which Ray's control store first reported this worker dead, monotonic."""
+        self._config_hash = ""
+        """Hash of the worker's configuration; empty for a worker of Baton 0.1.0."""
         self._serves = False
         self._leaves = False
         self._asked_at = time.monotonic()
@@ -330,6 +338,10 @@ class _Incarnation:
         """Return the seconds since the worker's last answer."""
         return now - self._answered_at
 
+    def is_outdated(self, config_hash: str) -> bool:
+        """Whether the worker serves and was started with another hash than ``config_hash``."""
+        return self._serves and self._config_hash != config_hash
+
     async def _ask(self) -> dict[str, Any] | tuple[PingReply, int]:
         try:
             if not self._serves:
@@ -347,6 +359,7 @@ class _Incarnation:
             self._leaves = reply is PingReply.LEAVING
             return
         self._serves, self.unlisted_s = True, 0.0
+        self._config_hash = str(answer.get("config_hash", ""))
         self.whereabouts = _WHEREABOUTS.validate_python(answer)
         self.other_ranks = [_WHEREABOUTS.validate_python(rank) for rank in answer["other_ranks"]]
 

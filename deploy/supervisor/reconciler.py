@@ -12,8 +12,13 @@ In a slot, incarnations of a worker follow one another:
     starting ─for START_S→ ending;  running ─silent for SILENCE_S of its owner's looks→ ending
     ending ─gone→ waiting
     running ─it drains→ draining ─gone→ starting, at once: no death
+    running ─it is outdated, and it is its turn→ draining
     running ─not wanted→ leaving (drained; ended after LEAVE_S) ─gone→ forgotten
     starting, or silent ─not wanted→ leaving (ended at once) ─gone→ forgotten
+
+A worker is outdated if it has another version or configuration than new ones. Outdated workers are
+replaced one by one: the next is drained once all slots serve, and have done so for ``SETTLED_S``. A
+version that does not start ends one worker at most.
 
 The wanted slots may change at any time (``want``). The owner of a reconciler reports what it
 observes, gets actions, carries them out, and observes again. A new reconciler takes over what it
@@ -48,6 +53,10 @@ SILENCE_S = 30.0
 """Time for which Ray or the registry may have no sign of a worker before the worker counts as hung,
 in seconds. It is then ended and replaced. Routers migrate its requests much earlier."""
 PATIENCE_S = 10.0
+SETTLED_S = 5.0
+"""Time for which all slots must serve before the next outdated worker is drained, in seconds. In
+this time routers learn of the worker that has replaced the last one."""
+OUTDATED = "it has another version or configuration, and is replaced once all slots serve"
 LEAVE_S = 20.0
 """Time after its drain's deadline within which a worker of an unwanted slot may end by itself, in
 seconds."""
@@ -114,6 +123,9 @@ class _Slot:
     last_error: str = ""
     start_at: float = 0.0
     """Earliest time of the next start of a worker, monotonic."""
+    outdated: bool = False
+    """Whether the slot's worker was started with another version or configuration than a new one
+    would."""
     action: SlotAction | None = None
     acted_at: float = 0.0
     unwanted_since: float | None = None
@@ -139,7 +151,7 @@ class Reconciler:
     def remember(self, name: str, deaths: int, last_error: str) -> None:
         """Take over the status that an earlier reconciler had for a slot."""
         slot = self._slots.setdefault(name, _Slot())
-        slot.deaths, slot.last_error = deaths, last_error
+        slot.deaths, slot.last_error = deaths, "" if last_error == OUTDATED else last_error
 
     def started(self, name: str) -> None:
         """Record that a worker was started in the slot. It counts as present, even if it dies
@@ -147,14 +159,18 @@ class Reconciler:
         if name in self._slots:
             self._slots[name].occupied = True
 
-    def observe(self, name: str, observed: Observed, now: float, error: str = "") -> bool:
+    def observe(
+        self, name: str, observed: Observed, now: float, error: str = "", *, outdated: bool = False
+    ) -> bool:
         """Record the observed state of a slot. Returns whether its worker has just died.
 
+        ``outdated`` is whether the worker has another version or configuration than new ones.
         ``error`` is the reason if the worker is absent. ``Observed.ABSENT`` counts as the death of
         the worker that was present, unless that worker was leaving or not wanted. The same absence
         counts only once.
         """
         slot = self._slots.setdefault(name, _Slot())
+        slot.outdated = outdated
         left = slot.observed is Observed.LEAVING or name not in self._wanted
         if observed is not slot.observed:
             slot.observed, slot.since = observed, now
@@ -191,12 +207,15 @@ class Reconciler:
         silent = {name for name, slot in self._slots.items() if slot.observed is Observed.SILENT}
         self._silence.tick(dict.fromkeys(silent), now)
         actions: dict[str, SlotAction] = {}
+        next_outdated = self._next_outdated(now)
         for name, slot in list(self._slots.items()):
             if name in self._wanted:
                 slot.unwanted_since = None
             elif slot.unwanted_since is None:
                 slot.unwanted_since = now
             action = self._action(name, slot, now)
+            if name == next_outdated:
+                action = SlotAction.DRAIN
             if action is None:
                 if name not in self._wanted and not slot.occupied:
                     del self._slots[name]
@@ -220,6 +239,20 @@ class Reconciler:
             return SlotAction.END
         return None
 
+    def _next_outdated(self, now: float) -> str | None:
+        """Return the slot whose outdated worker is to be drained; None if there is none, or if a
+        slot does not serve. An order without effect leaves all slots serving: its slot is returned
+        again."""
+        if not all(
+            name in self._wanted
+            and slot.observed is Observed.SERVING
+            and not slot.deaths
+            and now - slot.since >= SETTLED_S
+            for name, slot in self._slots.items()
+        ):
+            return None
+        return min((name for name, slot in self._slots.items() if slot.outdated), default=None)
+
     def _farewell(self, slot: _Slot, unwanted_s: float) -> SlotAction | None:
         if unwanted_s >= self._leave_s or slot.observed not in (Observed.SERVING, Observed.LEAVING):
             return SlotAction.END
@@ -238,7 +271,7 @@ class Reconciler:
         if name not in self._wanted:
             return replace(shown, phase=Phase.LEAVING)
         if slot.observed in (Observed.SERVING, Observed.SILENT):
-            return shown
+            return replace(shown, last_error=OUTDATED) if slot.outdated else shown
         if slot.observed is Observed.LEAVING:
             return replace(shown, phase=Phase.DRAINING)
         if slot.deaths >= CRASH_LOOP_DEATHS:

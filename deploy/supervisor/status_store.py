@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 import redis.asyncio
 
@@ -66,16 +67,33 @@ class StatusStore:
 
 
 def _parse(stored: bytes | str) -> SupervisionStatus | None:
+    """Parse a status, which a supervisor of another version may have written. Unknown fields, and
+    slots in an unknown phase, are left out."""
     try:
-        fields = json.loads(stored)
-        slots = {name: _slot(news) for name, news in fields.pop("slots").items()}
-        decisions = tuple(ScalingDecision(**one) for one in fields.pop("decisions", ()))
-        return SupervisionStatus(**fields, slots=slots, decisions=decisions)
-    except (ValueError, TypeError, KeyError):
-        # A supervisor of another version wrote this status.
+        told = json.loads(stored)
+        phases = frozenset(Phase)
+        slots = {
+            name: _slot(news)
+            for name, news in told["slots"].items()
+            if news["state"]["phase"] in phases
+        }
+        decisions = tuple(
+            ScalingDecision(**_known(ScalingDecision, one)) for one in told.get("decisions", ())
+        )
+        known = {**_known(SupervisionStatus, told), "slots": slots, "decisions": decisions}
+        return SupervisionStatus(**known)
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def _slot(news: dict[str, object]) -> SlotStatus:
-    state = dict(news.pop("state"))  # type: ignore[call-overload]
-    return SlotStatus(SlotState(**{**state, "phase": Phase(state["phase"])}), **news)  # type: ignore[arg-type]
+def _slot(news: Mapping[str, Any]) -> SlotStatus:
+    state = _known(SlotState, news["state"])
+    state["phase"] = Phase(state["phase"])
+    return SlotStatus(**{**_known(SlotStatus, news), "state": SlotState(**state)})
+
+
+def _known(
+    kind: type[SupervisionStatus | SlotStatus | SlotState | ScalingDecision],
+    told: Mapping[str, Any],
+) -> dict[str, Any]:
+    return {one.name: told[one.name] for one in fields(kind) if one.name in told}

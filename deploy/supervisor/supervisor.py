@@ -178,7 +178,9 @@ class Supervisor:
             if before is not None and before.observed is not seen.observed:
                 log.info("%s: %s %s", slot, seen.observed, seen.error)
             self._observed[slot] = seen
-            if self._reconciler.observe(slot, seen.observed, now, seen.error):
+            if self._reconciler.observe(
+                slot, seen.observed, now, seen.error, outdated=seen.outdated
+            ):
                 self._metrics.deaths.labels(worker=slot).inc()
         for slot, action in self._reconciler.decide(now).items():
             if slot not in self._busy:

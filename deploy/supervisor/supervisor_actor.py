@@ -24,7 +24,7 @@ from baton.config.cluster import Config
 from baton.host.process_end import end_process
 from baton.rpc.worker_plane import WorkerPlane
 from baton.store.redis_client import redis_client
-from baton.store.registry import Registry
+from baton.store.registry import RefusedRecord, Registry, WorkerRecord
 from baton.store.supervision import PoolSizes
 from baton.telemetry.metrics import SupervisorMetrics
 from baton.telemetry.metrics_server import MetricsServer
@@ -120,8 +120,10 @@ class SupervisorActor:
                 except redis.RedisError:
                     return None
                 listed: dict[str, frozenset[tuple[str, float]]] = {}
-                for incarnation in records.keys() & leases.keys():
-                    slot, entry = records[incarnation].slot, (incarnation, leases[incarnation])
+                # A worker of another version lives, although this one cannot use it.
+                known: dict[str, WorkerRecord | RefusedRecord] = {**registry.refused, **records}
+                for incarnation in known.keys() & leases.keys():
+                    slot, entry = known[incarnation].slot, (incarnation, leases[incarnation])
                     listed[slot] = listed.get(slot, frozenset()) | {entry}
                 return listed
 
@@ -152,6 +154,7 @@ class SupervisorActor:
                     config.advanced.registry_ttl_s,
                     term,
                     self.worker_class,
+                    settings.worker.config_hash,
                 ),
                 StatusStore(client, settings.cluster_id),
                 sizes,

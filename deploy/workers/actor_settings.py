@@ -20,6 +20,9 @@ class ActorSettings(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     config: dict[str, Any]
+    config_hash: str = ""
+    """Hash of the parts of the configuration that workers read; empty: workers are not compared by
+    it."""
     pool: str
     slot: str
     model_path: str

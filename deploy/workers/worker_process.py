@@ -47,6 +47,7 @@ def worker_settings(settings: ActorSettings, share: NodeShare) -> WorkerSettings
     model, drafter = model_paths(settings)
     return WorkerSettings(
         config=config,
+        config_hash=settings.config_hash,
         pool=settings.pool_of(config),
         slot=settings.slot,
         model_path=model,

@@ -15,6 +15,7 @@ from baton.config.cluster import Config
 from baton.rpc.grpc_errors import guarded
 from baton.store.supervision import MAX_WORKERS
 from baton.v1 import control_pb2, control_pb2_grpc
+from baton.version import VERSION
 from router.access.access import Access
 from router.admin.operator_call import grpc_call, http_call
 from router.admin.worker_control import PoolScaling, WorkerControl, WorkerStatus
@@ -86,6 +87,8 @@ class PoolObject(BaseModel):
 class ClusterObject(BaseModel):
     object: str = "cluster"
     id: str
+    version: str
+    """Baton's version in this router."""
     model: str
     workers: tuple[WorkerStatus, ...]
     """Workers that this router knows."""
@@ -169,6 +172,7 @@ class ClusterApi:
         sizes = await self._scaling.sizes()
         return ClusterObject(
             id=self._cluster_id,
+            version=VERSION,
             model=self._model,
             workers=self._control.workers(),
             pools=[

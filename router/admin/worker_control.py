@@ -51,6 +51,8 @@ class WorkerStatus:
     is_last: bool
     """Whether no other worker of the same role is ready, so that draining this worker needs
     ``force``."""
+    version: str = ""
+    """Baton's version in the worker; empty for Baton 0.1.0."""
 
 
 class WorkerControl:
@@ -77,6 +79,7 @@ class WorkerControl:
                 running=link.engine_load.running,
                 waiting=link.engine_load.waiting,
                 is_last=self._is_last(link),
+                version=link.record.baton_version,
             )
             for link in sorted(self._links(), key=lambda link: link.record.slot)
         )

@@ -146,3 +146,52 @@ def test_workers_outlive_launchers_and_a_store_that_forgets() -> None:
         third.interrupt(last)
         assert last.wait(END_S) == 0, net.text("again")
         net.until(lambda: not workers(*nodes), "workers are left")
+
+
+def configure(net: Network, more: str) -> None:
+    """Without the only prefill worker, decode workers compute prompts."""
+    file = net.configure(decode=2, more=more)
+    file.write_text(file.read_text().replace('local_prefill = "never"', 'local_prefill = "auto"'))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_launcher_with_another_configuration_replaces_workers_one_by_one() -> None:
+    """What routers alone read replaces none; what workers read replaces all, and loses nothing."""
+    with network(5, Network) as net:
+        machine, *nodes = net.others
+        net.start_head()
+        for node, name in zip(nodes, ("prefill", "decode-a", "decode-b"), strict=True):
+            net.join(node, name, f"baton_{name.partition('-')[0]}")
+        configure(net, LIVES_ON)
+        router(net)
+        first = launcher(net, machine, "first")
+        net.until_ready(first, "first")
+        living = workers(*nodes)
+        assert len(living) == 3
+        load = Load(net)
+        machine.terminate(first)
+        assert first.wait(END_S) == 0, net.text("first")
+        configure(net, f"{LIVES_ON}\nmax_waiting_requests = 99")
+        second = launcher(net, machine, "second")
+        net.until_ready(second, "second")
+        machine.terminate(second)
+        assert second.wait(END_S) == 0, net.text("second")
+        assert workers(*nodes) == living
+        configure(net, f"{LIVES_ON}\nslo_tpot_s = 0.2")
+        third = launcher(net, machine, "third")
+        net.until_ready(third, "third")
+        fewest = 3
+
+        def replaced() -> bool:
+            nonlocal fewest
+            found = workers(*nodes)
+            fewest = min(fewest, len(found))
+            return len(found) == 3 and not found & living
+
+        net.until(replaced, "not all are replaced")
+        assert fewest >= 2, "one at a time"
+        assert "of another configuration first" not in net.text("third")
+        assert load.end() > 0
+        machine.interrupt(third)
+        assert third.wait(END_S) == 0, net.text("third")

@@ -25,6 +25,7 @@ from baton.store.index_scripts import FIELD_BYTES, NAME_BYTES
 from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry, WorkerRecord
+from baton.version import SCHEMA, VERSION
 from tests.chaos.harness.clock import Clock
 from tests.support.integration.redis import (
     Publisher,
@@ -419,7 +420,59 @@ async def test_a_record_that_cannot_be_read_hides_no_other(
             assert set(await store.registry.all()) == {"w"}
     said = [record for record in caplog.records if record.name == Registry.__module__]
     assert len(said) == len(strange), "said once each"
+    assert store.registry.refused.keys() == strange.keys()
     assert await store.registry.dead() == set()
+
+
+async def _change_record(store: Store, incarnation: str, **changes: object) -> None:
+    """Write a worker's record as a worker of another version does."""
+    fields = asdict(record_of(incarnation)) | changes
+    fields.pop("load")
+    told = {name: value for name, value in fields.items() if value is not None}
+    await store.registry.put(record_of(incarnation), 30.0)
+    key = f"baton:{{{store.cluster_id}}}:worker:{incarnation}"
+    await cast(Any, store.client.hset(key, "record", json.dumps(told)))
+
+
+async def test_workers_of_the_release_before_and_after_are_read(store: Store) -> None:
+    await _change_record(store, "of-0.1.0", baton_version=None, schema=None, config_hash=None)
+    await _change_record(store, "before", schema=SCHEMA - 1)
+    await _change_record(store, "after", schema=SCHEMA + 1, baton_version="9.9.9")
+    found = await store.registry.all()
+    versions = {name: (one.baton_version, one.schema) for name, one in found.items()}
+    assert versions == {
+        "of-0.1.0": ("", 0),
+        "before": (VERSION, SCHEMA - 1),
+        "after": ("9.9.9", SCHEMA + 1),
+    }
+    assert store.registry.refused == {}
+
+
+async def test_a_worker_too_far_away_is_refused_with_a_reason(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    await _change_record(store, "far", schema=SCHEMA + 2, baton_version="9.9.9", geometry=[])
+    for shape in ({"color": "red"}, {"drafter": {"layers": 1, "spin": 2}}):
+        geometry = asdict(record_of("w").geometry) | shape
+        await _change_record(store, next(iter(shape)), geometry=geometry)
+    await store.registry.put(record_of("w"), 30.0)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert set(await store.registry.all()) == {"w"}
+            # A heartbeat changes the load alone.
+            await store.registry.put(record_of("w"), 30.0)
+    refused = store.registry.refused
+    assert refused["far"].baton_version == "9.9.9"
+    assert "upgrade this process" in refused["far"].reason
+    assert refused["color"].reason.endswith(": color")
+    assert refused["drafter"].reason.endswith(": drafter.spin")
+    assert {one.slot for one in refused.values()} == {"decode-0"}
+    said = [record for record in caplog.records if record.name == Registry.__module__]
+    assert len(said) == len(refused), "said once each"
+    for incarnation in refused:
+        await store.registry.remove(incarnation)
+    assert set(await store.registry.all()) == {"w"}
+    assert store.registry.refused == {}
 
 
 async def test_unknown_fields_of_a_newer_worker_are_left_out(store: Store) -> None:

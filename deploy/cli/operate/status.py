@@ -6,7 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
 import redis
@@ -18,6 +18,7 @@ from baton.errors import Forbidden, Unavailable
 from baton.security.tls import TlsFiles, client_context
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry, WorkerRecord
+from baton.version import VERSION
 from deploy.cli.options.command_line import not_a_router
 from deploy.processes.cluster_state import ClusterState
 from deploy.supervisor.reconciler import SlotState
@@ -48,6 +49,8 @@ class WorkerRow:
     disk_blocks: int = 0
     ranks: int = 1
     """Number of ranks (tensor parallelism)."""
+    version: str = _UNKNOWN
+    """Baton's version in the worker; ``-`` for Baton 0.1.0, or if it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,15 @@ class SlotRow:
 
 
 @dataclass(frozen=True, slots=True)
+class RefusedRow:
+    """A worker that is alive and that this version of Baton cannot use."""
+
+    slot: str
+    version: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """A router's report on itself and on the workers."""
 
@@ -89,6 +101,7 @@ class Status:
     """What the autoscaler observes, and its last action; empty without an autoscaler."""
     withheld: str = ""
     """Why workers are not shown to a client without an API key; empty if they are shown."""
+    refused: tuple[RefusedRow, ...] = ()
 
 
 def read_status(
@@ -136,13 +149,16 @@ def read_status(
     supervisor: str = ""
     slots: tuple[SlotRow, ...] = ()
     autoscaler = ""
+    refused: tuple[RefusedRow, ...] = ()
     if known is not None:
-        records, supervision = known
+        records, refused, supervision = known
         rows = rows_from_registry(records) or rows
         supervisor, slots = supervisor_line(supervision), slots_of(supervision)
         autoscaler = "" if supervision is None else supervision.autoscaler
     healthy = health.status_code == httpx.codes.OK
-    return Status(http, healthy, text, rows, pairs, supervisor, slots, autoscaler, withheld)
+    return Status(
+        http, healthy, text, rows, pairs, supervisor, slots, autoscaler, withheld, refused
+    )
 
 
 def rows_from_registry(records: Iterable[WorkerRecord]) -> tuple[WorkerRow, ...]:
@@ -161,6 +177,7 @@ def rows_from_registry(records: Iterable[WorkerRecord]) -> tuple[WorkerRow, ...]
             host_blocks=record.load.host_blocks,
             disk_blocks=record.load.disk_blocks,
             ranks=record.ranks,
+            version=record.baton_version or _UNKNOWN,
         )
         for record in records
     ]
@@ -221,6 +238,7 @@ def document(status: Status, cluster: ClusterState | None) -> dict[str, Any]:
         "autoscaler": status.autoscaler or None,
         "workers_withheld": status.withheld or None,
         "workers": [asdict(row) for row in status.workers],
+        "refused_workers": [asdict(row) for row in status.refused],
         "slots": [asdict(row) for row in status.slots],
         "pairs": [asdict(row) for row in status.pairs],
     }
@@ -252,6 +270,16 @@ def slots_of(supervision: SupervisionStatus | None) -> tuple[SlotRow, ...]:
     )
 
 
+def refused_table(status: Status) -> Table:
+    """Return a table with the workers that are alive and cannot be used."""
+    drawn = Table(box=None, pad_edge=False)
+    for name in ("slot", "version", "not used because"):
+        drawn.add_column(name, no_wrap=name != "not used because", overflow="fold")
+    for row in status.refused:
+        drawn.add_row(row.slot, row.version, Text(row.reason))
+    return drawn
+
+
 def _state_text(state: SlotState) -> str:
     if not state.wait_s:
         return state.phase.value
@@ -272,10 +300,14 @@ def table(status: Status) -> Table:
     """Return the workers as a table. The column ``free`` and those after it count KV blocks.
 
     Columns on tiers are shown if a worker has blocks in one, the column on ranks if a worker has
-    several.
+    several, and the column on versions if a worker has another one than this program.
     """
     drawn = Table(box=None, pad_edge=False)
-    for name in ("slot", "role", "state", "address"):
+    has_versions = any(row.version not in (VERSION, _UNKNOWN) for row in status.workers) or (
+        len({row.version for row in status.workers}) > 1
+    )
+    versions = ("version",) if has_versions else ()
+    for name in ("slot", "role", "state", "address", *versions):
         drawn.add_column(name, no_wrap=True, overflow="fold")
     has_tiers = any(row.host_blocks or row.disk_blocks for row in status.workers)
     tiers = ("in host memory", "on disk") if has_tiers else ()
@@ -285,10 +317,16 @@ def table(status: Status) -> Table:
         drawn.add_column(name, justify="right")
     for row in status.workers:
         own = (row.ranks,) if has_ranks else ()
+        version = (row.version,) if has_versions else ()
         counts = (row.running, row.waiting, row.free_blocks, row.used_blocks, row.cached_blocks)
         behind = (row.host_blocks, row.disk_blocks) if has_tiers else ()
         drawn.add_row(
-            row.slot, row.role, row.state, row.address, *map(str, (*own, *counts, *behind))
+            row.slot,
+            row.role,
+            row.state,
+            row.address,
+            *version,
+            *map(str, (*own, *counts, *behind)),
         )
     return drawn
 
@@ -314,7 +352,10 @@ def _error_text(answer: httpx.Response) -> str:
         return f"HTTP {answer.status_code}"
 
 
-def _known(cluster: ClusterState) -> tuple[list[WorkerRecord], SupervisionStatus | None] | None:
+_Known: TypeAlias = "tuple[list[WorkerRecord], tuple[RefusedRow, ...], SupervisionStatus | None]"
+
+
+def _known(cluster: ClusterState) -> _Known | None:
     """Read the workers and the supervisor's status from the cluster's Redis. None if Redis does not
     answer; the caller then reads the router's metrics page."""
     try:
@@ -323,7 +364,13 @@ def _known(cluster: ClusterState) -> tuple[list[WorkerRecord], SupervisionStatus
         return None
 
 
-async def _read(cluster: ClusterState) -> tuple[list[WorkerRecord], SupervisionStatus | None]:
+async def _read(cluster: ClusterState) -> _Known:
     async with asyncio.timeout(_DEADLINE_S), redis_client(cluster.redis_url) as client:
-        records = await Registry(client, cluster.cluster_id).all()
-        return list(records.values()), await StatusStore(client, cluster.cluster_id).read()
+        registry = Registry(client, cluster.cluster_id)
+        records = await registry.all()
+        refused = tuple(
+            RefusedRow(one.slot, one.baton_version or _UNKNOWN, one.reason)
+            for one in sorted(registry.refused.values(), key=lambda one: one.slot)
+        )
+        status = await StatusStore(client, cluster.cluster_id).read()
+        return list(records.values()), refused, status

@@ -63,7 +63,13 @@ def status(
 
 
 def _print(found: Status, chosen: Target, output: OutputFormat) -> None:
-    from deploy.cli.operate.status import document, pairs_table, slots_table, table  # noqa: PLC0415
+    from deploy.cli.operate.status import (  # noqa: PLC0415
+        document,
+        pairs_table,
+        refused_table,
+        slots_table,
+        table,
+    )
 
     if output == "json":
         print_json(document(found, chosen.cluster))
@@ -78,6 +84,9 @@ def _print(found: Status, chosen: Target, output: OutputFormat) -> None:
         typer.echo(f"workers are not shown without --api-key: {found.withheld}")
     else:
         print_table(table(found))
+    if found.refused:
+        typer.echo()
+        print_table(refused_table(found))
     if found.slots:
         typer.echo()
         print_table(slots_table(found))

@@ -237,9 +237,11 @@ def _encode(message: _Offer | _Answer) -> bytes:
 
 
 def _decode(kind: type[Message], data: bytes, peer: Peer) -> Message:
-    """Parse a message of ``peer`` into ``kind``. Raises HandoffError if it is invalid."""
+    """Parse a message of ``peer`` into ``kind``, without the fields that a newer peer may add.
+    Raises HandoffError if it is invalid."""
     try:
-        found = json.loads(data)
+        told = json.loads(data)
+        found = {name: told[name] for name in kind.__annotations__ if name in told}
         message = kind(**found)
     except (ValueError, TypeError, RecursionError) as error:
         raise HandoffError(f"{peer.address} uses another protocol: {error}") from error

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +21,7 @@ import psutil
 
 from baton.config.cluster import load_config
 from baton.config.pools import PoolConfig
+from baton.host.process_end import end_process
 from baton.store.redis_client import redis_client
 from deploy.processes.process_identity import ProcessIdentity
 from deploy.processes.run_directory import RUN_VARIABLE, ClusterMark, RunDirectory
@@ -29,10 +31,11 @@ from deploy.supervisor.status_store import SlotStatus, StatusStore, SupervisionS
 from deploy.supervisor.supervisor_actor import RaySupervisor, SupervisorActor, SupervisorSettings
 from deploy.workers.actor_process import RayPlace
 from deploy.workers.actor_settings import ActorSettings
-from deploy.workers.ray_worker import place
+from deploy.workers.ray_worker import SUPERVISOR_NAME, is_known, place
 from deploy.workers.worker_actor import PingReply
 
 DEADLINE_S = 250.0
+ANSWER_S = 0.2
 NODE_SCRIPT = str(Path(__file__).with_name("node_script.py"))
 
 
@@ -41,6 +44,7 @@ class LightWorker:
 
     def __init__(self, settings_json: str) -> None:
         self._settings = ActorSettings.model_validate_json(settings_json)
+        self._leaves = False
 
     def ready(self) -> dict[str, Any]:
         run = RunDirectory(Path(os.environ[RUN_VARIABLE]))
@@ -51,10 +55,17 @@ class LightWorker:
             "process": asdict(ProcessIdentity.own()),
             "other_ranks": [],
             "node": RayPlace.own().node,
+            "config_hash": self._settings.config_hash,
         }
 
     def ping(self, unlisted_s: float, epoch: int) -> tuple[str, int]:
-        return PingReply.SERVING.value, epoch
+        if not self._leaves:
+            return PingReply.SERVING.value, epoch
+        threading.Timer(ANSWER_S, end_process, (0,)).start()
+        return PingReply.LEAVING.value, epoch
+
+    def drain(self, deadline_s: float, epoch: int) -> None:
+        self._leaves = True
 
 
 class LightSupervisor(SupervisorActor):
@@ -99,9 +110,9 @@ class Stage:
             launcher=ProcessIdentity.own(),
         )
 
-    def supervise(self) -> RaySupervisor:
+    def supervise(self, config_hash: str = "") -> RaySupervisor:
         settings = SupervisorSettings(
-            worker=self.settings[0],
+            worker=self.settings[0].model_copy(update={"config_hash": config_hash}),
             drain_s=0.0,
             redis_url=self.redis_url,
             cluster_id=self.mark.cluster_id,
@@ -190,6 +201,37 @@ async def lost_node(stage: Stage, cluster: RayCluster) -> None:
     stage.seen["near"] = (await stage.until_running("near-0")).pid == near.pid
 
 
+async def rollout(stage: Stage, cluster: RayCluster) -> None:
+    """Another supervisor has another configuration: it replaces workers one by one."""
+    slots = {settings.slot for settings in stage.settings}
+
+    def all_run(told: SupervisionStatus) -> bool:
+        running = {slot for slot, news in told.slots.items() if news.state.phase is Phase.RUNNING}
+        return running == slots and all(stage.pids(told).values())
+
+    for settings in stage.settings:
+        place(settings.model_copy(update={"config_hash": "old"}), LightWorker)
+    supervisor = stage.supervise("old")
+    await supervisor.ready()
+    first = stage.pids(await stage.until(all_run))
+    supervisor.kill()
+    while is_known(SUPERVISOR_NAME):
+        await asyncio.sleep(0.05)
+    stage.seen["most_down"] = 0
+    stage.seen["said"] = ""
+
+    def replaced(told: SupervisionStatus) -> bool:
+        down = sum(news.state.phase is not Phase.RUNNING for news in told.slots.values())
+        stage.seen["most_down"] = max(stage.seen["most_down"], down)
+        errors = [news.state.last_error for news in told.slots.values() if news.state.last_error]
+        stage.seen["said"] = stage.seen["said"] or "".join(errors[:1])
+        return all_run(told) and not stage.pids(told).items() & first.items()
+
+    await stage.supervise("new").ready()
+    last = await stage.until(replaced)
+    stage.seen["deaths"] = sum(news.state.deaths for news in last.slots.values())
+
+
 async def second_node(stage: Stage) -> psutil.Process:
     """The raylet of another node on this machine."""
     import ray  # noqa: PLC0415
@@ -207,6 +249,7 @@ async def second_node(stage: Stage) -> psutil.Process:
 PLAYS: dict[str, Callable[[Stage, RayCluster], Awaitable[None]]] = {
     "lives": lives_and_deaths,
     "node": lost_node,
+    "rollout": rollout,
 }
 
 

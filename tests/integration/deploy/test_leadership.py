@@ -9,13 +9,9 @@ from collections.abc import AsyncIterator
 import pytest
 import redis.asyncio
 
-from baton.config.cluster import Config
-from baton.config.pools import PoolConfig
 from baton.store.redis_client import redis_client
 from deploy.processes import leadership
 from deploy.processes.leadership import (
-    OF_LAUNCHERS,
-    OF_ROUTERS,
     TTL_S,
     Fence,
     LauncherLease,
@@ -23,7 +19,6 @@ from deploy.processes.leadership import (
     SupervisorTerm,
     forget_leaders,
     launcher_key,
-    workers_hash,
 )
 
 DEADLINE_S = 60.0
@@ -176,15 +171,3 @@ def test_a_worker_refuses_the_order_of_a_leader_that_was_replaced() -> None:
     with pytest.raises(StaleOrderError, match="epoch 6 is refused: epoch 7 has begun"):
         fence.check(6)
     fence.check(8)
-
-
-def test_fields_that_do_not_affect_workers_exist() -> None:
-    assert set(Config.model_fields) >= OF_ROUTERS | OF_LAUNCHERS
-
-
-def test_workers_hash_has_what_workers_read_in_it() -> None:
-    more = PoolConfig(name="decode", role="decode", max_sequences=8)
-    pools = (Config().pools[0], more)
-    assert workers_hash(Config(pools=pools)) != workers_hash(Config())
-    routers = Config(http="127.0.0.1:9", advanced={"head_deadline_s": 1.0})
-    assert workers_hash(routers) == workers_hash(Config())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,13 +9,16 @@ import pytest
 from baton.request import Geometry, LoadSnapshot
 from baton.store.redis_client import redis_client
 from baton.store.registry import WorkerRecord
+from baton.version import VERSION
 from deploy.cli.operate.status import (
     PairRow,
+    RefusedRow,
     SlotRow,
     Status,
     WorkerRow,
     pairs_from_metrics,
     pairs_table,
+    refused_table,
     rows_from_metrics,
     rows_from_registry,
     slots_of,
@@ -91,8 +95,26 @@ def test_workers_are_read_from_the_registry() -> None:
         max_sequences=4,
         load=LoadSnapshot(running=3, waiting=1, free_blocks=90, used_blocks=8, cached_blocks=2),
     )
-    expected = WorkerRow("decode-0", "decode", "ready", "127.0.0.1:5", 3, 1, 90, 8, 2)
+    expected = WorkerRow(
+        "decode-0", "decode", "ready", "127.0.0.1:5", 3, 1, 90, 8, 2, version=VERSION
+    )
     assert rows_from_registry([record]) == (expected,)
+    assert "version" not in columns((expected,))
+    older = rows_from_registry([record, replace(record, baton_version="", slot="decode-1")])
+    assert columns(older)["version"] == [VERSION, "-"]
+    assert columns((replace(expected, version="9.9.9"),))["version"] == ["9.9.9"]
+
+
+def columns(rows: tuple[WorkerRow, ...]) -> dict[str, list[str]]:
+    drawn = table(Status("127.0.0.1:1", True, "ok", rows))
+    return {str(column.header): [str(cell) for cell in column.cells] for column in drawn.columns}
+
+
+def test_workers_that_cannot_be_used_are_shown_with_the_reason() -> None:
+    row = RefusedRow("decode-1", "9.9.9", "upgrade [this] process")
+    drawn = refused_table(Status("127.0.0.1:1", True, "ok", (), refused=(row,)))
+    cells = [str(cell) for column in drawn.columns for cell in column.cells]
+    assert cells == ["decode-1", "9.9.9", "upgrade [this] process"]
 
 
 def told(phase: Phase, wait_s: float = 0.0) -> SupervisionStatus:
@@ -122,7 +144,20 @@ async def test_what_the_supervisor_tells_comes_back_from_redis_and_goes(redis_ur
         await board.clear()
         assert await board.read() is None
         await client.set("baton:{board-test}:supervision", '{"pid": 1}', ex=5)
-        assert await board.read() is None, "another version's"
+        assert await board.read() is None, "it has no slots"
+
+
+async def test_the_status_of_a_supervisor_of_another_version_is_read(redis_url: str) -> None:
+    async with redis_client(redis_url) as client:
+        board = StatusStore(client, "board-skew")
+        await board.write(told(Phase.RUNNING))
+        key = "baton:{board-skew}:supervision"
+        newer = json.loads(await client.get(key) or "")
+        slot = newer["slots"]["decode-0"]
+        slot["mood"] = slot["state"]["mood"] = newer["mood"] = "good"
+        newer["slots"]["decode-1"] = {**slot, "state": {**slot["state"], "phase": "dreaming"}}
+        await client.set(key, json.dumps(newer), ex=5)
+        assert await board.read() == told(Phase.RUNNING)
 
 
 @pytest.fixture

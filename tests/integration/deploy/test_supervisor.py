@@ -52,3 +52,13 @@ def test_a_lost_nodes_worker_is_replaced_where_there_is_room(
     assert seen["replaced"]
     assert seen["error"]
     assert seen["near"]
+
+
+@pytest.mark.long
+def test_outdated_workers_are_replaced_one_by_one(
+    mark: ClusterMark, run: RunDirectory, redis_url: str
+) -> None:
+    seen = play("rollout", mark, run, redis_url)
+    assert seen["most_down"] == 1
+    assert seen["deaths"] == 0
+    assert "another version or configuration" in seen["said"]

@@ -12,9 +12,16 @@ import grpc.aio
 import pytest
 
 from baton.rpc.grpc_channel import listen, open_channel
-from baton.rpc.worker_plane import OPEN_PLANE, TOKEN_KEY, WorkerPlane
+from baton.rpc.worker_plane import (
+    OPEN_PLANE,
+    SCHEMA_KEY,
+    TOKEN_KEY,
+    VERSION_KEY,
+    WorkerPlane,
+)
 from baton.security.cluster_secret import new_secret
 from baton.v1 import control_pb2, control_pb2_grpc, decode_pb2, decode_pb2_grpc
+from baton.version import SCHEMA, VERSION
 from loadtest.router.http2_client import Http2Connection, call_headers
 
 DEADLINE_S = 30.0
@@ -118,3 +125,40 @@ async def test_no_message_of_a_stranger_is_read() -> None:
 async def test_a_benchmark_of_single_parts_needs_no_token() -> None:
     async with worker(OPEN_PLANE) as (_, address), OPEN_PLANE.channel(address) as channel:
         assert await drain(channel) is grpc.StatusCode.OK
+
+
+async def test_a_call_names_its_version_and_schema() -> None:
+    async with worker(PLANE) as (servicer, address), PLANE.channel(address) as channel:
+        assert await drain(channel) is grpc.StatusCode.OK
+        shown = servicer.calls[0]
+        assert (shown[VERSION_KEY], shown[SCHEMA_KEY]) == (VERSION, str(SCHEMA))
+
+
+@pytest.mark.parametrize("schema", [SCHEMA - 1, SCHEMA, SCHEMA + 1, None])
+async def test_a_caller_of_the_release_before_or_after_is_served(schema: int | None) -> None:
+    """A caller of Baton 0.1.0 shows no schema."""
+    shown = [(TOKEN_KEY, PLANE.token)]
+    if schema is not None:
+        shown += [(SCHEMA_KEY, str(schema)), (VERSION_KEY, "9.9.9")]
+    async with worker(PLANE) as (_, address), open_channel(address) as channel:
+        assert await drain(channel, metadata=tuple(shown)) is grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("schema", [str(SCHEMA + 2), "9" * 4000, "-1", "x", ""])
+async def test_a_caller_of_another_schema_gets_an_error_with_the_reason(schema: str) -> None:
+    shown = ((TOKEN_KEY, PLANE.token), (SCHEMA_KEY, schema), (VERSION_KEY, "9.9.9"))
+    async with worker(PLANE) as (servicer, address), open_channel(address) as channel:
+        stub: Any = control_pb2_grpc.ControlServiceStub(channel)
+        call = stub.Drain(control_pb2.DrainRequest(), timeout=DEADLINE_S, metadata=shown)
+        assert await call.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "schema" in await call.details()
+        stub = decode_pb2_grpc.DecodeServiceStub(channel)
+        stream = stub.Handoffs(timeout=DEADLINE_S, metadata=shown)
+        assert await stream.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert servicer.calls == []
+
+
+async def test_a_stranger_learns_no_version() -> None:
+    shown = ((SCHEMA_KEY, str(SCHEMA + 2)),)
+    async with worker(PLANE) as (_, address), open_channel(address) as channel:
+        assert await drain(channel, metadata=shown) is grpc.StatusCode.UNAUTHENTICATED

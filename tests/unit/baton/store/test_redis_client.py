@@ -1,14 +1,18 @@
-"""Each call to Redis counts once: by its time, or as a failure."""
+"""Passwords of Redis in files, and the count of calls to Redis.
+
+Each call counts once: by its time, or as a failure.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
-from baton.store.redis_client import RedisCalls
+from baton.store.redis_client import RedisCalls, redis_client
 from baton.telemetry.metrics import RouterMetrics
 from baton.telemetry.worker_metrics import WorkerMetrics
 
@@ -61,3 +65,56 @@ def test_router_and_worker_have_accounts_of_their_own() -> None:
     ):
         found = metrics.registry.get_sample_value("baton_redis_call_seconds_count", labels)
         assert found == 1
+
+
+def test_a_password_is_read_from_its_file_for_each_connection(tmp_path: Path) -> None:
+    file = tmp_path / "pass word"
+    url = f"redis://the%20user@127.0.0.1:1/3?password_file={file}&protocol=2"
+    options = redis_client(url).connection_pool.connection_kwargs
+    assert (options["host"], options["port"], options["db"]) == ("127.0.0.1", 1, 3)
+    assert options["protocol"] == 2
+    provider = options["credential_provider"]
+    for password in ("first", "second"):
+        file.write_text(password + "\n")
+        assert provider.get_credentials() == ("the user", password)
+    without_user = redis_client(url.replace("the%20user@", "")).connection_pool.connection_kwargs
+    assert without_user["credential_provider"].get_credentials() == ("second",)
+
+
+@pytest.mark.parametrize("content", [None, b"", b" \n", b"\xff"])
+async def test_a_password_that_cannot_be_read_is_a_failed_connection(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    file = tmp_path / "password"
+    if content is not None:
+        file.write_bytes(content)
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+
+    server = await asyncio.start_server(listen, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, redis_client(f"redis://127.0.0.1:{port}?password_file={file}") as client:
+        with pytest.raises(redis.ConnectionError, match="password_file"):
+            await client.ping()
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("redis://:secret@127.0.0.1:1?password_file=/p", "leave one of them out"),
+        ("redis://127.0.0.1:1?password_file=p", "must be an absolute path"),
+    ],
+)
+def test_an_address_with_a_wrong_password_file_is_refused(url: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as found:
+        redis_client(url)
+    assert "secret" not in str(found.value)
+
+
+def test_an_address_without_a_password_file_stays_as_it_is() -> None:
+    options = redis_client("redis://u:p@127.0.0.1:1").connection_pool.connection_kwargs
+    assert (options["username"], options["password"]) == ("u", "p")
+    assert "credential_provider" not in options

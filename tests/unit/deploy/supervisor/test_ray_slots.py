@@ -32,10 +32,12 @@ class FakeWorker:
         self.drained: list[tuple[float, int]] = []
         self.stuck = False
         self.highest_epoch = 0
+        self.config_hash: str | None = "new"
 
     async def ready(self) -> dict[str, Any]:
         process = {"pid": 7, "start_ticks": 1, "space": "elsewhere"}
-        return {"process": process, "node": "ab", "other_ranks": []}
+        hashes = {} if self.config_hash is None else {"config_hash": self.config_hash}
+        return {"process": process, "node": "ab", "other_ranks": [], **hashes}
 
     async def ping(self, unlisted_s: float, epoch: int) -> tuple[PingReply, int]:
         if self.stuck:
@@ -88,9 +90,11 @@ class Scene:
 
 @asynccontextmanager
 async def begun(
-    monkeypatch: pytest.MonkeyPatch, registry_ttl_s: float = 4.0
+    monkeypatch: pytest.MonkeyPatch, registry_ttl_s: float = 4.0, config_hash: str | None = "new"
 ) -> AsyncIterator[tuple[Scene, RaySlots]]:
+    """``config_hash`` is that of the worker in decode-1; new workers have "new"."""
     scene = Scene()
+    scene.workers[1].config_hash = config_hash
     monkeypatch.setattr(ray_slots_module, "find_all", lambda: scene.workers)
     monkeypatch.setattr(ray_slots_module, "is_known", scene.is_known)
     monkeypatch.setattr(ray_slots_module, "time", SimpleNamespace(monotonic=lambda: scene.now))
@@ -99,6 +103,7 @@ async def begun(
         scene.roll,
         registry_ttl_s,
         cast(SupervisorTerm, SimpleNamespace(epoch=EPOCH)),
+        config_hash="new",
     )
     await slots.find_running()
     try:
@@ -218,3 +223,16 @@ async def test_the_highest_epoch_of_all_workers_is_known(monkeypatch: pytest.Mon
         await scene.until(slots, lambda: slots.highest_epoch == EPOCH)
         scene.workers[0].highest_epoch = EPOCH + 2
         await scene.until(slots, lambda: slots.highest_epoch == EPOCH + 2)
+
+
+@pytest.mark.parametrize("config_hash", ["old", "", None])
+async def test_a_worker_of_another_hash_is_outdated(
+    monkeypatch: pytest.MonkeyPatch, config_hash: str | None
+) -> None:
+    """A worker of Baton 0.1.0 tells no hash."""
+    async with begun(monkeypatch, config_hash=config_hash) as (_, slots):
+        assert not (await slots.observe("decode-0")).outdated
+        async with asyncio.timeout(DEADLINE_S):
+            while (seen := await slots.observe("decode-1")).observed is not Observed.SERVING:
+                await asyncio.sleep(0)
+        assert seen.outdated

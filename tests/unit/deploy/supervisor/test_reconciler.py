@@ -13,7 +13,9 @@ from deploy.supervisor.reconciler import (
     HEALTHY_S,
     LEAVE_S,
     LONGEST_PAUSE_S,
+    OUTDATED,
     PATIENCE_S,
+    SETTLED_S,
     SILENCE_S,
     START_S,
     Observed,
@@ -223,6 +225,74 @@ def test_who_leaves_may_be_wanted_again_and_is_replaced() -> None:
     assert reconciler.decide(3.0) == {SLOT: SlotAction.START}
 
 
+def rollout(
+    reconciler: Reconciler, world: dict[str, Observed], outdated: set[str], now: float
+) -> dict[str, SlotAction]:
+    """Observe all slots, and return the orders."""
+    for slot, observed in world.items():
+        reconciler.observe(slot, observed, now, outdated=slot in outdated)
+    return reconciler.decide(now)
+
+
+def test_outdated_workers_are_replaced_one_by_one_while_the_others_serve() -> None:
+    slots = ["decode-0", "decode-1", "prefill-0"]
+    reconciler, outdated, now = keeper_of(*slots), set(slots), 0.0
+    world = dict.fromkeys(slots, Observed.SERVING)
+    for slot in slots:
+        assert rollout(reconciler, world, outdated, now) == {}
+        now += SETTLED_S
+        assert rollout(reconciler, world, outdated, now) == {slot: SlotAction.DRAIN}
+        assert reconciler.states(now)[slot].last_error == OUTDATED
+        assert rollout(reconciler, world, outdated, now + PATIENCE_S - 1) == {}
+        now += PATIENCE_S
+        assert rollout(reconciler, world, outdated, now) == {slot: SlotAction.DRAIN}, "it was lost"
+        world[slot] = Observed.LEAVING
+        for _ in range(5):
+            now += PATIENCE_S
+            assert rollout(reconciler, world, outdated, now) == {}
+        world[slot] = Observed.ABSENT
+        outdated.discard(slot)
+        assert rollout(reconciler, world, outdated, now) == {slot: SlotAction.START}
+        world[slot] = Observed.STARTING
+        now += SETTLED_S
+        assert rollout(reconciler, world, outdated, now) == {}
+        world[slot] = Observed.SERVING
+    for _ in range(5):
+        now += PATIENCE_S
+        assert rollout(reconciler, world, outdated, now) == {}
+    shown = reconciler.states(now)
+    assert {(one.phase, one.deaths, one.last_error) for one in shown.values()} == {
+        (Phase.RUNNING, 0, "")
+    }
+
+
+def test_a_version_that_does_not_start_ends_one_worker() -> None:
+    slots = ["decode-0", "decode-1"]
+    reconciler, outdated, now = keeper_of(*slots), set(slots), 0.0
+    world = dict.fromkeys(slots, Observed.SERVING)
+    rollout(reconciler, world, outdated, now)
+    now += SETTLED_S
+    assert rollout(reconciler, world, outdated, now) == {"decode-0": SlotAction.DRAIN}
+    world["decode-0"] = Observed.LEAVING
+    rollout(reconciler, world, outdated, now)
+    outdated.discard("decode-0")
+    for _ in range(2 * CRASH_LOOP_DEATHS):
+        # It even serves for a while each time.
+        for observed in (Observed.ABSENT, Observed.STARTING, Observed.SERVING):
+            world["decode-0"] = observed
+            now += SETTLED_S + LOOK_S
+            orders = rollout(reconciler, world, outdated, now)
+            assert orders.get("decode-1") is None
+    assert reconciler.states(now)["decode-1"].last_error == OUTDATED
+
+
+def test_a_keeper_that_takes_over_repeats_no_old_advice() -> None:
+    reconciler = keeper_of(SLOT)
+    reconciler.remember(SLOT, 0, OUTDATED)
+    reconciler.observe(SLOT, Observed.SERVING, 0.0)
+    assert reconciler.states(0.0)[SLOT].last_error == ""
+
+
 def test_an_earlier_keepers_memory_goes_on() -> None:
     reconciler = keeper_of(SLOT)
     reconciler.remember(SLOT, CRASH_LOOP_DEATHS, "no memory")
@@ -249,6 +319,7 @@ class Cluster(RuleBasedStateMachine):
     def begin(self) -> None:
         self.now = 0.0
         self.world = dict.fromkeys(self.slots, Observed.ABSENT)
+        self.outdated: set[str] = set()
         self.wanted = set(self.slots)
         self.new_keeper()
 
@@ -261,21 +332,30 @@ class Cluster(RuleBasedStateMachine):
     def look(self, seconds: float, obey: bool) -> None:
         """Time passes; orders are carried out, or get lost."""
         self.now += seconds
+        before = dict(self.world)
         known = self.reconciler.states(self.now)
         for slot, observed in self.world.items():
             if slot in known or observed is not Observed.ABSENT:
-                self.reconciler.observe(slot, observed, self.now)
+                outdated = slot in self.outdated
+                self.reconciler.observe(slot, observed, self.now, outdated=outdated)
+        drained = 0
         for slot, order in self.reconciler.decide(self.now).items():
             if order is SlotAction.START:
                 assert slot in self.wanted
                 assert self.world[slot] is Observed.ABSENT, "nobody is placed beside somebody"
-            else:
+                if obey:
+                    self.outdated.discard(slot)
+            elif order is SlotAction.END:
                 assert slot not in self.wanted or self.world[slot] is not Observed.SERVING
-            if order is SlotAction.DRAIN:
-                assert slot not in self.wanted
+            else:
                 assert self.world[slot] is Observed.SERVING
+                if slot in self.wanted:
+                    assert slot in self.outdated
+                    assert {before[one] for one in self.wanted} == {Observed.SERVING}
+                    drained += 1
             if obey:
                 self.world[slot] = AFTER[order]
+        assert drained <= 1
 
     @rule(
         slot=st.sampled_from(slots),
@@ -288,6 +368,12 @@ class Cluster(RuleBasedStateMachine):
     @rule(slot=st.sampled_from(slots))
     def kill(self, slot: str) -> None:
         self.world[slot] = Observed.ABSENT
+
+    @rule()
+    def upgrade(self) -> None:
+        """New workers have another version from now on."""
+        living = (slot for slot, observed in self.world.items() if observed is not Observed.ABSENT)
+        self.outdated = set(living)
 
     @rule(count=st.integers(1, 3))
     def scale(self, count: int) -> None:
@@ -305,11 +391,12 @@ class Cluster(RuleBasedStateMachine):
                     self.world[slot] = Observed.ABSENT
         serving = {slot for slot, observed in self.world.items() if observed is Observed.SERVING}
         assert serving == self.wanted
+        assert not self.outdated & self.wanted, "all have been replaced"
         shown = self.reconciler.states(self.now)
         assert {slot: state.phase for slot, state in shown.items()} == dict.fromkeys(
             self.wanted, Phase.RUNNING
         )
-        assert not any(state.deaths for state in shown.values())
+        assert not any(state.deaths or state.last_error for state in shown.values())
 
     @invariant()
     def what_is_shown_makes_sense(self) -> None:

@@ -207,6 +207,13 @@ def test_an_offer_that_is_refused(
     assert machine.mapped() == 0
 
 
+def test_an_unknown_field_of_a_newer_peer_is_ignored(
+    machine: Machine, transport: CudaIpcTransport
+) -> None:
+    link = transport.accept(WRITER, machine.offer(READER_GPU, more=1))
+    assert machine.mapped() == 1, link
+
+
 @pytest.mark.parametrize("offer", [b"", b"{}", b"[]", b"3", b"\xff"])
 def test_an_offer_that_is_none(transport: CudaIpcTransport, offer: bytes) -> None:
     with pytest.raises(HandoffError, match="cannot be read"):

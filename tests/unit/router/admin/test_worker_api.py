@@ -14,6 +14,7 @@ from baton.config.pools import ContextClass, PoolConfig
 from baton.errors import LastWorker, WorkerFailed
 from baton.rpc.grpc_channel import open_channel
 from baton.v1 import control_pb2
+from baton.version import VERSION
 from router.admin.worker_control import WorkerControl
 from router.workers.worker_link import WorkerLink
 from tests.support.mini_cluster import free_port
@@ -64,7 +65,9 @@ async def test_the_last_worker_of_a_role_is_kept_unless_that_is_forced() -> None
 
 
 def fake_link(slot: str, role: str, state: str = "ready") -> WorkerLink:
-    record = SimpleNamespace(slot=slot, role=role, state=state, incarnation=f"{slot}:1")
+    record = SimpleNamespace(
+        slot=slot, role=role, state=state, incarnation=f"{slot}:1", baton_version="1.2.3"
+    )
     load = SimpleNamespace(running=2, waiting=1)
     return cast(WorkerLink, SimpleNamespace(record=record, engine_load=load, channel=None))
 
@@ -86,6 +89,7 @@ async def test_which_worker_is_the_last_of_its_role(
     view = control.workers()[0]
     assert (view.slot, view.running, view.waiting) == ("decode-0", 2, 1)
     assert view.is_last is is_last
+    assert view.version == "1.2.3"
     # Past the guard, the call fails on the channel that the fake link does not have.
     refusal = LastWorker if is_last else AttributeError
     with pytest.raises(refusal):
@@ -160,6 +164,7 @@ async def test_a_cluster_is_shown_to_operators() -> None:
         assert answer.json() == {
             "object": "cluster",
             "id": "1f2e3d",
+            "version": VERSION,
             "model": MODEL.id,
             "workers": [
                 {
@@ -169,6 +174,7 @@ async def test_a_cluster_is_shown_to_operators() -> None:
                     "running": 3,
                     "waiting": 1,
                     "is_last": True,
+                    "version": "",
                 },
                 {
                     "slot": "prefill-0",
@@ -177,6 +183,7 @@ async def test_a_cluster_is_shown_to_operators() -> None:
                     "running": 0,
                     "waiting": 0,
                     "is_last": False,
+                    "version": "",
                 },
             ],
             "pools": [
