@@ -33,7 +33,7 @@ from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry
 from baton.store.supervision import PoolSizes
-from baton.telemetry.logs import log_to_stream
+from baton.telemetry.logs import Service, log_to_stream
 from baton.telemetry.metrics import RouterMetrics
 from baton.telemetry.tracing import end_tracing, start_tracing
 from router.access.access import Access
@@ -91,7 +91,7 @@ async def serve(settings: RouterSettings) -> None:
     """Run the router until SIGINT or SIGTERM."""
     config = Config(**settings.config)
     start_tracing(
-        config.otlp_endpoint, "baton-router", f"router-{settings.number}", config.trace_ratio
+        config.otlp_endpoint, Service.ROUTER, f"router-{settings.number}", config.trace_ratio
     )
     tokenizer = Tokenizer.load(Path(settings.model_path))
     await tokenizer.start()
@@ -242,7 +242,13 @@ def run(settings: RouterSettings) -> None:
 def prepare(settings: RouterSettings) -> None:
     """Set up logging and the limits of this process before its event loop runs."""
     config = Config(**settings.config)
-    log_to_stream(sys.stderr, config.log_level, config.log_format)
+    log_to_stream(
+        sys.stdout if config.log_to == "stdout" else sys.stderr,
+        config.log_level,
+        config.log_format,
+        Service.ROUTER,
+        f"router-{settings.number}",
+    )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     # uvicorn logs a line for every client error.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)

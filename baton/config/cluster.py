@@ -29,6 +29,7 @@ from baton.config.choices import (
     LocalPrefill,
     LogFormat,
     LogLevel,
+    LogTo,
     PolicyName,
     Quantization,
     ReasoningParserName,
@@ -258,7 +259,10 @@ class Config(BaseSettings):
     log_level: LogLevel = "info"
     """Lowest severity that is logged."""
     log_format: LogFormat = "text"
-    """Format of log lines: text, or JSON objects with the ids of request and trace."""
+    """Format of log lines: text, or JSON objects with the ids of request, answer and trace."""
+    log_to: LogTo = "files"
+    """Where processes write their logs: to files of the run directory, or to standard output, as
+    containers do. Routers of ``baton router`` write to standard error instead of files."""
     log_requests: bool = False
     """Log a line for each request that has ended: its id, class, tokens, times and outcome."""
     log_prompts: bool = False

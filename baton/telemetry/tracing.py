@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 Attribute = str | bool | int | float
 _PROPAGATOR = TraceContextTextMapPropagator()
+_SAMPLED = re.compile(r"00-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f][13579bdf]", re.ASCII)
 _FLUSH_MS = 2000
 """Maximum time that an ending process waits for its last spans, in milliseconds."""
 
@@ -155,6 +157,13 @@ def context_of(span: Span, other: TraceContext = NO_TRACE) -> TraceContext:
     headers: dict[str, str] = {}
     _PROPAGATOR.inject(headers, trace.set_span_in_context(span))
     return TraceContext(headers.get("traceparent", ""), headers.get("tracestate", ""))
+
+
+def sampled_trace_id(traceparent: str) -> str:
+    """Return the trace id of a traceparent whose trace is sampled, 32 hexadecimal digits. Empty if
+    it is not sampled, or the text is no traceparent."""
+    found = _SAMPLED.fullmatch(traceparent)
+    return found[1] if found else ""
 
 
 def trace_id_of(span: Span) -> str:

@@ -13,6 +13,7 @@ from opentelemetry.trace import SpanKind
 from baton.autoscaling.traffic import TrafficMeter
 from baton.config.cluster import Config
 from baton.errors import BatonError, HandoffError, Overloaded, Unavailable, WorkerFailed
+from baton.telemetry.logs import current_request_id
 from baton.telemetry.metrics import RouterMetrics
 from baton.telemetry.tracing import (
     Attribute,
@@ -356,7 +357,8 @@ class RequestLog:
         device, quantization = self._device_of(recorder.worker)
         tokens = recorder.prompt_tokens, recorder.cached_tokens, recorder.output_tokens
         told = {
-            "request_id": request.request_id,
+            "request_id": current_request_id(),
+            "answer_id": request.request_id,
             "tenant": request.principal.tenant,
             "key": request.principal.key_id,
             "agent": request.agent,

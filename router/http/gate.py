@@ -36,6 +36,7 @@ from baton.errors import (
     NotFound,
     Unauthenticated,
 )
+from baton.telemetry.logs import of_request
 from baton.telemetry.metrics import RouterMetrics
 from router.access.access import (
     OPEN,
@@ -136,18 +137,20 @@ class HttpGate:
             return
         scope["state"]["caller"] = caller
         try:
-            if handler is None:
-                await self._app(scope, receive, send_with_id)
-                return
-            response = await handler(Request(scope, receive, send_with_id))
-            await response(scope, receive, send_with_id)
+            with of_request(request_id=request_id):
+                if handler is None:
+                    await self._app(scope, receive, send_with_id)
+                    return
+                response = await handler(Request(scope, receive, send_with_id))
+                await response(scope, receive, send_with_id)
         except (ClientGone, ClientDisconnect):
             return
         except BatonError as error:
             # Responses raise no BatonError once they have begun.
             await error_response(error, path)(scope, receive, send_with_id)
         except Exception as error:
-            log.exception("unexpected error in request %s", request_id)
+            ids = {"request_id": request_id}
+            log.exception("unexpected error in request %s", request_id, extra=ids)
             if not started:
                 await error_response(internal_error(error), path)(scope, receive, send_with_id)
             elif not ended:

@@ -23,6 +23,7 @@ from baton.errors import BatonError, DeadlineExceeded
 from baton.grammars.grammar_gate import GrammarGate
 from baton.store.registry import WorkerRecord
 from baton.telemetry.logs import of_request
+from baton.telemetry.tracing import sampled_trace_id
 from router.access.access import Access
 from router.billing.prices import PriceTable
 from router.core.accounting import (
@@ -195,7 +196,8 @@ class InferenceService:
         )
         request = replace(request, trace=recorder.trace, background=background or slow)
         timeout = asyncio.timeout(BACKGROUND_WAIT_S if background else request.deadline_s)
-        with of_request(request.request_id, recorder.trace_id):
+        trace_id = sampled_trace_id(recorder.trace.traceparent)
+        with of_request(answer_id=request.request_id, trace_id=trace_id):
             try:
                 async with timeout:
                     await self._stream(place, request, recorder, ways)

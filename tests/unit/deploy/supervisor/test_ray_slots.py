@@ -13,7 +13,7 @@ import pytest
 from baton.errors import BatonError
 from deploy.processes.leadership import SupervisorTerm
 from deploy.supervisor import ray_slots as ray_slots_module
-from deploy.supervisor.ray_slots import RaySlots
+from deploy.supervisor.ray_slots import RaySlots, error_in
 from deploy.supervisor.reconciler import Observed
 from deploy.workers.worker_actor import PingReply
 
@@ -218,3 +218,22 @@ async def test_the_highest_epoch_of_all_workers_is_known(monkeypatch: pytest.Mon
         await scene.until(slots, lambda: slots.highest_epoch == EPOCH)
         scene.workers[0].highest_epoch = EPOCH + 2
         await scene.until(slots, lambda: slots.highest_epoch == EPOCH + 2)
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("", ""),
+        ("2026-11-28 20:00:00,000 ERROR worker.session: no memory", "no memory"),
+        ("2026-11-28 20:00:00,000 INFO worker.session: it serves", ""),
+        (
+            "torch.OutOfMemoryError: CUDA out of memory",
+            "torch.OutOfMemoryError: CUDA out of memory",
+        ),
+        ('{"level": "ERROR", "message": "no memory"}', "no memory"),
+        ('{"level": "INFO", "message": "it serves"}', ""),
+        ('{"level": "ERR', '{"level": "ERR'),
+    ],
+)
+def test_the_error_in_the_last_line_of_a_log(line: str, shown: str) -> None:
+    assert error_in(line) == shown
