@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import resource
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry
 from baton.store.supervision import PoolSizes
+from baton.telemetry.genai_metrics import GenAiMetrics
 from baton.telemetry.logs import Service, log_to_stream
 from baton.telemetry.metrics import RouterMetrics
 from baton.telemetry.tracing import end_tracing, start_tracing
@@ -90,13 +92,11 @@ class RouterSettings(BaseModel):
 async def serve(settings: RouterSettings) -> None:
     """Run the router until SIGINT or SIGTERM."""
     config = Config(**settings.config)
-    start_tracing(
-        config.otlp_endpoint, Service.ROUTER, f"router-{settings.number}", config.trace_ratio
-    )
+    genai = _start_telemetry(config, settings)
     tokenizer = Tokenizer.load(Path(settings.model_path))
     await tokenizer.start()
     metrics = RouterMetrics(CollectorRegistry())
-    stats = RequestStats(metrics)
+    stats = RequestStats(metrics, genai)
     client = redis_client(settings.redis_url)
     dispatcher = ClusterDispatcher(
         config,
@@ -161,7 +161,20 @@ async def serve(settings: RouterSettings) -> None:
         await limits.close()
         await ledger.close()
         await client.aclose()
-        await asyncio.to_thread(end_tracing)
+        await asyncio.to_thread(_end_telemetry, genai)
+
+
+def _start_telemetry(config: Config, settings: RouterSettings) -> GenAiMetrics | None:
+    # Routers of other hosts, such as pods, have the same number.
+    instance = f"router-{settings.number}@{socket.gethostname()}"
+    start_tracing(config, Service.ROUTER, instance, settings.cluster_id)
+    return GenAiMetrics.start(config, Service.ROUTER, instance, settings.cluster_id)
+
+
+def _end_telemetry(genai: GenAiMetrics | None) -> None:
+    end_tracing()
+    if genai is not None:
+        genai.close()
 
 
 async def _start_parts(application: Application, ledger: Ledger) -> None:

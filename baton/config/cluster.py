@@ -268,10 +268,13 @@ class Config(BaseSettings):
     log_prompts: bool = False
     """Add prompt text to the lines of ``log_requests``. Prompts may hold personal data."""
     otlp_endpoint: str = ""
-    """URL that receives request traces by OTLP over gRPC, such as ``http://127.0.0.1:4317``; empty
-    sends none."""
+    """URL that receives traces and metrics of requests by OTLP over gRPC, such as
+    ``http://127.0.0.1:4317``; empty sends none."""
     trace_ratio: float = Field(default=1.0, ge=0, le=1)
     """Fraction of requests that are traced, of those whose client sends no W3C traceparent."""
+    client_trace_rate: float = Field(default=10.0, ge=0, allow_inf_nan=False)
+    """Maximum number of requests per second and router process that are traced because their
+    client's traceparent is sampled. Of further ones, the fraction ``trace_ratio`` is traced."""
     advanced: AdvancedConfig = Field(default_factory=AdvancedConfig)
     """Settings for tests and unusual networks."""
 

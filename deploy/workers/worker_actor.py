@@ -279,7 +279,7 @@ class WorkerThread:
         config = Config(**self._settings.config)
         slot = self._settings.slot
         try:
-            start_tracing(config.otlp_endpoint, Service.WORKER, slot, config.trace_ratio)
+            start_tracing(config, Service.WORKER, slot, self._settings.cluster_id)
             with asyncio.Runner(loop_factory=WorkerLoop) as runner:
                 runner.run(self._serve())
         except BaseException as error:
