@@ -14,6 +14,7 @@ from opentelemetry.trace import SpanKind
 from baton.autoscaling.traffic import TrafficMeter
 from baton.config.cluster import Config
 from baton.errors import BatonError, HandoffError, Overloaded, Unavailable, WorkerFailed
+from baton.request import Principal
 from baton.telemetry.genai_metrics import EndedRequest, GenAiMetrics
 from baton.telemetry.logs import current_request_id
 from baton.telemetry.metrics import RouterMetrics
@@ -93,12 +94,16 @@ def outcome_of(error: BatonError, *, begun: bool) -> Outcome:
     return Outcome.SHED if refused and not broke and not begun else Outcome.ERROR
 
 
-def count_refusal(metrics: RouterMetrics, error: BatonError | None) -> None:
+def count_refusal(
+    metrics: RouterMetrics, error: BatonError | None, principal: Principal | None = None
+) -> None:
     """Count a request that ended before its class was known. ``error`` is None if the client
-    disconnected."""
+    disconnected; ``principal`` is None if the caller was not known either."""
     outcome = Outcome.ABORTED if error is None else outcome_of(error, begun=False)
     code = error.code or "" if error is not None else ""
     metrics.requests.labels(UNKNOWN_CLASS, outcome, code).inc()
+    if principal is not None:
+        metrics.tenants.of(principal.tenant, principal.key_id).count(outcome)
 
 
 def _operation(request: GenerationRequest) -> str:
@@ -327,6 +332,9 @@ class RequestRecorder:
         self._end_span(outcome, error)
         self._traffic.counts.shed += outcome is Outcome.SHED
         self._metrics.requests.labels(self.context_class, outcome, code).inc()
+        tokens = self.prompt_tokens, self.cached_tokens, self.output_tokens
+        caller = self._request.principal
+        self._metrics.tenants.of(caller.tenant, caller.key_id).count(outcome, *tokens)
         if self._genai is not None:
             self._genai.record(self._ended_request(outcome, code, now))
 
