@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import resource
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry
 from baton.store.supervision import PoolSizes
-from baton.telemetry.logs import log_to_stream
+from baton.telemetry.genai_metrics import GenAiMetrics
+from baton.telemetry.logs import Service, log_to_stream
 from baton.telemetry.metrics import RouterMetrics
 from baton.telemetry.tracing import end_tracing, start_tracing
 from router.access.access import Access
@@ -90,13 +92,11 @@ class RouterSettings(BaseModel):
 async def serve(settings: RouterSettings) -> None:
     """Run the router until SIGINT or SIGTERM."""
     config = Config(**settings.config)
-    start_tracing(
-        config.otlp_endpoint, "baton-router", f"router-{settings.number}", config.trace_ratio
-    )
+    genai = _start_telemetry(config, settings)
     tokenizer = Tokenizer.load(Path(settings.model_path))
     await tokenizer.start()
     metrics = RouterMetrics(CollectorRegistry())
-    stats = RequestStats(metrics)
+    stats = RequestStats(metrics, genai)
     client = redis_client(settings.redis_url)
     dispatcher = ClusterDispatcher(
         config,
@@ -161,7 +161,20 @@ async def serve(settings: RouterSettings) -> None:
         await limits.close()
         await ledger.close()
         await client.aclose()
-        await asyncio.to_thread(end_tracing)
+        await asyncio.to_thread(_end_telemetry, genai)
+
+
+def _start_telemetry(config: Config, settings: RouterSettings) -> GenAiMetrics | None:
+    # Routers of other hosts, such as pods, have the same number.
+    instance = f"router-{settings.number}@{socket.gethostname()}"
+    start_tracing(config, Service.ROUTER, instance, settings.cluster_id)
+    return GenAiMetrics.start(config, Service.ROUTER, instance, settings.cluster_id)
+
+
+def _end_telemetry(genai: GenAiMetrics | None) -> None:
+    end_tracing()
+    if genai is not None:
+        genai.close()
 
 
 async def _start_parts(application: Application, ledger: Ledger) -> None:
@@ -242,7 +255,13 @@ def run(settings: RouterSettings) -> None:
 def prepare(settings: RouterSettings) -> None:
     """Set up logging and the limits of this process before its event loop runs."""
     config = Config(**settings.config)
-    log_to_stream(sys.stderr, config.log_level, config.log_format)
+    log_to_stream(
+        sys.stdout if config.log_to == "stdout" else sys.stderr,
+        config.log_level,
+        config.log_format,
+        Service.ROUTER,
+        f"router-{settings.number}",
+    )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     # uvicorn logs a line for every client error.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)

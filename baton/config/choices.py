@@ -44,6 +44,7 @@ RankPlacement = Literal["strict_pack", "pack", "spread", "strict_spread"]
 Admission = Literal["queue", "slo"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
+LogTo = Literal["files", "stdout"]
 Scope = Literal["inference", "metrics", "admin"]
 BudgetPeriod = Literal["day", "month", "total"]
 

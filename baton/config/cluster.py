@@ -29,6 +29,7 @@ from baton.config.choices import (
     LocalPrefill,
     LogFormat,
     LogLevel,
+    LogTo,
     PolicyName,
     Quantization,
     ReasoningParserName,
@@ -259,16 +260,22 @@ class Config(BaseSettings):
     log_level: LogLevel = "info"
     """Lowest severity that is logged."""
     log_format: LogFormat = "text"
-    """Format of log lines: text, or JSON objects with the ids of request and trace."""
+    """Format of log lines: text, or JSON objects with the ids of request, answer and trace."""
+    log_to: LogTo = "files"
+    """Where processes write their logs: to files of the run directory, or to standard output, as
+    containers do. Routers of ``baton router`` write to standard error instead of files."""
     log_requests: bool = False
     """Log a line for each request that has ended: its id, class, tokens, times and outcome."""
     log_prompts: bool = False
     """Add prompt text to the lines of ``log_requests``. Prompts may hold personal data."""
     otlp_endpoint: str = ""
-    """URL that receives request traces by OTLP over gRPC, such as ``http://127.0.0.1:4317``; empty
-    sends none."""
+    """URL that receives traces and metrics of requests by OTLP over gRPC, such as
+    ``http://127.0.0.1:4317``; empty sends none."""
     trace_ratio: float = Field(default=1.0, ge=0, le=1)
     """Fraction of requests that are traced, of those whose client sends no W3C traceparent."""
+    client_trace_rate: float = Field(default=10.0, ge=0, allow_inf_nan=False)
+    """Maximum number of requests per second and router process that are traced because their
+    client's traceparent is sampled. Of further ones, the fraction ``trace_ratio`` is traced."""
     advanced: AdvancedConfig = Field(default_factory=AdvancedConfig)
     """Settings for tests and unusual networks."""
 

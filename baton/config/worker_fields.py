@@ -53,6 +53,7 @@ WORKER_FIELDS: Mapping[str, Any] = {
     # Logs, traces and metrics.
     "log_level": True,
     "log_format": True,
+    "log_to": True,
     "otlp_endpoint": True,
     "trace_ratio": True,
     "metrics_port": True,

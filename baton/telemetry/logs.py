@@ -1,40 +1,61 @@
 """Format of a process's log lines: text, or one JSON object per line.
 
-Lines that are written while a request is served carry its id and its trace's id. No line has text
-of a prompt or an answer, except with ``log_prompts``.
+A JSON line names its process, as its spans do. If it is written while a request is served, it has
+the ids of the request. No line has text of a prompt or an answer, except with ``log_prompts``.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import TextIO
 
 from pythonjsonlogger.json import JsonFormatter
 
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _FIELDS = {"asctime": "time", "levelname": "level", "name": "logger"}
-_request: ContextVar[tuple[str, str]] = ContextVar("request", default=("", ""))
-"""Request id and trace id of the current task."""
 
 
-def formatter(kind: str) -> logging.Formatter:
-    """Return the formatter for the configured ``log_format``, which is ``text`` or ``json``."""
+class Service(enum.StrEnum):
+    """The kinds of processes, in logs and in traces."""
+
+    LAUNCHER = "baton-launcher"
+    NODE = "baton-node"
+    ROUTER = "baton-router"
+    SUPERVISOR = "baton-supervisor"
+    WORKER = "baton-worker"
+
+
+_NO_IDS: Mapping[str, str] = MappingProxyType({})
+_ids: ContextVar[Mapping[str, str]] = ContextVar("ids", default=_NO_IDS)
+"""Ids of the request that the current task serves, by the name of their field."""
+
+
+def formatter(kind: str, service: Service, instance: str) -> logging.Formatter:
+    """Return the formatter for the configured ``log_format``, which is ``text`` or ``json``.
+
+    JSON lines have ``service`` and ``instance``, the name of the process in its cluster, such as
+    ``decode-0``.
+    """
     if kind == "text":
         return logging.Formatter(TEXT)
     return _RequestJson(
         "%(asctime)s %(levelname)s %(name)s %(message)s",
         rename_fields=_FIELDS,
+        static_fields={"service": service, "instance": instance},
         datefmt="%Y-%m-%dT%H:%M:%S%z",
     )
 
 
-def log_to_stream(stream: TextIO, level: str, kind: str) -> None:
-    """Write this process's log to ``stream`` only."""
+def log_to_stream(stream: TextIO, level: str, kind: str, service: Service, instance: str) -> None:
+    """Write this process's log to ``stream`` only. The last arguments are those of
+    ``formatter``."""
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(formatter(kind))
+    handler.setFormatter(formatter(kind, service, instance))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
 
 
@@ -67,13 +88,23 @@ class ErrorRow:
 
 
 @contextmanager
-def of_request(request_id: str, trace_id: str = "") -> Iterator[None]:
-    """Add a request's ids to the log lines of this task, and of tasks that it starts."""
-    token = _request.set((request_id, trace_id))
+def of_request(*, request_id: str = "", answer_id: str = "", trace_id: str = "") -> Iterator[None]:
+    """Add a request's ids to the log lines of this task, and of tasks that it starts.
+
+    ``request_id``: the id by which the client knows the call (``x-request-id``). ``answer_id``: the
+    cluster's own id of the request. Ids that are not given stay as they are.
+    """
+    given = {"request_id": request_id, "answer_id": answer_id, "trace_id": trace_id}
+    token = _ids.set({**_ids.get(), **{name: value for name, value in given.items() if value}})
     try:
         yield
     finally:
-        _request.reset(token)
+        _ids.reset(token)
+
+
+def current_request_id() -> str:
+    """Return the ``request_id`` of ``of_request``, or no text outside of a request."""
+    return _ids.get().get("request_id", "")
 
 
 class _RequestJson(JsonFormatter):
@@ -81,9 +112,6 @@ class _RequestJson(JsonFormatter):
     precedence."""
 
     def process_log_record(self, log_data: dict[str, object]) -> dict[str, object]:
-        request_id, trace_id = _request.get()
-        if request_id:
-            log_data.setdefault("request_id", request_id)
-        if trace_id:
-            log_data.setdefault("trace_id", trace_id)
+        for name, value in _ids.get().items():
+            log_data.setdefault(name, value)
         return dict(super().process_log_record(log_data))

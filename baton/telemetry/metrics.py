@@ -22,6 +22,7 @@ from baton.telemetry.series import (
     redis_call_seconds,
     redis_failures,
 )
+from baton.telemetry.tenant_series import TenantSeries
 
 SHARED_FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """The variable of prometheus_client, which reads it at import. Processes with the same folder count
@@ -89,6 +90,17 @@ class RouterMetrics:
             "miss both.",
             ["class", "slo"],
         )
+        self.tenant_requests = counter(
+            "tenant_requests",
+            "Requests that ended, with those that were refused, by tenant and API key.",
+            ["tenant", "key", "outcome"],
+        )
+        self.tenant_tokens = counter(
+            "tenant_tokens",
+            "Tokens of requests that ended, by tenant and API key.",
+            ["tenant", "key", "kind"],
+        )
+        self.tenants = TenantSeries(self.tenant_requests, self.tenant_tokens)
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens received.", ["class"])
         self.cached_prompt_tokens = counter(
             "cached_prompt_tokens", "Prompt tokens whose KV was found at prefill.", ["class"]

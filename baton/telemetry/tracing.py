@@ -5,6 +5,9 @@ almost no cost.
 
     off ─start_tracing→ on ─end_tracing→ off
 
+A client may ask for a trace of its request by the sampled flag of its traceparent. A router honors
+that for a bounded number of requests per second (``client_trace``).
+
 A process has one tracer. Spans may begin and end on any thread; a thread of the SDK sends them.
 Spans beyond a full queue are dropped, and no request waits for a collector. The SDK's own settings
 are its environment variables (``OTEL_EXPORTER_OTLP_HEADERS``, ``OTEL_BSP_…``).
@@ -17,8 +20,10 @@ from __future__ import annotations
 
 import logging
 import os
+import random
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -27,15 +32,21 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from baton.config.cluster import Config
 from baton.errors import BatonError
 from baton.extras import needs_extra
 from baton.request import MAX_STATE, NO_TRACE, TraceContext
+from baton.telemetry.logs import Service
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
 Attribute = str | bool | int | float
+PROVIDER = "baton"
+"""The ``gen_ai.provider.name``."""
 _PROPAGATOR = TraceContextTextMapPropagator()
+_SAMPLED = re.compile(r"00-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f][13579bdf]", re.ASCII)
 _FLUSH_MS = 2000
 """Maximum time that an ending process waits for its last spans, in milliseconds."""
 
@@ -46,40 +57,79 @@ class _Tracing:
 
     tracer: trace.Tracer = field(default_factory=trace.NoOpTracer)
     provider: TracerProvider | None = None
+    clients: ClientTraces | None = None
+
+
+class ClientTraces:
+    """Bounds the traces that clients request, which cost as much as those of ``trace_ratio``."""
+
+    def __init__(
+        self,
+        per_s: float,
+        ratio: float,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        """``per_s`` requests per second are traced as their client requests, and as many at once;
+        of further ones the fraction ``ratio``. ``draw`` returns a random number below 1."""
+        self._per_s, self._ratio = per_s, ratio
+        self._clock, self._draw = clock, draw
+        self._left, self._at = max(1.0, per_s), clock()
+
+    def bounded(self, context: TraceContext) -> TraceContext:
+        """Return the context of a client's request, without the sampled flag if the request is not
+        to be traced."""
+        if not sampled_trace_id(context.traceparent):
+            return context
+        now = self._clock()
+        self._left = min(max(1.0, self._per_s), self._left + (now - self._at) * self._per_s)
+        self._at = now
+        if self._per_s and self._left >= 1:
+            self._left -= 1
+            return context
+        # The trace's id cannot decide: the client has chosen it.
+        if self._draw() < self._ratio:
+            return context
+        return TraceContext(f"{context.traceparent[:-2]}00", context.tracestate)
 
 
 _tracing = _Tracing()
 
 
 def start_tracing(
-    endpoint: str, service: str, instance: str, ratio: float, processor: SpanProcessor | None = None
+    config: Config,
+    service: Service,
+    instance: str,
+    cluster_id: str,
+    processor: SpanProcessor | None = None,
 ) -> None:
-    """Start sending spans to ``endpoint``, as ``service.name`` and ``service.instance.id``.
+    """Start sending spans to the configured ``otlp_endpoint``.
 
-    Nothing happens if ``endpoint`` is empty. A traceparent decides whether its own request is
-    traced. Of the requests without one, the fraction ``ratio`` is traced. ``processor`` takes the
-    spans in place of an exporter. Raises RuntimeError if tracing is already on, and ConfigError
-    without the extra ``otel``.
+    Nothing happens if it is empty. ``service``, ``instance`` and ``cluster_id`` are attributes of
+    the spans' resource. A traceparent decides whether its own span is sampled; of the spans without
+    one, the fraction ``trace_ratio`` is. ``processor`` takes the spans in place of an exporter.
+    Raises RuntimeError if tracing is already on, and ConfigError without the extra ``otel``.
     """
-    if not endpoint:
+    if not config.otlp_endpoint:
         return
     if _tracing.provider is not None:
         raise RuntimeError("tracing is on already")
     # Processes that trace nothing need not load the SDK.
     with needs_extra("otel", "otlp_endpoint"):
-        from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
         from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
         from opentelemetry.sdk.trace.sampling import (  # noqa: PLC0415
             ParentBased,
             TraceIdRatioBased,
         )
 
-    resource = Resource.create({"service.name": service, "service.instance.id": instance})
     provider = TracerProvider(
-        sampler=ParentBased(TraceIdRatioBased(ratio)), resource=resource, shutdown_on_exit=False
+        sampler=ParentBased(TraceIdRatioBased(config.trace_ratio)),
+        resource=resource_of(service, instance, cluster_id),
+        shutdown_on_exit=False,
     )
-    provider.add_span_processor(processor or _sender(endpoint))
+    provider.add_span_processor(processor or _sender(config.otlp_endpoint))
     _tracing.provider, _tracing.tracer = provider, provider.get_tracer("baton")
+    _tracing.clients = ClientTraces(config.client_trace_rate, config.trace_ratio)
 
 
 def end_tracing() -> None:
@@ -88,7 +138,7 @@ def end_tracing() -> None:
     The call blocks, so do not make it on an event loop.
     """
     provider = _tracing.provider
-    _tracing.provider, _tracing.tracer = None, trace.NoOpTracer()
+    _tracing.provider, _tracing.tracer, _tracing.clients = None, trace.NoOpTracer(), None
     if provider is not None:
         provider.force_flush(_FLUSH_MS)
         provider.shutdown()
@@ -102,6 +152,32 @@ def check_tracing() -> None:
         import_module("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
 
 
+def resource_of(service: Service, instance: str, cluster_id: str) -> Resource:
+    """Return the resource of this process's spans and metrics. The standard variables
+    ``OTEL_RESOURCE_ATTRIBUTES`` add attributes."""
+    from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
+
+    return Resource.create(
+        {
+            "service.name": service.value,
+            "service.instance.id": instance,
+            "baton.cluster": cluster_id,
+        }
+    )
+
+
+def is_secure(endpoint: str) -> bool:
+    """Return whether the connection to an OTLP endpoint uses TLS."""
+    return endpoint.startswith("https://")
+
+
+def prepare_exporters() -> None:
+    """Set what all OTLP exporters of this process share."""
+    # They log each refused batch, about which an operator can do nothing.
+    logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)
+    os.environ.setdefault("OTEL_EXPORTER_OTLP_TIMEOUT", "5")
+
+
 def _sender(endpoint: str) -> SpanProcessor:
     check_tracing()
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415
@@ -109,11 +185,9 @@ def _sender(endpoint: str) -> SpanProcessor:
     )
     from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
 
-    # It logs each refused batch, about which an operator can do nothing.
-    logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)
-    os.environ.setdefault("OTEL_EXPORTER_OTLP_TIMEOUT", "5")
-    secure = endpoint.startswith("https://")
-    return BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, insecure=not secure))
+    prepare_exporters()
+    exporter = OTLPSpanExporter(endpoint=endpoint, insecure=not is_secure(endpoint))
+    return BatchSpanProcessor(exporter)
 
 
 def begin_span(
@@ -143,6 +217,12 @@ def begin_span(
     )
 
 
+def client_trace(context: TraceContext) -> TraceContext:
+    """Return the trace context of a client's request, as ``ClientTraces`` bounds it. While tracing
+    is off, it is unchanged."""
+    return context if _tracing.clients is None else _tracing.clients.bounded(context)
+
+
 def wall_ns(at: float) -> int:
     """Convert a time of ``time.monotonic`` to Unix nanoseconds."""
     return time.time_ns() - int((time.monotonic() - at) * 1e9)
@@ -155,6 +235,13 @@ def context_of(span: Span, other: TraceContext = NO_TRACE) -> TraceContext:
     headers: dict[str, str] = {}
     _PROPAGATOR.inject(headers, trace.set_span_in_context(span))
     return TraceContext(headers.get("traceparent", ""), headers.get("tracestate", ""))
+
+
+def sampled_trace_id(traceparent: str) -> str:
+    """Return the trace id of a traceparent whose trace is sampled, 32 hexadecimal digits. Empty if
+    it is not sampled, or the text is no traceparent."""
+    found = _SAMPLED.fullmatch(traceparent)
+    return found[1] if found else ""
 
 
 def trace_id_of(span: Span) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from deploy.cli.options.command_classes import BatonCommand
 from deploy.cli.options.command_line import clear_errors, fail, say
@@ -84,10 +83,14 @@ def serve(ctx: typer.Context) -> None:
     environment over the file of --config. docs/reference/configuration.md lists all of them.
     """
     config = configuration(ctx.params)
+    from baton.telemetry.logs import Service  # noqa: PLC0415
     from deploy.launcher.launcher import run_cluster  # noqa: PLC0415
-    from deploy.processes.progress import Progress  # noqa: PLC0415
+    from deploy.processes.foreground import own_progress  # noqa: PLC0415
 
-    raise typer.Exit(run_cluster(config, Progress(Console())))
+    progress = own_progress(
+        config.log_to, config.log_level, config.log_format, Service.LAUNCHER, "launcher"
+    )
+    raise typer.Exit(run_cluster(config, progress))
 
 
 def configuration(given: dict[str, Any]) -> Config:

@@ -16,13 +16,15 @@ def announcement(
     grpc: str,
     model: str,
     workers: Sequence[str],
-    logs: Path,
+    logs: Path | None,
     commit: str = "",
     admin_http: str = "",
     needs_key: bool = False,
     tls: TlsFiles | None = None,
 ) -> str:
     """Return a text with the cluster's addresses (host:port) and a command for the user to try.
+
+    ``logs`` is the folder of the log files; None if there is none.
 
     If routers run elsewhere, ``http`` is empty, and the text omits the addresses and the command.
     ``commit`` is the commit of a Hugging Face model. ``tls`` has the CA and the client certificate
@@ -34,8 +36,9 @@ def announcement(
             "  routers  `baton router`, with the same configuration",
             f"  model    {shown}",
             f"  workers  {', '.join(workers)}",
-            f"  logs     {logs}, and the run directories of the workers' nodes",
         ]
+        if logs:
+            lines.append(f"  logs     {logs}, and the run directories of the workers' nodes")
         return "\n".join(lines)
     scheme = "http" if tls is None else "https"
     url = f"{scheme}://{http}"
@@ -46,7 +49,7 @@ def announcement(
         f"  gRPC     {grpc}{'' if tls is None else ' (TLS)'}",
         f"  model    {shown}",
         f"  workers  {', '.join(workers)}",
-        f"  logs     {logs}",
+        *([f"  logs     {logs}"] if logs else []),
         "Try it:",
         f"  {_curl(url, model, tls, needs_key=needs_key)}",
         "Ctrl-C ends the cluster.",

@@ -168,8 +168,6 @@ class ClusterWorkers:
             drain_s=self._config.drain_deadline_s,
             redis_url=self._redis_url,
             cluster_id=self._cluster_id,
-            log_level=self._config.log_level,
-            log_format=self._config.log_format,
             launcher=ProcessIdentity.own(),
         )
         while True:

@@ -22,6 +22,7 @@ from baton.errors import BatonError
 from baton.security.cluster_secret import new_secret
 from baton.security.tls import TlsFiles
 from baton.store.redis_client import redis_client
+from baton.telemetry.logs import Service
 from deploy.launcher.announcement import announcement
 from deploy.launcher.cluster_workers import ClusterWorkers, together
 from deploy.launcher.guardian import GRACE_S, Guardian, sweep
@@ -139,12 +140,16 @@ class Launcher:
         code."""
         # Every process that this one starts from here on can be found by its mark.
         os.environ.update(self._mark.variables)
-        log_file = LogFile(self._run, "launcher", self._config.log_format)
+        log_file = None
+        if not self._progress.is_logged:
+            kind = self._config.log_format
+            log_file = LogFile(self._run, "launcher", kind, Service.LAUNCHER, "launcher")
         failure = await self._serve_until_stopped()
         if failure is not None:
             self._show_failure(failure)
         await self._end()
-        log_file.close()
+        if log_file is not None:
+            log_file.close()
         if failure is not None:
             self._progress.line(f"logs are kept in {self._run.keep_logs()}")
             return 1
@@ -326,7 +331,8 @@ class Launcher:
             await watch.supervision(status, pids | self._pids)
 
     def _report(self, text: str) -> None:
-        log.warning("%s", text)
+        if not self._progress.is_logged:
+            log.warning("%s", text)
         self._progress.line(text, "yellow")
 
     def _note_pid(self, name: str, pid: int) -> None:
@@ -373,7 +379,7 @@ class Launcher:
             model=self._model.model.name,
             commit=self._model.model.commit,
             workers=workers.names,
-            logs=self._run.logs,
+            logs=None if self._progress.is_logged else self._run.logs,
             admin_http=self._admin_http,
             needs_key=self._config.require_key,
             tls=self._config.tls.front_client,

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 
 from baton.errors import BatonError
+from baton.telemetry.logs import Service
 from deploy.launcher.guardian import Guardian, sweep
 from deploy.launcher.part_watch import PartWatch
 from deploy.processes.foreground import LogFile, StopSignals, first_leaf
@@ -151,8 +152,9 @@ class NodeAgent:
         run = RunDirectory.create()
         mark = ClusterMark(f"node-{secrets.token_hex(6)}", run.path)
         os.environ.update({**mark.variables, PLACES_VARIABLE: str(self._places)})
-        log_file = LogFile(run, "node")
-        guardian, node = Guardian(mark, run), RayNode(self._address, mark)
+        to_stdout = self._progress.is_logged
+        log_file = None if to_stdout else LogFile(run, "node", "text", Service.NODE, "node")
+        guardian, node = Guardian(mark, run), RayNode(self._address, mark, to_stdout=to_stdout)
         failure = await self._serve(guardian, node, run)
         if failure is not None:
             self._progress.line(f"error: {failure}", "red")
@@ -163,7 +165,8 @@ class NodeAgent:
         spare = {os.getpid(), guardian.pid} if guardian.started else {os.getpid()}
         await asyncio.to_thread(sweep, mark, spare)
         await guardian.release()
-        log_file.close()
+        if log_file is not None:
+            log_file.close()
         if failure is not None:
             self._progress.line(f"logs are kept in {run.keep_logs()}")
             return 1
@@ -198,7 +201,8 @@ class NodeAgent:
         self._progress.line(
             f"ready: {node.host} has room for {self._places} {workers}", "bold green"
         )
-        self._progress.line(f"  logs     {run.logs}")
+        if not self._progress.is_logged:
+            self._progress.line(f"  logs     {run.logs}")
         self._progress.line(
             "  Ctrl-C stops everything that runs here; SIGTERM lets workers drain first."
         )

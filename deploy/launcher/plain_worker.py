@@ -24,7 +24,7 @@ from baton.config.cluster import Config
 from baton.config.pools import PoolConfig
 from baton.errors import ConfigError
 from baton.host.process_end import end_process
-from baton.telemetry.logs import log_to_stream
+from baton.telemetry.logs import Service, log_to_stream
 from deploy.launcher.kernels import compile_kernels, kernels_of, missing_kernels
 from deploy.launcher.preflight import check_exposure
 from deploy.models import model_store
@@ -80,9 +80,10 @@ def run_worker(
     Raises BatonError if the worker cannot start.
     """
     _check(config, pool, host)
-    log_to_stream(sys.stdout, config.log_level, config.log_format)
+    slot = slot or slot_here(pool.name, platform.node())
+    log_to_stream(sys.stdout, config.log_level, config.log_format, Service.WORKER, slot)
     os.environ.setdefault(PLACES_VARIABLE, str(workers_here * pool.ranks))
-    settings = _settings(config, pool, slot or slot_here(pool.name, platform.node()))
+    settings = _settings(config, pool, slot)
     # Before torch is loaded: it reads which GPUs are visible, and the number of threads.
     ranks = LocalRanks(host) if pool.ranks > 1 else None
     share = NodeShare.take(settings, host)

@@ -12,6 +12,7 @@ import json
 import logging
 import signal
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 import httpx
@@ -24,10 +25,12 @@ from baton.errors import BatonError, ConfigError
 from baton.security.tls import TlsFiles, pinned_context
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry
+from baton.telemetry.logs import Service
 from baton.telemetry.metrics import SHARED_FOLDER_VARIABLE
 from deploy.launcher.preflight import check_exposure
 from deploy.models import model_store
 from deploy.processes.child import Child
+from deploy.processes.foreground import own_progress
 from deploy.processes.ports import choose_ports, reachable
 from deploy.processes.run_directory import ClusterMark, RunDirectory
 from deploy.store.redis_access import store_url
@@ -70,6 +73,7 @@ class RouterProcess:
         self._shares_port = config.routers > 1
         self._mark = mark
         self._run = run
+        self._to_stdout = config.log_to == "stdout"
         self._http = reachable(config.http)
         self._fronts = config.tls.fronts
         self._shown = config.tls.front_client or TlsFiles()
@@ -97,7 +101,7 @@ class RouterProcess:
         if self._shares_port:
             self._run.router_metrics.mkdir(exist_ok=True)
             variables[SHARED_FOLDER_VARIABLE] = str(self._run.router_metrics)
-        log = self._run.log(self.name)
+        log = None if self._to_stdout else self._run.log(self.name)
         self._child = await Child.spawn(self.name, arguments, self._mark, log, variables)
         await self._child.say(json.dumps(self._settings).encode() + b"\n")
 
@@ -169,6 +173,10 @@ class RouterProcess:
 def serve_router(config: Config) -> None:
     """Run a router in this process until SIGINT or SIGTERM. Raises BatonError if the router cannot
     start."""
+    progress = own_progress(
+        config.log_to, config.log_level, config.log_format, Service.ROUTER, "router-0"
+    )
+    tell = progress.line if progress.is_logged else _tell
     if not config.redis_url:
         raise ConfigError("a router needs --redis-url, the same as its cluster's workers")
     if not config.cluster_id:
@@ -183,12 +191,11 @@ def serve_router(config: Config) -> None:
     url = store_url(config, "router")
     if (shared := SharedSecret.of(config, url)) is not None:
         config = config.model_copy(update={"cluster_secret": asyncio.run(shared.read())})
-    revision = asyncio.run(_revision(config, url))
-    model = model_store.resolve(config.model, _tell, config.quantization, revision, weights=False)
+    revision = asyncio.run(_revision(config, url, tell))
+    model = model_store.resolve(config.model, tell, config.quantization, revision, weights=False)
     config = config.model_copy(update={"revision": model.commit})
     scheme = "http" if config.tls.fronts is None else "https"
-    sys.stdout.write(f"HTTP {scheme}://{config.http}/v1, gRPC {config.grpc}\n")
-    sys.stdout.flush()
+    progress.line(f"HTTP {scheme}://{config.http}/v1, gRPC {config.grpc}")
     run(
         RouterSettings(
             config=config.model_dump(mode="json"),
@@ -202,14 +209,14 @@ def serve_router(config: Config) -> None:
     )
 
 
-async def _revision(config: Config, redis_url: str) -> str:
+async def _revision(config: Config, redis_url: str, tell: Callable[[str], None]) -> str:
     """Return the commit of the model that the workers serve, or the configured revision if that
     commit is unknown."""
     async with redis_client(redis_url) as client:
         try:
             records = await Registry(client, config.cluster_id).all()
         except (redis.RedisError, OSError) as error:
-            _tell(f"cannot read the workers' commit of the model from Redis: {error}")
+            tell(f"cannot read the workers' commit of the model from Redis: {error}")
             return config.revision
     return commit_of(records.values(), config.revision)
 

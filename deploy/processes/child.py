@@ -1,4 +1,5 @@
-"""A child process of the launcher: in a separate session, marked, its output in a log file."""
+"""A child process of the launcher: in a separate session, marked. Its output goes to a log file, or
+where the launcher's goes."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ TAIL_BYTES = 64 << 10
 class Child:
     """One incarnation of a child process."""
 
-    def __init__(self, name: str, process: Process, log: Path) -> None:
+    def __init__(self, name: str, process: Process, log: Path | None) -> None:
         self.name = name
         self.log = log
         self._process = process
@@ -31,23 +32,24 @@ class Child:
         name: str,
         arguments: Sequence[str],
         mark: ClusterMark,
-        log: Path,
+        log: Path | None,
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> Child:
         """Start the program and arguments in ``arguments`` as a child process. Raises OSError.
 
         This process can write to the child's standard input: see ``say``. ``variables`` are added
-        to the child's environment.
+        to the child's environment. Without a ``log``, the child writes to this process's standard
+        output and error.
 
         The child has a separate session, so that Ctrl-C in the terminal does not reach it: the
         launcher decides the order in which processes end.
         """
-        with log.open("ab") as output:
+        with contextlib.nullcontext() if log is None else log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *arguments,
                 stdin=PIPE,
                 stdout=output,
-                stderr=STDOUT,
+                stderr=None if output is None else STDOUT,
                 env={**mark.environment(), **variables},
                 start_new_session=True,
             )
@@ -97,8 +99,8 @@ class Child:
             await self._process.wait()
 
     def last_lines(self, count: int = 5) -> str:
-        """Return the last lines of the child's log, for a message."""
-        return last_lines(self.log, count)
+        """Return the last lines of the child's log file, for a message."""
+        return "its log has the reason" if self.log is None else last_lines(self.log, count)
 
 
 def last_lines(log: Path, count: int = 5) -> str:

@@ -1,12 +1,18 @@
-"""A process in the foreground (`baton serve`, `baton join`): its signals and its log file."""
+"""A process in the foreground (`baton serve`, `baton join`): its signals, its progress and its
+log."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import signal
+import sys
 
-from baton.telemetry.logs import formatter
+from rich.console import Console
+
+from baton.config.choices import LogFormat, LogLevel, LogTo
+from baton.telemetry.logs import Service, formatter, log_to_stream
+from deploy.processes.progress import Progress
 from deploy.processes.run_directory import RunDirectory
 
 
@@ -41,13 +47,27 @@ class StopSignals:
         (self.hurry if self.stop.is_set() else self.stop).set()
 
 
+def own_progress(
+    log_to: LogTo, log_level: LogLevel, log_format: LogFormat, service: Service, instance: str
+) -> Progress:
+    """Return the progress of this process. With ``stdout``, standard output gets this process's log
+    from now on, and the progress consists of lines of that log."""
+    if log_to == "files":
+        return Progress(Console())
+    log_to_stream(sys.stdout, log_level, log_format, service, instance)
+    return Progress(None)
+
+
 class LogFile:
     """Writes this process's log to a file of the run directory until it is closed."""
 
-    def __init__(self, run: RunDirectory, name: str, kind: str = "text") -> None:
-        """``name`` is the name of the log, ``kind`` its format: ``text`` or ``json``."""
+    def __init__(
+        self, run: RunDirectory, name: str, kind: LogFormat, service: Service, instance: str
+    ) -> None:
+        """``name`` is the name of the log; ``kind``, ``service`` and ``instance`` are those of
+        ``formatter``."""
         self._handler = logging.FileHandler(run.log(name))
-        self._handler.setFormatter(formatter(kind))
+        self._handler.setFormatter(formatter(kind, service, instance))
         logging.getLogger().addHandler(self._handler)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Progress of `baton serve`: a spinner on a terminal, plain lines elsewhere."""
+"""Progress of `baton serve`: a spinner on a terminal, plain lines elsewhere, or lines of a log."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from rich.console import Console
 from rich.status import Status
@@ -18,6 +19,9 @@ STILL_S = 10.0
 spinner."""
 _SHOWN_S = 0.5
 """Minimum duration of a step in the list of the longest steps, in seconds."""
+
+_LEVELS: Mapping[str, int] = MappingProxyType({"yellow": logging.WARNING, "red": logging.ERROR})
+"""Severity in the log by the style of a line."""
 
 log = logging.getLogger(__name__)
 
@@ -41,17 +45,24 @@ class Progress:
 
     def __init__(
         self,
-        console: Console,
+        console: Console | None,
         clock: Callable[[], float] = time.monotonic,
         still_s: float = STILL_S,
     ) -> None:
-        """``clock`` returns seconds; ``still_s`` replaces ``STILL_S``."""
+        """``clock`` returns seconds; ``still_s`` replaces ``STILL_S``. Without a ``console``, lines
+        go to the log of this process."""
         self._console = console
         self._clock = clock
         self._still_s = still_s
         self._running: dict[str, _Step] = {}
         self._ended: dict[str, float] = {}
-        self._status = Status("", console=console) if console.is_terminal else None
+        is_terminal = console is not None and console.is_terminal
+        self._status = Status("", console=console) if is_terminal else None
+
+    @property
+    def is_logged(self) -> bool:
+        """Whether lines go to the log of this process."""
+        return self._console is None
 
     @property
     def detail_every_s(self) -> float:
@@ -91,6 +102,10 @@ class Progress:
 
     def line(self, text: str = "", style: str = "") -> None:
         """Print a line that stays, unwrapped so that it can be copied."""
+        if self._console is None:
+            if text:
+                log.log(_LEVELS.get(style, logging.INFO), "%s", text)
+            return
         with contextlib.suppress(OSError, ValueError):
             self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 

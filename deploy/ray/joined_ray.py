@@ -69,13 +69,13 @@ def check_token() -> None:
         )
 
 
-def joined_environment() -> dict[str, str]:
+def joined_environment(*, to_stdout: bool = False) -> dict[str, str]:
     """Return the environment variables for Ray in a process that joins a Ray cluster. Set them
-    before Ray is imported."""
+    before Ray is imported. ``to_stdout`` is that of ``common_environment``."""
     return {
         "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token"),
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(_GCS_AWAY_S),
-        **common_environment(),
+        **common_environment(to_stdout=to_stdout),
     }
 
 
@@ -98,9 +98,11 @@ def own_address(other: str) -> str:
 class RayNode:
     """This machine's node in a Ray cluster. Its daemons are children of this process."""
 
-    def __init__(self, address: str, mark: ClusterMark) -> None:
-        """``address`` is the host:port of the cluster's control store."""
+    def __init__(self, address: str, mark: ClusterMark, *, to_stdout: bool) -> None:
+        """``address`` is the host:port of the cluster's control store. ``to_stdout`` is that of
+        ``common_environment``."""
         self.address = address
+        self._to_stdout = to_stdout
         self.id = ""
         """Ray's id of the node; empty before the node has started."""
         self._mark = mark
@@ -135,7 +137,8 @@ class RayNode:
     def _start(
         self, host: str, resources: dict[str, float], cpus: int, gpus: int, port: int
     ) -> None:
-        os.environ.update(joined_environment() | self._mark.variables)
+        told = joined_environment(to_stdout=self._to_stdout)
+        os.environ.update(told | self._mark.variables)
         logging.getLogger("ray").setLevel(logging.ERROR)
         self._node = NodeProcesses(
             self.address,
@@ -204,7 +207,8 @@ class JoinedRay:
         self._mark = mark
         self._node = None
         if config.ray_address != AUTO:
-            self._node = RayNode(config.ray_address, mark)
+            to_stdout = config.log_to == "stdout"
+            self._node = RayNode(config.ray_address, mark, to_stdout=to_stdout)
         self._thread = DaemonThread("ray")
         self._questions = GcsProbe()
         self._started = False

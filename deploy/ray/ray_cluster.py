@@ -53,21 +53,31 @@ def check_ray() -> None:
         )
 
 
-def ray_environment(token_file: Path) -> dict[str, str]:
+def ray_environment(token_file: Path, *, to_stdout: bool = False) -> dict[str, str]:
     """Return the environment variables for a Ray cluster on the loopback interface. Set them before
-    Ray is imported."""
+    Ray is imported. ``to_stdout`` is that of ``common_environment``."""
     return {
         # Otherwise Ray listens on every interface.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_file),
-        **common_environment(),
+        **common_environment(to_stdout=to_stdout),
     }
 
 
-def common_environment() -> dict[str, str]:
-    """Return the environment variables of every Ray node that Baton starts."""
+def common_environment(*, to_stdout: bool = False) -> dict[str, str]:
+    """Return the environment variables of every Ray node that Baton starts.
+
+    ``to_stdout``: whether the processes on the node write to the standard output and error of the
+    process that starts the node, instead of files in Ray's folder.
+    """
+    own_output = {
+        "RAY_LOG_TO_STDERR": "1",
+        # Ray's daemons would write hundreds of lines a minute between those of Baton.
+        "RAY_BACKEND_LOG_LEVEL": os.environ.get("RAY_BACKEND_LOG_LEVEL", "warning"),
+    }
     return {
+        **(own_output if to_stdout else {}),
         "RAY_USAGE_STATS_ENABLED": "0",
         # Workers import Baton's modules, not those of the folder in which they start.
         "PYTHONSAFEPATH": "1",
@@ -156,7 +166,8 @@ class RayCluster:
     def _init(self, gcs_store: GcsStore | None) -> str:
         """Start Ray. Returns the address of the control store."""
         token = self._run.write_secret("ray-token", secrets.token_hex(32))
-        os.environ.update(ray_environment(token) | self._mark.variables)
+        to_stdout = self._config.log_to == "stdout"
+        os.environ.update(ray_environment(token, to_stdout=to_stdout) | self._mark.variables)
         if gcs_store is not None:
             os.environ.update(gcs_store.environment())
         import ray  # noqa: PLC0415

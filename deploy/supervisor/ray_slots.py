@@ -11,6 +11,8 @@ answers are awaited elsewhere. Owned by the supervisor's event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Mapping
@@ -274,15 +276,25 @@ class RaySlots:
         if not (is_near or settings.is_on_one_machine):
             return ""
         line = last_lines(run_directory_here(settings.cluster_id).log(slot), 1)
-        # Regular lines of the log begin with a date.
-        if line and line[0].isdigit():
-            line = line.partition(" ERROR ")[2].partition(": ")[2]
-        return f" ({line.strip()})" if line else ""
+        return f" ({words})" if (words := error_in(line)) else ""
 
     def close(self) -> None:
         """Stop observing the workers. They continue to run."""
         for incarnation in self._incarnations.values():
             incarnation.close()
+
+
+def error_in(line: str) -> str:
+    """Return the message of a log's line if it is an error, or a line that is of no logger, such as
+    the last one of a traceback."""
+    if line.startswith("{"):
+        with contextlib.suppress(ValueError):
+            told = json.loads(line)
+            return str(told.get("message", "")) if told.get("level") == "ERROR" else ""
+    # Regular lines of text begin with a date.
+    if line and line[0].isdigit():
+        line = line.partition(" ERROR ")[2].partition(": ")[2]
+    return line.strip()
 
 
 class _Incarnation:

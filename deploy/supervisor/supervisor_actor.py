@@ -26,6 +26,7 @@ from baton.rpc.worker_plane import WorkerPlane
 from baton.store.redis_client import redis_client
 from baton.store.registry import RefusedRecord, Registry, WorkerRecord
 from baton.store.supervision import PoolSizes
+from baton.telemetry.logs import Service
 from baton.telemetry.metrics import SupervisorMetrics
 from baton.telemetry.metrics_server import MetricsServer
 from deploy.processes.leadership import StaleOrderError, SupervisorTerm
@@ -36,7 +37,7 @@ from deploy.supervisor.ray_slots import RaySlots
 from deploy.supervisor.reconciler import Phase, Reconciler, split
 from deploy.supervisor.status_store import StatusStore
 from deploy.supervisor.supervisor import Supervisor
-from deploy.workers.actor_process import RayPlace, end_with, log_to
+from deploy.workers.actor_process import RayPlace, end_with, start_log
 from deploy.workers.actor_settings import ActorSettings
 from deploy.workers.node import run_directory_here
 from deploy.workers.ray_worker import SUPERVISOR_NAME
@@ -59,8 +60,6 @@ class SupervisorSettings(BaseModel):
     """Maximum time for a worker of a shrinking pool to finish its requests, in seconds."""
     redis_url: str
     cluster_id: str
-    log_level: str
-    log_format: str
     launcher: ProcessIdentity
 
 
@@ -73,7 +72,7 @@ class SupervisorActor:
         leave_here()
         self._settings = SupervisorSettings.model_validate_json(settings_json)
         log_file = run_directory_here(self._settings.cluster_id).log(SUPERVISOR_NAME)
-        log_to(str(log_file), self._settings.log_level, self._settings.log_format)
+        start_log(self._settings.worker.config, log_file, Service.SUPERVISOR, SUPERVISOR_NAME)
         self._started: concurrent.futures.Future[int] = concurrent.futures.Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._supervising: asyncio.Task[None] | None = None

@@ -8,15 +8,16 @@ import faulthandler
 import logging
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from baton.errors import BatonError
 from baton.host.process_end import end_process
-from baton.telemetry.logs import log_to_stream
+from baton.telemetry.logs import Service, log_to_stream
 from deploy.processes.process_identity import ProcessIdentity
 from deploy.workers.node import NodeWorkers
 
@@ -64,15 +65,19 @@ def take_sigterm(handler: Callable[[int, object], None]) -> None:
         signal.signal(signal.SIGTERM, handler)
 
 
-def log_to(file: str, level: str, kind: str) -> TextIO:
-    """Write this process's log, and crashes inside native code, to ``file``. Returns the open file.
+def start_log(config: Mapping[str, Any], file: Path, service: Service, instance: str) -> TextIO:
+    """Write this process's log, and crashes inside native code, to ``file`` or to standard output,
+    as ``log_to`` in ``config`` says. Returns the open stream.
 
-    ``kind`` is ``text`` or ``json``.
+    ``service`` and ``instance`` name the process: see ``baton.telemetry.logs.formatter``.
     """
-    # The file stays open until the process ends.
-    stream = Path(file).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
+    # The stream stays open until the process ends. Ray's own one for standard output has no buffer,
+    # so a line may be written in parts.
+    to_stdout = config["log_to"] == "stdout"
+    target: Path | int = sys.stdout.fileno() if to_stdout else file
+    stream = open(target, "a", encoding="utf-8", buffering=1, closefd=not to_stdout)  # noqa: SIM115
     faulthandler.enable(stream)
-    log_to_stream(stream, level, kind)
+    log_to_stream(stream, str(config["log_level"]), str(config["log_format"]), service, instance)
     return stream
 
 

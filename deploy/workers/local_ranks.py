@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel
 
 from baton.host.process_end import end_process, fail
-from baton.telemetry.logs import log_to_stream
+from baton.telemetry.logs import Service, log_to_stream
 from deploy.processes.process_identity import Whereabouts
 from deploy.workers.actor_settings import ActorSettings
 from deploy.workers.node import NodeShare
@@ -87,7 +87,9 @@ def main() -> None:
     rank = int(sys.argv[1])
     told = _RankSettings.model_validate_json(sys.stdin.buffer.read())
     config = told.worker.config
-    log_to_stream(sys.stdout, str(config["log_level"]), str(config["log_format"]))
+    name = f"{told.worker.slot}.rank-{rank}"
+    level, kind = str(config["log_level"]), str(config["log_format"])
+    log_to_stream(sys.stdout, level, kind, Service.WORKER, name)
     share = NodeShare.take(told.worker, told.host, rank=rank)
     os.environ["OMP_NUM_THREADS"] = str(share.threads)
     process = json.dumps(asdict(Whereabouts.own("")))

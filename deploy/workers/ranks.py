@@ -23,8 +23,15 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from baton.host.process_end import end_process, fail
+from baton.telemetry.logs import Service
 from deploy.processes.process_identity import Whereabouts
-from deploy.workers.actor_process import RayPlace, end_others, log_to, reason, take_sigterm
+from deploy.workers.actor_process import (
+    RayPlace,
+    end_others,
+    reason,
+    start_log,
+    take_sigterm,
+)
 from deploy.workers.actor_settings import ActorSettings
 from deploy.workers.node import NodeShare
 from deploy.workers.standby import take_here
@@ -100,7 +107,9 @@ class RankActor:
         end_others(self._share.run.workers, f"{self._settings.slot}.rank-{rank}")
         self._process = json.dumps(asdict(Whereabouts.own(place.node)))
         config = self._settings.config
-        log_to(str(self._share.log_file), str(config["log_level"]), str(config["log_format"]))
+        start_log(
+            config, self._share.log_file, Service.WORKER, f"{self._settings.slot}.rank-{rank}"
+        )
         # Ray sets 1 for an actor without CPUs; OpenMP reads the variable when torch is loaded.
         os.environ["OMP_NUM_THREADS"] = str(self._share.threads)
         # Rank 0 handles SIGTERM for the worker, and ends its ranks.

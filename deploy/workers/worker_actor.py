@@ -39,11 +39,17 @@ from baton.config.cluster import Config
 from baton.errors import BatonError
 from baton.host.process_end import end_process, fail
 from baton.liveness.silence import SilenceWatch
+from baton.telemetry.logs import Service
 from baton.telemetry.tracing import end_tracing, start_tracing
 from deploy.processes.foreground import first_leaf
 from deploy.processes.leadership import Fence
 from deploy.processes.process_identity import Whereabouts
-from deploy.workers.actor_process import RayPlace, end_with, log_to, take_sigterm
+from deploy.workers.actor_process import (
+    RayPlace,
+    end_with,
+    start_log,
+    take_sigterm,
+)
 from deploy.workers.actor_settings import ActorSettings
 from deploy.workers.node import NodeShare
 from deploy.workers.ranks import StartRanks, start_ranks
@@ -273,7 +279,7 @@ class WorkerThread:
         config = Config(**self._settings.config)
         slot = self._settings.slot
         try:
-            start_tracing(config.otlp_endpoint, "baton-worker", slot, config.trace_ratio)
+            start_tracing(config, Service.WORKER, slot, self._settings.cluster_id)
             with asyncio.Runner(loop_factory=WorkerLoop) as runner:
                 runner.run(self._serve())
         except BaseException as error:
@@ -380,7 +386,7 @@ class WorkerActor:
         place = RayPlace.own()
         share = NodeShare.take(settings, place.host, place.node, place.gcs)
         config = settings.config
-        log_file = log_to(str(share.log_file), str(config["log_level"]), str(config["log_format"]))
+        log_file = start_log(config, share.log_file, Service.WORKER, settings.slot)
         # Ray sets 1 for an actor without CPUs; OpenMP reads the variable when torch is loaded.
         os.environ["OMP_NUM_THREADS"] = str(share.threads)
         self._life = WorkerThread(settings, share, place.node, log_file, self.build)

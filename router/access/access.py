@@ -256,7 +256,7 @@ class Access:
         try:
             charge = await self._charge(visit, requests)
         except (RateLimitExceeded, RequestTooLarge, Unavailable) as error:
-            count_refusal(self._metrics, error)
+            count_refusal(self._metrics, error, caller.principal)
             self._refuse(caller, error)
             raise
         failure: BaseException | None = None

@@ -24,6 +24,7 @@ from baton.config.keys_file import read_keys
 from baton.errors import ConfigError, InvalidRequest, Unauthenticated
 from baton.request import Principal
 from baton.telemetry.metrics import RouterMetrics
+from router.access.audit import note_keys
 from router.access.visit import Visit
 
 log = logging.getLogger(__name__)
@@ -185,11 +186,12 @@ class KeyWatch:
         self._set_keys = set_keys
         self._metrics = metrics
         self._mark: _Mark | None = None
+        self._keys: tuple[KeyConfig, ...] = ()
 
     async def begin(self) -> None:
         """Read the API keys from the file for the first time. Raises ConfigError."""
         self._mark, keys = await asyncio.to_thread(self._read)
-        self._set_keys(keys)
+        self._take(keys)
 
     async def run(self) -> None:
         """Reload the file of API keys whenever it changes, until cancelled."""
@@ -212,8 +214,13 @@ class KeyWatch:
                 error.message,
             )
             return
-        self._set_keys(keys)
+        note_keys(str(self._path), self._keys, keys)
+        self._take(keys)
         log.info("read %d API keys from %s", len(keys), self._path)
+
+    def _take(self, keys: tuple[KeyConfig, ...]) -> None:
+        self._keys = keys
+        self._set_keys(keys)
 
     def _read(self) -> tuple[_Mark | None, tuple[KeyConfig, ...]]:
         # Take the mark first, so that a change during the read causes another read.

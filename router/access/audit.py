@@ -1,4 +1,4 @@
-"""The audit log: operators' calls and signals, and refused requests.
+"""The audit log: operators' calls and signals, changes of API keys, and refused requests.
 
 Each line is a JSON object, logged on ``baton.audit`` independent of ``log_level``. Keys appear by
 their public names.
@@ -10,11 +10,15 @@ import json
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
+from baton.config.access import KeyConfig
 from baton.errors import BatonError, Forbidden, Unauthenticated
-from router.access.access import Access
+
+if TYPE_CHECKING:
+    from router.access.access import Access
 
 log = logging.getLogger("baton.audit")
 log.setLevel(logging.INFO)
@@ -23,7 +27,8 @@ MAX_REFUSALS_PER_S = 5
 """Maximum number of refused requests that are logged per second, so that unknown clients cannot
 fill the disk."""
 _SHOWN = 200
-"""Maximum number of characters of a request's path in a line of the audit log."""
+"""Maximum number of characters of a request's path, and of names of API keys, in a line of the
+audit log."""
 
 
 @contextmanager
@@ -64,6 +69,20 @@ def note_signal(target: str, action: str, number: signal.Signals) -> None:
     """Log that a process of this cluster received a signal to end. The entry names no API key,
     since signals have none."""
     _write(action=action, object=target, signal=number.name, key="", result="ok", request_id="")
+
+
+def note_keys(file: str, old: Sequence[KeyConfig], new: Sequence[KeyConfig]) -> None:
+    """Log which API keys a changed file of keys has added, removed or changed, by their public
+    names; nothing if it has the same keys."""
+    before, after = ({key.name: key for key in keys} for keys in (old, new))
+    changes = {
+        "added": sorted(after.keys() - before.keys()),
+        "removed": sorted(before.keys() - after.keys()),
+        "changed": sorted(n for n in before.keys() & after.keys() if before[n] != after[n]),
+    }
+    told = {change: names[:_SHOWN] for change, names in changes.items() if names}
+    if told:
+        _write(action="read keys", object=file, **told, key="", result="ok", request_id="")
 
 
 class Refusals:

@@ -6,10 +6,9 @@ from contextlib import AbstractContextManager
 
 from starlette.requests import Request
 
-from baton.client.headers import REQUEST_ID_HEADER, is_request_id
 from router.access.access import Access
 from router.access.audit import operator_call
-from router.grpc.call import Context, metadata_of
+from router.grpc.call import Context, metadata_of, request_id_of
 
 
 def http_call(
@@ -27,6 +26,4 @@ def grpc_call(
     """Wrap an operator's gRPC call as ``operator_call`` does. The call has an id if its client
     gives one."""
     metadata = metadata_of(context)
-    given = metadata.get(REQUEST_ID_HEADER, "")
-    request_id = given if is_request_id(given) else ""
-    return operator_call(access, metadata, request_id, action, target, **details)
+    return operator_call(access, metadata, request_id_of(metadata), action, target, **details)

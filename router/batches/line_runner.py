@@ -22,6 +22,7 @@ from baton.errors import (
     WorkerFailed,
 )
 from baton.request import Principal
+from baton.telemetry.logs import of_request
 from router.access.access import Access
 from router.access.api_keys import Caller
 from router.batches.batch import Batch, LineResult
@@ -89,7 +90,8 @@ class LineRunner:
             try:
                 # A waiting line holds no slot.
                 async with self._slots.slot(batch):
-                    body = await self._endpoints[line.url].run_line(line.body, caller)
+                    with of_request(request_id=request_id):
+                        body = await self._endpoints[line.url].run_line(line.body, caller)
                 return LineAnswer(200, request_id, body)
             except BatonError as error:
                 failures += isinstance(error, WorkerFailed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,10 +14,15 @@ from opentelemetry.trace import SpanKind
 from baton.autoscaling.traffic import TrafficMeter
 from baton.config.cluster import Config
 from baton.errors import BatonError, HandoffError, Overloaded, Unavailable, WorkerFailed
+from baton.request import Principal
+from baton.telemetry.genai_metrics import EndedRequest, GenAiMetrics
+from baton.telemetry.logs import current_request_id
 from baton.telemetry.metrics import RouterMetrics
 from baton.telemetry.tracing import (
+    PROVIDER,
     Attribute,
     begin_span,
+    client_trace,
     context_of,
     fail_span,
     trace_id_of,
@@ -27,6 +33,8 @@ from router.core.request import GenerationRequest, OutputDelta
 log = logging.getLogger("baton.requests")
 
 UNKNOWN_CLASS = "unknown"
+_MAX_CONVERSATION = 256
+"""Maximum number of characters of a conversation's name in a span; clients choose the name."""
 _COUNTED_TOKENS = 16
 """Number of a request's tokens that are added to a metric at once."""
 
@@ -51,7 +59,9 @@ class Slo:
 class RequestStats:
     """The statistics that a router process keeps of its requests. Owned by its event loop."""
 
-    def __init__(self, metrics: RouterMetrics) -> None:
+    def __init__(self, metrics: RouterMetrics, genai: GenAiMetrics | None = None) -> None:
+        """``genai`` gets each request that ends, too."""
+        self.genai = genai
         self.metrics = metrics
         """The exported metrics. They may be sums over several router processes."""
         self.traffic = TrafficMeter()
@@ -84,12 +94,16 @@ def outcome_of(error: BatonError, *, begun: bool) -> Outcome:
     return Outcome.SHED if refused and not broke and not begun else Outcome.ERROR
 
 
-def count_refusal(metrics: RouterMetrics, error: BatonError | None) -> None:
+def count_refusal(
+    metrics: RouterMetrics, error: BatonError | None, principal: Principal | None = None
+) -> None:
     """Count a request that ended before its class was known. ``error`` is None if the client
-    disconnected."""
+    disconnected; ``principal`` is None if the caller was not known either."""
     outcome = Outcome.ABORTED if error is None else outcome_of(error, begun=False)
     code = error.code or "" if error is not None else ""
     metrics.requests.labels(UNKNOWN_CLASS, outcome, code).inc()
+    if principal is not None:
+        metrics.tenants.of(principal.tenant, principal.key_id).count(outcome)
 
 
 def _operation(request: GenerationRequest) -> str:
@@ -102,7 +116,7 @@ def _asked(request: GenerationRequest, operation: str, context_class: str) -> di
     sampling = request.sampling
     attributes: dict[str, Attribute] = {
         "gen_ai.operation.name": operation,
-        "gen_ai.provider.name": "baton",
+        "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": request.model,
         "gen_ai.response.model": request.model,
         "gen_ai.response.id": request.request_id,
@@ -118,7 +132,9 @@ def _asked(request: GenerationRequest, operation: str, context_class: str) -> di
             "gen_ai.request.choice.count": request.choices,
         }
     if request.session:
-        attributes["gen_ai.conversation.id"] = request.session
+        attributes["gen_ai.conversation.id"] = request.session[:_MAX_CONVERSATION]
+    if request_id := current_request_id():
+        attributes["baton.request_id"] = request_id
     return attributes
 
 
@@ -140,21 +156,24 @@ class RequestRecorder:
         context_class: str,
         received_at: float,
     ) -> None:
-        operation = _operation(request)
+        self._request = request
+        self._operation = operation = _operation(request)
+        asked = client_trace(request.trace)
         self._span = begin_span(
             f"{operation} {request.model}",
-            request.trace,
+            asked,
             kind=SpanKind.SERVER,
             began_at=received_at,
             attributes=_asked(request, operation, context_class),
         )
-        self.trace = context_of(self._span, request.trace)
+        self.trace = context_of(self._span, asked)
         """Trace context for child spans of the request."""
         self.trace_id = trace_id_of(self._span)
         """Id of the trace; empty if the request is not traced."""
         # In a histogram, one trace is the example of its bucket.
         self._exemplar = {"trace_id": self.trace_id} if self.trace_id else None
         self._metrics = stats.metrics
+        self._genai = stats.genai
         self._slo = slo
         self._recent = stats.recent
         self._received_at = received_at
@@ -239,7 +258,7 @@ class RequestRecorder:
         if self._tokens:
             self._ttft_s = self._first_at - self._received_at
             self._judge(self._ttft_s, tpot)
-        self._end(Outcome.OK, "")
+        self._end(Outcome.OK, "", now=now)
 
     def fail(self, error: BatonError) -> None:
         """Record that the request ended with an error."""
@@ -283,7 +302,13 @@ class RequestRecorder:
         if self._is_good:
             self._series.goodput_requests.inc()
 
-    def _end(self, outcome: Outcome, code: str, error: BatonError | None = None) -> None:
+    def _end(
+        self,
+        outcome: Outcome,
+        code: str,
+        error: BatonError | None = None,
+        now: float | None = None,
+    ) -> None:
         if self._ended:
             return
         self._ended = True
@@ -307,6 +332,24 @@ class RequestRecorder:
         self._end_span(outcome, error)
         self._traffic.counts.shed += outcome is Outcome.SHED
         self._metrics.requests.labels(self.context_class, outcome, code).inc()
+        tokens = self.prompt_tokens, self.cached_tokens, self.output_tokens
+        caller = self._request.principal
+        self._metrics.tenants.of(caller.tenant, caller.key_id).count(outcome, *tokens)
+        if self._genai is not None:
+            self._genai.record(self._ended_request(outcome, code, now))
+
+    def _ended_request(self, outcome: Outcome, code: str, now: float | None) -> EndedRequest:
+        ended_well = outcome is Outcome.OK
+        return EndedRequest(
+            self._operation,
+            self._request.model,
+            duration_s=(time.monotonic() if now is None else now) - self._received_at,
+            input_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            first_token_s=self._ttft_s,
+            per_token_s=self._tpot_s,
+            error="" if ended_well else code or str(outcome),
+        )
 
     def _end_span(self, outcome: Outcome, error: BatonError | None) -> None:
         if not self.trace_id:
@@ -356,7 +399,8 @@ class RequestLog:
         device, quantization = self._device_of(recorder.worker)
         tokens = recorder.prompt_tokens, recorder.cached_tokens, recorder.output_tokens
         told = {
-            "request_id": request.request_id,
+            "request_id": current_request_id(),
+            "answer_id": request.request_id,
             "tenant": request.principal.tenant,
             "key": request.principal.key_id,
             "agent": request.agent,

@@ -10,6 +10,7 @@ import grpc.aio
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 
+from baton.client.headers import REQUEST_ID_HEADER, is_request_id
 from baton.config.cluster import Config
 from baton.errors import DeadlineExceeded, InvalidRequest, RequestTooLarge
 from baton.liveness.listening import listening
@@ -36,6 +37,12 @@ def metadata_of(context: Context) -> dict[str, str]:
     """Return the text metadata of a call, by name. gRPC's names are in lower case."""
     pairs = context.invocation_metadata() or ()
     return {name: value for name, value in pairs if isinstance(value, str)}
+
+
+def request_id_of(metadata: Mapping[str, str]) -> str:
+    """Return the id that the client gave a call, or no text if there is no valid one."""
+    given = metadata.get(REQUEST_ID_HEADER, "")
+    return given if is_request_id(given) else ""
 
 
 def arrival_of(

@@ -19,10 +19,17 @@ from baton.liveness.listening import listening
 from baton.rpc.grpc_channel import make_server
 from baton.rpc.grpc_errors import grpc_boundary
 from baton.rpc.registered_server import UNKNOWN
+from baton.telemetry.logs import of_request
 from router.access.access import Access, scope_of_service
 from router.access.api_keys import check_one_credential
 from router.access.audit import Refusals
-from router.grpc.call import Context, message_is_late, message_of
+from router.grpc.call import (
+    Context,
+    message_is_late,
+    message_of,
+    metadata_of,
+    request_id_of,
+)
 
 MAX_STREAMS = 1024
 """Maximum number of calls at a time on one connection. Further calls wait in the client."""
@@ -106,7 +113,13 @@ class GrpcGate(grpc.aio.ServerInterceptor):
         difference. gRPC reads the messages of a stream only when the handler asks for them."""
 
         async def refuse(_: AsyncIterator[bytes], context: Context) -> None:
-            self._refusals.add(error, metadata, action=method, client=context.peer())
+            self._refusals.add(
+                error,
+                metadata,
+                action=method,
+                client=context.peer(),
+                request_id=request_id_of(metadata),
+            )
             async with grpc_boundary(context):
                 raise error
 
@@ -116,14 +129,18 @@ class GrpcGate(grpc.aio.ServerInterceptor):
 def _bounded(
     handler: grpc.RpcMethodHandler[Any, Any], message_s: float
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """Wrap a handler that reads one message. The wrapper adds a deadline, and an error for an
-    invalid message.
+    """Wrap a handler that reads one message. The wrapper adds a deadline, an error for an invalid
+    message, and the client's id of the call in the log.
     """
     streams = handler.response_streaming
     method: Any = handler.unary_stream if streams else handler.unary_unary
     parse: Any = handler.request_deserializer
 
     async def serve(_: AsyncIterator[Any], context: Context) -> None:
+        with of_request(request_id=request_id_of(metadata_of(context))):
+            await answer(context)
+
+    async def answer(context: Context) -> None:
         async with grpc_boundary(context):
             try:
                 async with listening(message_s):

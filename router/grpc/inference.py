@@ -76,6 +76,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             with self._service.counting_refusals():
                 metadata = metadata_of(context)
                 caller = self._access.caller(metadata)
+            with self._service.counting_refusals(caller):
                 caller = await stack.enter_async_context(self._access.visiting(caller))
                 name = _name(request)
                 own = f"gen-{secrets.token_hex(16)}"

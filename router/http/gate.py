@@ -36,6 +36,7 @@ from baton.errors import (
     NotFound,
     Unauthenticated,
 )
+from baton.telemetry.logs import of_request
 from baton.telemetry.metrics import RouterMetrics
 from router.access.access import (
     OPEN,
@@ -124,30 +125,27 @@ class HttpGate:
                 caller = await self._access.arrive(caller)
         except BatonError as error:
             if handler is not None:
-                count_refusal(self._metrics, error)
-            self._refusals.add(
-                error,
-                headers,
-                action=f"{method} {path}",
-                client=(scope.get("client") or ("",))[0],
-                request_id=request_id,
-            )
+                self._count(error, caller)
+            self._note(error, scope, request_id)
             await _refusal(error, path, headers)(scope, receive, send_with_id)
             return
         scope["state"]["caller"] = caller
         try:
-            if handler is None:
-                await self._app(scope, receive, send_with_id)
-                return
-            response = await handler(Request(scope, receive, send_with_id))
-            await response(scope, receive, send_with_id)
+            with of_request(request_id=request_id):
+                if handler is None:
+                    await self._app(scope, receive, send_with_id)
+                    return
+                response = await handler(Request(scope, receive, send_with_id))
+                await response(scope, receive, send_with_id)
         except (ClientGone, ClientDisconnect):
             return
         except BatonError as error:
             # Responses raise no BatonError once they have begun.
             await error_response(error, path)(scope, receive, send_with_id)
         except Exception as error:
-            log.exception("unexpected error in request %s", request_id)
+            log.exception(
+                "unexpected error in request %s", request_id, extra={"request_id": request_id}
+            )
             if not started:
                 await error_response(internal_error(error), path)(scope, receive, send_with_id)
             elif not ended:
@@ -155,6 +153,18 @@ class HttpGate:
         finally:
             if caller is not None:
                 self._access.leave(caller)
+
+    def _count(self, error: BatonError, caller: Caller | None) -> None:
+        count_refusal(self._metrics, error, None if caller is None else caller.principal)
+
+    def _note(self, error: BatonError, scope: Scope, request_id: str) -> None:
+        self._refusals.add(
+            error,
+            Headers(scope=scope),
+            action=f"{scope['method']} {scope['path']}",
+            client=(scope.get("client") or ("",))[0],
+            request_id=request_id,
+        )
 
     def _check(self, method: str, path: str, headers: Headers) -> Caller | None:
         """Check a request's path, browser headers and API key. Return the caller, or None if the

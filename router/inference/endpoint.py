@@ -85,16 +85,16 @@ class Endpoint:
         """Answer an HTTP request, either streamed or whole. Raises BatonError."""
         service, received_at = self._service, time.monotonic()
         max_s = service.config.request_deadline_s
+        caller = caller_of(request)
         try:
-            with service.counting_refusals():
-                caller = caller_of(request)
+            with service.counting_refusals(caller):
                 name = self._name()
                 async with service.bodies.object(request, caller.principal.tenant) as body:
                     arrival = Arrival.of(name, received_at, request.headers, max_s, caller)
                     arrival = replace(arrival, labels=arrival.labels.or_of_body(body))
                     answer = await self._parse(body, arrival)
         except ClientDisconnect:
-            service.count_abandoned()
+            service.count_abandoned(caller)
             raise
         if answer.stream:
             return EventStream(lambda events: self._stream(arrival, answer, events), answer.failure)
@@ -107,7 +107,7 @@ class Endpoint:
         arrival = Arrival(
             self._name(), time.monotonic(), BACKGROUND_WAIT_S, caller, background=True
         )
-        with service.counting_refusals():
+        with service.counting_refusals(caller):
             arrival = replace(arrival, labels=arrival.labels.or_of_body(body))
             answer = await self._parse(body, arrival)
         await self._keep_all(arrival, answer, None)

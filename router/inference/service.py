@@ -23,7 +23,9 @@ from baton.errors import BatonError, DeadlineExceeded
 from baton.grammars.grammar_gate import GrammarGate
 from baton.store.registry import WorkerRecord
 from baton.telemetry.logs import of_request
+from baton.telemetry.tracing import sampled_trace_id
 from router.access.access import Access
+from router.access.api_keys import Caller
 from router.billing.prices import PriceTable
 from router.core.accounting import (
     RequestLog,
@@ -106,22 +108,23 @@ class InferenceService:
         return dollars_text(self._prices.line(context_class, prompt, cached, output).cost)
 
     @contextmanager
-    def counting_refusals(self) -> Iterator[None]:
-        """If the block raises a BatonError, count it as a refused request. The block must not build
-        a request."""
+    def counting_refusals(self, caller: Caller | None = None) -> Iterator[None]:
+        """If the block raises a BatonError, count it as a refused request of the caller, if that is
+        known. The block must not build a request."""
         try:
             yield
         except BatonError as error:
-            count_refusal(self._stats.metrics, error)
+            principal = None if caller is None else caller.principal
+            count_refusal(self._stats.metrics, error, principal)
             raise
 
     def worker_records(self) -> Sequence[WorkerRecord]:
         """Return the registry record of every worker."""
         return self._dispatcher.worker_records()
 
-    def count_abandoned(self) -> None:
+    def count_abandoned(self, caller: Caller) -> None:
         """Count a request whose client disconnected before it had sent all of the request."""
-        count_refusal(self._stats.metrics, None)
+        count_refusal(self._stats.metrics, None, caller.principal)
 
     async def run(
         self,
@@ -195,7 +198,8 @@ class InferenceService:
         )
         request = replace(request, trace=recorder.trace, background=background or slow)
         timeout = asyncio.timeout(BACKGROUND_WAIT_S if background else request.deadline_s)
-        with of_request(request.request_id, recorder.trace_id):
+        trace_id = sampled_trace_id(recorder.trace.traceparent)
+        with of_request(answer_id=request.request_id, trace_id=trace_id):
             try:
                 async with timeout:
                     await self._stream(place, request, recorder, ways)

@@ -36,8 +36,9 @@ class MessagesApi:
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of a conversation as a prompt."""
-        with self._service.counting_refusals():
-            tenant = caller_of(request).principal.tenant
+        caller = caller_of(request)
+        tenant = caller.principal.tenant
+        with self._service.counting_refusals(caller):
             async with self._service.bodies.object(request, tenant) as raw:
                 body = validate(CountTokensRequest, raw)
                 self._builder.check_model(body.model)

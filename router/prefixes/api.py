@@ -68,8 +68,8 @@ class PrefixApi:
     async def pin(self, request: Request) -> PinAnswer:
         """Compute a prefix and pin its blocks for a time. Repeating it extends the pin."""
         service, received_at = self._service, time.monotonic()
-        with service.counting_refusals():
-            caller = caller_of(request)
+        caller = caller_of(request)
+        with service.counting_refusals(caller):
             name = f"prefix-{secrets.token_hex(16)}"
             async with service.bodies.object(request, caller.principal.tenant) as raw:
                 body = validate(PinRequest, raw)

@@ -22,6 +22,7 @@ from tests.support.e2e.network import (
     LONG,
     START_S,
     TOKENS,
+    LoggedNetwork,
     Network,
     SecuredNetwork,
     body,
@@ -105,6 +106,28 @@ def test_prefill_and_decode_on_nodes_of_their_own_and_the_loss_of_one() -> None:
         net.until(lambda: not houses_a_worker(first), "a worker is left")
         net.until(lambda: not houses_a_worker(spare), "a worker is left")
         assert whole == reference(net.folder / "model", TOKENS)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_lines_of_each_worker_are_on_the_standard_output_of_its_node() -> None:
+    with network(3, LoggedNetwork) as net:
+        first, second = net.others
+        net.start_head()
+        net.join(first, "prefill", "baton_prefill", "--log-to", "stdout", "--log-format", "json")
+        net.start_node(second, "decode", "baton_decode")
+        up = net.up(decode=1)
+        net.answer()
+        net.until(lambda: "prefill-0" in net.writers("prefill"), "no line of the prefill worker")
+        net.until(lambda: "decode-0" in net.writers("decode"), "no line of the decode worker")
+        assert "node" in net.writers("prefill")
+        assert net.writers("up") >= {"launcher", "router-0"}
+        assert not net.writers("up") & {"prefill-0", "decode-0"}
+        logs = [row["logger"] for row in net.rows("up")]
+        assert "baton.requests" in logs
+        net.head.terminate(up)
+        assert up.wait(END_S) == 0, net.text("up")
+        assert "baton.audit" in [row["logger"] for row in net.rows("up")]
 
 
 STRANGERS = """

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
-import grpc
 import httpx
-import pytest
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from tests.support.e2e.answers import end_by_sigkill
 from tests.support.e2e.cluster import PATIENT, UpProcess
+from tests.support.otlp_receiver import otlp_receiver
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 CLIENT = "b7ad6b7169203331"
@@ -23,53 +16,17 @@ WORDS = "quixotic marmalade"
 DEADLINE_S = 120.0
 
 
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps what it is sent, by the service that has sent it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._spans: list[tuple[str, Span]] = []
-
-    def Export(  # noqa: N802 - gRPC's name
-        self,
-        request: trace_service_pb2.ExportTraceServiceRequest,
-        context: grpc.ServicerContext,
-    ) -> trace_service_pb2.ExportTraceServiceResponse:
-        with self._lock:
-            for resource in request.resource_spans:
-                named = {a.key: a.value.string_value for a in resource.resource.attributes}
-                for scope in resource.scope_spans:
-                    self._spans += [(named["service.name"], span) for span in scope.spans]
-        return trace_service_pb2.ExportTraceServiceResponse()
-
-    def trace(self, names: set[str]) -> dict[str, tuple[str, Span]]:
-        """The trace's spans by name, once all of ``names`` are there."""
-        until = time.monotonic() + DEADLINE_S
-        while True:
-            with self._lock:
-                mine = [(s, span) for s, span in self._spans if span.trace_id.hex() == TRACE]
-            found = {span.name: (service, span) for service, span in mine}
-            if names <= found.keys() or time.monotonic() > until:
-                return found
-            time.sleep(0.1)
-
-
-@pytest.fixture(scope="module")
-def collector() -> Iterator[tuple[Collector, str]]:
-    server = grpc.server(ThreadPoolExecutor(4))
-    kept = Collector()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(kept, server)  # type: ignore[no-untyped-call]
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield kept, f"http://127.0.0.1:{port}"
-    server.stop(None).wait()
-
-
-def test_one_request_from_end_to_end(collector: tuple[Collector, str]) -> None:
-    kept, endpoint = collector
-    flags = ("--otlp-endpoint", endpoint, "--log-format", "json", "--local-prefill", "never")
-    env = PATIENT | {"BATON_LOG_REQUESTS": "true", "OTEL_BSP_SCHEDULE_DELAY": "200"}
-    with UpProcess(*flags, env=env) as up:
+def test_one_request_from_end_to_end() -> None:
+    env = PATIENT | {
+        "BATON_LOG_REQUESTS": "true",
+        "OTEL_BSP_SCHEDULE_DELAY": "200",
+        "OTEL_METRIC_EXPORT_INTERVAL": "500",
+    }
+    flags = ("--log-format", "json", "--local-prefill", "never")
+    with (
+        otlp_receiver() as kept,
+        UpProcess("--otlp-endpoint", kept.endpoint, *flags, env=env) as up,
+    ):
         up.wait_ready()
         answer = httpx.post(
             f"{up.http}/v1/chat/completions",
@@ -80,12 +37,20 @@ def test_one_request_from_end_to_end(collector: tuple[Collector, str]) -> None:
                 "temperature": 0,
                 "ignore_eos": True,
             },
-            headers={"traceparent": f"00-{TRACE}-{CLIENT}-01"},
+            headers={"traceparent": f"00-{TRACE}-{CLIENT}-01", "x-request-id": "mine"},
             timeout=DEADLINE_S,
         )
         assert answer.status_code == 200, answer.text
         top = f"chat {up.model}"
-        spans = kept.trace({top, "admission", "attempt", "prefill", "handoff", "decode"})
+        names = {top, "admission", "attempt", "prefill", "handoff", "decode"}
+        kept.until(lambda: names <= {span.name for _, span in kept.spans()})
+        kept.until(lambda: "baton.token.usage" in {metric.name for _, metric in kept.metrics()})
+        spans = {
+            span.name: (resource["service.name"], span)
+            for resource, span in kept.spans()
+            if span.trace_id.hex() == TRACE
+        }
+        measured = {metric.name: metric for _, metric in kept.metrics()}
         page = httpx.get(
             f"{up.http}/metrics",
             headers={"accept": "application/openmetrics-text; version=1.0.0"},
@@ -109,9 +74,15 @@ def test_one_request_from_end_to_end(collector: tuple[Collector, str]) -> None:
     told = {a.key: a.value for a in spans[top][1].attributes}
     assert told["gen_ai.usage.output_tokens"].int_value == 4
     assert told["baton.outcome"].string_value == "ok"
+    assert told["baton.request_id"].string_value == "mine"
     handoff = {a.key: a.value for a in spans["handoff"][1].attributes}
     assert handoff["baton.bytes"].int_value > 0
     assert WORDS not in str(spans), "no prompt is in a span"
+
+    (first,) = measured["gen_ai.server.time_to_first_token"].histogram.data_points
+    assert first.count == 1
+    usage = measured["baton.token.usage"].histogram.data_points
+    assert sorted(point.sum for point in usage)[0] == 4
 
     exemplars = [line for line in page.text.splitlines() if TRACE in line]
     assert exemplars
@@ -121,6 +92,9 @@ def test_one_request_from_end_to_end(collector: tuple[Collector, str]) -> None:
     rows = [json.loads(line) for line in router.splitlines()]
     (ended,) = [row for row in rows if row["logger"] == "baton.requests"]
     assert ended["trace_id"] == TRACE
+    assert ended["request_id"] == "mine"
+    assert ended["answer_id"] == answer.json()["id"]
+    assert (ended["service"], ended["instance"]) == ("baton-router", "router-0")
     assert ended["outcome"] == "ok"
     assert ended["output_tokens"] == 4
     assert not any(WORDS in text for text in logs.values()), "no prompt is in a log"

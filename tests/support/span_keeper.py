@@ -10,6 +10,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanContext
 
+from baton.config.cluster import Config
+from baton.telemetry.logs import Service
 from baton.telemetry.tracing import end_tracing, start_tracing
 
 
@@ -37,10 +39,15 @@ def identity(span: ReadableSpan) -> SpanContext:
 
 
 @contextmanager
-def kept_spans(ratio: float = 1.0) -> Iterator[SpanKeeper]:
+def kept_spans(ratio: float = 1.0, client_trace_rate: float = 10.0) -> Iterator[SpanKeeper]:
     """Tracing is on within, and sends nothing."""
     exporter = InMemorySpanExporter()
-    start_tracing("http://127.0.0.1:9", "tests", "0", ratio, SimpleSpanProcessor(exporter))
+    config = Config(
+        otlp_endpoint="http://127.0.0.1:9",
+        trace_ratio=ratio,
+        client_trace_rate=client_trace_rate,
+    )
+    start_tracing(config, Service.ROUTER, "0", "tests", SimpleSpanProcessor(exporter))
     try:
         yield SpanKeeper(exporter)
     finally:

@@ -12,8 +12,10 @@ from typing import get_args
 import pytest
 from typer.testing import CliRunner
 
+from baton.config.cluster import Config
 from baton.errors import ConfigError
 from baton.extras import DISTRIBUTION, Extra, install_command, needs_extra
+from baton.telemetry.logs import Service
 from baton.telemetry.tracing import start_tracing
 from deploy.cli.main import app
 from deploy.models.model_cache import convert_once
@@ -108,8 +110,9 @@ def test_a_gguf_file_needs_gguf(
 
 def test_traces_need_otel(without: Callable[..., None]) -> None:
     without("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
+    config = Config(otlp_endpoint="http://127.0.0.1:4317")
     with pytest.raises(ConfigError) as caught:
-        start_tracing("http://127.0.0.1:4317", "baton-router", "router-0", 1.0)
+        start_tracing(config, Service.ROUTER, "router-0", "c")
     assert install_command("otel") in caught.value.message
 
 

@@ -82,6 +82,57 @@ COSTS = Dashboard(
             ),
         ),
         Row(
+            "Requests and tokens by tenant",
+            (
+                Panel(
+                    "Requests per second by tenant",
+                    (
+                        Query(
+                            f"sum by (tenant) (rate(baton_tenant_requests_total{RATE}))",
+                            "{{tenant}}",
+                        ),
+                    ),
+                    "reqps",
+                    stacked=True,
+                ),
+                Panel(
+                    "Tokens per second by tenant",
+                    (
+                        Query(
+                            f"sum by (tenant, kind) (rate(baton_tenant_tokens_total{RATE}))",
+                            "{{tenant}} {{kind}}",
+                        ),
+                    ),
+                    "short",
+                    "Prompt, cached prompt and generated tokens of requests that ended.",
+                ),
+                Panel(
+                    "Failed and refused requests by tenant",
+                    (
+                        Query(
+                            "sum by (tenant, outcome) (rate("
+                            f'baton_tenant_requests_total{{outcome!="ok"}}{RATE}))',
+                            "{{tenant}} {{outcome}}",
+                        ),
+                    ),
+                    "reqps",
+                    "Limits of a key count as shed.",
+                ),
+                Panel(
+                    "Keys with the most tokens",
+                    (
+                        Query(
+                            "topk(10, sum by (tenant, key) "
+                            f"(rate(baton_tenant_tokens_total{RATE})))",
+                            "{{tenant}} {{key}}",
+                        ),
+                    ),
+                    "short",
+                    "Tokens per second, by the public name of the key.",
+                ),
+            ),
+        ),
+        Row(
             "Speed and devices",
             (
                 Panel(

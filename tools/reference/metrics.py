@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
 from baton.telemetry.metrics import RouterMetrics, SupervisorMetrics
+from baton.telemetry.tenant_series import MAX_CALLERS
 from baton.telemetry.worker_metrics import WorkerMetrics
 from tools.reference.markdown import anchor, cell, code, codes, made_from, table
 
@@ -112,7 +113,10 @@ LABELS = {
     "code": "the error's code, as in the answer; empty without one",
     "decision": "`remote`: a prefill worker computes the prompt; `local`: the decode worker",
     "drafter": "what drafted: `ngram`, `draft`, `eagle`, `medusa`",
-    "kind": "of costs `input`, `cached_input`, `output`",
+    "key": "public name of the API key; empty without one, and `other` beyond the first"
+    f" {MAX_CALLERS} that a router process sees",
+    "kind": "of costs `input`, `cached_input`, `output`; of tokens `prompt`, `cached_prompt`,"
+    " `generated`",
     "mode": "`live`, or `dry_run`: nothing follows",
     "outcome": "of requests `ok`, `error`, `shed`, `aborted`; of handoffs and pulls `ok`,"
     " `checksum`, `error` and others; of lookups, loads and lines as their meaning says",

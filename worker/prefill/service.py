@@ -28,6 +28,8 @@ from baton.request import AttemptName, LoadSnapshot
 from baton.rpc import convert
 from baton.rpc.grpc_channel import by_size
 from baton.rpc.grpc_errors import as_baton_error
+from baton.telemetry.logs import of_request
+from baton.telemetry.tracing import sampled_trace_id
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from worker.services import DEFAULT_KEEPALIVE, Keepalive
 
@@ -124,7 +126,9 @@ class _Prefills:
         if name in self.running:
             log.warning("prefill %s, attempt %d, was started twice", *name)
             return
-        task = asyncio.create_task(self._follow(name, request), name=f"prefill {name[0]}")
+        trace_id = sampled_trace_id(request.sequence.trace.traceparent)
+        with of_request(answer_id=name[0], trace_id=trace_id):
+            task = asyncio.create_task(self._follow(name, request), name=f"prefill {name[0]}")
         self.running[name] = task
         task.add_done_callback(lambda _: self.running.pop(name, None))
         # Sends a message at once: if this worker dies, the router knows whether it got the prompt.

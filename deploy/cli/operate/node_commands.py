@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from baton.config.choices import LogFormat, LogTo
 from deploy.cli.operate.cluster_selection import DryRun, Yes, confirm
 from deploy.cli.options.command_line import (
     DEFAULT_GRPC,
@@ -65,6 +66,16 @@ def join(
             help="Port of Ray's node manager. Default: any free port.",
         ),
     ] = 0,
+    log_to: Annotated[
+        LogTo,
+        typer.Option(
+            help="Where the node and Ray write their logs. Its workers follow their cluster's"
+            " log_to, which should be the same."
+        ),
+    ] = "files",
+    log_format: Annotated[
+        LogFormat, typer.Option(help="Format of the node's own lines on standard output.")
+    ] = "text",
 ) -> None:
     """Add this machine to a Ray cluster, so that it runs workers.
 
@@ -74,11 +85,10 @@ def join(
 
         baton join 10.0.0.1:6379 --workers 2
     """
-    from rich.console import Console  # noqa: PLC0415
-
     from baton.config.fields import split_host_port  # noqa: PLC0415
+    from baton.telemetry.logs import Service  # noqa: PLC0415
     from deploy.launcher.node_agent import run_node  # noqa: PLC0415
-    from deploy.processes.progress import Progress  # noqa: PLC0415
+    from deploy.processes.foreground import own_progress  # noqa: PLC0415
 
     to = address or os.environ.get("RAY_ADDRESS", "")
     if not to:
@@ -91,7 +101,8 @@ def join(
     places = workers or max(1, found)
     amounts = _amounts(resource or [])
     here = (os.cpu_count() or 1) if cpus is None else cpus
-    code = run_node(to, places, here, found, amounts, port, Progress(Console()))
+    progress = own_progress(log_to, "info", log_format, Service.NODE, "node")
+    code = run_node(to, places, here, found, amounts, port, progress)
     raise typer.Exit(code)
 
 

@@ -85,7 +85,7 @@ _COMMON = frozenset(
         *("slo_ttft_s", "slo_tpot_s", "request_deadline_s", "drain_deadline_s"),
         *("certs", "tls_certificate", "tls_key", "keys_file", "insecure_listen"),
         *("routers", "redis_url", "insecure_redis", "ray_address", "cluster_id", "autoscaler"),
-        *("log_level", "log_format", "log_requests", "otlp_endpoint"),
+        *("log_level", "log_format", "log_to", "log_requests", "otlp_endpoint"),
     )
 )
 """Names of the options that `baton serve --help` shows; --help-all shows all options."""

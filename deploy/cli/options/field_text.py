@@ -19,6 +19,7 @@ _UNITS: tuple[tuple[str, str], ...] = (
     (r"^budget$", "$"),
     (r"_gflops$", "GFLOP/s"),
     (r"_gb_per_s$", "GB/s"),
+    (r"^client_trace_rate$", "requests per second"),
     (r"^requests_per_minute$", "requests per minute"),
     (r"^tokens_per_minute$", "tokens per minute"),
     (r"_s$", "seconds"),

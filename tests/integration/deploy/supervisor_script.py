@@ -116,8 +116,6 @@ class Stage:
             drain_s=0.0,
             redis_url=self.redis_url,
             cluster_id=self.mark.cluster_id,
-            log_level="info",
-            log_format="text",
             launcher=ProcessIdentity.own(),
         )
         return RaySupervisor.place(settings, LightSupervisor)

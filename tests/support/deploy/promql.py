@@ -12,6 +12,8 @@ TARGET: Labels = frozenset({"job", "instance", "part"})
 """What scraping adds to every series."""
 _RATES = ("rate", "increase", "irate")
 _SETS = ("and", "or", "unless")
+_CHOICES = ("topk", "bottomk")
+"""Aggregations whose result has the labels of their argument."""
 
 
 class WrongExpression(AssertionError):
@@ -59,6 +61,8 @@ class Checker:
 
     def _aggregate(self, node: Any) -> Labels:
         inner = self._labels(node.expr) or frozenset()
+        if str(node.op) in _CHOICES:
+            return inner
         if node.modifier is None:
             return frozenset()
         named = list(node.modifier.labels)

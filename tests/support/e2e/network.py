@@ -134,10 +134,15 @@ class Network:
         self.start(self.head, "head", RAY, "start", "--head", "--block", *where, *little, *folder)
         self.until(lambda: "Ray runtime started" in self.text("head"), "no head")
 
-    def join(self, machine: Machine, name: str, resource: str) -> subprocess.Popen[bytes]:
+    def join(
+        self, machine: Machine, name: str, resource: str, *more: str
+    ) -> subprocess.Popen[bytes]:
         """It has one place, for workers that ask for ``resource``."""
         given = ("--workers", "1", "--cpus", "0", "--gpus", "0", "--resource", f"{resource}=1")
-        return self.start(machine, name, BATON, "join", f"{self.head.address}:6379", *given)
+        return self.start(machine, name, BATON, "join", f"{self.head.address}:6379", *given, *more)
+
+    def is_ready(self, name: str) -> bool:
+        return "\nready in " in self.text(name)
 
     def configure(self, decode: int, more: str = "") -> Path:
         """Write the cluster's configuration, with the lines ``more`` before its pools."""
@@ -162,7 +167,7 @@ class Network:
 
     def until_ready(self, process: subprocess.Popen[bytes], name: str) -> None:
         """Wait until ``baton serve``, whose log has this name, is ready."""
-        self.until(lambda: "\nready in " in self.text(name) or process.poll() is not None, name)
+        self.until(lambda: self.is_ready(name) or process.poll() is not None, name)
         assert process.poll() is None, self.text(name)
 
     def until(self, holds: Callable[[], bool], what: str) -> None:
@@ -273,6 +278,33 @@ class SecuredNetwork(Network):
             timeout=START_S,
         )
         return json.loads(done.stdout)
+
+
+class LoggedNetwork(Network):
+    """One of pods: their processes write their logs to standard output."""
+
+    @property
+    def stores(self) -> str:
+        return f'{super().stores}\nlog_to = "stdout"\nlog_format = "json"\nlog_requests = true'
+
+    def start_node(self, machine: Machine, name: str, resource: str) -> None:
+        """A node that Baton does not start, as in an existing Ray cluster."""
+        offered = json.dumps({"baton_worker": 1, resource: 1})
+        where = ("--address", f"{self.head.address}:6379", "--node-ip-address", machine.address)
+        much = ("--num-cpus", "0", "--object-store-memory", str(80 << 20))
+        command = [RAY, "start", "--block", *where, *much, "--resources", offered]
+        machine.start(command, self.log(name), self.env | {"RAY_LOG_TO_STDERR": "1"})
+
+    def is_ready(self, name: str) -> bool:
+        return any(row["message"].startswith("ready in ") for row in self.rows(name))
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """The JSON lines on the standard output of a process."""
+        lines = self.text(name).splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line[0] == "{" and line[-1] == "\n"]
+
+    def writers(self, name: str) -> set[str]:
+        return {row["instance"] for row in self.rows(name)}
 
 
 PORTS = {"http": 8000, "grpc": 8001}

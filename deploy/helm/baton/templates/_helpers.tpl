@@ -54,6 +54,8 @@ capabilities:
 {{- define "baton.toml" -}}
 {{- $config := deepCopy .Values.config }}
 {{- $_ := set $config "require_key" .Values.auth.requireKey }}
+{{- /* Logs go to the container's standard output, for the cluster's collector. */}}
+{{- $config = merge $config (dict "log_to" "stdout" "log_format" "json") }}
 {{- if .Values.auth.keys }}{{ $_ := set $config "keys" .Values.auth.keys }}{{ end }}
 {{- if .Values.auth.tenants }}{{ $_ := set $config "tenants" .Values.auth.tenants }}{{ end }}
 {{- toToml $config }}

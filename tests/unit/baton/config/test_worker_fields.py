@@ -106,8 +106,10 @@ def test_every_field_that_workers_read_is_listed() -> None:
 
 def test_every_listed_field_is_read_by_workers() -> None:
     found = {name for _, tree in trees(*FOLDERS) for name in reads(tree)}
-    # The launcher makes the model's name and the store's address of these.
-    assert listed() - found == {"served_model_name", "tls.redis_ca"}
+    # The launcher makes the model's name and the store's address of these. Tracing, which routers
+    # use too, gets the whole configuration.
+    others = {"served_model_name", "tls.redis_ca", "otlp_endpoint", "trace_ratio"}
+    assert listed() - found == others
 
 
 def test_a_config_has_no_other_name_in_workers() -> None:

@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 
-from baton.telemetry.logs import ErrorRow, formatter, log_to_stream, of_request
+from baton.telemetry.logs import (
+    ErrorRow,
+    Service,
+    current_request_id,
+    formatter,
+    log_to_stream,
+    of_request,
+)
 
 
 @pytest.fixture
@@ -30,37 +37,45 @@ def lines(stream: io.StringIO) -> list[dict[str, Any]]:
 
 def test_text(root: None) -> None:
     stream = io.StringIO()
-    log_to_stream(stream, "info", "text")
+    log_to_stream(stream, "info", "text", Service.WORKER, "decode-0")
     logging.getLogger("a").info("it is %d", 3)
     logging.getLogger("a").debug("nobody reads this")
     assert stream.getvalue().endswith("INFO a: it is 3\n")
 
 
-def test_json_has_the_request(root: None) -> None:
+def test_json_has_the_process_and_the_request(root: None) -> None:
     stream = io.StringIO()
-    log_to_stream(stream, "info", "json")
+    log_to_stream(stream, "info", "json", Service.WORKER, "decode-0")
     logger = logging.getLogger("a")
     logger.info("before")
-    with of_request("r-1", "0af7"):
-        logger.warning("it is %d", 3, extra={"tokens": 7})
-        with of_request("r-2"):
-            logger.info("inner")
-        logger.info("its own", extra={"request_id": "r-3"})
-    before, within, inner, own = lines(stream)
-    assert "request_id" not in before
+    with of_request(request_id="mine"):
+        logger.info("arrived")
+        with of_request(answer_id="cmpl-1", trace_id="0af7"):
+            assert current_request_id() == "mine"
+            logger.warning("it is %d", 3, extra={"tokens": 7})
+            logger.info("its own", extra={"answer_id": "cmpl-3"})
+        logger.info("answered")
+    assert current_request_id() == ""
+    before, arrived, within, own, answered = lines(stream)
+    assert all(
+        (row["service"], row["instance"]) == ("baton-worker", "decode-0") for row in lines(stream)
+    )
+    assert not {"request_id", "answer_id", "trace_id"} & before.keys()
     assert within["message"] == "it is 3"
     assert within["level"] == "WARNING"
     assert within["logger"] == "a"
     assert within["time"]
-    assert (within["request_id"], within["trace_id"], within["tokens"]) == ("r-1", "0af7", 7)
-    assert inner["request_id"] == "r-2"
-    assert "trace_id" not in inner
-    assert own["request_id"] == "r-3"
+    ids = [within[name] for name in ("request_id", "answer_id", "trace_id", "tokens")]
+    assert ids == ["mine", "cmpl-1", "0af7", 7]
+    assert own["answer_id"] == "cmpl-3"
+    for row in (arrived, answered):
+        assert row["request_id"] == "mine"
+        assert "answer_id" not in row
 
 
 def test_a_stack_is_one_line(root: None) -> None:
     stream = io.StringIO()
-    log_to_stream(stream, "info", "json")
+    log_to_stream(stream, "info", "json", Service.WORKER, "decode-0")
     try:
         raise ValueError("no")
     except ValueError:
@@ -72,7 +87,7 @@ def test_a_stack_is_one_line(root: None) -> None:
 async def test_tasks_that_a_request_begins_are_about_it() -> None:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(formatter("json"))
+    handler.setFormatter(formatter("json", Service.ROUTER, "router-0"))
     logger = logging.Logger("own")
     logger.addHandler(handler)
 
@@ -81,7 +96,7 @@ async def test_tasks_that_a_request_begins_are_about_it() -> None:
         logger.info("done")
 
     async def request(name: str) -> None:
-        with of_request(name):
+        with of_request(request_id=name):
             await asyncio.create_task(work())
 
     await asyncio.gather(request("r-1"), request("r-2"))

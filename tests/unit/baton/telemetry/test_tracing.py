@@ -7,13 +7,18 @@ import time
 import pytest
 from opentelemetry.trace import INVALID_SPAN, StatusCode
 
+from baton.config.cluster import Config
 from baton.errors import Overloaded
 from baton.request import NO_TRACE, TraceContext
+from baton.telemetry.logs import Service
 from baton.telemetry.tracing import (
+    ClientTraces,
     begin_span,
+    client_trace,
     context_of,
     end_tracing,
     fail_span,
+    sampled_trace_id,
     start_tracing,
     trace_id_of,
 )
@@ -25,7 +30,8 @@ CLIENT = TraceContext(f"00-{TRACE}-{SPAN}-01", "vendor=1")
 
 
 def test_off_there_are_no_spans_and_a_clients_context_goes_through() -> None:
-    start_tracing("", "tests", "0", 1.0)
+    start_tracing(Config(), Service.ROUTER, "0", "c")
+    assert client_trace(CLIENT) == CLIENT
     span = begin_span("work", CLIENT)
     assert span is INVALID_SPAN
     assert trace_id_of(span) == ""
@@ -94,5 +100,50 @@ def test_failures_have_the_errors_code() -> None:
 
 
 def test_one_tracer_a_process() -> None:
+    config = Config(otlp_endpoint="http://127.0.0.1:9")
     with kept_spans(), pytest.raises(RuntimeError, match="already"):
-        start_tracing("http://127.0.0.1:9", "tests", "0", 1.0)
+        start_tracing(config, Service.ROUTER, "0", "c")
+
+
+@pytest.mark.parametrize(("ratio", "traced"), [(0.0, [3, 0, 1]), (1.0, [5, 5, 5])])
+def test_clients_get_a_bounded_number_of_traces(ratio: float, traced: list[int]) -> None:
+    now = 100.0
+    bound = ClientTraces(3.0, ratio, clock=lambda: now, draw=lambda: 0.5)
+    counts = []
+    for pause in (0.1, 0.3, 60.0):
+        kept = [bound.bounded(CLIENT) for _ in range(5)]
+        counts.append(sum(one == CLIENT for one in kept))
+        beyond = [one for one in kept if one != CLIENT]
+        assert all(one.traceparent == f"00-{TRACE}-{SPAN}-00" for one in beyond)
+        assert all(one.tracestate == CLIENT.tracestate for one in beyond)
+        now += pause
+    assert counts == traced
+
+
+def test_without_an_allowance_the_ratio_decides() -> None:
+    drawn = iter((0.1, 0.9))
+    bound = ClientTraces(0.0, 0.5, draw=lambda: next(drawn))
+    assert [bound.bounded(CLIENT) == CLIENT for _ in range(2)] == [True, False]
+
+
+@pytest.mark.parametrize("parent", ["", "nonsense", f"00-{TRACE}-{SPAN}-00"])
+def test_a_client_that_asks_for_no_trace_uses_no_allowance(parent: str) -> None:
+    bound = ClientTraces(1.0, 0.0, clock=lambda: 0.0, draw=lambda: 0.5)
+    for _ in range(3):
+        assert bound.bounded(TraceContext(parent)) == TraceContext(parent)
+    assert bound.bounded(CLIENT) == CLIENT
+
+
+@pytest.mark.parametrize(
+    ("parent", "found"),
+    [
+        (CLIENT.traceparent, TRACE),
+        (f"00-{TRACE}-{SPAN}-03", TRACE),
+        (f"00-{TRACE}-{SPAN}-00", ""),
+        (f"00-{TRACE.upper()}-{SPAN}-01", ""),
+        (f"{CLIENT.traceparent}\n", ""),
+        ("", ""),
+    ],
+)
+def test_the_id_of_a_sampled_trace(parent: str, found: str) -> None:
+    assert sampled_trace_id(parent) == found

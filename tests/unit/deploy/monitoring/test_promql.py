@@ -26,6 +26,7 @@ CHECKER = Checker(
         ("histogram_quantile(0.9, sum by (class, le) (rate(h_bucket[5m])))", {"class"}),
         ("(sum(rate(a_total[5m])) or vector(0)) * 2 > 1", set()),
         ("min_over_time(max by (role) (g)[5m:1m])", {"role"}),
+        ("topk(3, sum by (class) (rate(a_total[5m])))", {"class"}),
         ("-sum(g) > 1 and sum(g) < 2", set()),
     ],
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import logging
 import queue
 
+import pytest
 from rich.console import Console
 
 from deploy.processes.progress import Progress
@@ -102,3 +104,21 @@ def test_the_longest_steps_are_known_in_the_end() -> None:
         with progress.step(name):
             clock.now += took
     assert progress.longest() == "c 9.1 s, e 3.0 s, b 2.0 s"
+
+
+def test_without_a_console_all_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    progress = Progress(None, clock)
+    assert progress.is_logged
+    with caplog.at_level(logging.INFO):
+        with progress.step("starting"):
+            clock.now = 2.5
+        progress.line()
+        progress.line("decode-0 died", "yellow")
+        progress.line("error: no room", "red")
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "starting ..."),
+        ("INFO", "starting: done in 2.5 s"),
+        ("WARNING", "decode-0 died"),
+        ("ERROR", "error: no room"),
+    ]

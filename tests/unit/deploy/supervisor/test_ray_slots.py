@@ -13,7 +13,7 @@ import pytest
 from baton.errors import BatonError
 from deploy.processes.leadership import SupervisorTerm
 from deploy.supervisor import ray_slots as ray_slots_module
-from deploy.supervisor.ray_slots import RaySlots
+from deploy.supervisor.ray_slots import RaySlots, error_in
 from deploy.supervisor.reconciler import Observed
 from deploy.workers.worker_actor import PingReply
 
@@ -236,3 +236,22 @@ async def test_a_worker_of_another_hash_is_outdated(
             while (seen := await slots.observe("decode-1")).observed is not Observed.SERVING:
                 await asyncio.sleep(0)
         assert seen.outdated
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("", ""),
+        ("2026-11-28 20:00:00,000 ERROR worker.session: no memory", "no memory"),
+        ("2026-11-28 20:00:00,000 INFO worker.session: it serves", ""),
+        (
+            "torch.OutOfMemoryError: CUDA out of memory",
+            "torch.OutOfMemoryError: CUDA out of memory",
+        ),
+        ('{"level": "ERROR", "message": "no memory"}', "no memory"),
+        ('{"level": "INFO", "message": "it serves"}', ""),
+        ('{"level": "ERR', '{"level": "ERR'),
+    ],
+)
+def test_the_error_in_the_last_line_of_a_log(line: str, shown: str) -> None:
+    assert error_in(line) == shown

@@ -13,7 +13,7 @@ from baton.config.cluster import Config
 from baton.errors import BatonError, Forbidden, NotFound, Unauthenticated
 from baton.telemetry.metrics import RouterMetrics
 from router.access.access import Access
-from router.access.audit import MAX_REFUSALS_PER_S, Refusals, operator_call
+from router.access.audit import MAX_REFUSALS_PER_S, Refusals, note_keys, operator_call
 from tests.support.router.access_access import bearer, key
 
 ADMIN = bearer("rules")
@@ -90,3 +90,15 @@ def test_refusals_are_written_at_a_bounded_rate(caplog: pytest.LogCaptureFixture
     refuse(Unauthenticated("no key"), {})
     assert lines(caplog)[-1]["left_out"] == 1000 - (MAX_REFUSALS_PER_S - 2)
     assert "wrong-secret" not in caplog.text
+
+
+def test_changed_keys_are_written_by_their_names(caplog: pytest.LogCaptureFixture) -> None:
+    ann, ben, eve = key("ann", "inference"), key("ben", "inference"), key("eve", "admin")
+    note_keys("keys.json", [ann, ben], [ben, ann])
+    assert lines(caplog) == []
+    raised = ben.model_copy(update={"priority": 3})
+    note_keys("keys.json", [ann, ben], [raised, eve])
+    (line,) = lines(caplog)
+    assert (line["action"], line["object"], line["result"]) == ("read keys", "keys.json", "ok")
+    assert (line["added"], line["removed"], line["changed"]) == (["eve"], ["ann"], ["ben"])
+    assert ann.sha256 not in caplog.text

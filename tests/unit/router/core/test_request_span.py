@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -17,7 +18,7 @@ from baton.errors import BatonError, Overloaded
 from baton.request import FinishReason, Principal, TraceContext
 from baton.sampling_params import SamplingParams
 from baton.store.registry import WorkerRecord
-from baton.telemetry.logs import formatter
+from baton.telemetry.logs import Service, formatter, of_request
 from baton.telemetry.metrics import RouterMetrics
 from router.access.api_keys import Caller
 from router.core.accounting import RequestStats
@@ -73,7 +74,9 @@ def spans() -> Iterator[SpanKeeper]:
         yield kept
 
 
-async def deliver(workers: Workers, config: Config | None = None) -> RouterMetrics:
+async def deliver(
+    workers: Workers, config: Config | None = None, request: GenerationRequest = REQUEST
+) -> RouterMetrics:
     metrics = RouterMetrics(CollectorRegistry())
     stats = RequestStats(metrics)
     service = service_of(workers, tiny_tokenizer(), MODEL, stats, config or Config())
@@ -82,7 +85,7 @@ async def deliver(workers: Workers, config: Config | None = None) -> RouterMetri
     async def sink(_: int, __: OutputDelta) -> None: ...
 
     try:
-        await service.run(arrival, [REQUEST], choices_for([REQUEST]), sink)
+        await service.run(arrival, [request], choices_for([request]), sink)
     except BatonError:
         assert workers.error is not None
     return metrics
@@ -115,6 +118,23 @@ async def test_the_span_of_an_answer(spans: SpanKeeper) -> None:
     assert seen.trace.traceparent == f"00-{TRACE}-{own}-01", "workers' spans are below it"
 
 
+async def test_the_span_has_the_clients_ids_within_bounds(spans: SpanKeeper) -> None:
+    with of_request(request_id="mine"):
+        await deliver(Workers(), request=replace(REQUEST, session="s" * 5000))
+    told = dict(spans.one("chat smollm2").attributes or {})
+    assert told["baton.request_id"] == "mine"
+    assert told["gen_ai.conversation.id"] == "s" * 256
+
+
+async def test_a_client_cannot_have_all_of_its_requests_traced() -> None:
+    with kept_spans(ratio=0.0, client_trace_rate=0.0) as spans:
+        workers = Workers()
+        await deliver(workers)
+        assert spans.all() == []
+        (seen,) = workers.seen
+        assert seen.trace.traceparent.endswith("-00"), "workers do not trace it either"
+
+
 async def test_the_span_of_a_refusal(spans: SpanKeeper) -> None:
     await deliver(Workers(Overloaded("full")))
     told = dict(spans.one("chat smollm2").attributes or {})
@@ -138,13 +158,14 @@ async def test_without_tracing_there_is_no_exemplar() -> None:
 async def test_the_log_line(wanted: str, spans: SpanKeeper) -> None:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(formatter("json"))
+    handler.setFormatter(formatter("json", Service.ROUTER, "router-0"))
     logger = logging.getLogger("baton.requests")
     logger.addHandler(handler)
     logger.setLevel("INFO")
     try:
         config = Config(log_requests=wanted == "requests", log_prompts=wanted == "prompts")
-        await deliver(Workers(), config)
+        with of_request(request_id="mine"):
+            await deliver(Workers(), config)
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
@@ -152,7 +173,7 @@ async def test_the_log_line(wanted: str, spans: SpanKeeper) -> None:
         assert stream.getvalue() == ""
         return
     line = json.loads(stream.getvalue())
-    assert line["request_id"] == "chatcmpl-1"
+    assert (line["request_id"], line["answer_id"]) == ("mine", "chatcmpl-1")
     assert line["trace_id"] == TRACE
     assert (line["prompt_tokens"], line["output_tokens"]) == (3, 3)
     assert (line["outcome"], line["class"], line["tenant"]) == ("ok", "short", "acme")

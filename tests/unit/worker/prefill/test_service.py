@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
+import json
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
@@ -13,6 +16,7 @@ from baton.errors import BatonError, NoRoom, WorkerFailed
 from baton.request import LoadSnapshot
 from baton.rpc import convert
 from baton.rpc.grpc_channel import make_server, open_channel
+from baton.telemetry.logs import Service, formatter
 from baton.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2
 from router.workers.worker_link import PrefillStream
 from worker.prefill import service
@@ -33,11 +37,13 @@ class Prompts:
         self.begun: list[str] = []
         self.aborted: list[str] = []
         self.error: Exception | None = None
+        self.log = logging.getLogger("tests.prompts")
 
     async def run(self, request: prefill_pb2.PrefillRequest, send: Send) -> None:
         """Send a first token, wait to be let go on, send the handoff or fail."""
         name = request.sequence.request_id
         self.begun.append(name)
+        self.log.info("begun")
         try:
             output = worker_pb2.TokenOutput(request_id=name, token_ids=[7])
             send(prefill_pb2.PrefillResponse(first_token=output))
@@ -129,6 +135,24 @@ async def test_a_failure_is_that_prefills_alone(
         assert "secret" not in caught.value.message
         world.prompts.error = None
         assert await follow(world.stream, request_of("a", 1)) == ["first_token", "handoff"]
+
+
+async def test_lines_of_a_prefill_have_its_ids() -> None:
+    written = io.StringIO()
+    handler = logging.StreamHandler(written)
+    handler.setFormatter(formatter("json", Service.WORKER, "prefill-0"))
+    logger = logging.Logger("own")
+    logger.addHandler(handler)
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    async with open_world() as world:
+        world.prompts.log = logger
+        world.prompts.going_on.set()
+        first, second = request_of("a"), request_of("b")
+        first.sequence.trace.traceparent = f"00-{trace}-b7ad6b7169203331-01"
+        await follow(world.stream, first)
+        await follow(world.stream, second)
+    rows = [json.loads(line) for line in written.getvalue().splitlines()]
+    assert [(row["answer_id"], row.get("trace_id")) for row in rows] == [("a", trace), ("b", None)]
 
 
 async def test_closing_the_iterator_aborts_it_there_and_nothing_else() -> None:

@@ -1,0 +1,67 @@
+"""Counters by tenant and API key, with a bounded number of series.
+
+They are apart from the counters by class: their product would be thousands of series, and sums over
+either stay exact. A request is counted once, at its end.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import Counter
+
+MAX_CALLERS = 256
+"""Maximum number of keys with own series in one process. Key files are reloaded while a router
+runs, so the number of names that it sees over time has no bound."""
+OTHER = "other"
+"""Label of all tenants, or keys, beyond ``MAX_CALLERS``."""
+
+
+class CallerSeries:
+    """The series of one tenant and API key."""
+
+    def __init__(self, requests: Counter, tokens: Counter, tenant: str, key: str) -> None:
+        self._requests, self._labels = requests, (tenant, key)
+        self._prompt, self._cached, self._generated = (
+            tokens.labels(tenant, key, kind) for kind in ("prompt", "cached_prompt", "generated")
+        )
+        self._outcomes: dict[str, Counter] = {}
+
+    def count(self, outcome: str, prompt: int = 0, cached: int = 0, generated: int = 0) -> None:
+        """Count a request that has ended, and its tokens."""
+        counted = self._outcomes.get(outcome)
+        if counted is None:
+            counted = self._outcomes[outcome] = self._requests.labels(*self._labels, outcome)
+        counted.inc()
+        if prompt:
+            self._prompt.inc(prompt)
+        if cached:
+            self._cached.inc(cached)
+        if generated:
+            self._generated.inc(generated)
+
+
+class TenantSeries:
+    """The series of all tenants and API keys of a router process."""
+
+    def __init__(self, requests: Counter, tokens: Counter) -> None:
+        """``requests`` has the labels tenant, key and outcome, ``tokens`` tenant, key and kind."""
+        self._requests, self._tokens = requests, tokens
+        self._callers: dict[tuple[str, str], CallerSeries] = {}
+        self._others: dict[str, CallerSeries] = {}
+
+    def of(self, tenant: str, key: str) -> CallerSeries:
+        """Return the series of a tenant's API key. ``key`` is its public name; empty if none was
+        shown."""
+        known = self._callers.get((tenant, key))
+        if known is not None:
+            return known
+        if len(self._callers) < MAX_CALLERS:
+            made = self._callers[tenant, key] = self._made(tenant, key)
+            return made
+        if tenant not in self._others and len(self._others) >= MAX_CALLERS:
+            tenant = OTHER
+        if tenant not in self._others:
+            self._others[tenant] = self._made(tenant, OTHER)
+        return self._others[tenant]
+
+    def _made(self, tenant: str, key: str) -> CallerSeries:
+        return CallerSeries(self._requests, self._tokens, tenant, key)
