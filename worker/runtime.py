@@ -16,6 +16,7 @@ from baton.errors import WorkerFailed
 from baton.host.process_end import Fail
 from baton.liveness.listening import ListeningClock
 from baton.telemetry.metrics_server import MetricsServer
+from baton.telemetry.page import MetricsPage
 from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.engine import Engine
 from engine.parallel.ranks import Leader
@@ -104,6 +105,7 @@ async def load_runtime(
     tiers = await _make_tiers(settings, memory, engine, costs, metrics)
     budget = PrefillBudget(costs, settings.config.slo_tpot_s)
     core = EngineCore(engine, gauges, "", board, budget, tiers, fail=fail)
+    page = MetricsPage(metrics.registry, settings.cluster_id, settings.model_name)
     tls = settings.config.tls.of("worker")
     return WorkerRuntime(
         core=core,
@@ -112,7 +114,7 @@ async def load_runtime(
         metrics=metrics,
         gauges=gauges,
         metrics_server=MetricsServer(
-            settings.host, metrics.registry, tls, settings.config.worker_metrics_ports
+            settings.host, page, tls, settings.config.worker_metrics_ports
         ),
         costs=costs,
         transfers=ThreadPoolExecutor(_TRANSFER_THREADS, "transfer", use_device, (device,)),

@@ -28,6 +28,7 @@ from baton.store.registry import Registry
 from baton.store.supervision import PoolSizes
 from baton.telemetry.metrics import SupervisorMetrics
 from baton.telemetry.metrics_server import MetricsServer
+from baton.telemetry.page import MetricsPage
 from deploy.processes.leadership import StaleOrderError, SupervisorTerm
 from deploy.processes.ports import join_host_port
 from deploy.processes.process_identity import ProcessIdentity
@@ -110,7 +111,8 @@ class SupervisorActor:
         host = RayPlace.own().host
         config = Config(**settings.worker.config)
         tls = config.tls.of("supervisor")
-        server = MetricsServer(host, metrics.registry, tls, config.supervisor_metrics_ports)
+        page = MetricsPage(metrics.registry, settings.cluster_id, settings.worker.model_name)
+        server = MetricsServer(host, page, tls, config.supervisor_metrics_ports)
         async with redis_client(settings.redis_url) as client:
             registry = Registry(client, settings.cluster_id)
 

@@ -88,6 +88,10 @@ Times are in seconds, sizes in bytes. A histogram `x` has the series `x_bucket` 
 `le`), `x_sum` and `x_count`. No label holds text of a client. Two pages may have a series of the
 same name: labels tell them apart, so that sums over pages are right.
 
+Every series has the labels `cluster` (the [`cluster_id`](configuration.md#cluster_id)) and
+`model_name` (the name in the API) too, on every page. Without a `cluster_id` each start draws a new
+name: set one before you keep series or alert on them.
+
 {made_from("`baton/telemetry`")}
 """
 _PAGES = {
