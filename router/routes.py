@@ -23,6 +23,7 @@ from baton.telemetry.metrics import RouterMetrics
 from baton.telemetry.page import MetricsPage
 from baton.version import VERSION
 from router.admin.cluster_metrics import cluster_page
+from router.admin.router_page import router_page
 from router.core.request import Dispatcher
 from router.embeddings.api import EmbeddingsApi
 from router.embeddings.protocol import EmbeddingsRequest, EmbeddingsResponse
@@ -148,7 +149,7 @@ def make_apps(
     add_error_handlers(app)
     _add_openai(app, apis.openai, apis.service.model.id)
     _add_apis(app, apis)
-    page = partial(_page, metrics, cluster_id, apis.service.model.id)
+    page = partial(router_page, metrics, config, cluster_id, apis.service.model.id)
     _add_operations(app, dispatcher, metrics, page, number, supervisor, config)
     for one in more:
         one.mount(app)
@@ -325,10 +326,6 @@ def _add_operations(
         app.add_api_route(
             "/ping", health, methods=[method], tags=["operations"], response_model=None
         )
-
-
-def _page(metrics: RouterMetrics, cluster_id: str, model_name: str) -> MetricsPage:
-    return MetricsPage(metrics.shown(), cluster_id, model_name)
 
 
 def _active(shown: CollectorRegistry) -> int:

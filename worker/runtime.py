@@ -15,6 +15,7 @@ from baton.config.pools import PoolConfig
 from baton.errors import WorkerFailed
 from baton.host.process_end import Fail
 from baton.liveness.listening import ListeningClock
+from baton.telemetry.certificates import CertificateExpiry
 from baton.telemetry.metrics_server import MetricsServer
 from baton.telemetry.page import MetricsPage
 from baton.telemetry.worker_metrics import WorkerMetrics
@@ -105,8 +106,10 @@ async def load_runtime(
     tiers = await _make_tiers(settings, memory, engine, costs, metrics)
     budget = PrefillBudget(costs, settings.config.slo_tpot_s)
     core = EngineCore(engine, gauges, "", board, budget, tiers, fail=fail)
-    page = MetricsPage(metrics.registry, settings.cluster_id, settings.model_name)
     tls = settings.config.tls.of("worker")
+    expiry = CertificateExpiry(metrics.certificate_expiry, settings.slot, tls)
+    named = settings.cluster_id, settings.model_name
+    page = MetricsPage(metrics.registry, *named, expiry.look)
     return WorkerRuntime(
         core=core,
         memory=memory.of(engine.cache),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
@@ -18,13 +18,18 @@ class MetricsPage(CollectorRegistry):
     Several clusters in one Prometheus have workers of the same name: these labels tell them apart.
     """
 
-    def __init__(self, source: Collector, cluster: str, model_name: str) -> None:
+    def __init__(
+        self, source: Collector, cluster: str, model_name: str, look: Callable[[], None]
+    ) -> None:
+        """``look`` sets what is measured for each page alone; any thread may call it."""
         super().__init__()
         self._source = source
         self._values = cluster, model_name
+        self._look = look
 
     def collect(self) -> Iterator[Metric]:
         """Return the families of the registry, as they are now, with the labels of the page."""
+        self._look()
         shared = dict(zip(PAGE_LABELS, self._values, strict=True))
         for family in self._source.collect():
             family.samples = [
@@ -35,4 +40,4 @@ class MetricsPage(CollectorRegistry):
     def restricted_registry(self, names: Iterable[str]) -> MetricsPage:  # type: ignore[override]
         """Return the part of the page that a query ``name[]`` asks for."""
         assert isinstance(self._source, CollectorRegistry)
-        return MetricsPage(self._source.restricted_registry(names), *self._values)
+        return MetricsPage(self._source.restricted_registry(names), *self._values, self._look)

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
+from prometheus_client.exposition import choose_encoder
 
 from baton.telemetry.page import MetricsPage
 
+OPENMETRICS, _ = choose_encoder("application/openmetrics-text; version=1.0.0")
 LABELS = 'cluster="blue",model_name="tiny"'
 
 
@@ -27,11 +28,11 @@ def lines(page: str) -> list[str]:
     return [line for line in page.splitlines() if not line.startswith("#")]
 
 
-@pytest.mark.parametrize("draw", [generate_latest, openmetrics], ids=["text", "openmetrics"])
+@pytest.mark.parametrize("draw", [generate_latest, OPENMETRICS], ids=["text", "openmetrics"])
 def test_each_series_has_the_labels(
     registry: CollectorRegistry, draw: Callable[[CollectorRegistry], bytes]
 ) -> None:
-    page = MetricsPage(registry, "blue", "tiny")
+    page = MetricsPage(registry, "blue", "tiny", lambda: None)
     for _ in range(2):
         found = lines(draw(page).decode())
         assert f'a_total{{{LABELS},worker="w"}} 2.0' in found
@@ -42,7 +43,7 @@ def test_each_series_has_the_labels(
 
 
 def test_exemplars_stay(registry: CollectorRegistry) -> None:
-    page = openmetrics(MetricsPage(registry, "blue", "tiny")).decode()
+    page = OPENMETRICS(MetricsPage(registry, "blue", "tiny", lambda: None)).decode()
     assert re.search(
         r'^c_bucket{cluster="blue",le="1.0",model_name="tiny"} 1.0 # {trace_id="t"} 0.5',
         page,
@@ -51,7 +52,7 @@ def test_exemplars_stay(registry: CollectorRegistry) -> None:
 
 
 def test_a_part_of_a_page(registry: CollectorRegistry) -> None:
-    part = MetricsPage(registry, "blue", "tiny").restricted_registry(["b", "a_total"])
+    part = MetricsPage(registry, "blue", "tiny", lambda: None).restricted_registry(["b", "a_total"])
     assert sorted(lines(generate_latest(part).decode())) == [
         f'a_total{{{LABELS},worker="w"}} 2.0',
         f"b{{{LABELS}}} 3.0",
