@@ -109,7 +109,8 @@ async def load_runtime(
     tls = settings.config.tls.of("worker")
     expiry = CertificateExpiry(metrics.certificate_expiry, settings.slot, tls)
     named = settings.cluster_id, settings.model_name
-    page = MetricsPage(metrics.registry, *named, expiry.look)
+    vllm = settings.config.vllm_metrics
+    page = MetricsPage(metrics.registry, *named, expiry.look, vllm=vllm)
     return WorkerRuntime(
         core=core,
         memory=memory.of(engine.cache),

@@ -8,6 +8,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from baton.telemetry.vllm_names import vllm_families
+
 PAGE_LABELS = ("cluster", "model_name")
 """The labels of every series on every page. Declarations of metrics do not name them."""
 
@@ -19,13 +21,21 @@ class MetricsPage(CollectorRegistry):
     """
 
     def __init__(
-        self, source: Collector, cluster: str, model_name: str, look: Callable[[], None]
+        self,
+        source: Collector,
+        cluster: str,
+        model_name: str,
+        look: Callable[[], None],
+        *,
+        vllm: bool = False,
     ) -> None:
-        """``look`` sets what is measured for each page alone; any thread may call it."""
+        """``look`` sets what is measured for each page alone; any thread may call it. ``vllm`` adds
+        series under vLLM's names."""
         super().__init__()
         self._source = source
         self._values = cluster, model_name
         self._look = look
+        self._vllm = vllm
 
     def collect(self) -> Iterator[Metric]:
         """Return the families of the registry, as they are now, with the labels of the page."""
@@ -36,8 +46,11 @@ class MetricsPage(CollectorRegistry):
                 sample._replace(labels={**shared, **sample.labels}) for sample in family.samples
             ]
             yield family
+            if self._vllm:
+                yield from vllm_families(family)
 
     def restricted_registry(self, names: Iterable[str]) -> MetricsPage:  # type: ignore[override]
         """Return the part of the page that a query ``name[]`` asks for."""
         assert isinstance(self._source, CollectorRegistry)
-        return MetricsPage(self._source.restricted_registry(names), *self._values, self._look)
+        part = self._source.restricted_registry(names)
+        return MetricsPage(part, *self._values, self._look, vllm=self._vllm)

@@ -22,7 +22,8 @@ def router_page(
         expiry.look()
         _look_at_disk(metrics, config.data_folder)
 
-    return MetricsPage(metrics.shown(), cluster_id, model_name, look)
+    shown = metrics.shown()
+    return MetricsPage(shown, cluster_id, model_name, look, vllm=config.vllm_metrics)
 
 
 def _look_at_disk(metrics: RouterMetrics, folder: Path) -> None:

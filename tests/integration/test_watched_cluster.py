@@ -21,7 +21,7 @@ def router_value(cluster: MiniCluster, name: str, **labels: str) -> float:
 
 
 async def test_what_a_cluster_shows(tiny_model: Path, redis_url: str) -> None:
-    async with mini_cluster(tiny_model, redis_url) as cluster:
+    async with mini_cluster(tiny_model, redis_url, vllm_metrics=True) as cluster:
         prompt = prompt_of(5 * BLOCK + 3)
         asked = 0
         async with asyncio.timeout(DEADLINE_S):
@@ -49,7 +49,8 @@ async def _page_names_the_cluster(cluster: MiniCluster, slot: str) -> None:
     async with httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S) as client:
         page = (await client.get(f"http://{record.metrics_address}/metrics")).text
     samples = [one for family in text_string_to_metric_families(page) for one in family.samples]
-    assert any(one.labels.get("worker") == slot for one in samples)
+    for name in ("baton_kv_blocks", "vllm:kv_cache_usage_perc", "vllm:num_requests_running"):
+        assert any(one.name == name and one.labels["worker"] == slot for one in samples)
     for one in samples:
         assert one.labels["cluster"] == cluster.cluster_id
         assert one.labels["model_name"] == "tiny"
