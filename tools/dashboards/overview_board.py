@@ -139,6 +139,54 @@ OVERVIEW = Dashboard(
             ),
         ),
         Row(
+            "What runs out",
+            (
+                Panel(
+                    "Time to certificate expiry",
+                    (
+                        Query(
+                            "min by (process, file)"
+                            " (baton_certificate_expiry_timestamp_seconds) - time()",
+                            "{{process}} {{file}}",
+                        ),
+                    ),
+                    "s",
+                    "Empty without TLS.",
+                    limit=14 * 86400.0,
+                ),
+                Panel(
+                    "Data disk free, fraction",
+                    (
+                        Query(
+                            "min by (instance)"
+                            " (baton_data_disk_free_bytes / baton_data_disk_total_bytes)",
+                            "{{instance}}",
+                        ),
+                    ),
+                    "percentunit",
+                    "The file system of data_dir: files, batches and bills.",
+                    limit=0.1,
+                ),
+                Panel(
+                    "Redis memory use",
+                    (
+                        Query(
+                            "max(baton_redis_memory_used_bytes"
+                            " / (baton_redis_memory_total_bytes > 0))",
+                            "of maxmemory",
+                        ),
+                    ),
+                    "percentunit",
+                    limit=0.9,
+                ),
+                Panel(
+                    "Batch lines planned to be late",
+                    (Query("max(baton_batch_late_lines)", "lines"),),
+                    meaning="They will have no answer when their completion window ends.",
+                ),
+            ),
+        ),
+        Row(
             "Workers' lives",
             (
                 Panel(
