@@ -91,6 +91,7 @@ def make_application(
         apis,
         dispatcher,
         stats.metrics,
+        cluster_id,
         number=number,
         supervisor=partial(supervisor_page, client, cluster_id),
         more=(

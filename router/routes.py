@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from fastapi import FastAPI
@@ -19,8 +20,10 @@ from starlette.routing import Mount, Route
 from baton.client.headers import ROUTER_HEADER
 from baton.config.cluster import Config
 from baton.telemetry.metrics import RouterMetrics
+from baton.telemetry.page import MetricsPage
 from baton.version import VERSION
 from router.admin.cluster_metrics import cluster_page
+from router.admin.router_page import router_page
 from router.core.request import Dispatcher
 from router.embeddings.api import EmbeddingsApi
 from router.embeddings.protocol import EmbeddingsRequest, EmbeddingsResponse
@@ -126,6 +129,7 @@ def make_apps(
     apis: Apis,
     dispatcher: Dispatcher,
     metrics: RouterMetrics,
+    cluster_id: str,
     *,
     number: int = 0,
     supervisor: SupervisorPage | None = None,
@@ -133,8 +137,9 @@ def make_apps(
 ) -> Apps:
     """Create the HTTP apps of one router process.
 
-    ``number`` distinguishes the process from others that share its port. ``supervisor`` returns the
-    address of the supervisor's metrics. ``more``: endpoints of batches and operators.
+    ``cluster_id`` is a label of its metrics. ``number`` distinguishes the process from others that
+    share its port. ``supervisor`` returns the address of the supervisor's metrics. ``more``:
+    endpoints of batches and operators.
     """
     config, access = apis.service.config, apis.service.access
     # FastAPI's own pages at /docs load scripts from the Internet; these include them.
@@ -144,7 +149,8 @@ def make_apps(
     add_error_handlers(app)
     _add_openai(app, apis.openai, apis.service.model.id)
     _add_apis(app, apis)
-    _add_operations(app, dispatcher, metrics, number, supervisor, config)
+    page = partial(router_page, metrics, config, cluster_id, apis.service.model.id)
+    _add_operations(app, dispatcher, metrics, page, number, supervisor, config)
     for one in more:
         one.mount(app)
     describe(app)
@@ -254,6 +260,7 @@ def _add_operations(
     app: FastAPI,
     dispatcher: Dispatcher,
     metrics: RouterMetrics,
+    page: Callable[[], MetricsPage],
     number: int,
     supervisor: SupervisorPage | None,
     config: Config,
@@ -285,14 +292,13 @@ def _add_operations(
         In the OpenMetrics format, if the client accepts it, with traces as exemplars of TTFT.
         """
         draw, kind = choose_encoder(request.headers.get("accept", ""))
-        page = await asyncio.to_thread(lambda: draw(metrics.shown()))
-        return Response(page, media_type=kind)
+        return Response(await asyncio.to_thread(lambda: draw(page())), media_type=kind)
 
     async def all_metrics() -> Response:
         """All metrics of the cluster on one page, for people."""
         told = None if supervisor is None else await supervisor()
-        page = await cluster_page(metrics.shown(), dispatcher.metrics_addresses(), told, inside)
-        return Response(page, media_type=CONTENT_TYPE_LATEST)
+        every = await cluster_page(page(), dispatcher.metrics_addresses(), told, inside)
+        return Response(every, media_type=CONTENT_TYPE_LATEST)
 
     async def targets() -> list[dict[str, Any]]:
         """Addresses of the metrics of workers and supervisor, for Prometheus service discovery."""

@@ -15,7 +15,9 @@ from baton.config.pools import PoolConfig
 from baton.errors import WorkerFailed
 from baton.host.process_end import Fail
 from baton.liveness.listening import ListeningClock
+from baton.telemetry.certificates import CertificateExpiry
 from baton.telemetry.metrics_server import MetricsServer
+from baton.telemetry.page import MetricsPage
 from baton.telemetry.worker_metrics import WorkerMetrics
 from engine.engine import Engine
 from engine.parallel.ranks import Leader
@@ -105,6 +107,10 @@ async def load_runtime(
     budget = PrefillBudget(costs, settings.config.slo_tpot_s)
     core = EngineCore(engine, gauges, "", board, budget, tiers, fail=fail)
     tls = settings.config.tls.of("worker")
+    expiry = CertificateExpiry(metrics.certificate_expiry, settings.slot, tls)
+    named = settings.cluster_id, settings.model_name
+    vllm = settings.config.vllm_metrics
+    page = MetricsPage(metrics.registry, *named, expiry.look, vllm=vllm)
     return WorkerRuntime(
         core=core,
         memory=memory.of(engine.cache),
@@ -112,7 +118,7 @@ async def load_runtime(
         metrics=metrics,
         gauges=gauges,
         metrics_server=MetricsServer(
-            settings.host, metrics.registry, tls, settings.config.worker_metrics_ports
+            settings.host, page, tls, settings.config.worker_metrics_ports
         ),
         costs=costs,
         transfers=ThreadPoolExecutor(_TRANSFER_THREADS, "transfer", use_device, (device,)),

@@ -268,6 +268,8 @@ class Config(BaseSettings):
     """Log a line for each request that has ended: its id, class, tokens, times and outcome."""
     log_prompts: bool = False
     """Add prompt text to the lines of ``log_requests``. Prompts may hold personal data."""
+    vllm_metrics: bool = False
+    """Add the metrics that dashboards for vLLM and gateways read, under vLLM's names."""
     otlp_endpoint: str = ""
     """URL that receives traces and metrics of requests by OTLP over gRPC, such as
     ``http://127.0.0.1:4317``; empty sends none."""

@@ -16,6 +16,7 @@ from baton.telemetry.series import (
     LATENCY,
     PER_TOKEN,
     TOKENS_PER_SECOND,
+    certificate_expiry,
     event_loop_lag_seconds,
     grammar_compile_seconds,
     queue_seconds,
@@ -172,6 +173,7 @@ class RouterMetrics:
         self.event_loop_lag_seconds = event_loop_lag_seconds(registry)
         self.redis_call_seconds = redis_call_seconds(registry)
         self.redis_failures = redis_failures(registry)
+        self.certificate_expiry = certificate_expiry(registry)
         self.registry_age_seconds = Gauge(
             "baton_registry_age_seconds",
             "Age of this router's copy of the registry; the maximum over its processes.",
@@ -218,6 +220,25 @@ class RouterMetrics:
             "Batch lines that run, or wait for spare capacity.",
             registry=registry,
             multiprocess_mode="livesum",
+        )
+        self.batch_late_lines = Gauge(
+            "baton_batch_late_lines",
+            "Lines of batches that will have no answer when their completion window ends, as "
+            "planned at the speed that batches have now.",
+            registry=registry,
+            multiprocess_mode="livemostrecent",
+        )
+        self.data_disk_free_bytes = Gauge(
+            "baton_data_disk_free_bytes",
+            "Free space for data_dir, which holds files, batches and bills.",
+            registry=registry,
+            multiprocess_mode="livemostrecent",
+        )
+        self.data_disk_total_bytes = Gauge(
+            "baton_data_disk_total_bytes",
+            "Size of the file system of data_dir.",
+            registry=registry,
+            multiprocess_mode="livemostrecent",
         )
         self._classes: dict[str, ClassSeries] = {}
 
@@ -303,3 +324,15 @@ class SupervisorMetrics:
             ["role"],
             registry=registry,
         )
+        self.redis_memory_used_bytes = Gauge(
+            "baton_redis_memory_used_bytes",
+            "Memory that Redis uses for its data and clients.",
+            registry=registry,
+        )
+        self.redis_memory_total_bytes = Gauge(
+            "baton_redis_memory_total_bytes",
+            "Memory that Redis may use: its maxmemory, or without one that of its machine; 0 if "
+            "it tells neither.",
+            registry=registry,
+        )
+        self.certificate_expiry = certificate_expiry(registry)

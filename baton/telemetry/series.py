@@ -10,7 +10,7 @@ Labels are bounded: classes, roles and slots come from the configuration, codes 
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
@@ -67,4 +67,14 @@ def redis_failures(registry: CollectorRegistry) -> Counter:
         "Redis calls that were refused or not answered.",
         ["role", "call"],
         registry=registry,
+    )
+
+
+def certificate_expiry(registry: CollectorRegistry) -> Gauge:
+    return Gauge(
+        "baton_certificate_expiry_timestamp_seconds",
+        "Unix time at which a certificate that a process shows expires; absent without TLS.",
+        ["process", "file"],
+        registry=registry,
+        multiprocess_mode="livemin",
     )

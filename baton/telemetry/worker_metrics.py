@@ -11,6 +11,7 @@ from baton.store.redis_client import RedisCalls
 from baton.telemetry.series import (
     HANDOFF,
     PER_TOKEN,
+    certificate_expiry,
     event_loop_lag_seconds,
     grammar_compile_seconds,
     queue_seconds,
@@ -140,6 +141,7 @@ class WorkerMetrics:
         self.event_loop_lag_seconds = event_loop_lag_seconds(registry)
         self.redis_call_seconds = redis_call_seconds(registry)
         self.redis_failures = redis_failures(registry)
+        self.certificate_expiry = certificate_expiry(registry)
         self.index_pending_blocks = Gauge(
             "baton_index_pending_blocks",
             "Blocks whose change (held or dropped) the prefix index has not received yet.",

@@ -26,9 +26,11 @@ from baton.rpc.worker_plane import WorkerPlane
 from baton.store.redis_client import redis_client
 from baton.store.registry import RefusedRecord, Registry, WorkerRecord
 from baton.store.supervision import PoolSizes
+from baton.telemetry.certificates import CertificateExpiry
 from baton.telemetry.logs import Service
 from baton.telemetry.metrics import SupervisorMetrics
 from baton.telemetry.metrics_server import MetricsServer
+from baton.telemetry.page import MetricsPage
 from deploy.processes.leadership import StaleOrderError, SupervisorTerm
 from deploy.processes.ports import join_host_port
 from deploy.processes.process_identity import ProcessIdentity
@@ -36,6 +38,7 @@ from deploy.supervisor.autoscaling import Autoscaling, ClusterObserver, change_r
 from deploy.supervisor.ray_slots import RaySlots
 from deploy.supervisor.reconciler import Phase, Reconciler, split
 from deploy.supervisor.status_store import StatusStore
+from deploy.supervisor.store_memory import StoreMemory
 from deploy.supervisor.supervisor import Supervisor
 from deploy.workers.actor_process import RayPlace, end_with, start_log
 from deploy.workers.actor_settings import ActorSettings
@@ -109,7 +112,10 @@ class SupervisorActor:
         host = RayPlace.own().host
         config = Config(**settings.worker.config)
         tls = config.tls.of("supervisor")
-        server = MetricsServer(host, metrics.registry, tls, config.supervisor_metrics_ports)
+        expiry = CertificateExpiry(metrics.certificate_expiry, "supervisor", tls)
+        named = settings.cluster_id, settings.worker.model_name
+        page = MetricsPage(metrics.registry, *named, expiry.look)
+        server = MetricsServer(host, page, tls, config.supervisor_metrics_ports)
         async with redis_client(settings.redis_url) as client:
             registry = Registry(client, settings.cluster_id)
 
@@ -167,13 +173,18 @@ class SupervisorActor:
             async with asyncio.TaskGroup() as group:
                 if settings.worker.is_on_one_machine:
                     group.create_task(end_with(settings.launcher))
-                self._supervising = group.create_task(_keep(supervisor, autoscaling))
+                self._supervising = group.create_task(
+                    _keep(supervisor, autoscaling, StoreMemory(client, metrics))
+                )
                 self._started.set_result(os.getpid())
 
 
-async def _keep(supervisor: Supervisor, autoscaling: Autoscaling | None) -> None:
+async def _keep(
+    supervisor: Supervisor, autoscaling: Autoscaling | None, memory: StoreMemory
+) -> None:
     """Run the supervisor, and the autoscaler if there is one, until cancelled."""
     async with asyncio.TaskGroup() as group:
+        group.create_task(memory.run())
         group.create_task(supervisor.run())
         if autoscaling is not None:
             group.create_task(autoscaling.run())

@@ -286,7 +286,7 @@ def make_app(tokenizer: Tokenizer, config: Config) -> ASGIApp:
     model = ServedModel(MODEL_NAME, 0, CONTEXT, EMBEDDING_SIZE)
     access = Access(config, stats.metrics)
     service = InferenceService(dispatcher, tokenizer, model, stats, config, access)
-    return make_apps(Apis.of(service), dispatcher, stats.metrics).http
+    return make_apps(Apis.of(service), dispatcher, stats.metrics, "").http
 
 
 async def held_by(app: ASGIApp, body: Body, max_bytes: int) -> Held:

@@ -17,7 +17,7 @@ from baton.security.tls import PeerRole
 from router.http.metrics_pages import MetricsPages
 
 _DEADLINE_S = 2.0
-_PREFIX = "baton_"
+_PREFIXES = ("baton_", "vllm:")
 _SUMMED = frozenset({"counter", "histogram", "summary"})
 
 
@@ -52,7 +52,7 @@ def merge_pages(pages: Iterable[str]) -> bytes:
     families: dict[str, Metric] = {}
     for page in pages:
         for family in text_string_to_metric_families(page):
-            if family.name.startswith(_PREFIX) and not family.name.endswith("_created"):
+            if family.name.startswith(_PREFIXES) and not family.name.endswith("_created"):
                 known = families.setdefault(
                     family.name, Metric(family.name, family.documentation, family.type)
                 )

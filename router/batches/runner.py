@@ -183,6 +183,8 @@ class BatchRunner:
             if batch.unfinished:
                 await self._attend(batch)
         self._schedules = await self._planner.look(now)
+        late = sum(schedule.late_lines for schedule in self._schedules.values())
+        self._metrics.batch_late_lines.set(late)
         owners = ("", self.owner, *(name for name in beats if self._silence.is_silent(name)))
         free = Free(owners, (*self._runs, *self._rest_until))
         ending = sum(run.ending for run in self._runs.values())

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from loadtest.common.peer_servers import SERVED_NAME
+from tests.support.e2e.api import series
 from tests.support.e2e.cluster import START_S, UpProcess
 from tests.support.e2e.timed_up import PROGRAM
 
@@ -95,9 +96,8 @@ def test_roles_follow_the_traffic_and_come_back(tmp_path: Path) -> None:
             wait_for_roles(up, 1, 2)
         with Clients(up.http, LONG_PROMPTS, 8):
             wait_for_roles(up, 2, 1)
-        page = httpx.get(f"{up.http}/metrics/cluster", timeout=START_S).text
         for action in ("to_decode", "to_prefill"):
-            assert f'baton_autoscaler_decisions_total{{action="{action}",mode="live"' in page
+            assert series(up, "baton_autoscaler_decisions_total", action=action, mode="live")
         up.terminate()
         assert up.wait() == 0, up.text
 
@@ -114,8 +114,7 @@ def test_a_pool_grows_under_load_and_is_drained_without_losing_a_request(tmp_pat
         with Clients(up.http, LONG_ANSWERS, 4) as few:
             wait_for_roles(up, 1, 1)
         assert many.statuses.keys() == few.statuses.keys() == {httpx.codes.OK}
-        page = httpx.get(f"{up.http}/metrics/cluster", timeout=START_S).text
         for action in ("grow", "shrink"):
-            assert f'baton_autoscaler_decisions_total{{action="{action}",mode="live"' in page
+            assert series(up, "baton_autoscaler_decisions_total", action=action, mode="live")
         up.terminate()
         assert up.wait() == 0, up.text

@@ -123,7 +123,7 @@ def running_at(port: int) -> float | None:
     except httpx.HTTPError:
         return None
     found = re.search(
-        r'^baton_sequences{role="decode",state="running",.*} (\S+)', page, re.MULTILINE
+        r'^baton_sequences{.*role="decode",state="running",.*} (\S+)', page, re.MULTILINE
     )
     return float(found[1]) if found and "baton_routable" not in page else None
 

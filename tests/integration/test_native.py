@@ -38,7 +38,7 @@ def client_of(cluster: MiniCluster) -> httpx.AsyncClient:
     service = InferenceService(
         cluster.dispatcher, cluster.tokenizer, model, cluster.stats, cluster.config, access
     )
-    apps = make_apps(Apis.of(service), cluster.dispatcher, cluster.metrics)
+    apps = make_apps(Apis.of(service), cluster.dispatcher, cluster.metrics, cluster.cluster_id)
     transport = httpx.ASGITransport(apps.http)
     return httpx.AsyncClient(transport=transport, base_url="http://baton", timeout=DEADLINE_S)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
 from baton.host.background import end_tasks
 from baton.sampling_params import SamplingParams
 from tests.support.integration.handoff import BLOCK, prompt_of
@@ -18,7 +21,7 @@ def router_value(cluster: MiniCluster, name: str, **labels: str) -> float:
 
 
 async def test_what_a_cluster_shows(tiny_model: Path, redis_url: str) -> None:
-    async with mini_cluster(tiny_model, redis_url) as cluster:
+    async with mini_cluster(tiny_model, redis_url, vllm_metrics=True) as cluster:
         prompt = prompt_of(5 * BLOCK + 3)
         asked = 0
         async with asyncio.timeout(DEADLINE_S):
@@ -36,6 +39,21 @@ async def test_what_a_cluster_shows(tiny_model: Path, redis_url: str) -> None:
         exposed = "baton_handoff_exposed_seconds_count"
         assert cluster.value("prefill-0", exposed, transport="shm") == asked
         await cluster.until(lambda: _all_is_reported(cluster))
+        for slot in cluster.workers:
+            await _page_names_the_cluster(cluster, slot)
+
+
+async def _page_names_the_cluster(cluster: MiniCluster, slot: str) -> None:
+    record = cluster.workers[slot].record
+    assert record is not None
+    async with httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S) as client:
+        page = (await client.get(f"http://{record.metrics_address}/metrics")).text
+    samples = [one for family in text_string_to_metric_families(page) for one in family.samples]
+    for name in ("baton_kv_blocks", "vllm:kv_cache_usage_perc", "vllm:num_requests_running"):
+        assert any(one.name == name and one.labels["worker"] == slot for one in samples)
+    for one in samples:
+        assert one.labels["cluster"] == cluster.cluster_id
+        assert one.labels["model_name"] == "tiny"
 
 
 def _all_is_reported(cluster: MiniCluster) -> bool:

@@ -13,25 +13,25 @@ CACHE = Dashboard(
             "Hits",
             (
                 Panel(
-                    "Prompt tokens found in a cache",
+                    "Prefix cache hit ratio, tokens",
                     (Query("baton:cached_prompt_tokens:ratio_rate5m", "{{class}}"),),
                     "percentunit",
                     "At the worker that computed the prompt.",
                 ),
                 Panel(
-                    "Prompt blocks in the prefix index",
+                    "Prefix index hit ratio, blocks",
                     (Query("baton:prefix_blocks_found:ratio_rate5m", "at any worker"),),
                     "percentunit",
                     "Far more than at the chosen worker: routing leaves cached blocks unused.",
                 ),
                 Panel(
-                    "Lookups in the prefix index",
+                    "Prefix index lookups by outcome",
                     (rated("baton_prefix_lookups_total", "outcome"),),
                     "ops",
                     stacked=True,
                 ),
                 Panel(
-                    "Blocks fetched from other workers",
+                    "KV blocks pulled from other workers",
                     (rated("baton_pulled_blocks_total", "transport"),),
                     "ops",
                 ),
@@ -41,23 +41,23 @@ CACHE = Dashboard(
             "Blocks",
             (
                 Panel(
-                    "Prefill workers' blocks",
+                    "KV blocks of prefill workers by state",
                     (summed("baton_kv_blocks", "state", where='role="prefill"'),),
                     stacked=True,
                 ),
                 Panel(
-                    "Decode workers' blocks",
+                    "KV blocks of decode workers by state",
                     (summed("baton_kv_blocks", "state", where='role="decode"'),),
                     stacked=True,
                 ),
                 Panel(
-                    "Blocks in tiers",
+                    "KV blocks in host and disk tiers",
                     (summed("baton_kv_tier_blocks", "tier"),),
                     stacked=True,
                     meaning="Empty without kv_host_mib and kv_disk_mib.",
                 ),
                 Panel(
-                    "Lag of the prefix index",
+                    "Prefix index lag by worker",
                     (Query("max by (worker) (baton_index_lag_seconds)", "{{worker}}"),),
                     "s",
                 ),
@@ -67,17 +67,23 @@ CACHE = Dashboard(
             "Tiers",
             (
                 Panel(
-                    "Copied to tiers", (rated("baton_kv_tier_stored_bytes_total", "tier"),), "Bps"
+                    "KV tier write bandwidth",
+                    (rated("baton_kv_tier_stored_bytes_total", "tier"),),
+                    "Bps",
                 ),
-                Panel("Come back", (rated("baton_kv_tier_loaded_bytes_total", "tier"),), "Bps"),
                 Panel(
-                    "Loads by outcome",
+                    "KV tier read bandwidth",
+                    (rated("baton_kv_tier_loaded_bytes_total", "tier"),),
+                    "Bps",
+                ),
+                Panel(
+                    "KV tier loads by outcome",
                     (rated("baton_kv_tier_loads_total", "tier", "outcome"),),
                     "ops",
                     stacked=True,
                 ),
                 Panel(
-                    "Failures",
+                    "KV tier failures",
                     (rated("baton_kv_tier_failures_total", "tier", "reason"),),
                     "ops",
                 ),
@@ -87,19 +93,19 @@ CACHE = Dashboard(
             "Index",
             (
                 Panel(
-                    "Changes not yet sent to the index",
+                    "Prefix index updates pending",
                     (summed("baton_index_pending_blocks", "worker"),),
                     stacked=True,
                 ),
                 Panel(
-                    "Blocks of prompts",
+                    "Prefix index blocks found and missing",
                     (rated("baton_prefix_blocks_total", "result"),),
                     "short",
                     "Per second.",
                     stacked=True,
                 ),
                 Panel(
-                    "Blocks loaded from tiers",
+                    "KV tier blocks loaded",
                     (rated("baton_kv_tier_loaded_blocks_total", "tier"),),
                     "ops",
                 ),

@@ -13,27 +13,27 @@ COSTS = Dashboard(
             "Now",
             (
                 Panel(
-                    "Dollars per hour",
+                    "Cost per hour",
                     (Query(f"sum(rate(baton_cost_dollars_total{RATE})) * 3600"),),
                     "currencyUSD",
                     "Empty if tokens have no price.",
                     "stat",
                 ),
                 Panel(
-                    "Dollars per request",
+                    "Cost per request",
                     (Query("baton:cost_per_request:rate5m"),),
                     "currencyUSD",
                     kind="stat",
                 ),
                 Panel(
-                    "Dollars per million prompt tokens",
+                    "Cost per million prompt tokens",
                     (Query("baton:cost_per_million_input_tokens:rate5m"),),
                     "currencyUSD",
                     "Less than the price if caches help.",
                     "stat",
                 ),
                 Panel(
-                    "Dollars per million generated tokens",
+                    "Cost per million generated tokens",
                     (Query("baton:cost_per_million_output_tokens:rate5m"),),
                     "currencyUSD",
                     kind="stat",
@@ -45,7 +45,7 @@ COSTS = Dashboard(
             "Cost by tenant and class",
             (
                 Panel(
-                    "Dollars per hour by tenant",
+                    "Cost per hour by tenant",
                     (
                         Query(
                             f"sum by (tenant) (rate(baton_cost_dollars_total{RATE})) * 3600",
@@ -56,7 +56,7 @@ COSTS = Dashboard(
                     stacked=True,
                 ),
                 Panel(
-                    "Dollars per hour by class",
+                    "Cost per hour by class",
                     (
                         Query(
                             f"sum by (class) (rate(baton_cost_dollars_total{RATE})) * 3600",
@@ -67,7 +67,7 @@ COSTS = Dashboard(
                     stacked=True,
                 ),
                 Panel(
-                    "Budgets used",
+                    "Budget use by tenant",
                     (Query("max by (tenant) (baton_budget_used_ratio)", "{{tenant}}"),),
                     "percentunit",
                     "By tenant, for the current period, as of the last requests.",
@@ -136,7 +136,7 @@ COSTS = Dashboard(
             "Speed and devices",
             (
                 Panel(
-                    "Tokens per second per user",
+                    "Output tokens per second per user",
                     quantiles("baton_output_tokens_per_second", "class", 0.05, 0.5),
                     "short",
                     "After the first token, per request.",
@@ -149,7 +149,7 @@ COSTS = Dashboard(
                     stacked=True,
                 ),
                 Panel(
-                    "Memory of devices",
+                    "Device memory use",
                     (
                         Query(
                             "baton_device_memory_used_bytes / baton_device_memory_total_bytes",
@@ -160,7 +160,7 @@ COSTS = Dashboard(
                     limit=1.0,
                 ),
                 Panel(
-                    "Steps out of memory",
+                    "Out-of-memory steps",
                     (
                         Query(
                             "sum by (worker) (increase(baton_out_of_memory_total[5m]))",

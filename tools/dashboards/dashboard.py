@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tools.dashboards.variables import filtered, variables
+
 _WIDTH = 24
 """Number of columns of Grafana's grid."""
 _SCHEMA_VERSION = 39
@@ -26,6 +28,13 @@ class Query:
 
     expression: str
     legend: str = ""
+    every_cluster: bool = False
+    """Whether the query shows all clusters, not only the chosen one."""
+
+    @property
+    def shown(self) -> str:
+        """Return the expression with the filters by the dashboard's variables."""
+        return self.expression if self.every_cluster else filtered(self.expression)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +87,13 @@ class Dashboard:
             "time": {"from": "now-1h", "to": "now"},
             "timezone": "browser",
             "links": [_link_to_others()],
-            "templating": {"list": [_source_variable()]},
+            "templating": {"list": variables(self._expressions)},
             "panels": _laid_out(self.rows),
         }
+
+    @property
+    def _expressions(self) -> list[str]:
+        return [query.shown for panel in self.panels for query in panel.queries]
 
     @property
     def panels(self) -> list[Panel]:
@@ -121,7 +134,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
             {
                 "refId": chr(ord("A") + number),
                 "datasource": _SOURCE,
-                "expr": query.expression,
+                "expr": query.shown,
                 "legendFormat": query.legend or "__auto",
                 **({"format": "heatmap"} if panel.kind == "heatmap" else {}),
             }
@@ -172,10 +185,6 @@ def _link_to_others() -> dict[str, Any]:
         "includeVars": True,
         "keepTime": True,
     }
-
-
-def _source_variable() -> dict[str, Any]:
-    return {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Source"}
 
 
 RATE = "[$__rate_interval]"

@@ -13,25 +13,25 @@ HANDOFF = Dashboard(
             "Handoffs",
             (
                 Panel(
-                    "By outcome",
+                    "Handoffs by outcome",
                     (rated("baton_handoffs_total", "transport", "outcome"),),
                     "ops",
                     stacked=True,
                 ),
                 Panel(
-                    "From reserve to commit",
+                    "Handoff time, reserve to commit",
                     quantiles("baton_handoff_seconds", "transport", 0.5, 0.95),
                     "s",
                     "Most of this time is the computation of the prompt.",
                 ),
                 Panel(
-                    "Time that computing did not hide",
+                    "Exposed handoff time",
                     quantiles("baton_handoff_exposed_seconds", "transport", 0.5, 0.95),
                     "s",
                     "From the prompt's last step to the commit: it delays the second token.",
                 ),
                 Panel(
-                    "Hidden fraction",
+                    "Hidden handoff time, fraction",
                     (Query("baton:handoff_hidden:ratio_rate5m", "{{transport}}"),),
                     "percentunit",
                 ),
@@ -40,9 +40,13 @@ HANDOFF = Dashboard(
         Row(
             "Bytes",
             (
-                Panel("KV received", (rated("baton_handoff_bytes_total", "transport"),), "Bps"),
                 Panel(
-                    "A handoff's bytes",
+                    "KV transfer bandwidth",
+                    (rated("baton_handoff_bytes_total", "transport"),),
+                    "Bps",
+                ),
+                Panel(
+                    "Bytes per handoff",
                     (
                         Query(
                             f"sum by (transport) (rate(baton_handoff_bytes_total{RATE}))"
@@ -54,13 +58,13 @@ HANDOFF = Dashboard(
                     "The bytes include pulls of cached blocks; the count does not.",
                 ),
                 Panel(
-                    "In flight",
+                    "KV transfer bytes in flight",
                     (summed("baton_transfer_in_flight_bytes", "worker"),),
                     "bytes",
                     stacked=True,
                 ),
                 Panel(
-                    "Memory between blocks and network",
+                    "KV transfer staging memory",
                     (summed("baton_transfer_staging_bytes", "transport"),),
                     "bytes",
                     stacked=True,
@@ -71,18 +75,18 @@ HANDOFF = Dashboard(
             "Pairs and pulls",
             (
                 Panel(
-                    "Open pairs",
+                    "Transfer pairs by transport",
                     (summed("baton_transfer_pairs", "transport"),),
                     stacked=True,
                 ),
                 Panel(
-                    "Pulls of cached blocks",
+                    "KV pulls by outcome",
                     (rated("baton_pulls_total", "transport", "outcome"),),
                     "ops",
                     stacked=True,
                 ),
                 Panel(
-                    "Blocks in quarantine",
+                    "KV blocks in quarantine",
                     (summed("baton_kv_blocks", "worker", where='state="quarantined"'),),
                     meaning=(
                         "Blocks stay there until copies into them end, which takes milliseconds."
@@ -90,7 +94,7 @@ HANDOFF = Dashboard(
                     stacked=True,
                 ),
                 Panel(
-                    "Damaged in transfer",
+                    "Handoff checksum failures",
                     (
                         Query(
                             'sum by (transport) (increase(baton_handoffs_total{outcome="checksum"}'

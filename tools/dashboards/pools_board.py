@@ -17,19 +17,19 @@ POOLS = Dashboard(
                     (Query("count by (role) (baton_batch_fill_ratio)", "{{role}}"),),
                 ),
                 Panel(
-                    "Wait for the first step",
+                    "Queue time by role",
                     quantiles("baton_queue_seconds", "role", 0.5, 0.95),
                     "s",
                     "The pool whose wait grows is the bottleneck. A router's wait is its "
                     "admission queue.",
                 ),
                 Panel(
-                    "Waiting sequences",
+                    "Waiting sequences by role",
                     (summed("baton_sequences", "role", where='state="waiting"'),),
                     stacked=True,
                 ),
                 Panel(
-                    "Requests waiting in routers",
+                    "Requests waiting for admission",
                     (summed("baton_waiting_requests", "tenant"),),
                     stacked=True,
                 ),
@@ -39,41 +39,43 @@ POOLS = Dashboard(
             "Load of the workers",
             (
                 Panel(
-                    "Batch fill",
+                    "Batch fill by role",
                     (Query("avg by (role) (baton_batch_fill_ratio)", "{{role}}"),),
                     "percentunit",
                     "Sequences of the last step over max_sequences.",
                 ),
                 Panel(
-                    "Running sequences",
+                    "Running sequences by worker",
                     (summed("baton_sequences", "worker", where='state="running"'),),
                 ),
                 Panel(
-                    "KV blocks in use",
+                    "KV cache usage by worker",
                     (Query("baton:kv_blocks_taken:ratio", "{{worker}}"),),
                     "percentunit",
                 ),
-                Panel("Preemptions", (rated("baton_preemptions_total", "worker"),), "ops"),
+                Panel(
+                    "Preemptions by worker", (rated("baton_preemptions_total", "worker"),), "ops"
+                ),
             ),
         ),
         Row(
             "Work",
             (
-                Panel("Steps", quantiles("baton_step_seconds", "role", 0.5, 0.95), "s"),
+                Panel("Step time by role", quantiles("baton_step_seconds", "role", 0.5, 0.95), "s"),
                 Panel(
-                    "Prompt tokens computed",
+                    "Prefill tokens per second by worker",
                     (rated("baton_computed_prompt_tokens_total", "worker"),),
                     "short",
                     "Per second.",
                 ),
                 Panel(
-                    "Where prompts are computed",
+                    "Route decisions by reason",
                     (rated("baton_route_decisions_total", "decision", "reason"),),
                     "reqps",
                     stacked=True,
                 ),
                 Panel(
-                    "Prefill work while requests wait",
+                    "Prefill speed while requests wait",
                     (Query("sum(baton_prefill_speed_workers)", "in workers of the cost model"),),
                 ),
             ),
@@ -82,36 +84,40 @@ POOLS = Dashboard(
             "Device utilization",
             (
                 Panel(
-                    "MFU while steps run",
+                    "MFU by role",
                     (Query("avg by (role) (baton_model_flops_utilization)", "{{role}}"),),
                     "percentunit",
                     "Empty if the pools have no peak_gflops.",
                 ),
                 Panel(
-                    "MBU while steps run",
+                    "MBU by role",
                     (Query("avg by (role) (baton_model_bandwidth_utilization)", "{{role}}"),),
                     "percentunit",
                     "Empty if the pools have no peak_gb_per_s.",
                 ),
                 Panel(
-                    "Operations",
+                    "Model operations per second by role",
                     (rated("baton_model_operations_total", "role"),),
                     "short",
                     "Per second, idle time included.",
                 ),
-                Panel("Memory traffic", (rated("baton_model_memory_bytes_total", "role"),), "Bps"),
+                Panel(
+                    "Model memory traffic by role",
+                    (rated("baton_model_memory_bytes_total", "role"),),
+                    "Bps",
+                ),
             ),
         ),
         Row(
             "Speculation",
             (
                 Panel(
-                    "Accepted draft tokens",
+                    "Speculation acceptance ratio",
                     (Query("baton:speculation_acceptance:ratio_rate5m", "{{drafter}}"),),
                     "percentunit",
                 ),
                 Panel(
-                    "Drafted tokens",
+                    "Speculation tokens drafted and accepted",
                     (
                         rated("baton_speculation_drafted_tokens_total"),
                         rated("baton_speculation_accepted_tokens_total"),

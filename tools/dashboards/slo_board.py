@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+from baton.config.cluster import Config
 from tools.dashboards.dashboard import RATE, Dashboard, Panel, Query, Row, quantiles, rated
+
+SLO_TTFT_S, SLO_TPOT_S = (
+    float(Config.model_fields[name].default) for name in ("slo_ttft_s", "slo_tpot_s")
+)
 
 LATENCIES = Row(
     "Latency by class",
     (
         Panel(
-            "Time to the first token",
+            "Time to first token (TTFT)",
             quantiles("baton_time_to_first_token_seconds", "class", 0.5, 0.95, 0.99),
             "s",
+            "The line is slo_ttft_s as Baton has it by default.",
+            limit=SLO_TTFT_S,
         ),
         Panel(
-            "Time per output token",
+            "Time per output token (TPOT)",
             quantiles("baton_time_per_output_token_seconds", "class", 0.5, 0.95),
             "s",
-            "(end to end - TTFT) / (output tokens - 1), per request.",
+            "(end to end - TTFT) / (output tokens - 1), per request. The line is slo_tpot_s as "
+            "Baton has it by default.",
+            limit=SLO_TPOT_S,
         ),
         Panel(
-            "Gaps between tokens",
+            "Inter-token latency (ITL)",
             quantiles("baton_inter_token_latency_seconds", "class", 0.5, 0.99),
             "s",
             "A stall that TPOT averages away shows here.",
         ),
         Panel(
-            "Whole requests",
+            "End-to-end latency (E2EL)",
             quantiles("baton_request_latency_seconds", "class", 0.5, 0.95),
             "s",
         ),
@@ -41,14 +50,14 @@ SLO = Dashboard(
             "Goodput",
             (
                 Panel(
-                    "Due requests that were good",
+                    "Goodput ratio",
                     (Query("1 - baton:slo_misses:ratio_rate5m", "5 min"),),
                     "percentunit",
                     "Fraction of the due requests that met every SLO.",
                     limit=0.99,
                 ),
                 Panel(
-                    "Good requests by class",
+                    "Goodput by class",
                     (Query("baton:goodput_requests:rate5m", "{{class}}"),),
                     "reqps",
                     stacked=True,
@@ -65,25 +74,25 @@ SLO = Dashboard(
             "Missed SLOs and errors",
             (
                 Panel(
-                    "SLOs missed",
+                    "SLO violations by class",
                     (Query("baton:slo_violations:rate5m", "{{class}} {{slo}}"),),
                     "reqps",
                     stacked=True,
                 ),
                 Panel(
-                    "Rejected requests",
+                    "Rejected requests by code",
                     (rated("baton_requests_total", "class", "code", where='outcome="shed"'),),
                     "reqps",
                     stacked=True,
                 ),
                 Panel(
-                    "Errors",
+                    "Errors by code",
                     (rated("baton_requests_total", "class", "code", where='outcome="error"'),),
                     "reqps",
                     stacked=True,
                 ),
                 Panel(
-                    "Clients that disconnected",
+                    "Aborted requests by class",
                     (rated("baton_requests_total", "class", where='outcome="aborted"'),),
                     "reqps",
                     stacked=True,
@@ -94,7 +103,7 @@ SLO = Dashboard(
             "Error budget of 1 %",
             (
                 Panel(
-                    "Burn rate",
+                    "Error budget burn rate",
                     (
                         Query("baton:slo_misses:ratio_rate1h / 0.01", "1 h"),
                         Query("baton:slo_misses:ratio_rate6h / 0.01", "6 h"),
@@ -103,14 +112,16 @@ SLO = Dashboard(
                     limit=6.0,
                 ),
                 Panel(
-                    "TTFT, 95th percentile",
+                    "TTFT p95 by class",
                     (Query("baton:time_to_first_token_seconds:p95_rate5m", "{{class}}"),),
                     "s",
+                    limit=SLO_TTFT_S,
                 ),
                 Panel(
-                    "TPOT, 95th percentile",
+                    "TPOT p95 by class",
                     (Query("baton:time_per_output_token_seconds:p95_rate5m", "{{class}}"),),
                     "s",
+                    limit=SLO_TPOT_S,
                 ),
             ),
         ),
@@ -119,7 +130,7 @@ SLO = Dashboard(
             "Spread",
             (
                 Panel(
-                    "Time to the first token",
+                    "TTFT heat map",
                     (
                         Query(
                             f"sum by (le) (increase(baton_time_to_first_token_seconds_bucket"
@@ -131,7 +142,7 @@ SLO = Dashboard(
                     kind="heatmap",
                 ),
                 Panel(
-                    "Gaps between tokens",
+                    "ITL heat map",
                     (
                         Query(
                             f"sum by (le) (increase(baton_inter_token_latency_seconds_bucket"
@@ -143,7 +154,7 @@ SLO = Dashboard(
                     kind="heatmap",
                 ),
                 Panel(
-                    "Compiling grammars",
+                    "Grammar compile time by role",
                     quantiles("baton_grammar_compile_seconds", "role", 0.5, 0.99),
                     "s",
                 ),

@@ -89,6 +89,10 @@ Times are in seconds, sizes in bytes. A histogram `x` has the series `x_bucket` 
 `le`), `x_sum` and `x_count`. No label holds text of a client. Two pages may have a series of the
 same name: labels tell them apart, so that sums over pages are right.
 
+Every series has the labels `cluster` (the [`cluster_id`](configuration.md#cluster_id)) and
+`model_name` (the name in the API) too, on every page. Without a `cluster_id` each start draws a new
+name: set one before you keep series or alert on them.
+
 {made_from("`baton/telemetry`")}
 """
 _PAGES = {
@@ -113,6 +117,7 @@ LABELS = {
     "code": "the error's code, as in the answer; empty without one",
     "decision": "`remote`: a prefill worker computes the prompt; `local`: the decode worker",
     "drafter": "what drafted: `ngram`, `draft`, `eagle`, `medusa`",
+    "file": "name of the certificate's file",
     "key": "public name of the API key; empty without one, and `other` beyond the first"
     f" {MAX_CALLERS} that a router process sees",
     "kind": "of costs `input`, `cached_input`, `output`; of tokens `prompt`, `cached_prompt`,"
@@ -122,6 +127,7 @@ LABELS = {
     " `checksum`, `error` and others; of lookups, loads and lines as their meaning says",
     "peer": "slot of the worker that blocks are sent to",
     "pool": "pool, as the configuration names it",
+    "process": "`router`, `supervisor`, or the slot of a worker",
     "reason": "why: a short word of ours",
     "result": "`found`, `missing`",
     "role": "`prefill`, `decode`; of a router `router`",

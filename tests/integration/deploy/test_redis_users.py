@@ -27,13 +27,14 @@ from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry
 from baton.store.supervision import PoolSizes, supervision_report
-from baton.telemetry.metrics import RouterMetrics
+from baton.telemetry.metrics import RouterMetrics, SupervisorMetrics
 from deploy.launcher.cluster_workers import forget_cluster
 from deploy.processes.run_directory import ClusterMark, RunDirectory
 from deploy.store.redis_access import STORE_USERS, StoreUser, store_url, url_with_user
 from deploy.store.shared_secret import SharedSecret
 from deploy.store.valkey import EmbeddedValkey
 from deploy.supervisor.status_store import StatusStore, SupervisionStatus
+from deploy.supervisor.store_memory import StoreMemory
 from router.access.rate_limits import RateLimits
 from tests.support.certificates import Authority
 from tests.support.integration.redis import record_of
@@ -72,6 +73,11 @@ async def work_as_a_cluster(url_of: Callable[[StoreUser], str]) -> None:
     ):
         await _work(worker)
         await _route(router)
+        memory = SupervisorMetrics(CollectorRegistry())
+        await StoreMemory(supervisor, memory).look()
+        used = memory.registry.get_sample_value("baton_redis_memory_used_bytes")
+        assert used is not None
+        assert 0 < used < (memory.registry.get_sample_value("baton_redis_memory_total_bytes") or 0)
         board = StatusStore(supervisor, ID)
         await board.write(SupervisionStatus(1, "127.0.0.1:1"))
         report = await supervision_report(router, ID)

@@ -90,7 +90,7 @@ class Checker:
             name = node.args[0].vector_selector.name
             if name not in self._counters:
                 raise WrongExpression(f"{name} is no counter: it has no {node.func.name}")
-        if node.func.name == "vector":
+        if node.func.name in ("vector", "absent"):
             return frozenset()
         if node.func.name == "histogram_quantile":
             self._has(vectors[0], ["le"], str(node.args[1]))

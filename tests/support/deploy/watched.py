@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from baton.telemetry.page import PAGE_LABELS
 from tests.support.deploy.promql import Checker
 from tools.reference.metrics import Family, families
 
@@ -23,7 +24,7 @@ def rules() -> Iterator[dict[str, Any]]:
 
 def _series(family: Family) -> dict[str, frozenset[str]]:
     """The labels of each series of a family, by the name of the series."""
-    labels = frozenset(family.labels)
+    labels = frozenset(family.labels) | frozenset(PAGE_LABELS)
     if family.kind != "histogram":
         return {family.shown_name: labels}
     return {

@@ -25,9 +25,12 @@ def series(cluster: UpProcess, name: str, **labels: str) -> float:
     while not (told := ANSWERED.match(page)) or told[1] != told[2]:
         assert time.monotonic() < end, page[:400]
         page = httpx.get(f"{cluster.http}/metrics/cluster", timeout=DEADLINE_S).text
+    families = text_string_to_metric_families(page)
+    samples = [sample for family in families for sample in family.samples]
+    everywhere = {"cluster": cluster.cluster_id, "model_name": cluster.model}.items()
+    assert all(everywhere <= sample.labels.items() for sample in samples)
     return sum(
         sample.value
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
+        for sample in samples
         if sample.name == name and labels.items() <= sample.labels.items()
     )

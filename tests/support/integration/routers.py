@@ -27,6 +27,7 @@ class Routers:
     """Two of them, and how to reach them."""
 
     config: Config
+    cluster_id: str
     processes: tuple[RouterProcess, ...]
 
     def client(self) -> httpx.AsyncClient:
@@ -54,8 +55,12 @@ class Routers:
             for _ in range(6):
                 text = (await client.get(page)).text
                 families = text_string_to_metric_families(text)
-                samples = [sample for family in families for sample in family.samples]
-                values.add(sum(sample.value for sample in samples if sample.name == name))
+                every = [sample for family in families for sample in family.samples]
+                samples = [sample for sample in every if sample.name == name]
+                for sample in samples:
+                    assert sample.labels["cluster"] == self.cluster_id
+                    assert sample.labels["model_name"] == "echo"
+                values.add(sum(sample.value for sample in samples))
         assert len(values) == 1, f"{name}: {values}"
         return values.pop()
 
@@ -95,7 +100,7 @@ async def two_routers(model: Path, redis_url: str, **changes: object) -> AsyncIt
         async with helper("loadtest.router.echo_worker", fields, log, ready_s=DEADLINE_S):
             await asyncio.gather(*(process.start() for process in processes))
             await asyncio.gather(*(process.healthy() for process in processes))
-            yield Routers(config, processes)
+            yield Routers(config, mark.cluster_id, processes)
     finally:
         await asyncio.gather(*(process.stop() for process in processes))
         run.remove()

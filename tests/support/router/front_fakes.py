@@ -270,7 +270,7 @@ def create_apps(
 ) -> Apps:
     """``options`` as for ``make_apps``."""
     service = service_of(dispatcher, tokenizer, model, stats, config, access)
-    return make_apps(Apis.of(service), dispatcher, stats.metrics, **options)
+    return make_apps(Apis.of(service), dispatcher, stats.metrics, "test", **options)
 
 
 def create_app(

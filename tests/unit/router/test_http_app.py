@@ -552,10 +552,21 @@ async def test_version_and_load() -> None:
 async def test_metrics() -> None:
     front = make_front()
     await post(front, PLAIN, PROMPT)
+    labels = '{class="short",cluster="test",code="",model_name="tiny",outcome="ok"}'
     page = (await call(front, "GET", "/metrics")).text
-    assert 'baton_requests_total{class="short",code="",outcome="ok"} 1.0' in page
+    assert f"baton_requests_total{labels} 1.0" in page
     cluster = (await call(front, "GET", "/metrics/cluster")).text
-    assert 'baton_requests_total{class="short",code="",outcome="ok"} 1.0' in cluster
+    assert f"baton_requests_total{labels} 1.0" in cluster
+    assert "vllm:" not in page
+
+
+async def test_metrics_under_vllm_s_names() -> None:
+    front = make_front(vllm_metrics=True)
+    await post(front, PLAIN, PROMPT)
+    labels = '{class="short",cluster="test",finished_reason="stop",model_name="tiny"}'
+    for path in ("/metrics", "/metrics/cluster"):
+        page = (await call(front, "GET", path)).text
+        assert f"vllm:request_success_total{labels} 1.0" in page
 
 
 async def test_prometheus_discovers_the_parts() -> None:

@@ -89,6 +89,7 @@ def test_router_and_worker_share_one_name() -> None:
         "baton_event_loop_lag_seconds",
         "baton_redis_call_seconds",
         "baton_redis_failures",
+        "baton_certificate_expiry_timestamp_seconds",
     }
 
 

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from baton.errors import BatonError, RateLimitExceeded, classes_by_code
+from baton.telemetry.page import PAGE_LABELS
 from tests.support.deploy.watched import (
     MONITORING,
     RULES,
@@ -37,6 +38,18 @@ def _section(alert: str) -> str:
 
 def test_every_rule_asks_for_what_there_is() -> None:
     checker_with_rules()
+
+
+def test_every_rule_keeps_the_cluster() -> None:
+    """One sum over several clusters would hide a small one that fails."""
+    known = checker_with_rules()
+    without = {
+        rule.get("alert", rule.get("record"))
+        for rule in rules()
+        if not known.check(rule["expr"]) >= set(PAGE_LABELS)
+    }
+    # A target is no series of a cluster, and what is absent has no labels.
+    assert without == {"BatonPartDown", "BatonNothingScraped"}
 
 
 def test_names_of_rules() -> None:
