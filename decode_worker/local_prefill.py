@@ -105,10 +105,10 @@ class LocalSink:
         self._queued: Sequence | None = None
         """The sequence from its queueing until its commit; None at other times."""
 
-    async def reserve(self, sequence: Sequence) -> None:
+    async def reserve(self, sequence: Sequence) -> float:
         """Check that there is room for the sequence, before anything is fetched for its prompt.
 
-        Raises NoRoom, HandoffError.
+        Does not wait: returns 0. Raises NoRoom, HandoffError.
         """
         spec, now = sequence.spec, self._receiver.blocks.clock()
         self._prompts.check_turn(spec)
@@ -116,6 +116,7 @@ class LocalSink:
         self._receiver.check_count(spec.choices - 1, spec, now)
         held = self._held(sequence)
         self._receiver.check_room(self._missing(sequence, held), held, spec, now)
+        return 0.0
 
     def _held(self, sequence: Sequence) -> list[int]:
         """Return the blocks of the prompt that are in the prefix cache. The block with the prompt's

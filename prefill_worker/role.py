@@ -140,18 +140,22 @@ class RemoteSink:
         self._sequence: Sequence | None = None
         self._taken = ExitStack()
 
-    async def reserve(self, sequence: Sequence) -> None:
-        """Get a ticket from the receiver, then a place in this worker's batch. Raises BatonError.
+    async def reserve(self, sequence: Sequence) -> float:
+        """Get a ticket from the receiver, then a place in this worker's batch. Returns the seconds
+        until the ticket was there. Raises BatonError.
 
         The ticket comes first, so no prompt is computed before the receiver has blocks for it. A
         prompt that holds a place waits for nothing else, so its place always becomes free again.
         """
         self._sequence = sequence
+        began = time.monotonic()
         if self._handoff is not None and self._bound is not None:
             await self._take(self._bound)
             await self._handoff.reserve()
             sequence.takes_prompt = not self._handoff.without_drafter
+        reserve_s = time.monotonic() - began
         await self._take(self._places)
+        return reserve_s
 
     async def _take(self, places: asyncio.Semaphore) -> None:
         """Take one place from the semaphore ``places``, and hold it until the sink is closed.

@@ -261,6 +261,9 @@ class PrefillResponse(_message.Message):
     COMPUTE_MS_FIELD_NUMBER: _builtins.int
     COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     RETAINED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    RESERVE_MS_FIELD_NUMBER: _builtins.int
+    FETCH_MS_FIELD_NUMBER: _builtins.int
+    STEPS_MS_FIELD_NUMBER: _builtins.int
     cached_prompt_tokens: _builtins.int
     """With the first token: prompt tokens whose KV was cached here."""
     queue_ms: _builtins.float
@@ -273,6 +276,16 @@ class PrefillResponse(_message.Message):
     """With the first token: tokens whose KV was computed in that time."""
     retained_prompt_tokens: _builtins.int
     """With the first token: leading prompt tokens whose blocks are kept as the request asks."""
+    reserve_ms: _builtins.float
+    """With the first token: the part of queue_ms for the decode worker's reservation."""
+    fetch_ms: _builtins.float
+    """With the first token: the part of queue_ms in which cached blocks were fetched from other workers
+    and loaded from offload tiers.
+    """
+    steps_ms: _builtins.float
+    """With the first token: milliseconds from the first step to this message, steps of other sequences
+    included. With queue_ms, it is the whole time since the request's arrival.
+    """
     @_builtins.property
     def first_token(self) -> _worker_pb2.TokenOutput:
         """Sent when it is sampled; a finish_reason means that no decode follows."""
@@ -294,10 +307,13 @@ class PrefillResponse(_message.Message):
         compute_ms: _builtins.float = ...,
         computed_tokens: _builtins.int = ...,
         retained_prompt_tokens: _builtins.int = ...,
+        reserve_ms: _builtins.float = ...,
+        fetch_ms: _builtins.float = ...,
+        steps_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "handoff", b"handoff", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "compute_ms", b"compute_ms", "computed_tokens", b"computed_tokens", "event", b"event", "first_token", b"first_token", "handoff", b"handoff", "load", b"load", "queue_ms", b"queue_ms", "retained_prompt_tokens", b"retained_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "compute_ms", b"compute_ms", "computed_tokens", b"computed_tokens", "event", b"event", "fetch_ms", b"fetch_ms", "first_token", b"first_token", "handoff", b"handoff", "load", b"load", "queue_ms", b"queue_ms", "reserve_ms", b"reserve_ms", "retained_prompt_tokens", b"retained_prompt_tokens", "steps_ms", b"steps_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["first_token", "handoff"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015

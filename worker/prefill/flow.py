@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from opentelemetry.trace import Span
@@ -77,8 +77,11 @@ class Sink(Protocol):
     The methods are called in this order. ``close`` is called even if another method fails.
     """
 
-    async def reserve(self, sequence: Sequence) -> None:
-        """Wait until there is room for the sequence where it continues. Raises BatonError."""
+    async def reserve(self, sequence: Sequence) -> float:
+        """Wait until there is room for the sequence where it continues, and on this worker.
+
+        Returns the seconds for which another worker's room was awaited. Raises BatonError.
+        """
 
     async def compute(self, sequence: Sequence, blocks: list[int]) -> list[FirstToken]:
         """Queue the sequence, and return the first tokens of its choices. ``blocks`` hold the KV of
@@ -97,6 +100,18 @@ class Sink(Protocol):
     async def close(self) -> None:
         """End the sequence if it was not committed, and release all resources of the sink. Never
         raises; idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTimes:
+    """Durations of one prompt on this worker, in seconds of its monotonic clock."""
+
+    reserve_s: float = 0.0
+    """Time to reserve room at the decode worker."""
+    fetch_s: float = 0.0
+    """Time to get cached blocks from offload tiers and other workers."""
+    steps_s: float = 0.0
+    """Time from the first step to the first token, including steps of other sequences."""
 
 
 OpenSink = Callable[[SequenceSpec, prefill_pb2.PrefillRequest, PromptUpdates, float], Sink]
@@ -159,19 +174,23 @@ class PrefillFlow:
                 )
                 sequence.follow(matcher)
                 retained = claim_retention(self._context, sequence, arrived)
-                await sink.reserve(sequence)
+                reserve_s = await sink.reserve(sequence)
                 updates.check()
                 source = source_of(request.source) if request.HasField("source") else None
+                fetch_began = time.monotonic()
                 blocks = await self._cached_blocks(sequence, source, updates, deadline)
+                fetch_s = time.monotonic() - fetch_began
                 # Siblings leave ``sequence.siblings`` once they have started, so take them now.
                 choices = (sequence, *sequence.siblings)
                 firsts = await sink.compute(sequence, blocks)
-                _note(span, sequence)
+                steps_s = max(0.0, time.monotonic() - arrived - sequence.queue_s)
+                times = PromptTimes(reserve_s, fetch_s, steps_s)
+                _note(span, sequence, times)
                 kept = held_tokens(self._context, retained)
                 self._context.core.count_prompt(sequence)
                 for choice, first in zip(choices, firsts, strict=False):
                     load = self._context.core.load()
-                    send(first_token_response(choice, first, load, retained_tokens=kept))
+                    send(first_token_response(choice, first, load, times, retained_tokens=kept))
                 handoff = await sink.commit(firsts)
                 if handoff is not None:
                     told = convert.load_to_proto(self._context.core.load())
@@ -244,12 +263,17 @@ def first_of(update: SequenceUpdate) -> FirstToken:
 
 
 def first_token_response(
-    sequence: Sequence, first: FirstToken, load: LoadSnapshot, *, retained_tokens: int = 0
+    sequence: Sequence,
+    first: FirstToken,
+    load: LoadSnapshot,
+    times: PromptTimes,
+    *,
+    retained_tokens: int = 0,
 ) -> prefill_pb2.PrefillResponse:
     """Make the response to the router that reports the first token of one choice.
 
-    Only the response for the first choice carries the cost of the prompt, its logprobs, its
-    embedding, and the number of retained tokens.
+    Only the response for the first choice carries the cost and the times of the prompt, its
+    logprobs, its embedding, and the number of retained tokens.
     """
     spec = sequence.spec
     output = TokenOutput(
@@ -272,6 +296,9 @@ def first_token_response(
         response.queue_ms = sequence.queue_s * 1e3
         response.compute_ms = sequence.compute_s * 1e3
         response.computed_tokens = sequence.computed_here
+        response.reserve_ms = times.reserve_s * 1e3
+        response.fetch_ms = times.fetch_s * 1e3
+        response.steps_ms = times.steps_s * 1e3
     return response
 
 
@@ -292,7 +319,7 @@ def _span_of(spec: SequenceSpec, worker: str) -> Iterator[Span]:
         span.end()
 
 
-def _note(span: Span, sequence: Sequence) -> None:
+def _note(span: Span, sequence: Sequence, times: PromptTimes) -> None:
     """Add the cost of the sequence's prompt to its trace span."""
     if not span.is_recording():
         return
@@ -300,6 +327,9 @@ def _note(span: Span, sequence: Sequence) -> None:
     span.set_attributes(
         {
             "baton.queue_ms": sequence.queue_s * 1e3,
+            "baton.reserve_ms": times.reserve_s * 1e3,
+            "baton.fetch_ms": times.fetch_s * 1e3,
+            "baton.steps_ms": times.steps_s * 1e3,
             "baton.compute_ms": sequence.compute_s * 1e3,
             "baton.computed_prompt_tokens": sequence.computed_here,
             "baton.cached_prompt_tokens": min(sequence.cached_tokens, sequence.spec.prompt_length),
