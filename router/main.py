@@ -105,7 +105,7 @@ async def serve(settings: RouterSettings) -> None:
         stats.traffic.counts,
         Registry(client, settings.cluster_id),
         PrefixIndex(client, settings.cluster_id),
-        TrafficStore(client, settings.cluster_id) if config.autoscaler.enabled else None,
+        TrafficStore(client, settings.cluster_id),
         PinStore(client, settings.cluster_id),
         PoolSizes(client, settings.cluster_id),
     )

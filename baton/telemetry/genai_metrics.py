@@ -35,7 +35,7 @@ _END_MS = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class EndedRequest:
+class ServedRequest:
     """What the metrics need to know of a request that has ended. Times are in seconds."""
 
     operation: str
@@ -110,7 +110,7 @@ class GenAiMetrics:
         )
         return cls(provider)
 
-    def record(self, ended: EndedRequest) -> None:
+    def record(self, ended: ServedRequest) -> None:
         """Record a request that has ended."""
         shared: dict[str, str] = {
             "gen_ai.operation.name": ended.operation,

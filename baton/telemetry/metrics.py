@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -25,6 +25,20 @@ from baton.telemetry.series import (
 )
 from baton.telemetry.tenant_series import TenantSeries
 
+TTFT_PARTS = ("router", "lost", "reserve", "fetch", "prefill_wait", "compute", "other")
+"""The parts of the time to first token, in the order in which they happen.
+
+``router``: from receipt until the prompt is sent to a worker, including the wait for admission.
+``lost``: attempts that ended before the first token. ``reserve``: until the decode worker has room.
+``fetch``: until cached blocks have come from offload tiers or other workers. ``prefill_wait``: any
+other wait until the first step. ``compute``: from the first step to the first token. ``other``: the
+rest, which is the network and event loops."""
+SECOND_TOKEN_PARTS = ("lost", "transfer", "first_decode")
+"""The parts of the time from the first to the second token.
+
+``lost``: all of it, if the request migrated meanwhile. ``transfer``: from the prompt's last step
+until the decode worker has all blocks. ``first_decode``: the rest, which is the wait for a decode
+step and the step."""
 SHARED_FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """The variable of prometheus_client, which reads it at import. Processes with the same folder count
 in files of that folder, and each of them can show the sums. The counts outlive their process."""
@@ -38,6 +52,10 @@ class ClassSeries:
     """
 
     time_to_first_token: Histogram
+    ttft_parts: Mapping[str, Histogram]
+    """By part, as in ``TTFT_PARTS``."""
+    second_token_parts: Mapping[str, Histogram]
+    """By part, as in ``SECOND_TOKEN_PARTS``."""
     time_per_output_token: Histogram
     output_tokens_per_second: Histogram
     inter_token_latency: Histogram
@@ -64,6 +82,25 @@ class RouterMetrics:
 
         self.time_to_first_token = histogram(
             "time_to_first_token_seconds", "Time from receipt to the first token.", LATENCY
+        )
+        self.ttft_part = Histogram(
+            "baton_ttft_part_seconds",
+            "Parts of TTFT, which add up to it: router (receipt to being sent to a worker), lost "
+            "(earlier attempts), reserve (room at the decode worker), fetch (cached blocks from "
+            "elsewhere), prefill_wait, compute (first step to first token), other (the rest: "
+            "network and event loops).",
+            ["class", "part"],
+            buckets=LATENCY,
+            registry=registry,
+        )
+        self.second_token_part = Histogram(
+            "baton_second_token_part_seconds",
+            "Parts of the time from the first to the second token, which add up to it: lost (all "
+            "of it, if the request migrated), transfer (last prefill step to all blocks being at "
+            "the decode worker), first_decode (the rest).",
+            ["class", "part"],
+            buckets=LATENCY,
+            registry=registry,
         )
         self.time_per_output_token = histogram(
             "time_per_output_token_seconds",
@@ -187,6 +224,15 @@ class RouterMetrics:
             registry=registry,
             multiprocess_mode="livemin",
         )
+        self.needed_workers = Gauge(
+            "baton_needed_workers",
+            "Workers that the traffic of all routers needs: forecast token rates divided by the "
+            "rate of one worker. Absent until the traffic is known; the maximum over this "
+            "router's processes.",
+            ["role"],
+            registry=registry,
+            multiprocess_mode="livemax",
+        )
         self.prefill_missing = Gauge(
             "baton_prefill_missing",
             "1 while this router can use no prefill worker although the cluster should have one, "
@@ -246,11 +292,15 @@ class RouterMetrics:
         """Return the series of a context-length class; ``name`` is one of the configuration's."""
         known = self._classes.get(name)
         if known is None:
-            shared = {"ttft_violations", "tpot_violations"}
+            shared = {"ttft_violations", "tpot_violations", "ttft_parts", "second_token_parts"}
             own = (field.name for field in fields(ClassSeries) if field.name not in shared)
             known = self._classes[name] = ClassSeries(
                 ttft_violations=self.slo_violations.labels(name, "ttft"),
                 tpot_violations=self.slo_violations.labels(name, "tpot"),
+                ttft_parts={part: self.ttft_part.labels(name, part) for part in TTFT_PARTS},
+                second_token_parts={
+                    part: self.second_token_part.labels(name, part) for part in SECOND_TOKEN_PARTS
+                },
                 **{series: getattr(self, series).labels(name) for series in own},
             )
         return known
@@ -320,7 +370,8 @@ class SupervisorMetrics:
         )
         self.autoscaler_needed_workers = Gauge(
             "baton_autoscaler_needed_workers",
-            "Workers that the traffic needs, as computed by the autoscaler.",
+            "Workers that the traffic needs, as computed by the autoscaler: baton_needed_workers, "
+            "and one more for a role that misses its SLO.",
             ["role"],
             registry=registry,
         )

@@ -69,7 +69,7 @@ class AdmissionQueue:
         ``release``, even if this method raises.
 
         Raises Overloaded if the request is rejected."""
-        now = self._clock()
+        now = request.timeline.queued_at = self._clock()
         turn = asyncio.get_running_loop().create_future()
         span = begin_span("admission", request.trace)
         try:
@@ -85,6 +85,7 @@ class AdmissionQueue:
             raise
         finally:
             span.end()
+            request.timeline.dequeued_at = self._clock()
             if self._turns.pop(request.request_id, None) is not None:
                 if turn.done() and not turn.cancelled():
                     turn.exception()  # retrieved, so that asyncio does not log it

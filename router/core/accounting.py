@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from opentelemetry.trace import SpanKind
+from prometheus_client import Histogram
 
 from baton.autoscaling.traffic import TrafficMeter
 from baton.config.cluster import Config
 from baton.errors import BatonError, HandoffError, Overloaded, Unavailable, WorkerFailed
 from baton.request import Principal
-from baton.telemetry.genai_metrics import EndedRequest, GenAiMetrics
+from baton.telemetry.genai_metrics import GenAiMetrics, ServedRequest
 from baton.telemetry.logs import current_request_id
 from baton.telemetry.metrics import RouterMetrics
 from baton.telemetry.tracing import (
@@ -29,6 +31,8 @@ from baton.telemetry.tracing import (
     wall_ns,
 )
 from router.core.request import GenerationRequest, OutputDelta
+from router.core.request_history import EndedRequest, RequestHistory
+from router.core.timeline import Timeline
 
 log = logging.getLogger("baton.requests")
 
@@ -70,6 +74,8 @@ class RequestStats:
         """Recent requests of this router process, for what-if questions."""
         self.tenants = TenantCounts()
         """Requests and tokens of this router process by tenant, for the console."""
+        self.history = RequestHistory()
+        """The last requests of this router process, for questions about one of them."""
 
 
 class TenantCounts:
@@ -155,8 +161,10 @@ class RequestRecorder:
         request: GenerationRequest,
         context_class: str,
         received_at: float,
+        *,
+        call_id: str = "",
     ) -> None:
-        self._request = request
+        """``call_id``: the id of the HTTP or gRPC call; empty if it has none."""
         self._operation = operation = _operation(request)
         asked = client_trace(request.trace)
         self._span = begin_span(
@@ -176,6 +184,14 @@ class RequestRecorder:
         self._genai = stats.genai
         self._slo = slo
         self._recent = stats.recent
+        self._history = stats.history
+        self._request = request
+        self._call_id = call_id
+        self.timeline = Timeline()
+        """The timeline that the request must have while it runs."""
+        self.timeline.received_at = received_at
+        self._unexplained: set[str] = {"first", "second"}
+        """The first tokens whose parts are not in the metrics yet."""
         self._received_at = received_at
         self._first_at = 0.0
         self._last_at = 0.0
@@ -281,16 +297,37 @@ class RequestRecorder:
         }
 
     def _token(self, now: float) -> None:
+        timeline = self.timeline
         if self._tokens == 0:
-            self._first_at = now
+            self._first_at = timeline.first_at = now
             ttft = now - self._received_at
             self._series.time_to_first_token.observe(ttft, self._exemplar)
             self._summary["ttft_ms"] = round(ttft * 1e3, 1)
             self._traffic.counts.judge_first_token(ttft, self._slo.ttft_s)
         else:
+            if self._tokens == 1:
+                timeline.second_at = now
             self._series.inter_token_latency.observe(now - self._last_at)
         self._last_at = now
         self._tokens += 1
+        if self._unexplained:
+            self._explain(self._tokens)
+
+    def _explain(self, tokens: float) -> None:
+        """Observe the parts of the time to the first and to the second token, once each, as soon as
+        workers have reported their durations.
+
+        Tokens may arrive before the durations do, but hardly two of them. ``tokens``: number of
+        tokens so far; infinite at the end."""
+        timeline, series = self.timeline, self._series
+        if "first" in self._unexplained and (timeline.is_first_told or tokens > 1):
+            self._unexplained.remove("first")
+            _observe(series.ttft_parts, timeline.ttft_parts())
+        if "second" in self._unexplained and (timeline.is_second_told or tokens > 2):
+            parts = timeline.second_token_parts()
+            if parts or tokens > 2:
+                self._unexplained.remove("second")
+            _observe(series.second_token_parts, parts)
 
     def _judge(self, ttft: float, tpot: float) -> None:
         late, slow = ttft > self._slo.ttft_s, tpot > self._slo.tpot_s
@@ -313,6 +350,7 @@ class RequestRecorder:
             return
         self._ended = True
         self._count()
+        self._explain(math.inf)
         # A rejected or failed answer has no length of its own.
         has_length = outcome in (Outcome.OK, Outcome.ABORTED) and self._tokens
         is_judged = outcome in (Outcome.SHED, Outcome.ERROR) or self._ttft_s is not None
@@ -328,6 +366,7 @@ class RequestRecorder:
             )
         )
         self._tenants.ended(self._tenant, outcome, code)
+        self._history.add(self._ended_request(outcome, code))
         self._summary |= {"outcome": str(outcome), "code": code}
         self._end_span(outcome, error)
         self._traffic.counts.shed += outcome is Outcome.SHED
@@ -336,11 +375,11 @@ class RequestRecorder:
         caller = self._request.principal
         self._metrics.tenants.of(caller.tenant, caller.key_id).count(outcome, *tokens)
         if self._genai is not None:
-            self._genai.record(self._ended_request(outcome, code, now))
+            self._genai.record(self._served_request(outcome, code, now))
 
-    def _ended_request(self, outcome: Outcome, code: str, now: float | None) -> EndedRequest:
+    def _served_request(self, outcome: Outcome, code: str, now: float | None) -> ServedRequest:
         ended_well = outcome is Outcome.OK
-        return EndedRequest(
+        return ServedRequest(
             self._operation,
             self._request.model,
             duration_s=(time.monotonic() if now is None else now) - self._received_at,
@@ -349,6 +388,27 @@ class RequestRecorder:
             first_token_s=self._ttft_s,
             per_token_s=self._tpot_s,
             error="" if ended_well else code or str(outcome),
+        )
+
+    def _ended_request(self, outcome: Outcome, code: str) -> EndedRequest:
+        request = self._request
+        return EndedRequest(
+            request_id=request.request_id,
+            call_id=self._call_id,
+            trace_id=self.trace_id,
+            tenant=request.principal.tenant,
+            key_id=request.principal.key_id,
+            context_class=self.context_class,
+            outcome=str(outcome),
+            code=code,
+            ended_at=time.time(),
+            took_s=time.monotonic() - self._received_at,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            output_tokens=self.output_tokens,
+            choices=request.choices,
+            slo_ttft_s=self._slo.ttft_s,
+            timeline=self.timeline,
         )
 
     def _end_span(self, outcome: Outcome, error: BatonError | None) -> None:
@@ -365,6 +425,11 @@ class RequestRecorder:
         if outcome is not Outcome.OK:
             fail_span(self._span, error)
         self._span.end()
+
+
+def _observe(series: Mapping[str, Histogram], parts: Mapping[str, float]) -> None:
+    for name, seconds in parts.items():
+        series[name].observe(seconds)
 
 
 Show = Callable[[Sequence[int]], str]

@@ -11,6 +11,7 @@ from baton.reasoning import ReasoningSpan
 from baton.request import NO_TRACE, FinishReason, Principal, Retention, TraceContext
 from baton.sampling_params import SamplingParams
 from baton.store.registry import WorkerRecord
+from router.core.timeline import Timeline
 
 AnswerPart = Literal["start", "reasoning", "content"]
 """Where a prompt ends: before its answer, in the answer's reasoning, or in the answer's content."""
@@ -101,6 +102,9 @@ class GenerationRequest:
     log."""
     trace: TraceContext = NO_TRACE
     """Trace context that the client sent. When the request runs, the trace context of its own span
+    replaces it."""
+    timeline: Timeline = field(default_factory=Timeline, compare=False, repr=False)
+    """The request's timeline, to which the dispatcher adds. When the request runs, the recorder's
     replaces it."""
     without_speculation: bool = False
     """Whether speculative decoding is off for this request."""

@@ -28,6 +28,7 @@ from router.core.request import GenerationRequest, OutputDelta, Relay
 from router.dispatch.deliveries import Deliveries
 from router.dispatch.failover import Failover
 from router.dispatch.hang_detector import HangDetector
+from router.dispatch.needed_workers import NeededWorkers
 from router.dispatch.placement import Placement
 from router.dispatch.retry_limits import Quarantine, RetryBudget
 from router.dispatch.running_request import RunningRequest
@@ -69,9 +70,10 @@ class ClusterDispatcher:
     ) -> None:
         """Create a dispatcher, and the parts that it needs.
 
-        ``board`` sends ``traffic`` to an autoscaler; None means that there is none. ``pins`` stores
-        the prefixes that clients have pinned; None means that clients cannot pin prefixes.
-        ``sizes`` has the pool sizes that operators choose; None means that they choose none."""
+        ``board`` shares ``traffic`` with other routers and the autoscaler; None means that it is
+        not shared. ``pins`` stores the prefixes that clients have pinned; None means that clients
+        cannot pin prefixes. ``sizes`` has the pool sizes that operators choose; None means that
+        they choose none."""
         self.router_id = f"router-{secrets.token_hex(6)}"
         self._config = config
         self._tokenizer = tokenizer
@@ -99,7 +101,12 @@ class ClusterDispatcher:
             config, self._placement, self._links, self._budget, self._quarantine, metrics
         )
         self._hang_detector = HangDetector(config, self._links, self._placement, self._failover)
-        self._report = None if board is None else TrafficReport(board, self.router_id, traffic)
+        self._reports: list[TrafficReport | NeededWorkers] = []
+        if board is not None:
+            self._reports = [
+                TrafficReport(board, self.router_id, traffic),
+                NeededWorkers(config, board, self.worker_records, metrics),
+            ]
         self._deliveries = Deliveries()
         self._running: set[RunningRequest] = set()
         """Requests that admission has accepted and that have not ended."""
@@ -205,8 +212,8 @@ class ClusterDispatcher:
                 "loop-lag",
             ),
         ]
-        if self._report is not None:
-            self._report.start()
+        for report in self._reports:
+            report.start()
 
     async def settled(self) -> None:
         """Wait until the registry has been read. If it lists workers, also wait until requests can
@@ -238,8 +245,8 @@ class ClusterDispatcher:
             running.fail(WorkerFailed("the router is stopping", retry_after=1.0))
         self._queue.close()
         await end_tasks(self._tasks)
-        if self._report is not None:
-            await self._report.close()
+        for report in self._reports:
+            await report.close()
         await self._placement.close(CLOSE_S)
         await self._prefixes.close()
         await self._links.close()

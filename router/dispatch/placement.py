@@ -27,12 +27,13 @@ from baton.rpc.grpc_errors import as_baton_error, error_from_code
 from baton.telemetry.metrics import RouterMetrics
 from baton.telemetry.tracing import begin_span, context_of
 from baton.v1 import prefill_pb2
+from router.core.timeline import AttemptRecord
 from router.dispatch.running_request import Attempt, RunningRequest
 from router.routing.pinned_prefixes import PinnedPrefixes
 from router.routing.policy import Decision, RouteRequest
 from router.routing.route_finder import RouteFinder
 from router.routing.routing_state import RoutingState
-from router.workers.worker_link import error_from_gone
+from router.workers.worker_link import WorkerLink, error_from_gone
 from router.workers.worker_links import Unsubscribe, WorkerLinks
 
 log = logging.getLogger(__name__)
@@ -223,8 +224,11 @@ class Placement:
             span,
             now,
             set(route.choices),
+            _record_of(running, route, source, target, now, moved),
             source.prefills.messages,
         )
+        if 0 in route.choices:
+            running.request.timeline.begin(attempt.record)
         running.next_attempt += 1
         running.attempts.add(attempt)
         for link in {source, target}:
@@ -304,6 +308,7 @@ class Placement:
                 if wait >= left:
                     raise
             await asyncio.sleep(wait)
+            attempt.record.sent_at = time.monotonic()
             message.sequence.deadline_ms = max(1, int((deadline - time.monotonic()) * 1e3))
 
     def _on_prefill(self, attempt: Attempt, response: prefill_pb2.PrefillResponse) -> None:
@@ -311,6 +316,8 @@ class Placement:
         running, promise = attempt.owner, attempt.promise
         if response.HasField("first_token"):
             attempt.span.add_event("first token")
+            if response.first_token.choice == 0:
+                running.request.timeline.told(attempt.record, response)
             promise.computed(
                 time.monotonic(),
                 computed_tokens=response.computed_tokens,
@@ -328,6 +335,7 @@ class Placement:
                 written_prompt_tokens=0 if is_counted else written,
             )
         if response.HasField("handoff"):
+            attempt.record.handed_off(response.handoff)
             promise.committed(
                 pinned_blocks=response.handoff.pinned_blocks,
                 transfer_ms=response.handoff.transfer_ms,
@@ -397,6 +405,7 @@ class Placement:
         now = time.monotonic()
         if moved:
             attempt.span.set_attribute("baton.moved", moved)
+            attempt.record.ended_by = moved
         attempt.span.end()
         attempt.promise.ended(now)
         if attempt.is_whole:
@@ -441,6 +450,31 @@ class Placement:
         """Return the attempts whose prompts the incarnation ``source`` computes or hands off."""
         every = self._attempts
         return [a for a in every if a.computes and a.source.record.incarnation == source]
+
+
+def _record_of(
+    running: RunningRequest,
+    route: Route,
+    source: WorkerLink,
+    target: WorkerLink,
+    now: float,
+    moved: str,
+) -> AttemptRecord:
+    decision = route.decision
+    return AttemptRecord(
+        running.next_attempt,
+        now,
+        source.record.slot,
+        target.record.slot,
+        decision.reason,
+        moved,
+        prompt_tokens=route.request.prompt_tokens,
+        predicted_uncached_tokens=decision.uncached_tokens,
+        predicted_ttft_s=decision.ttft_ms / 1e3,
+        predicted_wait_s=decision.queue_ms / 1e3,
+        predicted_compute_s=decision.prefill_ms / 1e3,
+        sent_at=now,
+    )
 
 
 def _is_left_to_prefill(attempt: Attempt, output: TokenOutput) -> bool:

@@ -32,6 +32,7 @@ from baton.logprobs import TokenLogprobs
 from baton.request import LOWEST_PRIORITY, Retention, SequenceSpec, TokenOutput, TraceContext
 from baton.rpc.grpc_errors import error_from_code
 from router.core.request import GenerationRequest, OutputDelta, Relay, without_answer
+from router.core.timeline import AttemptRecord
 from router.dispatch.deliveries import Deliveries
 from router.dispatch.retry_limits import FailedWorkers
 from router.routing.routing_state import Promise
@@ -340,6 +341,8 @@ class Attempt:
     """Start of the attempt, on the monotonic clock."""
     choices: set[int]
     """Numbers of the choices that have not been handed back."""
+    record: AttemptRecord
+    """The attempt in the request's timeline."""
     messages_before: int
     """Number of messages that the prefill worker's stream had received when the attempt began."""
     decode_began: asyncio.Event = field(default_factory=asyncio.Event)

@@ -1,4 +1,4 @@
-"""Reports the traffic of this router process to the autoscaler. Owned by the router's event loop.
+"""Shares the traffic counts of this router process. Owned by the router's event loop.
 
 new ─start()→ reporting ─close()→ removed
 """
@@ -29,6 +29,7 @@ class TrafficReport:
         self._router_id = router_id
         self._counts = counts
         self._beat = 0
+        self._is_failing = False
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -49,6 +50,9 @@ class TrafficReport:
             self._beat += 1
             try:
                 await self._board.write(self._router_id, RouterTraffic(self._beat, self._counts))
+                self._is_failing = False
             except (redis.RedisError, OSError) as error:
-                log.info("the traffic report cannot be written: %s", error)
+                if not self._is_failing:
+                    log.info("the traffic report cannot be written: %s", error)
+                self._is_failing = True
             await asyncio.sleep(TELL_S)

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from baton.client.headers import DEADLINE_HEADER, SESSION_HEADER
+from baton.client.headers import (
+    DEADLINE_HEADER,
+    REQUEST_ID_HEADER,
+    SESSION_HEADER,
+    is_request_id,
+)
 from baton.config.cluster import Config
 from baton.errors import (
     DeadlineExceeded,
@@ -86,6 +91,8 @@ class Arrival:
     """Whether the request is a background request, such as a batch request line. It waits for spare
     capacity."""
     labels: Labels = NO_LABELS
+    call_id: str = ""
+    """Id of the HTTP or gRPC call, ``x-request-id``; empty if it has none."""
 
     @property
     def tenant(self) -> str:
@@ -110,16 +117,26 @@ class Arrival:
         parent, trace = headers.get("traceparent", ""), NO_TRACE
         if parent:
             trace = TraceContext(parent, headers.get("tracestate", ""))
-        labels = Labels.of_headers(headers)
-        if not given:
-            return cls(request_id, at, max_s, caller, own_deadline, session, trace, labels=labels)
-        if not (given.isascii() and given.isdecimal() and len(given) <= 12 and int(given) > 0):
-            raise InvalidRequest(
-                f"{DEADLINE_HEADER} must be a whole number of milliseconds, at least 1",
-                param=DEADLINE_HEADER,
-            )
-        deadline_s = min(max_s, int(given) / 1000)
-        return cls(request_id, at, deadline_s, caller, True, session, trace, labels=labels)
+        deadline_s = max_s
+        if given:
+            if not (given.isascii() and given.isdecimal() and len(given) <= 12 and int(given) > 0):
+                raise InvalidRequest(
+                    f"{DEADLINE_HEADER} must be a whole number of milliseconds, at least 1",
+                    param=DEADLINE_HEADER,
+                )
+            deadline_s, own_deadline = min(max_s, int(given) / 1000), True
+        call_id = headers.get(REQUEST_ID_HEADER, "")
+        return cls(
+            request_id,
+            at,
+            deadline_s,
+            caller,
+            own_deadline,
+            session,
+            trace,
+            labels=Labels.of_headers(headers),
+            call_id=call_id if is_request_id(call_id) else "",
+        )
 
 
 class RequestBuilder:

@@ -91,7 +91,9 @@ class Endpoint:
                 name = self._name()
                 async with service.bodies.object(request, caller.principal.tenant) as body:
                     arrival = Arrival.of(name, received_at, request.headers, max_s, caller)
-                    arrival = replace(arrival, labels=arrival.labels.or_of_body(body))
+                    labels = arrival.labels.or_of_body(body)
+                    call_id: str = request.state.request_id
+                    arrival = replace(arrival, labels=labels, call_id=call_id)
                     answer = await self._parse(body, arrival)
         except ClientDisconnect:
             service.count_abandoned(caller)

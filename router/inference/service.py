@@ -160,14 +160,14 @@ class InferenceService:
         slow: bool,
     ) -> None:
         if len(requests) == 1:
-            await self._run_one(0, requests[0], arrival.at, ways, slow=slow)
+            await self._run_one(0, requests[0], arrival, ways, slow=slow)
             return
         begun, waiting = self._clock(), iter(enumerate(requests))
 
         async def run_next() -> None:
             for place, request in waiting:
                 left = replace(request, deadline_s=request.deadline_s - (self._clock() - begun))
-                await self._run_one(place, left, arrival.at, ways, slow=slow)
+                await self._run_one(place, left, arrival, ways, slow=slow)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -181,7 +181,7 @@ class InferenceService:
         self,
         place: int,
         request: GenerationRequest,
-        received_at: float,
+        arrival: Arrival,
         ways: _Ways,
         *,
         slow: bool,
@@ -194,9 +194,19 @@ class InferenceService:
         background = request.background
         context_class = BACKGROUND_CLASS if background else self._class_of(len(request.prompt_ids))
         recorder = RequestRecorder(
-            self._stats, self._slos[context_class], request, context_class, received_at
+            self._stats,
+            self._slos[context_class],
+            request,
+            context_class,
+            arrival.at,
+            call_id=arrival.call_id,
         )
-        request = replace(request, trace=recorder.trace, background=background or slow)
+        request = replace(
+            request,
+            trace=recorder.trace,
+            timeline=recorder.timeline,
+            background=background or slow,
+        )
         timeout = asyncio.timeout(BACKGROUND_WAIT_S if background else request.deadline_s)
         trace_id = sampled_trace_id(recorder.trace.traceparent)
         with of_request(answer_id=request.request_id, trace_id=trace_id):

@@ -11,13 +11,13 @@ import pytest
 from opentelemetry.proto.metrics.v1.metrics_pb2 import HistogramDataPoint
 
 from baton.config.cluster import Config
-from baton.telemetry.genai_metrics import EndedRequest, GenAiMetrics
+from baton.telemetry.genai_metrics import GenAiMetrics, ServedRequest
 from baton.telemetry.logs import Service
 from baton.telemetry.tracing import begin_span, end_tracing, start_tracing
 from tests.support.certificates import Authority
 from tests.support.otlp_receiver import OtlpReceiver, otlp_receiver, texts
 
-ENDED = EndedRequest(
+ENDED = ServedRequest(
     operation="chat",
     model="smollm2",
     duration_s=2.0,
@@ -42,7 +42,7 @@ def points(receiver: OtlpReceiver, name: str) -> list[tuple[dict[str, str], Hist
     ]
 
 
-def sent(receiver: OtlpReceiver, requests: Iterable[EndedRequest]) -> None:
+def sent(receiver: OtlpReceiver, requests: Iterable[ServedRequest]) -> None:
     config = Config(otlp_endpoint=receiver.endpoint)
     metrics = GenAiMetrics.start(config, Service.ROUTER, "router-0@host", "blue")
     assert metrics is not None

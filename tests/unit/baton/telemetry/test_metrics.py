@@ -16,6 +16,8 @@ from baton.telemetry.worker_metrics import WorkerMetrics
 
 ROUTER = {
     "baton_time_to_first_token_seconds": ("class",),
+    "baton_ttft_part_seconds": ("class", "part"),
+    "baton_second_token_part_seconds": ("class", "part"),
     "baton_time_per_output_token_seconds": ("class",),
     "baton_inter_token_latency_seconds": ("class",),
     "baton_request_latency_seconds": ("class",),
@@ -34,6 +36,7 @@ ROUTER = {
     "baton_prefix_lookups": ("outcome",),
     "baton_prefix_blocks": ("result",),
     "baton_registry_age_seconds": (),
+    "baton_needed_workers": ("role",),
     "baton_event_loop_lag_seconds": ("role",),
     "baton_redis_call_seconds": ("role", "call"),
     "baton_redis_failures": ("role", "call"),

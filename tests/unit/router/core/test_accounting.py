@@ -10,6 +10,7 @@ from baton.autoscaling.traffic import FIRST_ANSWER_TOKENS
 from baton.request import FinishReason, Principal
 from baton.sampling_params import SamplingParams
 from baton.telemetry.metrics import RouterMetrics
+from baton.v1 import prefill_pb2
 from router.core.accounting import (
     Outcome,
     RequestRecorder,
@@ -19,6 +20,7 @@ from router.core.accounting import (
     outcome_of,
 )
 from router.core.request import GenerationRequest, OutputDelta
+from router.core.timeline import AttemptRecord
 
 
 def delta(tokens: int, cached: int = 0) -> OutputDelta:
@@ -59,6 +61,67 @@ def test_times_and_tokens() -> None:
     assert value(metrics, "generated_tokens_total") == 4
     assert value(metrics, "goodput_requests_total") == 1
     assert value(metrics, "requests_total", outcome="ok", code="") == 1
+
+
+def parts(metrics: RouterMetrics, token: str, part: str) -> tuple[float | None, float | None]:
+    name = f"{token}_part_seconds"
+    return value(metrics, f"{name}_count", part=part), value(metrics, f"{name}_sum", part=part)
+
+
+def placed(recorder: RequestRecorder) -> AttemptRecord:
+    attempt = AttemptRecord(0, 100.2, "prefill-0", "decode-0", "test", sent_at=100.2)
+    recorder.timeline.begin(attempt)
+    return attempt
+
+
+def test_parts_are_observed_once_the_worker_has_reported() -> None:
+    metrics, recorder = make()
+    attempt = placed(recorder)
+    recorder.timeline.told(attempt, prefill_pb2.PrefillResponse(queue_ms=100, steps_ms=150))
+    recorder.delta(delta(1), 100.5)
+    assert parts(metrics, "ttft", "compute") == (1, 0.15)
+    assert parts(metrics, "ttft", "other") == pytest.approx((1, 0.05))
+    attempt.handed_off(prefill_pb2.HandoffCommitted(transfer_ms=40))
+    assert parts(metrics, "second_token", "transfer") == (0, 0)
+    recorder.delta(delta(1), 100.6)
+    assert parts(metrics, "second_token", "transfer") == (1, 0.04)
+    assert parts(metrics, "second_token", "first_decode") == pytest.approx((1, 0.06))
+    recorder.delta(delta(1), 100.7)
+    recorder.succeed(100.7)
+    assert parts(metrics, "ttft", "compute")[0] == 1
+    assert parts(metrics, "second_token", "transfer")[0] == 1
+
+
+def test_parts_that_are_reported_late_are_observed_with_the_next_token() -> None:
+    metrics, recorder = make()
+    attempt = placed(recorder)
+    recorder.delta(delta(1), 100.5)
+    assert parts(metrics, "ttft", "compute") == (0, 0)
+    recorder.timeline.told(attempt, prefill_pb2.PrefillResponse(steps_ms=150))
+    recorder.delta(delta(1), 100.6)
+    assert parts(metrics, "ttft", "compute") == (1, 0.15)
+    assert parts(metrics, "second_token", "first_decode") == (0, 0)
+    recorder.abort()
+    assert parts(metrics, "second_token", "first_decode") == pytest.approx((1, 0.1))
+
+
+def test_whatever_is_not_reported_is_observed_at_the_end() -> None:
+    metrics, recorder = make()
+    placed(recorder)
+    recorder.delta(delta(1), 100.5)
+    recorder.fail(errors.WorkerFailed("x"))
+    assert parts(metrics, "ttft", "router") == pytest.approx((1, 0.2))
+    assert parts(metrics, "ttft", "other") == pytest.approx((1, 0.3))
+    assert parts(metrics, "second_token", "first_decode") == (0, 0), "there was no second token"
+
+
+def test_a_request_without_a_token_has_no_parts_but_a_record() -> None:
+    stats = RequestStats(RouterMetrics(CollectorRegistry()))
+    recorder = recorder_of(stats, 10)
+    recorder.fail(errors.Overloaded("full"))
+    assert parts(stats.metrics, "ttft", "router") == (0, 0)
+    (record,) = stats.history.find("r")
+    assert (record.outcome, record.code, record.prompt_tokens) == ("shed", "overloaded", 10)
 
 
 def test_the_autoscalers_counts() -> None:
