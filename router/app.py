@@ -14,6 +14,7 @@ from baton.store.pin_store import PinStore
 from baton.store.prefix_index import PrefixIndex
 from baton.store.supervision import PoolSizes, SupervisionReport, supervision_report
 from router.admin.cache import CacheApi, CacheControl, OperatorServicer
+from router.admin.request_api import RequestApi
 from router.admin.worker_api import ClusterApi, WorkerApi, WorkerOperatorServicer
 from router.admin.worker_control import PoolScaling, WorkerControl
 from router.batches.batches import Batches
@@ -100,6 +101,7 @@ def make_application(
             PrefixApi(service, prefixes),
             WorkerApi(control, scaling, access, config),
             ClusterApi(cluster_id, model.id, control, scaling, access),
+            RequestApi(stats.history, access, number=number, routers=config.routers),
             console,
             usage,
             summary,

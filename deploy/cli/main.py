@@ -24,6 +24,7 @@ from deploy.cli.operate import (
     node_commands,
     status_command,
     usage_command,
+    why_command,
     worker_commands,
 )
 from deploy.cli.options.command_classes import BatonCommand, BatonGroup
@@ -143,6 +144,7 @@ app = _group(
         "Operate": {
             "status": status_command.status,
             "usage": usage_command.usage,
+            "why": why_command.why,
             "doctor": doctor_command.doctor,
             "drain": worker_commands.drain,
             "role": worker_commands.role,

@@ -43,7 +43,7 @@ _OPEN_FILES = "/console/static/"
 they load it from paths that require a key."""
 _ADMIN = (
     *("/console/ratios", "/console/what-if"),
-    *("/v1/cache", "/v1/cluster", "/v1/pools", "/v1/workers"),
+    *("/v1/cache", "/v1/cluster", "/v1/pools", "/v1/requests", "/v1/workers"),
 )
 _METRICS = ("/console", "/load", "/metrics")
 _INFERENCE = (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 from baton.rpc.grpc_channel import open_channel
@@ -73,3 +75,24 @@ async def _left_while_it_reads(routers: Routers, last: RouterProcess) -> None:
             assert await last.wait() == "exit code 0"
     finally:
         writer.close()
+
+
+async def test_why_asks_every_process(tiny_model: Path, redis_url: str) -> None:
+    body = {"model": "echo", "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
+    async with two_routers(tiny_model, redis_url) as routers:
+        names = [f"mine-{number}" for number in range(8)]
+        async with routers.client() as client:
+            for name in names:
+                headers = {"x-request-id": name}
+                answer = await client.post("/v1/completions", json=body, headers=headers)
+                assert answer.status_code == 200, answer.text
+        command = [sys.executable, "-m", "baton", "why", "--http", routers.config.http]
+        for name in (*names, "another"):
+            result = await asyncio.to_thread(
+                subprocess.run, [*command, name], capture_output=True, text=True, timeout=DEADLINE_S
+            )
+            if name == "another":
+                assert "2 of 2 router processes were asked" in result.stderr
+            else:
+                assert f"x-request-id {name}" in result.stdout, result.stderr
+                assert "attempt 0" in result.stdout

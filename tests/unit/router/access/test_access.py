@@ -73,7 +73,10 @@ async def test_every_path_takes_its_key() -> None:
         ("inference", "/v1/embeddings /v1/files /v1/batches/batch-1/cancel /tokenize /detokenize"),
         ("inference", "/v1/generate /v1/generate/batch /v1/model/info /version"),
         ("metrics", "/metrics /metrics/summary /load /console/events"),
-        ("admin", "/v1/workers /v1/workers/decode-0/drain /v1/pools/decode /v1/cluster"),
+        (
+            "admin",
+            "/v1/workers /v1/workers/decode-0/drain /v1/pools/decode /v1/cluster /v1/requests/r",
+        ),
         ("admin", "/v1/cache /v1/cache/stats"),
         (None, "/health /live /ping /console /console/static/console.js"),
     ],
