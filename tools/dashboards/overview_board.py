@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tools.dashboards.dashboard import RATE, Dashboard, Panel, Query, Row, quantiles, rated, summed
-from tools.dashboards.slo_board import LATENCIES
+from tools.dashboards.slo_board import LATENCIES, WAITS
 
 OVERVIEW = Dashboard(
     "baton-overview",
@@ -111,6 +111,7 @@ OVERVIEW = Dashboard(
             ),
         ),
         LATENCIES,
+        WAITS,
         Row(
             "Dependencies",
             (

@@ -10,6 +10,41 @@ POOLS = Dashboard(
     "Load of the prefill and decode pools, and utilization of devices.",
     (
         Row(
+            "What ratio should I have?",
+            (
+                Panel(
+                    "Needed and present workers by role",
+                    (
+                        Query("max by (role) (baton_needed_workers)", "{{role}} needed"),
+                        Query("min by (role) (baton_routable_workers)", "{{role}} present"),
+                    ),
+                    meaning="What the traffic needs at the autoscaler's target load, whether or "
+                    "not there is an autoscaler. Without prefill workers, decode workers need "
+                    "the prompts, too.",
+                ),
+                Panel(
+                    "Share of the needed workers that is present",
+                    (
+                        Query(
+                            "min by (role) (baton_routable_workers) / max by (role) "
+                            "(baton_needed_workers > 0)",
+                            "{{role}}",
+                        ),
+                    ),
+                    "percentunit",
+                    "Below the line a role is short. A ratio that fits has both roles alike.",
+                    limit=1.0,
+                ),
+                Panel(
+                    "Busy share by role",
+                    (Query("avg by (role) (baton:busy:ratio_rate5m)", "{{role}}"),),
+                    "percentunit",
+                    "Share of the time in which engines compute. Decode workers are busy while "
+                    "they have any sequence: see the batch fill for how well.",
+                ),
+            ),
+        ),
+        Row(
             "Bottleneck",
             (
                 Panel(

@@ -41,6 +41,40 @@ LATENCIES = Row(
     ),
 )
 
+
+def _parts(token: str) -> tuple[Query, ...]:
+    """Return a query for the mean of each part of the time to a token."""
+    series = f"baton_{token}_part_seconds"
+    mean = f"rate({series}_sum{RATE})) / sum by (part) (rate({series}_count{RATE}))"
+    return (Query(f"sum by (part) ({mean}", "{{part}}"),)
+
+
+WAITS = Row(
+    "Why is the first token late?",
+    (
+        Panel(
+            "Mean TTFT by part",
+            _parts("ttft"),
+            "s",
+            "The parts add up to TTFT. `baton why REQUEST_ID` shows them for one request.",
+            stacked=True,
+        ),
+        Panel(
+            "Mean time from the first to the second token by part",
+            _parts("second_token"),
+            "s",
+            "transfer is what computing did not hide of the handoff.",
+            stacked=True,
+        ),
+        Panel(
+            "p95 of each part of TTFT",
+            quantiles("baton_ttft_part_seconds", "part", 0.95),
+            "s",
+            "Quantiles do not add up.",
+        ),
+    ),
+)
+
 SLO = Dashboard(
     "baton-slo",
     "Baton: service levels",

@@ -125,6 +125,8 @@ LABELS = {
     "mode": "`live`, or `dry_run`: nothing follows",
     "outcome": "of requests `ok`, `error`, `shed`, `aborted`; of handoffs and pulls `ok`,"
     " `checksum`, `error` and others; of lookups, loads and lines as their meaning says",
+    "part": "part of a time: "
+    "[Why is TTFT high?](../how-to/operate/observability.md#why-is-ttft-high)",
     "peer": "slot of the worker that blocks are sent to",
     "pool": "pool, as the configuration names it",
     "process": "`router`, `supervisor`, or the slot of a worker",
