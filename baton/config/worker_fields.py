@@ -54,6 +54,7 @@ WORKER_FIELDS: Mapping[str, Any] = {
     "log_level": True,
     "log_format": True,
     "log_to": True,
+    "vllm_metrics": True,
     "otlp_endpoint": True,
     "trace_ratio": True,
     "metrics_port": True,
