@@ -25,6 +25,7 @@ from redis.commands.core import Script
 from redis.retry import Retry
 
 from baton.errors import InvalidRequest, NotFound, Overloaded
+from baton.store.redis_client import parse_password_file
 from router.batches.schedule.plan import BatchWork
 from router.batches.schedule.throughput import Progress
 from router.batches.storage import database as bounds
@@ -90,13 +91,16 @@ class RedisDatabase:
     def __init__(self, url: str, cluster_id: str, contents: Contents) -> None:
         """Connect to the server at ``url`` on first use. ``contents`` keeps results of running
         batches."""
+        plain, credentials = parse_password_file(url)
         self._client = redis.Redis.from_url(
-            url,
+            plain,
             socket_timeout=ANSWER_S,
             socket_connect_timeout=ANSWER_S,
             health_check_interval=15,
             retry=Retry(NoBackoff(), 0),
         )
+        if credentials is not None:
+            self._client.connection_pool.connection_kwargs["credential_provider"] = credentials
         self._prefix = f"baton:{{{cluster_id}}}:batches:{LAYOUT}"
         self._contents = contents
         self._scripts: dict[str, Script] = {}
