@@ -296,6 +296,18 @@ class StepFailed(WorkerFailed):
     code = "step_failed"
 
 
+class NotConfigured(BatonError):
+    """The operator has not configured what this endpoint needs.
+
+    Do not retry. The message names the setting that the operator has to make.
+    """
+
+    http_status = 501
+    grpc_status = "UNIMPLEMENTED"
+    error_type = "server_error"
+    code = "not_configured"
+
+
 class DeadlineExceeded(BatonError):
     """The request's time was up before it ended.
 

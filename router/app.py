@@ -60,20 +60,25 @@ def make_application(
     *,
     budgets: Budgets | None = None,
     number: int = 0,
+    redis_url: str = "",
+    replicated: bool = False,
     what_if: WhatIfProgram | None = None,
     more: Sequence[Mountable] = (),
 ) -> Application:
     """Create every endpoint, each with access checks. ``more``: further HTTP endpoints.
 
     ``budgets`` None means that only the configuration's budgets exist, and that no cost is charged
-    to them."""
+    to them. ``redis_url`` is the address of ``client``'s server. ``replicated``: other routers of
+    the cluster may run on other hosts."""
     config, access, model = service.config, service.access, service.model
     cache = CacheControl(dispatcher.workers.all, PrefixIndex(client, cluster_id), stats.metrics)
     prefixes = PrefixPinning(service, dispatcher, PinStore(client, cluster_id))
     control = WorkerControl(dispatcher.workers.all, dispatcher.workers.is_up)
     scaling = PoolScaling(config, PoolSizes(client, cluster_id), control.running)
     apis = Apis.of(service)
-    batches = Batches(service, apis.endpoints(), stats.metrics)
+    batches = Batches(
+        service, apis.endpoints(), stats.metrics, redis_url, cluster_id, replicated=replicated
+    )
     console = ConsoleApi(
         dispatcher,
         stats,

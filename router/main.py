@@ -85,6 +85,9 @@ class RouterSettings(BaseModel):
     """Index of this process among the router processes that share the ports."""
     ends_with_parent: bool = True
     """Whether the router ends when its parent process, the launcher, has died."""
+    replicated: bool = False
+    """Whether other routers of the cluster may run on other hosts, as with ``baton router``. Files
+    and batches then need a ``batch_store``."""
     what_if: tuple[str, ...] = ()
     """The program that answers the console's what-if questions, and its arguments; empty: none."""
 
@@ -125,6 +128,8 @@ async def serve(settings: RouterSettings) -> None:
         settings.cluster_id,
         budgets=ledger.budgets,
         number=settings.number,
+        redis_url=settings.redis_url,
+        replicated=settings.replicated,
         what_if=WhatIfProgram.of(settings.what_if),
     )
     servers, grpc_server = HttpServers(application.apps, config), application.grpc_server

@@ -48,6 +48,7 @@ from baton.errors import ConfigError
 MAX_METRICS_PORTS = 64
 """Number of ports that the metrics pages of a machine's workers may take."""
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
+_BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9!_.*'()-]+)*/?")
 _KV_TYPES: tuple[KvTypeName, ...] = ("float32", "bfloat16", "float16", "int8", "fp8")
 """KV types, the most precise first. Neither 16-bit type can hold all values of the other; their
 order only has to be the same everywhere."""
@@ -226,6 +227,13 @@ class Config(BaseSettings):
     data_dir: str = ""
     """Folder of uploaded files and batches, which outlive the cluster; empty takes a folder for the
     HTTP address in ``$XDG_DATA_HOME/baton``, or in ``~/.local/share/baton``."""
+    batch_store: str = ""
+    """Place of files and batches for routers on several hosts: a folder on a volume that all of
+    them share, or ``s3://bucket/prefix``; ``local`` keeps them in ``data_dir``, for routers that
+    share one host. Empty is ``local``, except that ``baton router`` then answers 501 for files and
+    batches. Of several hosts, Redis has their state: that needs ``redis_url`` and ``cluster_id``,
+    and no other cluster may use the same place. S3's endpoint and credentials are in the
+    environment (``AWS_ENDPOINT_URL_S3``, ``AWS_REGION``, ``AWS_ACCESS_KEY_ID`` …)."""
     max_file_bytes: int = Field(default=200 * MIB, ge=1024)
     """Maximum size of an uploaded file, in bytes."""
     max_tenant_file_bytes: int = Field(default=1024 * MIB, ge=1024)
@@ -300,6 +308,13 @@ class Config(BaseSettings):
     def _zone(cls, value: str) -> str:
         time_zone(value)
         return value
+
+    @field_validator("batch_store")
+    @classmethod
+    def _batch_store(cls, value: str) -> str:
+        if value in ("", "local") or value.startswith("/") or _BUCKET.fullmatch(value):
+            return value
+        raise ValueError(f"{value!r} is neither an absolute path nor s3://bucket/prefix, nor local")
 
     @field_validator("http", "grpc", "admin_http")
     @classmethod

@@ -27,6 +27,7 @@ def check(config: Config) -> None:
         _prices,
         _heartbeats,
         _machines,
+        _batch_store,
         _class_pools,
         _autoscaler,
         _encryption,
@@ -124,6 +125,18 @@ def _machines(config: Config) -> None:
         raise ValueError(
             "leave_workers: it needs a cluster_id, by which the next launcher finds the workers"
         )
+
+
+def _batch_store(config: Config) -> None:
+    if config.batch_store in ("", "local"):
+        return
+    if not config.redis_url:
+        raise ValueError(
+            "batch_store: it needs a redis_url; the embedded Valkey loses the state of batches"
+            " when the cluster ends"
+        )
+    if not config.cluster_id:
+        raise ValueError("batch_store: it needs a cluster_id, by which routers find the batches")
 
 
 def _class_pools(config: Config) -> None:

@@ -27,7 +27,7 @@ def redis_client(url: str, *, timeout_s: float = 1.0) -> redis.asyncio.Redis:
     URL's query has a ``password_file``, each new connection reads the password there. Raises
     ValueError for an invalid URL.
     """
-    plain, credentials = _parse_password_file(url)
+    plain, credentials = parse_password_file(url)
     client = redis.asyncio.Redis.from_url(
         plain,
         socket_timeout=timeout_s,
@@ -43,7 +43,7 @@ def redis_client(url: str, *, timeout_s: float = 1.0) -> redis.asyncio.Redis:
     return client
 
 
-def _parse_password_file(url: str) -> tuple[str, CredentialProvider | None]:
+def parse_password_file(url: str) -> tuple[str, CredentialProvider | None]:
     """Return the URL without user and ``password_file``, and the credentials that these say; the
     URL itself and None if it has no such file. Raises ValueError."""
     parts = urlsplit(url)

@@ -204,6 +204,7 @@ def serve_router(config: Config) -> None:
             model_path=str(model.path),
             model_name=config.served_model_name or model.name,
             ends_with_parent=False,
+            replicated=True,
             what_if=WHAT_IF,
         )
     )

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
-from fastapi import FastAPI, Query, Request
-from starlette.responses import FileResponse, Response
+from fastapi import Depends, FastAPI, Query, Request
+from starlette.responses import FileResponse, Response, StreamingResponse
 
 from baton.config.cluster import Config
-from baton.errors import InvalidRequest
-from router.batches.batch import Batch, StoredFile
+from baton.errors import InvalidRequest, NotConfigured
 from router.batches.batch_planner import BatchPlanner
 from router.batches.protocol import (
     BatchList,
@@ -29,6 +29,7 @@ from router.batches.service import (
     MIN_EXPIRY_S,
     BatchService,
 )
+from router.batches.storage.batch import Batch, StoredFile
 from router.batches.upload import receive_upload
 from router.http.client import SMALL_BYTES, caller_of, read_object, validate
 from router.http.openapi import body, json_body, made_of_its_id
@@ -64,14 +65,21 @@ class BatchesApi:
     """Handlers of the endpoints of files and batches. An API key sees only the files and batches of
     its tenant."""
 
-    def __init__(self, service: BatchService, planner: BatchPlanner, config: Config) -> None:
+    def __init__(
+        self, service: BatchService, planner: BatchPlanner, config: Config, off: str = ""
+    ) -> None:
+        """Create the handlers. ``off``: why files and batches are not available here; empty if they
+        are."""
+        self._off = off
         self._service = service
         self._planner = planner
         self._config = config
 
     def mount(self, app: FastAPI) -> None:
         """Add the endpoints to the app."""
-        add = partial(app.add_api_route, tags=["batches"])
+        add = partial(
+            app.add_api_route, tags=["batches"], dependencies=[Depends(self._check_available)]
+        )
         add(_FILES, self.create_file, methods=["POST"], openapi_extra=_FORM, responses=_FILE_MADE)
         add(_FILES, self.list_files)
         add(_FILE, self.get_file)
@@ -88,6 +96,10 @@ class BatchesApi:
         add(_BATCHES, self.list_batches)
         add(_BATCH, self.get_batch)
         add(_CANCEL, self.cancel_batch, methods=["POST"])
+
+    async def _check_available(self) -> None:
+        if self._off:
+            raise NotConfigured(self._off)
 
     # Files
 
@@ -127,9 +139,13 @@ class BatchesApi:
 
     async def get_content(self, request: Request, file_id: str) -> Response:
         """Return the contents of a file."""
-        path = await self._service.content(caller_of(request).principal.tenant, file_id)
+        content = await self._service.content(caller_of(request).principal.tenant, file_id)
         # Serve octets, so that a browser does not run a client's text.
-        return FileResponse(path, media_type="application/octet-stream")
+        kind = "application/octet-stream"
+        if isinstance(content, Path):
+            return FileResponse(content, media_type=kind)
+        length = {"content-length": str(content.size)}
+        return StreamingResponse(content.pieces, headers=length, media_type=kind)
 
     async def delete_file(self, request: Request, file_id: str) -> FileDeleted:
         """Delete a file, unless a batch needs it."""

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Mapping
 
 from baton.config.daily_hours import DailyHours
-from router.batches.database import Database
 from router.batches.schedule.plan import BatchSchedule, BatchWork, plan_batches
 from router.batches.schedule.throughput import Throughput
-from router.batches.store import BatchStore
+from router.batches.storage.database import Database
+from router.batches.storage.store import BatchStore
 
 
 class BatchPlanner:

@@ -9,10 +9,14 @@ from typing import Any
 
 import pydantic_core
 
+from router.batches.storage.batch import Fault
+
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 """The endpoints that a line may call."""
 MAX_LINES = 50_000
 """Maximum number of lines in a file, as at OpenAI."""
+MAX_NUMBER = 8 * MAX_LINES
+"""Maximum number of a line, with blank lines. It bounds the table of lines with a result."""
 MAX_LINE_VALUES = 131_072
 """Maximum number of JSON values in a line: parsing more would hold the interpreter lock for long.
 """
@@ -35,17 +39,6 @@ class Line:
     url: str
     """Path of the endpoint that the line calls, one of ``ENDPOINTS``."""
     body: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """An error in the input file of a batch."""
-
-    code: str
-    message: str
-    """Description of the error. It repeats no prompt, so it is safe to show."""
-    line: int | None = None
-    param: str | None = None
 
 
 class BadLine(Exception):
@@ -112,6 +105,10 @@ def find_faults(
     names: dict[str, int] = {}
     count = 0
     for number, raw in enumerate(raws, 1):
+        if number > MAX_NUMBER:
+            text = f"a file has at most {MAX_NUMBER} lines, blank ones included"
+            faults.append(Fault("too_many_lines", text))
+            break
         if not raw.strip():
             continue
         count += 1
@@ -126,7 +123,7 @@ def find_faults(
             faults.append(bad.fault)
             if len(faults) == MAX_FAULTS:
                 break
-    if not count:
+    if not count and not faults:
         faults.append(Fault("empty_file", "the file has no lines"))
     return count, faults
 

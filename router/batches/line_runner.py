@@ -25,9 +25,9 @@ from baton.request import Principal
 from baton.telemetry.logs import of_request
 from router.access.access import Access
 from router.access.api_keys import Caller
-from router.batches.batch import Batch, LineResult
 from router.batches.line import Line
 from router.batches.slots import LineSlots
+from router.batches.storage.batch import Batch, LineResult
 from router.http.errors import error_object
 from router.inference.endpoint import Endpoint
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from baton.errors import InvalidRequest
-from router.batches.batch import Batch, StoredFile
 from router.batches.schedule.plan import BatchSchedule
+from router.batches.storage.batch import Batch, StoredFile
 
 MAX_METADATA = 16
 MAX_METADATA_NAME = 64

@@ -8,7 +8,7 @@ are rejected.
 A batch is released if it must wait for its hours (``router.batches.schedule.plan``), or for others
 whose windows end earlier: running lines end, and no new line begins.
 
-Owned by the event loop. ``router.batches.batch`` lists the states.
+Owned by the event loop. ``router.batches.storage.batch`` lists the states.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ import math
 import secrets
 import sqlite3
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import BinaryIO
 
 from baton.errors import BatonError, NotFound
 from baton.host.background import end_tasks, spawn
 from baton.liveness.silence import SilenceWatch
 from baton.telemetry.metrics import RouterMetrics
-from router.batches.batch import Batch, BatchStatus, LineResult, StoredFile
 from router.batches.batch_planner import BatchPlanner
-from router.batches.database import Database, LeaseLost, NoSpace, StatusChanged
-from router.batches.line import Fault, Line, find_faults, read_lines
+from router.batches.line import Line, find_faults, read_lines
 from router.batches.line_runner import expired_result
+from router.batches.result_writer import ResultWriter
 from router.batches.schedule.pace import Pace
 from router.batches.schedule.plan import BatchSchedule, SpeedState
 from router.batches.slots import BatchHeld, LineSlots
-from router.batches.store import BatchStore
-from router.batches.tables import Free
+from router.batches.storage.batch import Batch, BatchStatus, Fault, LineResult
+from router.batches.storage.database import Database, Free, LeaseLost, NoSpace, StatusChanged
+from router.batches.storage.store import BatchStore
 
 log = logging.getLogger(__name__)
 
@@ -157,12 +157,16 @@ class BatchRunner:
     # Ownership
 
     async def _look_again(self) -> None:
+        failure = ""
         while True:
             try:
                 if self._store.used:
                     await self._look()
+                failure = ""
             except (sqlite3.Error, OSError, BatonError) as error:
-                log.warning("batches cannot be read: %s", error)
+                if str(error) != failure:
+                    failure = str(error)
+                    log.warning("batches cannot be read: %s", error.__cause__ or error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._poll_s):
                     await self._woken.wait()
@@ -288,21 +292,21 @@ class BatchRunner:
     # The states of a batch
 
     async def _run(self, batch: Batch, pace: Pace) -> None:
-        path = await self._input(batch)
-        if path is None:
-            await self._fail(batch, [Fault("file_not_found", "the input file is gone")])
-            return
-        if batch.status is BatchStatus.VALIDATING:
-            total, faults = await asyncio.to_thread(self._find_faults, batch, path)
-            if faults:
-                await self._fail(batch, faults)
+        async with self._input(batch) as file:
+            if file is None:
+                await self._fail(batch, [Fault("file_not_found", "the input file is gone")])
                 return
-            batch = await self._move(
-                batch, status=BatchStatus.IN_PROGRESS, in_progress_at=self._now(), total=total
-            )
-        if not await self._run_lines(batch, path, pace):
-            await self._move(batch, owner="")
-            return
+            if batch.status is BatchStatus.VALIDATING:
+                total, faults = await asyncio.to_thread(self._find_faults, batch, file)
+                if faults:
+                    await self._fail(batch, faults)
+                    return
+                batch = await self._move(
+                    batch, status=BatchStatus.IN_PROGRESS, in_progress_at=self._now(), total=total
+                )
+            if not await self._run_lines(batch, file, pace):
+                await self._move(batch, owner="")
+                return
         batch = await self._move(batch, status=BatchStatus.FINALIZING, finalizing_at=self._now())
         await self._end(batch)
 
@@ -326,26 +330,28 @@ class BatchRunner:
     async def _fail_without_space(self, batch: Batch) -> None:
         await self._fail(batch, (_NO_SPACE,))
 
-    async def _input(self, batch: Batch) -> Path | None:
-        try:
-            file: StoredFile = await self._store.ask(
-                Database.file, batch.input_file_id, batch.tenant
-            )
-        except NotFound:
-            return None
-        path = self._store.path(file)
-        return path if path.exists() else None
+    @contextlib.asynccontextmanager
+    async def _input(self, batch: Batch) -> AsyncIterator[BinaryIO | None]:
+        """Open the input file of a batch, until the end of the context; None if it is gone."""
+        async with contextlib.AsyncExitStack() as stack:
+            opened = None
+            with contextlib.suppress(NotFound, FileNotFoundError):
+                file = await self._store.ask(Database.file, batch.input_file_id, batch.tenant)
+                opened = await stack.enter_async_context(self._store.reading(file))
+            yield opened
 
-    def _find_faults(self, batch: Batch, path: Path) -> tuple[int, list[Fault]]:
-        with path.open("rb") as file:
-            return find_faults(file, self._max_line_bytes, batch.endpoint, self._model)
+    def _find_faults(self, batch: Batch, file: BinaryIO) -> tuple[int, list[Fault]]:
+        found = find_faults(file, self._max_line_bytes, batch.endpoint, self._model)
+        file.seek(0)
+        return found
 
-    async def _run_lines(self, batch: Batch, path: Path, pace: Pace) -> bool:
+    async def _run_lines(self, batch: Batch, file: BinaryIO, pace: Pace) -> bool:
         """Run the request lines of a batch that have no result yet. Return False if the batch was
         put on hold before the last line began."""
         done = await self._store.ask(Database.done_lines, batch.id)
-        lines = _Lines(path, self._max_line_bytes)
+        lines = _Lines(file, self._max_line_bytes)
         places = asyncio.Semaphore(self._max_in_flight)
+        writer = ResultWriter(self._store, batch, self._count)
         try:
             async with asyncio.TaskGroup() as group:
                 while some := await asyncio.to_thread(lines.take):
@@ -355,41 +361,46 @@ class BatchRunner:
                         await places.acquire()
                         if not await pace.turn():
                             return False
-                        task = group.create_task(self._run_line_of(batch, line))
+                        task = group.create_task(self._run_line_of(batch, line, writer, group))
                         # Release in a callback: a task that is cancelled before it begins runs no
                         # code.
                         task.add_done_callback(lambda _: places.release())
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        finally:
-            lines.close()
+        except asyncio.CancelledError:
+            # Lines that have ended count, although their batch is stopped.
+            await writer.end()
+            raise
         return not pace.stopped
 
-    async def _run_line_of(self, batch: Batch, line: Line) -> None:
+    async def _run_line_of(
+        self, batch: Batch, line: Line, writer: ResultWriter, group: asyncio.TaskGroup
+    ) -> None:
         self._metrics.batch_lines_in_flight.inc()
         try:
             try:
                 result = await self._run_line(batch, line)
             except BatchHeld:
                 return
-            await self._store.ask(Database.add_results, batch, [result], self._store.quota)
-            self._metrics.batch_lines.labels("ok" if result.ok else "error").inc()
+            await writer.add(result, group)
         finally:
             self._metrics.batch_lines_in_flight.dec()
 
+    def _count(self, result: LineResult) -> None:
+        self._metrics.batch_lines.labels("ok" if result.ok else "error").inc()
+
     async def _expire_lines(self, batch: Batch) -> None:
-        path = await self._input(batch)
-        if path is None or batch.status is BatchStatus.VALIDATING:
+        if batch.status is BatchStatus.VALIDATING:
             return
-        done = await self._store.ask(Database.done_lines, batch.id)
-        lines = _Lines(path, self._max_line_bytes)
-        try:
+        async with self._input(batch) as file:
+            if file is None:
+                return
+            done = await self._store.ask(Database.done_lines, batch.id)
+            lines = _Lines(file, self._max_line_bytes)
             while some := await asyncio.to_thread(lines.take):
                 results = [expired_result(line) for line in some if line.number not in done]
-                await self._store.ask(Database.add_results, batch, results, self._store.quota)
+                await self._store.add_results(batch, results)
                 self._metrics.batch_lines.labels("expired").inc(len(results))
-        finally:
-            lines.close()
 
     async def _move(self, batch: Batch, **changes: object) -> Batch:
         return await self._store.ask(Database.move, batch, **changes)
@@ -401,9 +412,9 @@ class BatchRunner:
 class _Lines:
     """Reads the lines of a batch's input file in pieces."""
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
-        self._file = path.open("rb")
-        self._lines: Iterator[Line] = read_lines(self._file, max_bytes)
+    def __init__(self, file: BinaryIO, max_bytes: int) -> None:
+        self._file = file
+        self._lines: Iterator[Line] = read_lines(file, max_bytes)
 
     def take(self) -> list[Line]:
         """Return the next request lines of the file; an empty list at the end of the file."""
@@ -414,6 +425,3 @@ class _Lines:
             if self._file.tell() - began >= _BYTES_AT_ONCE:
                 break
         return taken
-
-    def close(self) -> None:
-        self._file.close()

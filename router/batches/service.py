@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +14,11 @@ from typing import Generic, TypeVar
 from baton.config.cluster import Config
 from baton.errors import InvalidRequest, NotFound
 from baton.request import Principal
-from router.batches.batch import Batch, StoredFile
-from router.batches.database import Database
-from router.batches.line import ENDPOINTS, Fault, find_faults
+from router.batches.line import ENDPOINTS, find_faults
 from router.batches.protocol import check_metadata, window_s
-from router.batches.store import KEPT_S, BatchStore, Incoming
+from router.batches.storage.batch import Batch, Fault, StoredFile
+from router.batches.storage.database import Database
+from router.batches.storage.store import KEPT_S, BatchStore, Incoming
 
 MAX_FILES = 10_000
 MAX_BATCHES = 100
@@ -36,6 +36,14 @@ class Page(Generic[T]):
 
     entries: Sequence[T]
     has_more: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Contents of a file that are in a bucket."""
+
+    size: int
+    pieces: AsyncIterator[bytes]
 
 
 class BatchService:
@@ -104,12 +112,19 @@ class BatchService:
         self._check_used("file")
         return await self._store.ask(Database.file, file_id, tenant, self._now())
 
-    async def content(self, tenant: str, file_id: str) -> Path:
-        """Return the path of a file's contents. Raises NotFound."""
-        path = self._store.path(await self.file(tenant, file_id))
-        if not path.exists():
-            raise NotFound("the file's contents are gone", param="file_id")
-        return path
+    async def content(self, tenant: str, file_id: str) -> Path | Content:
+        """Return the path of a file's contents, or the contents if no folder has them. Raises
+        NotFound."""
+        file = await self.file(tenant, file_id)
+        path = self._store.path(file)
+        try:
+            if path is None:
+                return Content(file.size, await self._store.pieces(file))
+            if path.exists():
+                return path
+        except FileNotFoundError:
+            pass
+        raise NotFound("the file's contents are gone", param="file_id")
 
     async def delete_file(self, tenant: str, file_id: str) -> None:
         """Delete a file. Raises NotFound, and InvalidRequest while a batch needs it."""

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
-from router.batches.batch import Batch
+from router.batches.storage.batch import Batch
 
 _Waiter = tuple[int, int, str, asyncio.Future[None]]
 

@@ -20,10 +20,10 @@ from router.access import rate_limits
 from router.access.access import Access
 from router.access.api_keys import Caller
 from router.access.rate_limits import RateLimits
-from router.batches.batch import Batch, LineResult
 from router.batches.line import Line
 from router.batches.line_runner import LineRunner
 from router.batches.slots import LineSlots
+from router.batches.storage.batch import Batch, LineResult
 from router.inference.endpoint import Endpoint
 
 DEADLINE_S = 60.0

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from router.batches.batch import UNFINISHED
+from router.batches.storage.batch import UNFINISHED
 
 
 async def begin_batch(http: httpx.AsyncClient, content: bytes, endpoint: str) -> dict[str, Any]:

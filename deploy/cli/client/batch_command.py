@@ -18,9 +18,9 @@ from baton.client.http_api import api_errors
 from baton.errors import BatonError, InvalidRequest, Unavailable
 from baton.liveness.silence import SilenceWatch
 from deploy.cli.options.exit_codes import ExitCode
-from router.batches.batch import UNFINISHED
 from router.batches.line import BadLine, read_lines
 from router.batches.protocol import BatchFault, BatchObject, FileObject
+from router.batches.storage.batch import UNFINISHED
 
 POLL_S = 0.5
 AWAY_S = 120.0

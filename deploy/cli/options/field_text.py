@@ -42,6 +42,7 @@ _PLACEHOLDERS: tuple[tuple[str, str], ...] = (
     (r"_url$|^gcs_store$|_endpoint$", "URL"),
     (r"^(keys_file|certificate|key|client_ca|redis_ca)$", "FILE"),
     (r"^(folder|data_dir|kv_disk_path)$", "FOLDER"),
+    (r"^batch_store$", "FOLDER|URL|local"),
     (r"^(model|draft_model)$", "NAME|PATH"),
     (r"^allowed_hosts$", "HOST"),
     (r"^allowed_origins$", "ORIGIN"),

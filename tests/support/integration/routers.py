@@ -29,6 +29,7 @@ class Routers:
     config: Config
     cluster_id: str
     processes: tuple[RouterProcess, ...]
+    run: RunDirectory
 
     def client(self) -> httpx.AsyncClient:
         """A new connection for each request: the kernel chooses a process for each."""
@@ -71,7 +72,7 @@ class Routers:
 
 
 @asynccontextmanager
-async def two_routers(model: Path, redis_url: str, **changes: object) -> AsyncIterator[Routers]:
+async def two_routers(model: Path, redis_url: str, /, **changes: object) -> AsyncIterator[Routers]:
     """``changes`` go to the config."""
     run = RunDirectory.create()
     mark = ClusterMark(secrets.token_hex(4), run.path)
@@ -100,7 +101,7 @@ async def two_routers(model: Path, redis_url: str, **changes: object) -> AsyncIt
         async with helper("loadtest.router.echo_worker", fields, log, ready_s=DEADLINE_S):
             await asyncio.gather(*(process.start() for process in processes))
             await asyncio.gather(*(process.healthy() for process in processes))
-            yield Routers(config, mark.cluster_id, processes)
+            yield Routers(config, mark.cluster_id, processes, run)
     finally:
         await asyncio.gather(*(process.stop() for process in processes))
         run.remove()

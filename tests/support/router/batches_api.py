@@ -45,11 +45,13 @@ class Served:
 
 
 @asynccontextmanager
-async def served(folder: Path, front: Front | None = None, **config: Any) -> AsyncIterator[Served]:
+async def served(
+    folder: Path, front: Front | None = None, *, replicated: bool = False, **config: Any
+) -> AsyncIterator[Served]:
     front = front or make_front(data_dir=str(folder), **config)
     access = Access(front.config, front.metrics)
     parts = (front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
-    batches = batches_of(*parts)
+    batches = batches_of(*parts, replicated=replicated)
     app = create_app(*parts, more=(batches.api,))
     await batches.start()
     async with serve(app) as address:

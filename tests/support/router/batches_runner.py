@@ -15,14 +15,14 @@ from prometheus_client import CollectorRegistry
 
 from baton.config.daily_hours import DailyHours
 from baton.telemetry.metrics import RouterMetrics
-from router.batches.batch import Batch, BatchStatus, LineResult, StoredFile
 from router.batches.batch_planner import BatchPlanner
-from router.batches.database import Database
 from router.batches.line import Line
-from router.batches.quota import Quota
 from router.batches.runner import BatchRunner
 from router.batches.slots import LineSlots
-from router.batches.store import BatchStore
+from router.batches.storage.batch import Batch, BatchStatus, LineResult, StoredFile
+from router.batches.storage.database import Database
+from router.batches.storage.quota import Quota
+from router.batches.storage.store import BatchStore
 
 DEADLINE_S = 20.0
 
@@ -32,6 +32,9 @@ QUOTA = Quota(1 << 20, 1 << 20)
 
 
 Script = Callable[[Line], Awaitable[bool]]
+
+make_store = BatchStore.local
+"""Makes the stores of processes; tests put another one here."""
 
 
 async def at_once(line: Line) -> bool:
@@ -75,7 +78,11 @@ class Process:
     hours: DailyHours | None = None
 
     def __post_init__(self) -> None:
-        self.store = BatchStore(self.folder, self.quota)
+        self.use(make_store(self.folder, self.quota))
+
+    def use(self, store: BatchStore) -> None:
+        """Take this store instead."""
+        self.store = store
         self.metrics = RouterMetrics(CollectorRegistry())
         self.runner = BatchRunner(
             self.store,
@@ -115,8 +122,16 @@ class Process:
         """The custom ids of a file's lines."""
         if file_id is None:
             return []
-        path = self.store.path(await self.store.ask(Database.file, file_id, "acme"))
-        return [json.loads(row)["custom_id"] for row in path.read_text().splitlines()]
+        file = await self.store.ask(Database.file, file_id, "acme")
+        async with self.store.reading(file) as rows:
+            return [json.loads(row)["custom_id"] for row in rows]
+
+
+def path_of(store: BatchStore, file: StoredFile) -> Path:
+    """The path of a file's contents in a folder."""
+    path = store.path(file)
+    assert path is not None
+    return path
 
 
 async def stored_file(

@@ -253,10 +253,19 @@ def batches_of(
     stats: RequestStats,
     config: Config,
     access: Access | None = None,
+    *,
+    replicated: bool = False,
 ) -> Batches:
     """Files and batches; not started."""
     service = service_of(dispatcher, tokenizer, model, stats, config, access)
-    return Batches(service, Apis.of(service).endpoints(), stats.metrics)
+    return Batches(
+        service,
+        Apis.of(service).endpoints(),
+        stats.metrics,
+        config.redis_url,
+        config.cluster_id,
+        replicated=replicated,
+    )
 
 
 def create_apps(

@@ -379,6 +379,11 @@ def test_an_autoscaler_comes_from_the_environment(monkeypatch: pytest.MonkeyPatc
         ({"ray_address": "auto", "redis_url": "redis://b", "gcs_store": "embedded"}, "gcs_store"),
         ({"routers": 0}, "no router would serve"),
         ({"leave_workers": True}, "needs a ray_address"),
+        ({"batch_store": "/mnt/batches"}, "batch_store: it needs a redis_url"),
+        ({"batch_store": "s3://a-bucket", "redis_url": "redis://b"}, "it needs a cluster_id"),
+        ({"batch_store": "batches"}, "neither an absolute path nor s3://bucket/prefix"),
+        ({"batch_store": "s3://Bad_Bucket"}, "neither an absolute path nor s3://bucket/prefix"),
+        ({"batch_store": "https://bucket"}, "neither an absolute path nor s3://bucket/prefix"),
         (
             {"ray_address": "auto", "redis_url": "redis://b", "leave_workers": True},
             "needs a cluster_id",

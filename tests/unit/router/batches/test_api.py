@@ -17,9 +17,10 @@ from baton.config.access import KeyConfig, TenantConfig
 from baton.errors import Overloaded, WorkerFailed
 from baton.request import FinishReason
 from baton.security.cluster_secret import cache_salt
-from router.batches.database import Database
+from router.batches.storage.sqlite_database import SqliteDatabase
 from router.core.request import GenerationRequest, OutputDelta
 from tests.support.router.batches_api import CHAT, DEADLINE_S, Served, chat, lines, served
+from tests.support.router.bucket import bucket_server
 from tests.support.router.front_fakes import (
     check_schema,
     make_front,
@@ -296,7 +297,7 @@ async def test_a_batch_says_what_its_window_is_too_short_for(tmp_path: Path) -> 
             "late_lines": 0,
             "message": None,
         }
-        database = Database(tmp_path / "batches.sqlite")
+        database = SqliteDatabase(tmp_path / "batches.sqlite")
         database.learn_speed("tiny", 1e-6)
         database.close()
         (listed,) = (await client.batches.list()).data
@@ -467,3 +468,87 @@ async def test_what_is_not_there(tmp_path: Path) -> None:
             assert answer.status_code == 404, path
             check_schema(answer.json(), "ErrorResponse")
     assert not folder.exists()
+
+
+async def test_one_of_several_routers_needs_a_store_that_they_share(tmp_path: Path) -> None:
+    async with served(tmp_path / "data", replicated=True) as there, plain_client() as plain:
+        url = f"http://{there.address}/v1"
+        for method, path in (
+            ("POST", "files"),
+            ("GET", "files"),
+            ("GET", "files/file-1"),
+            ("DELETE", "files/file-1"),
+            ("GET", "files/file-1/content"),
+            ("POST", "batches"),
+            ("GET", "batches"),
+            ("GET", "batches/batch_1"),
+            ("POST", "batches/batch_1/cancel"),
+        ):
+            answer = await plain.request(method, f"{url}/{path}")
+            assert answer.status_code == 501, path
+            error = answer.json()["error"]
+            assert (error["type"], error["code"]) == ("server_error", "not_configured")
+            assert "BATON_BATCH_STORE" in error["message"]
+    assert not (tmp_path / "data").exists()
+
+
+async def test_routers_of_one_host_need_no_shared_store(tmp_path: Path) -> None:
+    async with (
+        served(tmp_path, replicated=True, batch_store="local") as there,
+        there.client() as client,
+    ):
+        file = await client.files.create(file=("in.jsonl", lines([chat()])), purpose="batch")
+        assert [one.id for one in (await client.files.list()).data] == [file.id]
+    assert (tmp_path / "batches.sqlite").exists()
+
+
+async def test_routers_that_share_a_store_answer_alike(redis_url: str, tmp_path: Path) -> None:
+    """Each has a disk of its own."""
+    config: dict[str, Any] = {
+        "batch_store": str(tmp_path / "shared"),
+        "redis_url": redis_url,
+        "cluster_id": str(tmp_path),
+    }
+    content = lines([chat(str(number)) for number in range(3)])
+    async with (
+        served(tmp_path / "one", replicated=True, **config) as first,
+        served(tmp_path / "other", replicated=True, **config) as second,
+        first.client() as one,
+        second.client() as other,
+    ):
+        file = await one.files.create(file=("in.jsonl", content), purpose="batch")
+        batch = await other.batches.create(
+            input_file_id=file.id, endpoint=CHAT, completion_window="24h"
+        )
+        async with asyncio.timeout(DEADLINE_S):
+            while batch.status != "completed":
+                await asyncio.sleep(0.05)
+                batch = await one.batches.retrieve(batch.id)
+        assert batch.output_file_id is not None
+        told = [await at.files.content(batch.output_file_id) for at in (one, other)]
+        rows = [json.loads(row) for row in told[0].text.splitlines()]
+        assert [row["custom_id"] for row in rows] == ["c-0", "c-1", "c-2"]
+        assert told[0].text == told[1].text
+        listed = await other.files.list()
+        assert [each.id for each in listed.data] == [batch.output_file_id, file.id]
+    assert not (tmp_path / "one").exists()
+
+
+async def test_files_in_a_bucket_are_sent_to_clients(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with bucket_server(monkeypatch) as url:
+        config: dict[str, Any] = {
+            "batch_store": url,
+            "redis_url": redis_url,
+            "cluster_id": str(tmp_path),
+        }
+        content = lines([chat("x" * 1000) for _ in range(500)])
+        async with served(tmp_path, **config) as there, there.client() as client:
+            file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+            got = await client.files.content(file.id)
+            assert got.content == content
+            assert got.response.headers["content-length"] == str(len(content))
+            await client.files.delete(file.id)
+            with pytest.raises(openai.NotFoundError):
+                await client.files.content(file.id)

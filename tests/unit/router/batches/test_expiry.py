@@ -12,14 +12,24 @@ from pathlib import Path
 import pytest
 
 from baton.errors import InvalidRequest, NotFound
-from router.batches.batch import Batch, BatchStatus
 from router.batches.batch_planner import BatchPlanner
-from router.batches.database import Database
 from router.batches.runner import SWEEP_S, BatchRunner
 from router.batches.service import check_expiry
 from router.batches.slots import LineSlots
-from router.batches.store import BatchStore
-from tests.support.router.batches_runner import DEADLINE_S, QUOTA, Process, running, stored_file
+from router.batches.storage.batch import Batch, BatchStatus
+from router.batches.storage.database import Database
+from router.batches.storage.store import BatchStore
+from tests.support.router import batches_runner
+from tests.support.router.batches_runner import (
+    DEADLINE_S,
+    QUOTA,
+    Process,
+    path_of,
+    running,
+    stored_file,
+)
+
+pytestmark = pytest.mark.usefixtures("storage")
 
 TENANT = "acme"
 
@@ -36,7 +46,7 @@ class Clock:
 
 @asynccontextmanager
 async def stored(folder: Path, clock: Clock) -> AsyncIterator[BatchStore]:
-    store = BatchStore(folder, QUOTA, clock)
+    store = batches_runner.make_store(folder, QUOTA, clock)
     try:
         yield store
     finally:
@@ -64,12 +74,12 @@ async def test_an_expired_file_is_hidden_and_then_deleted(tmp_path: Path) -> Non
         with pytest.raises(NotFound):
             await store.ask(Database.add_batch, replace(batch_of(short.id), created_at=4600))
         await store.collect()
-        assert store.path(short).exists()
+        assert path_of(store, short).exists()
         clock.now = 4600.0
         await store.collect()
-        assert not store.path(short).exists()
-        assert store.path(long).exists()
-        assert await store.ask(Database.file_ids) == {long.id}
+        assert not path_of(store, short).exists()
+        assert path_of(store, long).exists()
+        assert await store.ask(Database.content_ids) == {long.id}
 
 
 async def test_what_a_batch_needs_stays_until_it_has_ended(tmp_path: Path) -> None:
@@ -79,11 +89,11 @@ async def test_what_a_batch_needs_stays_until_it_has_ended(tmp_path: Path) -> No
         await store.ask(Database.add_batch, batch_of(file.id))
         clock.now = 5000.0
         await store.collect()
-        assert store.path(file).exists()
+        assert path_of(store, file).exists()
         held = await store.ask(Database.batch, f"batch_{file.id}")
         await store.finish(held, BatchStatus.EXPIRED, 5000)
         await store.collect()
-        assert not store.path(file).exists()
+        assert not path_of(store, file).exists()
 
 
 async def test_results_expire_as_the_batch_says(tmp_path: Path) -> None:
@@ -101,7 +111,7 @@ async def test_the_runner_collects(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("router.batches.runner.COLLECT_S", 0.0)
     process = Process(tmp_path)
     clock = Clock()
-    process.store = BatchStore(tmp_path, QUOTA, clock)
+    process.store = batches_runner.make_store(tmp_path, QUOTA, clock)
     process.runner = BatchRunner(
         process.store,
         process.lines.run,
@@ -119,7 +129,7 @@ async def test_the_runner_collects(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     async with running(process):
         clock.now = 5000.0
         async with asyncio.timeout(DEADLINE_S):
-            while process.store.path(file).exists():
+            while path_of(process.store, file).exists():
                 await asyncio.sleep(0.01)
 
 
@@ -151,4 +161,4 @@ async def test_what_a_crash_has_left_is_known_by_standing_still_and_not_by_its_d
             await store.sweep(number * SWEEP_S)
         assert not left.exists()
         assert written.exists()
-        assert store.path(kept).exists()
+        assert path_of(store, kept).exists()

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from baton.config.daily_hours import DailyHours
-from router.batches.batch import Batch, BatchStatus
 from router.batches.batch_planner import BatchPlanner
-from router.batches.database import Database
 from router.batches.line import Line
 from router.batches.schedule.plan import SpeedState
+from router.batches.storage.batch import Batch, BatchStatus
+from router.batches.storage.database import Database
 from tests.support.router.batches_runner import DEADLINE_S, Lines, Process, at_once, running
 
 NOON_S = 12 * 3600
 AFTERNOON = DailyHours.parse("12:00-18:00", "UTC")
 """Process.now is a quarter past midnight."""
+
+pytestmark = pytest.mark.usefixtures("storage")
 
 
 async def slowly(line: Line) -> bool:

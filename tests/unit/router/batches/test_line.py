@@ -97,6 +97,14 @@ def test_faults_and_lines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     raws = [text(custom_id=str(number)) for number in range(3)]
     assert [fault.code for fault in find_faults(raws, MOST)[1]] == ["too_many_lines"]
     assert find_faults(raws[:2], MOST)[1] == []
+    # Redis keeps a bit for each number of a line.
+    monkeypatch.setattr(lines, "MAX_NUMBER", 4)
+    assert find_faults([b"\n", b"\n", b"\n", raws[0]], MOST)[1] == []
+    (fault,) = find_faults([b"\n"] * 4 + raws[:1], MOST)[1]
+    assert (fault.code, fault.message) == (
+        "too_many_lines",
+        "a file has at most 4 lines, blank ones included",
+    )
 
 
 def test_a_line_of_too_many_values() -> None:

@@ -8,11 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from router.batches.batch import BatchStatus
-from router.batches.database import Database
 from router.batches.line import Line
-from router.batches.quota import Quota
-from tests.support.router.batches_runner import DEADLINE_S, Lines, Process, at_once, running, text
+from router.batches.storage.batch import BatchStatus
+from router.batches.storage.database import Database
+from router.batches.storage.quota import Quota
+from tests.support.router.batches_runner import (
+    DEADLINE_S,
+    Lines,
+    Process,
+    at_once,
+    path_of,
+    running,
+    text,
+)
+
+pytestmark = pytest.mark.usefixtures("storage")
 
 
 async def test_a_batch_from_its_start_to_its_files(tmp_path: Path) -> None:
@@ -35,6 +45,7 @@ async def test_a_batch_from_its_start_to_its_files(tmp_path: Path) -> None:
         assert sample("baton_batch_lines_in_flight") == 0
 
 
+@pytest.mark.parametrize("storage", ["local"], indirect=True)
 async def test_nothing_is_written_before_the_first_file(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     async with running(Process(folder)):
@@ -214,8 +225,8 @@ async def test_a_window_that_ends(tmp_path: Path) -> None:
         batch = await process.until(batch, BatchStatus.EXPIRED)
         assert (batch.completed, batch.failed, batch.expired_at) == (1, 2, 4600)
         assert batch.error_file_id is not None
-        path = process.store.path(
-            await process.store.ask(Database.file, batch.error_file_id, "acme")
+        path = path_of(
+            process.store, await process.store.ask(Database.file, batch.error_file_id, "acme")
         )
         records = [json.loads(row) for row in path.read_text().splitlines()]
         assert [record["error"]["code"] for record in records] == ["batch_expired"] * 2

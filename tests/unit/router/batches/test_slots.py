@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from router.batches.batch import Batch
 from router.batches.slots import BatchHeld, LineSlots
+from router.batches.storage.batch import Batch
 
 URL = "/v1/completions"
 

@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 from baton.errors import Overloaded, RequestTooLarge
-from router.batches import store as store_module
-from router.batches.database import Database
-from router.batches.quota import Quota
-from router.batches.store import BatchStore
+from router.batches.runner import SWEEP_S
+from router.batches.storage import store as store_module
+from router.batches.storage.database import Database
+from router.batches.storage.quota import Quota
+from router.batches.storage.store import BatchStore
+from tests.support.router import batches_runner
 from tests.support.router.batches_api import chat, lines, served
+from tests.support.router.batches_runner import path_of
 from tests.support.router.front_fakes import plain_client
 
 FORM = {"content-type": "multipart/form-data; boundary=b"}
@@ -23,8 +26,8 @@ PURPOSE = b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r
 
 
 @pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[BatchStore]:
-    opened = BatchStore(tmp_path / "data", Quota(1000, 10_000))
+async def store(storage: str, tmp_path: Path) -> AsyncIterator[BatchStore]:
+    opened = batches_runner.make_store(tmp_path / "data", Quota(1000, 10_000))
     yield opened
     await opened.close()
 
@@ -74,8 +77,8 @@ async def test_the_quota_counts_while_files_arrive(store: BatchStore) -> None:
     async with store.incoming("acme") as again:
         await again.write(b"x" * 1000)
         file = await again.keep("x", "batch")
-    assert store.path(file).read_bytes() == b"x" * 1000
-    assert await store.ask(Database.uploads) == set()
+    assert path_of(store, file).read_bytes() == b"x" * 1000
+    assert await store.ask(Database.uploads) == {}
     await store.delete_file(file.id, "acme")
     async with store.incoming("acme") as last:
         await last.write(b"x" * 1000)
@@ -83,7 +86,7 @@ async def test_the_quota_counts_while_files_arrive(store: BatchStore) -> None:
 
 
 async def test_two_processes_share_the_quota(store: BatchStore, tmp_path: Path) -> None:
-    other = BatchStore(tmp_path / "data", Quota(1000, 10_000))
+    other = batches_runner.make_store(tmp_path / "data", Quota(1000, 10_000))
     async with store.incoming("acme") as first:
         await first.write(b"x" * 600)
         await first.flush()
@@ -113,13 +116,32 @@ async def test_a_few_files_arrive_at_a_time(
 
 
 async def test_a_dead_process_gives_its_room_back(store: BatchStore) -> None:
-    await store.ask(Database.beats)
     await store.ask(Database.reserve, "dead", "acme", 900, 0, store.quota)
     async with store.incoming("acme") as living:
-        await living.write(b"x" * 50)
-        await living.flush()
-        await store.sweep(0.0)
-        assert await store.ask(Database.uploads) == {living.path.name}
+        for number in range(8):
+            await living.write(b"x" * 12)
+            await living.flush()
+            assert "dead" in await store.ask(Database.uploads)
+            await store.sweep(number * SWEEP_S)
+        assert set(await store.ask(Database.uploads)) == {living.path.name}
+        await living.write(b"x" * 900)
+        assert (await living.keep("x", "batch")).size == 996
+
+
+async def test_an_upload_whose_room_was_given_to_others_is_refused(store: BatchStore) -> None:
+    """It was silent for so long that it counted as dead."""
+    async with store.incoming("acme") as late:
+        await late.write(b"x" * 600)
+        await late.flush()
+        await store.ask(Database.release_uploads, [late.path.name])
+        async with store.incoming("acme") as other:
+            await other.write(b"y" * 500)
+            await other.keep("y", "batch")
+        with pytest.raises(RequestTooLarge, match="500 bytes more"):
+            await late.keep("x", "batch")
+    (kept,) = await store.ask(Database.files, "acme", "", "", 10, ascending=True)
+    assert kept.size == 500
+    assert await store.ask(Database.content_ids) == {kept.id}
 
 
 @pytest.mark.parametrize(

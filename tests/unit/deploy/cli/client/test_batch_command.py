@@ -22,9 +22,9 @@ from deploy.cli.client.batch_command import BatchCommand, run_batch
 from deploy.cli.main import app
 from deploy.cli.options.exit_codes import ExitCode
 from deploy.processes.ports import free_port
-from router.batches.batch import Batch, BatchStatus
 from router.batches.protocol import BatchObject
 from router.batches.schedule.plan import BatchSchedule, SpeedState
+from router.batches.storage.batch import Batch, BatchStatus
 from tests.support.certificates import Authority
 from tests.support.loadtest.fake_server import Asked, fake_server, refusal
 from tests.support.router.batches_api import CHAT, chat, lines, served

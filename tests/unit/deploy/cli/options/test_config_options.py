@@ -51,6 +51,7 @@ OTHERS = {
 }
 
 PLAIN = {
+    "batch_store": "local",
     "otlp_endpoint": "http://127.0.0.1:9",
     "batch_hours": "22:00-06:00",
     "batch_time_zone": "Europe/Berlin",

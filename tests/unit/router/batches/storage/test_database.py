@@ -1,4 +1,4 @@
-"""The table of files and batches, and what several owners make of one batch."""
+"""The state of files and batches, of both kinds, and what several owners make of one batch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError, InvalidRequest, NotFound, Overloaded, RequestTooLarge
-from router.batches.batch import Batch, BatchStatus, LineResult, StoredFile
-from router.batches.database import Database, LeaseLost, NoSpace, StatusChanged
-from router.batches.line import Fault
-from router.batches.quota import Quota
 from router.batches.schedule.plan import BatchWork
 from router.batches.schedule.throughput import Progress
-from router.batches.tables import Free
+from router.batches.storage.batch import Batch, BatchStatus, Fault, LineResult, StoredFile
+from router.batches.storage.contents import FolderContents
+from router.batches.storage.database import Database, Free, LeaseLost, NoSpace, StatusChanged
+from router.batches.storage.quota import Quota
+from router.batches.storage.redis_database import RedisDatabase
+from router.batches.storage.sqlite_database import SqliteDatabase
 
 QUOTA = Quota(1000, 2000)
 FREE = Free(("", "me"))
@@ -34,12 +35,27 @@ def batch(name: str = "batch_1", tenant: str = "acme") -> Batch:
     )
 
 
+@pytest.fixture(params=["sqlite", "redis"])
+def make(request: pytest.FixtureRequest) -> Callable[[Path], Database]:
+    """Makes a database in a folder: a file there, or keys in Redis that are named like it."""
+    if request.param == "sqlite":
+        return lambda folder: SqliteDatabase(folder / "table")
+    url: str = request.getfixturevalue("redis_url")
+
+    def in_redis(folder: Path) -> Database:
+        contents = FolderContents(folder)
+        contents.prepare()
+        return RedisDatabase(url, str(folder), contents)
+
+    return in_redis
+
+
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Callable[[], Database]]:
+def opened(make: Callable[[Path], Database], tmp_path: Path) -> Iterator[Callable[[], Database]]:
     made: list[Database] = []
 
     def open_one() -> Database:
-        made.append(Database(tmp_path / "table"))
+        made.append(make(tmp_path))
         return made[-1]
 
     yield open_one
@@ -50,7 +66,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[[], Database]]:
 @pytest.fixture
 def database(opened: Callable[[], Database]) -> Database:
     database = opened()
-    database.add_file(file(), "upload")
+    database.add_file(file(), "upload", QUOTA)
     return database
 
 
@@ -71,14 +87,15 @@ def test_what_was_added_is_found_by_its_tenant_alone(database: Database) -> None
         database.delete_file("file-1", "other")
 
 
-def test_only_its_owner_may_read_the_table(database: Database, tmp_path: Path) -> None:
+def test_only_its_owner_may_read_the_table(tmp_path: Path) -> None:
+    SqliteDatabase(tmp_path / "table").close()
     assert (tmp_path / "table").stat().st_mode & 0o077 == 0
 
 
 def test_pages(database: Database) -> None:
     for number in range(2, 6):
-        database.add_file(file(f"file-{number}"), "upload")
-        database.add_file(file(f"other-{number}", "other"), "upload")
+        database.add_file(file(f"file-{number}"), "upload", QUOTA)
+        database.add_file(file(f"other-{number}", "other"), "upload", QUOTA)
 
     def names(after: str, limit: int, *, ascending: bool) -> list[str]:
         found = database.files("acme", "batch", after, limit, ascending=ascending)
@@ -106,18 +123,18 @@ def test_a_tenant_has_a_quota_of_bytes_and_so_have_all_together(database: Databa
     assert reserve("acme", 890, upload="v") == 890
     assert reserve("other", 1000) == 1000
     # What is left is the total's.
-    assert database.uploads() == {"acme-u", "acme-v", "other-u"}
+    assert set(database.uploads()) == {"acme-u", "acme-v", "other-u"}
     with pytest.raises(RequestTooLarge, match="the storage quota has room"):
         reserve("third", 1)
     database.release_uploads(["acme-v", "other-u"])
     assert reserve("third", 1) == 1
-    database.add_file(file("file-2", size=100), "acme-u")
-    assert database.uploads() == {"third-u"}
+    database.add_file(file("file-2", size=100), "acme-u", QUOTA)
+    assert set(database.uploads()) == {"third-u"}
     assert reserve("acme", 890) == 890
 
 
 def test_a_tenant_has_a_quota_of_files(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.batches.quota.MAX_FILES_OF_TENANT", 3)
+    monkeypatch.setattr("router.batches.storage.quota.MAX_FILES_OF_TENANT", 3)
     database.reserve("u", "acme", 1, 0, QUOTA)
     database.reserve("v", "acme", 1, 0, QUOTA)
     database.reserve("v", "acme", 2, 0, QUOTA)
@@ -153,8 +170,8 @@ def test_batches_of_a_tenant_are_bounded(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("MAX_UNFINISHED_OF_TENANT", "MAX_ENDED_OF_TENANT"):
-        monkeypatch.setattr(f"router.batches.database.{name}", 2)
-    database.add_file(file("file-2", "other"), "upload")
+        monkeypatch.setattr(f"router.batches.storage.database.{name}", 2)
+    database.add_file(file("file-2", "other"), "upload", QUOTA)
     for number in range(4):
         made = batch(f"batch_{number}")
         database.add_batch(made)
@@ -172,7 +189,7 @@ def test_batches_of_a_tenant_are_bounded(
 
 def test_a_process_reads_what_it_may_run_and_no_more(database: Database) -> None:
     for tenant in ("other", "third"):
-        database.add_file(file(f"file-{tenant}", tenant), "upload")
+        database.add_file(file(f"file-{tenant}", tenant), "upload", QUOTA)
     for number in range(1, 5):
         database.add_batch(batch(f"acme_{number}"))
     for tenant in ("other", "third"):
@@ -243,7 +260,7 @@ def test_a_file_that_is_needed_stays(database: Database) -> None:
 
 
 def test_results_are_no_input(database: Database) -> None:
-    database.add_file(replace(file("file-2"), purpose="batch_output"), "upload")
+    database.add_file(replace(file("file-2"), purpose="batch_output"), "upload", QUOTA)
     with pytest.raises(InvalidRequest):
         database.add_batch(replace(batch(), input_file_id="file-2"))
 
@@ -273,7 +290,7 @@ def test_a_former_owner_writes_nothing(database: Database) -> None:
         with pytest.raises(LeaseLost):
             act()
     assert database.batch("batch_1") == yours
-    assert database.file_ids() == {"file-1"}
+    assert database.content_ids() - {"batch_1"} == {"file-1"}
     database.add_results(yours, [result], QUOTA)
     # The same process again, later, is another owner too.
     database.release("you")
@@ -325,12 +342,13 @@ def test_faults_are_kept(database: Database) -> None:
     )
 )
 def test_each_line_has_one_result_with_several_writers(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int, int, bool]]
+    make: Callable[[Path], Database],
+    tmp_path_factory: pytest.TempPathFactory,
+    steps: list[tuple[str, int, int, bool]],
 ) -> None:
     """Three processes claim, beat and write as they like: counts are those of distinct lines."""
-    path = tmp_path_factory.mktemp("table") / "table"
-    with closing(Database(path)) as database:
-        database.add_file(file(), "upload")
+    with closing(make(tmp_path_factory.mktemp("table"))) as database:
+        database.add_file(file(), "upload", QUOTA)
         database.add_batch(batch())
         held: dict[int, Batch] = {}
         expected: dict[int, bool] = {}
@@ -358,8 +376,8 @@ def test_each_line_has_one_result_with_several_writers(
         assert kept == sorted(number for number, ok in expected.items() if ok)
 
 
-def test_tables_of_another_version_are_refused(opened: Callable[[], Database]) -> None:
-    database = opened()
-    database._connection.execute("PRAGMA user_version = 99")
+def test_tables_of_another_version_are_refused(tmp_path: Path) -> None:
+    with closing(SqliteDatabase(tmp_path / "table")) as database:
+        database._connection.execute("PRAGMA user_version = 99")
     with pytest.raises(ConfigError):
-        opened()
+        SqliteDatabase(tmp_path / "table")

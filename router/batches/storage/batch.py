@@ -14,8 +14,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from router.batches.line import Fault
-
 
 class BatchStatus(enum.StrEnum):
     """The status of a batch, with OpenAI's values."""
@@ -37,6 +35,17 @@ UNFINISHED = (
     BatchStatus.CANCELLING,
 )
 """Statuses of batches that a router process still has to work on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An error in the input file of a batch."""
+
+    code: str
+    message: str
+    """Description of the error. It repeats no prompt, so it is safe to show."""
+    line: int | None = None
+    param: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""The table of files and batches: SQLite in a file that several processes of one host share.
+"""The state of files and batches in SQLite, in a file that several processes of one host share.
 
-SQLite is used because batches must outlive the cluster, whose embedded Redis keeps nothing, and
-because all router processes of a cluster run on one host. In WAL mode, readers and one writer do
-not block each other. Each change is one transaction, on the disk before it is answered.
+SQLite is used because batches must outlive the cluster, whose embedded Redis keeps nothing. In WAL
+mode, readers and one writer do not block each other. Each change is one transaction, on the disk
+before it is answered. The results of running batches are in a table.
 
 One object belongs to one thread.
 """
@@ -17,20 +17,22 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import InvalidRequest, NotFound, Overloaded
-from router.batches.batch import UNFINISHED, Batch, BatchStatus, LineResult, StoredFile
-from router.batches.line import Fault
-from router.batches.quota import Quota, reserve, room_of
 from router.batches.schedule.plan import BatchWork
 from router.batches.schedule.throughput import Progress
-from router.batches.tables import MARKS, Free, change, open_tables
+from router.batches.storage import database as bounds
+from router.batches.storage import quota as quotas
+from router.batches.storage.batch import (
+    UNFINISHED,
+    Batch,
+    BatchStatus,
+    Fault,
+    LineResult,
+    StoredFile,
+)
+from router.batches.storage.database import Free, LeaseLost, NoSpace, StatusChanged
+from router.batches.storage.quota import Quota, no_room, too_many_files
+from router.batches.storage.tables import MARKS, change, open_tables
 
-MAX_UNFINISHED_OF_TENANT = 100
-"""Maximum number of unfinished batches of a tenant."""
-MAX_ENDED_OF_TENANT = 1000
-"""Maximum number of ended batches that are kept per tenant; the oldest are deleted first."""
-MAX_PLANNED = 1024
-"""Maximum number of batches planned at a time. Batches whose windows end first are chosen."""
-_RETRY_S = 60.0
 _IS_NEEDED = (
     "EXISTS (SELECT 1 FROM batches WHERE input_file_id = files.id"  # noqa: S608 - our own names
     f" AND status IN ({MARKS}))"
@@ -41,21 +43,9 @@ _SELECT_BATCH = f"SELECT {', '.join(_BATCH_COLUMNS)} FROM batches"  # noqa: S608
 _SELECT_FILE = f"SELECT {', '.join(_FILE_COLUMNS)} FROM files"  # noqa: S608 - our own names
 
 
-class LeaseLost(Exception):
-    """Raised because another process runs the batch now."""
-
-
-class StatusChanged(Exception):
-    """Raised because the batch's status has changed, for example by a cancellation."""
-
-
-class NoSpace(Exception):
-    """Raised because the tenant's quota has no room for a result of its batch."""
-
-
-class Database:
-    """One connection to the table of files and batches. Its methods raise ``sqlite3.Error`` if the
-    disk fails."""
+class SqliteDatabase:
+    """One connection to the tables of files and batches. See ``Database`` for its methods; they
+    raise ``sqlite3.Error`` if the disk fails."""
 
     def __init__(self, path: Path) -> None:
         """Open the database file ``path``, or create it. Its folder must exist. Raises
@@ -65,34 +55,58 @@ class Database:
     def close(self) -> None:
         self._connection.close()
 
+    def identity(self) -> str:
+        return ""
+
     # Files
 
     def reserve(self, upload_id: str, tenant: str, size: int, ahead: int, quota: Quota) -> int:
-        """Reserve storage room for an upload, and return the number of reserved bytes. See
-        ``router.batches.quota.reserve``."""
         with change(self._connection) as connection:
-            return reserve(connection, upload_id, tenant, size, ahead, quota)
+            (files,) = connection.execute(
+                "SELECT (SELECT count(*) FROM files WHERE tenant = :tenant)"
+                " + (SELECT count(*) FROM uploads WHERE tenant = :tenant AND id != :upload_id)",
+                {"tenant": tenant, "upload_id": upload_id},
+            ).fetchone()
+            if files >= quotas.MAX_FILES_OF_TENANT:
+                raise too_many_files(files)
+            room = self._room_of(tenant, quota, upload_id)
+            if room < size:
+                raise no_room(room)
+            granted = size + min(ahead, (room - size) // 4)
+            connection.execute(
+                "INSERT OR REPLACE INTO uploads VALUES (?, ?, ?)", (upload_id, tenant, granted)
+            )
+            return granted
+
+    def _room_of(self, tenant: str, quota: Quota, upload_id: str = "") -> int:
+        """Return the bytes that a tenant may still store, without counting an upload."""
+        held, total = self._connection.execute(
+            "SELECT coalesce(sum(iif(tenant = :tenant, size, 0)), 0), coalesce(sum(size), 0) FROM"
+            " (SELECT tenant, size FROM files"
+            " UNION ALL SELECT tenant, size FROM uploads WHERE id != :upload_id"
+            " UNION ALL SELECT tenant, result_bytes FROM batches WHERE result_bytes > 0)",
+            {"tenant": tenant, "upload_id": upload_id},
+        ).fetchone()
+        return int(min(quota.of_tenant - held, quota.total - total))
 
     def release_uploads(self, ids: Sequence[str]) -> None:
-        """Free the storage room that was reserved for uploads that ended without a file."""
         with change(self._connection) as connection:
             connection.executemany("DELETE FROM uploads WHERE id = ?", [(name,) for name in ids])
 
-    def uploads(self) -> set[str]:
-        """Return the ids of uploads with reserved room, of all tenants and processes."""
-        return {name for (name,) in self._connection.execute("SELECT id FROM uploads")}
+    def uploads(self) -> dict[str, int]:
+        return dict(self._connection.execute("SELECT id, size FROM uploads").fetchall())
 
-    def add_file(self, file: StoredFile, upload_id: str) -> None:
-        """Turn an upload with reserved room into a file."""
+    def add_file(self, file: StoredFile, upload_id: str, quota: Quota) -> None:
         with change(self._connection) as connection:
-            connection.execute("DELETE FROM uploads WHERE id = ?", (upload_id,))
+            gone = connection.execute("DELETE FROM uploads WHERE id = ?", (upload_id,))
+            if not gone.rowcount and (room := self._room_of(file.tenant, quota)) < file.size:
+                raise no_room(room)
             self._insert_file(file)
 
     def _insert_file(self, file: StoredFile) -> None:
         self._insert("files", asdict(file))
 
     def file(self, file_id: str, tenant: str, now: int = 0) -> StoredFile:
-        """Return a file that has not expired by ``now``. Raises NotFound."""
         found = self._connection.execute(
             f"{_SELECT_FILE} WHERE id = ? AND tenant = ?", (file_id, tenant)
         ).fetchone()
@@ -111,11 +125,6 @@ class Database:
         ascending: bool,
         now: int = 0,
     ) -> list[StoredFile]:
-        """Return a page of a tenant's files: those that follow the file with the id ``after``, and
-        have the purpose ``purpose`` ("" for any).
-
-        Files that have expired by ``now`` are not included.
-        """
         where: dict[str, str | int] = {"tenant = ?": tenant}
         if purpose:
             where["purpose = ?"] = purpose
@@ -124,7 +133,6 @@ class Database:
         return [StoredFile(*row) for row in rows]
 
     def delete_file(self, file_id: str, tenant: str) -> None:
-        """Delete a file. Raises NotFound, and InvalidRequest while a batch needs it."""
         self.file(file_id, tenant)
         with change(self._connection) as connection:
             users = connection.execute(
@@ -139,7 +147,6 @@ class Database:
             connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
     def collect(self, now: int) -> list[str]:
-        """Delete the expired files that no batch needs; return their ids."""
         # Check before starting a write: usually there is none.
         if not self._expired(now):
             return []
@@ -154,33 +161,27 @@ class Database:
             (now, *UNFINISHED),
         ).fetchall()
 
-    def file_ids(self) -> set[str]:
-        """Return the ids of the files of all tenants."""
+    def content_ids(self) -> set[str]:
         return {name for (name,) in self._connection.execute("SELECT id FROM files")}
 
     # Batches
 
     def add_batch(self, batch: Batch) -> None:
-        """Add a batch. If the tenant then has too many ended batches, delete its oldest ended ones.
-
-        Raises NotFound if the batch's input file does not exist, InvalidRequest if that file is not
-        an input file, and Overloaded if the tenant has too many unfinished batches.
-        """
         with change(self._connection) as connection:
             (unfinished,) = connection.execute(
                 f"SELECT count(*) FROM batches WHERE tenant = ? AND status IN ({MARKS})",  # noqa: S608
                 (batch.tenant, *UNFINISHED),
             ).fetchone()
-            if unfinished >= MAX_UNFINISHED_OF_TENANT:
+            if unfinished >= bounds.MAX_UNFINISHED_OF_TENANT:
                 raise Overloaded(
                     f"{unfinished} unfinished batches are the maximum: wait, or cancel some",
-                    retry_after=_RETRY_S,
+                    retry_after=bounds.BUSY_RETRY_S,
                 )
             connection.execute(
                 "DELETE FROM batches WHERE place IN (SELECT place FROM batches"  # noqa: S608
                 f" WHERE tenant = ? AND status NOT IN ({MARKS})"
                 " ORDER BY place DESC LIMIT -1 OFFSET ?)",
-                (batch.tenant, *UNFINISHED, MAX_ENDED_OF_TENANT - 1),
+                (batch.tenant, *UNFINISHED, bounds.MAX_ENDED_OF_TENANT - 1),
             )
             file = self.file(batch.input_file_id, batch.tenant, batch.created_at)
             if file.purpose != "batch":
@@ -193,8 +194,6 @@ class Database:
             self._insert("batches", row)
 
     def batch(self, batch_id: str, tenant: str | None = None) -> Batch:
-        """Return a batch. If ``tenant`` is given, the batch must belong to that tenant. Raises
-        NotFound."""
         found = self._connection.execute(f"{_SELECT_BATCH} WHERE id = ?", (batch_id,)).fetchone()
         batch = None if found is None else _batch(found)
         if batch is None or tenant not in (None, batch.tenant):
@@ -202,20 +201,15 @@ class Database:
         return batch
 
     def batches(self, tenant: str, after: str, limit: int) -> list[Batch]:
-        """Return a tenant's batches that follow the batch with the id ``after``, newest first."""
         where: dict[str, str | int] = {"tenant = ?": tenant}
         rows = self._page(_SELECT_BATCH, "batches", where, after, limit, ascending=False)
         return [_batch(row) for row in rows]
 
     def of_ids(self, batch_ids: Collection[str]) -> list[Batch]:
-        """Return the batches with these ids, of any tenant, oldest first. Ids of deleted batches
-        are ignored."""
         select = f"{_SELECT_BATCH} WHERE id IN ({', '.join('?' * len(batch_ids))}) ORDER BY place"
         return [_batch(row) for row in self._connection.execute(select, (*batch_ids,)).fetchall()]
 
     def beats(self) -> dict[str, int]:
-        """Return the beat of each owner of unfinished batches: a number that changes while the
-        owner lives."""
         return dict(
             self._connection.execute(
                 "SELECT owner, sum(beat) FROM batches WHERE owner != '' GROUP BY owner"
@@ -223,9 +217,7 @@ class Database:
         )
 
     def to_be_ended(self, free: Free, now: int, limit: int) -> list[Batch]:
-        """Return batches that only need to be ended, oldest first: their lines have run, they were
-        cancelled, or their window is over."""
-        where, values = free.clause()
+        where, values = _clause(free)
         rows = self._connection.execute(
             f"{_SELECT_BATCH} WHERE {where} AND (status IN (?, ?) OR expires_at <= ?)"
             " ORDER BY place LIMIT ?",
@@ -234,12 +226,7 @@ class Database:
         return [_batch(row) for row in rows.fetchall()]
 
     def to_be_run(self, free: Free, model: str, *, of_tenant: int, limit: int) -> list[Batch]:
-        """Return up to ``limit`` batches of a model that this process may run. The first batch of
-        each tenant comes before the second one of any tenant, and so on.
-
-        A tenant has at most ``of_tenant`` batches in the list: those whose windows end first.
-        """
-        where, values = free.clause()
+        where, values = _clause(free)
         columns = ", ".join(_BATCH_COLUMNS)
         rows = self._connection.execute(
             f"SELECT {columns} FROM (SELECT *, row_number() OVER"  # noqa: S608 - our own names
@@ -252,32 +239,27 @@ class Database:
     # Planning
 
     def works(self, model: str) -> list[BatchWork]:
-        """Return the remaining work of a model's batches in progress."""
         rows = self._connection.execute(
             "SELECT id, tenant, expires_at, total, completed + failed,"
             " prompt_tokens + completion_tokens FROM batches WHERE status = ? AND model = ?"
             " ORDER BY expires_at LIMIT ?",
-            (BatchStatus.IN_PROGRESS, model, MAX_PLANNED),
+            (BatchStatus.IN_PROGRESS, model, bounds.MAX_PLANNED),
         )
         return [BatchWork(*row) for row in rows.fetchall()]
 
     def progress(self, model: str) -> Progress:
-        """Return the progress of all batches of a model so far, and their speed."""
         row = self._connection.execute(
             "SELECT lines, tokens, tokens_per_s FROM progress WHERE model = ?", (model,)
         ).fetchone()
         return Progress() if row is None else Progress(*row)
 
     def learn_speed(self, model: str, tokens_per_s: float) -> None:
-        """Store the measured speed of a model's batches."""
         with change(self._connection) as connection:
             connection.execute(
                 "UPDATE progress SET tokens_per_s = ? WHERE model = ?", (tokens_per_s, model)
             )
 
     def cancel(self, batch_id: str, tenant: str, now: int) -> Batch:
-        """Request that a batch is cancelled. Raises NotFound, and InvalidRequest if it has
-        ended."""
         with change(self._connection):
             batch = self.batch(batch_id, tenant)
             if batch.status is BatchStatus.CANCELLING:
@@ -290,8 +272,6 @@ class Database:
     # Methods for the owner of a batch
 
     def claim(self, batch: Batch, owner: str) -> Batch | None:
-        """Make ``owner`` the owner of a batch, and return the changed batch. Return None if the
-        batch has ended, or if its owner has changed since ``batch`` was read."""
         with change(self._connection):
             now = self.batch(batch.id)
             if (now.owner, now.beat, now.epoch) != (batch.owner, batch.beat, batch.epoch):
@@ -302,19 +282,14 @@ class Database:
             return replace(now, owner=owner, epoch=now.epoch + 1)
 
     def beat(self, owner: str) -> None:
-        """Renew the lease of all batches of ``owner``."""
         with change(self._connection) as connection:
             connection.execute("UPDATE batches SET beat = beat + 1 WHERE owner = ?", (owner,))
 
     def release(self, owner: str) -> None:
-        """Release all batches of ``owner``, so that other processes need not wait until the owner's
-        lease ends."""
         with change(self._connection) as connection:
             connection.execute("UPDATE batches SET owner = '' WHERE owner = ?", (owner,))
 
     def move(self, held: Batch, /, **changes: Any) -> Batch:
-        """Change fields of a batch if its status is still that of ``held``, the caller's copy.
-        Raises LeaseLost, StatusChanged."""
         with change(self._connection):
             batch = self._held(held)
             if batch.status is not held.status:
@@ -323,17 +298,15 @@ class Database:
             return replace(batch, **changes)
 
     def done_lines(self, batch_id: str) -> set[int]:
-        """Return the line numbers of a batch that have a result."""
         rows = self._connection.execute("SELECT line FROM results WHERE batch_id = ?", (batch_id,))
         return {line for (line,) in rows}
 
     def add_results(self, held: Batch, results: Sequence[LineResult], quota: Quota) -> None:
-        """Store results; a line's first result is kept. Raises LeaseLost and NoSpace."""
         with change(self._connection) as connection:
             batch = self._held(held)
             fresh = [result for result in results if self._insert_result(held.id, result)]
             size = sum(result.size for result in fresh)
-            if room_of(connection, batch.tenant, quota) < size:
+            if self._room_of(batch.tenant, quota) < size:
                 raise NoSpace(held.id)
             ok = sum(result.ok for result in fresh)
             # Rejected and expired lines took no time.
@@ -367,8 +340,6 @@ class Database:
         return cursor.rowcount == 1
 
     def records(self, batch_id: str, *, ok: bool) -> Iterator[str]:
-        """Yield the records of a batch's successful (``ok``) or failed results, in the order of
-        their lines."""
         with closing(self._connection.cursor()) as cursor:
             cursor.execute(
                 "SELECT record FROM results WHERE batch_id = ? AND ok = ? ORDER BY line",
@@ -378,7 +349,6 @@ class Database:
                 yield record
 
     def finish(self, held: Batch, files: Sequence[StoredFile], **changes: Any) -> Batch:
-        """End a batch whose results have become ``files``. Raises LeaseLost."""
         with change(self._connection) as connection:
             batch = self._held(held)
             for file in files:
@@ -451,3 +421,12 @@ def _batch(row: Sequence[Any]) -> Batch:
 
 def _faults_text(faults: Sequence[Fault]) -> str:
     return json.dumps([asdict(fault) for fault in faults])
+
+
+def _clause(free: Free) -> tuple[str, tuple[str, ...]]:
+    """Return the condition that selects free batches in SQL, and the values of its
+    placeholders."""
+    owners = ", ".join("?" * len(free.owners))
+    but = ", ".join("?" * len(free.but))
+    condition = f"status IN ({MARKS}) AND owner IN ({owners}) AND id NOT IN ({but})"
+    return condition, (*UNFINISHED, *free.owners, *free.but)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import ConfigError
-from router.batches.batch import UNFINISHED
+from router.batches.storage.batch import UNFINISHED
 
 MARKS = ", ".join("?" * len(UNFINISHED))
 """SQL placeholders for the statuses of unfinished batches."""
@@ -52,24 +51,6 @@ CREATE TABLE results (
     PRIMARY KEY (batch_id, line)
 ) WITHOUT ROWID;
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Free:
-    """Selects the unfinished batches that a process may claim."""
-
-    owners: Collection[str]
-    """Owners whose batches may be claimed: this process, dead processes, and "" for batches without
-    an owner."""
-    but: Collection[str] = ()
-    """Ids of batches that are not selected."""
-
-    def clause(self) -> tuple[str, tuple[str, ...]]:
-        """Return a condition in SQL, and the values of its placeholders."""
-        owners = ", ".join("?" * len(self.owners))
-        but = ", ".join("?" * len(self.but))
-        condition = f"status IN ({MARKS}) AND owner IN ({owners}) AND id NOT IN ({but})"
-        return condition, (*UNFINISHED, *self.owners, *self.but)
 
 
 def open_tables(path: Path) -> sqlite3.Connection:
