@@ -12,7 +12,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from baton.config.renames import advice
+from baton.config.fields import advice
 from baton.config.sources import PREFIX, FlagSource, Location, Sources, has
 
 _UNNAMED = ("extra_forbidden", "missing")

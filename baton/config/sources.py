@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsError
 
-from baton.config.renames import REMOVED, RENAMED, advice
+from baton.config.fields import REMOVED, RENAMED, advice
 from baton.errors import ConfigError
 
 PREFIX = "BATON_"

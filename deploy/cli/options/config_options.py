@@ -20,8 +20,8 @@ from annotated_types import Ge, Le
 from pydantic.fields import FieldInfo
 
 from baton.config.cluster import Config
+from baton.config.fields import REMOVED, RENAMED, FieldPath
 from baton.config.pools import PoolConfig
-from baton.config.renames import REMOVED, RENAMED, Path
 from baton.config.sources import Flag, PoolsOf
 from deploy.cli.options import vllm_aliases
 from deploy.cli.options.command_line import say
@@ -100,7 +100,7 @@ _LISTS: Mapping[str, str] = MappingProxyType(
 """Name of the option that adds one entry to a list of tables, by the field that has the list."""
 _MANY_CHOICES = 10
 _NO_OPTION = frozenset({"keys", "cluster_secret"})
-_SHORT: Mapping[Path, str] = MappingProxyType(
+_SHORT: Mapping[FieldPath, str] = MappingProxyType(
     {
         ("tls", "folder"): "certs",
         ("tls", "client_ca"): "client_ca",
@@ -153,7 +153,7 @@ class ConfigOption:
 
     flags: tuple[str, ...]
     """Flags as the user types them, the usual one first."""
-    path: Path
+    path: FieldPath
     """The path of the field in the configuration, or within a pool if there are ``pools``."""
     panel: str
     """The panel of the option in the help; empty: no help shows it."""
@@ -299,7 +299,7 @@ def option_type(field: FieldInfo) -> Any:
     return list[str] if kind == tuple[str, ...] else None
 
 
-def option_flag(path: Path) -> str:
+def option_flag(path: FieldPath) -> str:
     """Return the flag that sets a field, or that adds one entry to a list of tables; empty for
     secrets."""
     if path[0] in _NO_OPTION:

@@ -10,8 +10,8 @@ import typer.main
 from typer.testing import CliRunner
 
 from baton.config.cluster import Config
+from baton.config.fields import REMOVED, RENAMED
 from baton.config.pools import PoolConfig
-from baton.config.renames import REMOVED, RENAMED
 from deploy.cli.main import app
 from deploy.cli.options.config_options import (
     PANELS,

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from baton.config.cluster import Config, load_config
-from baton.config.renames import REMOVED, RENAMED
+from baton.config.fields import REMOVED, RENAMED
 from baton.config.sources import unknown_variables
 from baton.errors import ConfigError
 
