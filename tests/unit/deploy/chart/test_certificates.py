@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.security.tls import ROLES, TlsFiles, role_name
+from baton.security.tls import ROLES, PeerRole, TlsFiles, role_name
 from deploy.certificates import init
 from tests.support.deploy.chart import (
     CERTIFICATES,
@@ -25,13 +25,13 @@ from tests.support.deploy.chart import (
 )
 
 CERT_MANAGER = "--set=tls.secret=,tls.certManager.enabled=true"
-OWN = {
+OWN: dict[str, set[PeerRole]] = {
     "cluster": {"router", "worker", "supervisor"},
     "router": {"router"},
     "worker": {"worker"},
     "launcher": {"supervisor"},
     "ray": {"worker"},
-    "test": set[str](),
+    "test": set(),
 }
 """Roles whose keys the pods of a component have. Ray's head has none."""
 

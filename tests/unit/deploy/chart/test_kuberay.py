@@ -102,7 +102,7 @@ def test_a_budget_keeps_pods_of_a_role() -> None:
     assert [wanted <= one.items() for one in labels] == [True, False]
 
 
-def test_gang_schedulers_and_upgrades_are_told_to_the_operator() -> None:
+def test_the_operator_knows_gangs_and_upgrades() -> None:
     cluster = _cluster(
         "kuberay-values.yaml",
         "--set=kuberay.upgradeStrategy=Recreate",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +150,20 @@ def test_a_service_may_lead_to_another_release() -> None:
 
     assert leads_to() == "demo"
     assert leads_to("--set=service.release=green") == "green"
+
+
+def test_the_script_for_a_cluster_in_containers_installs_what_renders() -> None:
+    """The script itself was not run: it needs docker. Its sets of values are read from it."""
+    script = (ROOT / "tools" / "kind_test.sh").read_text()
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=10)
+    shared = [one.rstrip(")") for one in re.findall(r"CERTIFICATES=\((.*)\)", script)]
+    installs = re.findall(r"^install \w+ (\S+) ((?:.*\\\n)?.*)", script, re.MULTILINE)
+    assert [name for name, _ in installs] == [
+        "disaggregated-plain-values.yaml",
+        "kuberay-plain-values.yaml",
+    ]
+    for name, more in installs:
+        words = shlex.split(
+            " ".join((*shared, more.replace('"${CERTIFICATES[@]}"', "").replace("\\\n", " ")))
+        )
+        assert of_kind(render(name, *words), "Certificate")

@@ -122,7 +122,7 @@ def test_connections_of_a_ray_cluster() -> None:
     ray, store = 9301, 6379
     for end, port, starts in (
         ("ray", ray, {"router", "launcher", "ray/head", "ray/decode"}),
-        ("launcher", ray, {"router", "ray/head", "ray/decode"}),
+        ("launcher", ray, {"router", "launcher", "ray/head", "ray/decode"}),
         ("index", store, {"router", "launcher", "ray/head", "ray/decode"}),
         ("gcs", store, {"ray/head"}),
         ("router", 8002, {"test"}),
