@@ -13,6 +13,7 @@ from baton.config.tls import TlsConfig
 from baton.errors import ConfigError
 from deploy.launcher import plain_worker
 from deploy.launcher.plain_worker import pool_of, slot_here
+from deploy.models import model_store
 from deploy.store.shared_secret import SharedSecret
 
 POOLS = (
@@ -70,7 +71,7 @@ def test_a_worker_with_certificates_asks_for_no_secret(
     monkeypatch.setattr(SharedSecret, "read", read)
     monkeypatch.setattr(plain_worker, "missing_kernels", lambda _: [])
     found = SimpleNamespace(commit="", path=tmp_path, name="a")
-    monkeypatch.setattr(plain_worker.model_store, "resolve", lambda *_: found)
+    monkeypatch.setattr(model_store, "resolve", lambda *_: found)
     config = Config(
         pools=POOLS,
         redis_url="rediss://store:6379",
