@@ -1,5 +1,5 @@
-{{/* The configuration file of a component. That of workers has nothing that only routers read: their pods
-need not restart when keys or pool sizes change. */}}
+{{/* The configuration file of a component. That of workers has only what workers read (the fields of
+baton/config/worker_fields.py, which a test compares): nothing else replaces their pods. */}}
 {{- define "baton.toml" -}}
 {{- $root := .root }}
 {{- $config := deepCopy $root.Values.config }}
@@ -17,7 +17,15 @@ need not restart when keys or pool sizes change. */}}
 {{- end }}
 {{- $_ := set $config "pools" $sized }}
 {{- if eq .component "worker" }}
-{{- $config = omit $config "routers" "allowed_hosts" "allowed_origins" "keys_file" }}
+{{- $shares := list }}
+{{- range $root.Values.auth.tenants }}
+{{- if hasKey . "max_pinned_fraction" }}{{ $shares = append $shares (pick . "name" "max_pinned_fraction") }}{{ end }}
+{{- end }}
+{{- with $config.advanced }}
+{{- $_ := set $config "advanced" (pick . "heartbeat_s" "registry_ttl_s" "lease_s" "hang_s" "index_mib" "transfer_window_mib" "standby") }}
+{{- end }}
+{{- $config = pick $config "model" "revision" "served_model_name" "max_model_len" "dtype" "quantization" "kv_dtype" "deterministic" "drafter" "draft_model" "draft_revision" "pools" "block_size" "slo_tpot_s" "transport" "shm_folder" "kv_host_mib" "kv_disk_mib" "kv_disk_path" "max_pinned_fraction" "drain_deadline_s" "advanced" "log_level" "log_format" "log_to" "otlp_endpoint" "trace_ratio" }}
+{{- with $shares }}{{ $_ := set $config "tenants" . }}{{ end }}
 {{- else }}
 {{- $_ := set $config "require_key" $root.Values.auth.requireKey }}
 {{- with $root.Values.auth.keys }}{{ $_ := set $config "keys" . }}{{ end }}

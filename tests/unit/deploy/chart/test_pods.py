@@ -188,6 +188,7 @@ def test_another_configuration_makes_other_pods() -> None:
     for routers_only in (
         "workers.decode.replicas=3",
         "config.allowed_origins[0]=https://a.example.com",
+        "config.max_waiting_requests=9",
         "auth.tenants[0].name=acme",
     ):
         assert changed(f"--set={routers_only}") == {"router"}

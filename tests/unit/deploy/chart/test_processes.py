@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 import threading
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,12 +17,13 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.config.cluster import Config, load_config
+from baton.config.worker_fields import WORKER_FIELDS
 from deploy.cli.main import app
 from deploy.launcher.plain_worker import pool_of
 from deploy.launcher.preflight import check_exposure
-from deploy.processes.leadership import OF_ROUTERS
 from tests.support.deploy.baton_commands import parse, unknown_variables
 from tests.support.deploy.chart import (
+    CHART,
     DISAGGREGATED_SETS,
     KUBERAY_SETS,
     STANDALONE_SETS,
@@ -200,17 +205,52 @@ def test_each_pool_has_a_deployment_of_workers(value_set: str, configuration: An
     assert len(of_kind(manifests, "Deployment")) == len(router.pools) + 1
 
 
-def test_workers_know_nothing_that_only_routers_read() -> None:
-    manifests = render(
-        "disaggregated-values.yaml",
-        "--set=config.allowed_hosts[0]=a,config.keys_file=/etc/keys,auth.tenants[0].name=acme",
-    )
+def test_workers_know_what_they_read_and_nothing_else(configuration: Any) -> None:
+    """Every field has a value that is not its default."""
+    values: dict[str, Any] = {
+        "allowed_hosts": ["a"],
+        "keys_file": "/etc/keys",
+        "policy": "least_loaded",
+        "autoscaler": {"enabled": False},
+        "advanced": {"head_deadline_s": 7, "hang_s": 3},
+        "max_model_len": 512,
+        "slo_tpot_s": 0.2,
+        "trace_ratio": 0.5,
+        "max_pinned_fraction": 0.25,
+        "log_level": "debug",
+    }
+    tenants = [{"name": "acme", "max_pinned_fraction": 0.5}, {"name": "other", "weight": 2}]
+    more = [f"--set-json=config.{name}={json.dumps(value)}" for name, value in values.items()]
+    more.append(f"--set-json=auth.tenants={json.dumps(tenants)}")
+    manifests = render("disaggregated-values.yaml", *more)
     text = the(manifests, "Secret", "demo-baton-worker")["stringData"]["baton.toml"]
-    told = {line.partition(" =")[0].strip("[] ") for line in text.splitlines()}
-    assert not told & (OF_ROUTERS | {"count", "scale_command"})
-    routers = the(manifests, "Secret", "demo-baton-router")["stringData"]["baton.toml"]
-    for field in ("allowed_hosts", "keys_file", "tenants", "keys", "count", "scale_command"):
-        assert field in routers
+    told = tomllib.loads(text)
+    assert told.keys() <= WORKER_FIELDS.keys()
+    assert told["advanced"] == {"hang_s": 3}
+    assert told["tenants"] == [{"name": "acme", "max_pinned_fraction": 0.5}]
+    for name in values.keys() & WORKER_FIELDS.keys() - {"advanced"}:
+        assert told[name] == values[name]
+    # What they read of a router's configuration, they read in their own too.
+    configs = configuration("disaggregated-values.yaml", *more)
+    router = configs["Deployment/demo-baton-router/router"]
+    worker = configs["Deployment/demo-baton-decode/worker"]
+    include = {name: part for name, part in WORKER_FIELDS.items() if name != "tenants"}
+    counts = {pool.name: 1 for pool in router.pools}
+    read, known = (one.model_dump(include=include) for one in (worker, router))
+    for pool in known["pools"]:
+        pool["count"] = counts[pool["name"]]
+    # Both have the variable of their own pod.
+    assert read | {"metrics_port": 0} == known
+
+
+def test_the_chart_passes_every_field_that_workers_read() -> None:
+    template = (CHART / "templates" / "_config.tpl").read_text()
+    (listed,) = re.findall(r'pick \$config ("model".*?) }}', template)
+    (advanced,) = re.findall(r'"advanced" \(pick \. (.*?)\) }}', template)
+    # Variables have the others, and tenants are picked one by one.
+    elsewhere = {"tls", "metrics_port", "cluster_secret", "tenants"}
+    assert set(shlex.split(listed)) == WORKER_FIELDS.keys() - elsewhere
+    assert set(shlex.split(advanced)) == WORKER_FIELDS["advanced"]
 
 
 def test_a_pool_may_say_its_own_count(configuration: Any) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from difflib import SequenceMatcher
 
 import pytest
 
+from baton.config.access import KeyConfig, TenantConfig
 from tests.support.deploy.chart import CHART, KEY, refusal, render
 
 INGRESS = ("--set=ingress.enabled=true", "--set=ingress.host=a.example.com")
@@ -201,3 +203,12 @@ def test_an_empty_pool_needs_no_gpu() -> None:
         "--set=config.pools[0].resources.GPU=1",
     )
     assert render("open-values.yaml", *empty)
+
+
+@pytest.mark.parametrize(("name", "model"), [("keys", KeyConfig), ("tenants", TenantConfig)])
+def test_the_schema_knows_every_field_of_keys_and_tenants(
+    name: str, model: type[KeyConfig | TenantConfig]
+) -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    known = schema["properties"]["auth"]["properties"][name]["items"]["properties"]
+    assert known.keys() == model.model_fields.keys()
