@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+import yaml
 
 from tests.support.deploy.chart import (
     CERTIFICATES,
+    CHART,
     KUBERAY_SETS,
     MODES,
     VALUE_SETS,
+    helm,
     lint,
     of_kind,
     pods,
@@ -167,3 +171,41 @@ def test_the_script_for_a_cluster_in_containers_installs_what_renders() -> None:
             " ".join((*shared, more.replace('"${CERTIFICATES[@]}"', "").replace("\\\n", " ")))
         )
         assert of_kind(render(name, *words), "Certificate")
+
+
+@pytest.mark.parametrize(
+    ("value_set", "more", "expected", "absent"),
+    [
+        ("open-values.yaml", (), ["for demonstrations", "There are no API keys"], ["revision"]),
+        (
+            "disaggregated-values.yaml",
+            (),
+            ["kubectl --namespace default scale deployment/demo-baton-decode", "llm.example.com"],
+            ["revision", "no API keys", "no certificates"],
+        ),
+        (
+            "disaggregated-values.yaml",
+            ("--set=config.revision=",),
+            ["config.revision is not set", "newer files of example/llama"],
+            [],
+        ),
+        ("kuberay-plain-values.yaml", (), ["two launchers", "There are no certificates"], []),
+    ],
+)
+def test_the_notes_list_what_is_left_to_do(
+    value_set: str, more: tuple[str, ...], expected: list[str], absent: list[str], tmp_path: Path
+) -> None:
+    """`helm template` shows no notes, so a copy of the chart has them as an object."""
+    chart = tmp_path / "baton"
+    shutil.copytree(CHART, chart)
+    notes = (chart / "templates" / "NOTES.txt").read_text()
+    shown = '{{ define "notes" }}' + notes + '{{ end }}\nnotes: {{ include "notes" . | quote }}\n'
+    (chart / "templates" / "notes.yaml").write_text(shown)
+    values = ("--values", str(CHART / "ci" / value_set), "--kube-version", "1.30.0")
+    done = helm(
+        "template", "demo", str(chart), *values, *more, "--show-only", "templates/notes.yaml"
+    )
+    assert done.returncode == 0, done.stderr
+    text = " ".join(yaml.safe_load(done.stdout)["notes"].split())
+    assert [one for one in expected if one not in text] == []
+    assert [one for one in absent if one in text] == []
