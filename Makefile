@@ -30,7 +30,7 @@ QUICK = -m "not long" --durations=15
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install install-dev up test test-long test-clients check docs reference fuzz audit sbom proto proto-released check-proto release lock clean
+.PHONY: help install install-dev up test test-long test-clients check docs reference fuzz audit sbom proto proto-released check-proto release kind-test lock clean
 
 help:
 	@echo "make up         install what is missing and serve the demo model; ARGS=... goes to baton serve"
@@ -47,6 +47,7 @@ help:
 	@echo "make proto      generate baton/v1 from proto/"
 	@echo "make proto-released  after a release: what make check compares proto/ with"
 	@echo "make release    build packages, images' build context and chart in dist/, and try them"
+	@echo "make kind-test  install the chart on a Kubernetes cluster in containers; needs docker, kind, helm"
 	@echo "make lock       pin all packages in requirements/; UPGRADE=--upgrade takes newer versions"
 	@echo "make clean      remove what make has made"
 
@@ -156,6 +157,10 @@ $(AUDIT_VENV)/.installed: Makefile
 audit: install $(AUDIT_VENV)/.installed
 	@$(BIN)/python -m tools.dependency_audit $(AUDIT_VENV)/bin/pip-audit \
 	  "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+
+# Its head says what it needs.
+kind-test:
+	@tools/kind_test.sh
 
 sbom: install $(AUDIT_VENV)/.installed
 	@$(AUDIT_VENV)/bin/cyclonedx-py environment $(VENV) --pyproject pyproject.toml \

@@ -133,7 +133,9 @@ def _settings(config: Config, pool: PoolConfig, slot: str) -> ActorSettings:
         )
         drafter, pinned["draft_revision"] = str(found.path), found.commit
     url = store_url(config, "worker")
-    if (shared := SharedSecret.of(config, url)) is not None:
+    shared = SharedSecret.of(config, url)
+    # With certificates a worker needs no secret, and the store's user of workers cannot read it.
+    if shared is not None and not config.tls.folder:
         pinned["cluster_secret"] = asyncio.run(shared.read())
     # What this process does not use, and must not pass on to its ranks.
     others = {"redis_router_url": "", "redis_worker_url": "", "gcs_store": "", "ray_address": ""}

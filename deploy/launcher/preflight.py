@@ -50,8 +50,14 @@ async def preflight(config: Config) -> Checked:
     advice = []
     if config.redis_url:
         redis_urls = {user: store_url(config, user) for user in STORE_USERS}
-        advised = {url: await check_redis(url) for url in set(redis_urls.values())}
-        advice.append(advised[redis_urls["supervisor"]])
+        here = _roles_here(config)
+        # The certificates of roles that run elsewhere may not be on this machine.
+        tried = {
+            user: store_url(config, user, user if user in here else "supervisor")
+            for user in STORE_USERS
+        }
+        advised = {url: await check_redis(url) for url in set(tried.values())}
+        advice.append(advised[tried["supervisor"]])
     check_gcs_store(config.gcs_store, config.redis_url)
     if config.gcs_store not in ("", EMBEDDED):
         advice.append(await check_redis(config.gcs_store, "--gcs-store"))
@@ -122,7 +128,18 @@ def _remedies(missing: list[str]) -> str:
 
 def _check_certificates(config: Config) -> None:
     """Raise ConfigError if a configured certificate or key file is missing or invalid."""
-    tls = config.tls
-    for files in (tls.fronts, tls.of("router"), tls.of("worker"), tls.of("supervisor")):
+    tls, here = config.tls, _roles_here(config)
+    fronts = tls.fronts if "router" in here else None
+    for files in (fronts, *map(tls.of, here)):
         if files is not None:
             files.check()
+
+
+def _roles_here(config: Config) -> tuple[StoreUser, ...]:
+    """Return the roles whose processes run on the launcher's machine."""
+    roles: list[StoreUser] = ["supervisor"]
+    if config.routers:
+        roles.append("router")
+    if config.ray_address in ("", "auto"):
+        roles.append("worker")
+    return tuple(roles)

@@ -44,15 +44,15 @@ def url_with_user(url: str, user: StoreUser, password: str) -> str:
     return parts._replace(netloc=f"{user}:{quote(password, safe='')}@{where}").geturl()
 
 
-def store_url(config: Config, user: StoreUser) -> str:
+def store_url(config: Config, user: StoreUser, shows: StoreUser | None = None) -> str:
     """Return the address of an operator's own server for the store user ``user``. Empty if no
     server is configured.
 
     A ``rediss`` address may name certificates in its query. Without them, the cluster's
-    certificates are added.
+    certificates are added: those of the role ``shows``, or of ``user``.
     """
     own = {"router": config.redis_router_url, "worker": config.redis_worker_url}.get(user)
-    return url_with_certificates(own or config.redis_url, config.tls, user)
+    return url_with_certificates(own or config.redis_url, config.tls, shows or user)
 
 
 def url_with_certificates(url: str, tls: TlsConfig, user: StoreUser) -> str:

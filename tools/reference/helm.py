@@ -14,7 +14,7 @@ from tools.reference.markdown import ROOT, anchor, cell, code, made_from, table,
 CHART = "deploy/helm/baton"
 _HEAD = f"""# Helm values
 
-The values of the chart `{CHART}`. [Kubernetes](../how-to/deploy/kubernetes.md) describes the two
+The values of the chart `{CHART}`. [Kubernetes](../how-to/deploy/kubernetes.md) describes the three
 modes and shows complete examples. `helm lint` and `helm install` check values against the chart's
 schema, and refuse names that are not listed here.
 

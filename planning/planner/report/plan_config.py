@@ -52,7 +52,7 @@ def plan_values(plan: Plan, config: Config, about: str) -> str:
     pools = ((kind.prefill, counts.prefill), (kind.decode, counts.decode))
     gpus = sum(one.gpus * count for one, count in pools if one.gpu in ACCELERATORS)
     if gpus:
-        values["resources"] = {"limits": {"nvidia.com/gpu": gpus}}
+        values["standalone"] = {"resources": {"limits": {"nvidia.com/gpu": gpus}}}
     lines = [
         "# Written by `baton plan`, for `helm install --values` of deploy/helm/baton,",
         "# with the model given by --set config.model=….",

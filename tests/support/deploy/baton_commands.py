@@ -10,6 +10,7 @@ import typer.main
 from typer.core import TyperGroup
 
 from baton.config.cluster import Config
+from baton.config.tls import TlsConfig
 from deploy.cli.main import app
 
 CACHE_VARIABLE = "BATON_CACHE_DIR"
@@ -41,4 +42,5 @@ def parse(arguments: Sequence[str]) -> Parsed:
 def unknown_variables(names: Sequence[str]) -> list[str]:
     """Those of the variables of an environment that Baton would not read though they look so."""
     known = {f"BATON_{field.upper()}" for field in Config.model_fields} | {CACHE_VARIABLE}
+    known |= {f"BATON_TLS__{field.upper()}" for field in TlsConfig.model_fields}
     return [name for name in names if name.startswith("BATON_") and name not in known]

@@ -15,6 +15,12 @@ import yaml
 
 CHART = Path(__file__).parents[3] / "deploy" / "helm" / "baton"
 VALUE_SETS = sorted(path.name for path in (CHART / "ci").glob("*.yaml"))
+MODES = ("standalone", "disaggregated", "kuberay")
+KUBERAY_SETS = [name for name in VALUE_SETS if name.startswith("kuberay")]
+DISAGGREGATED_SETS = [name for name in VALUE_SETS if name.startswith("disaggregated")]
+STANDALONE_SETS = [name for name in VALUE_SETS if name not in KUBERAY_SETS + DISAGGREGATED_SETS]
+CERTIFICATES = "--set=tls.secret=certs,tls.certManager.enabled=false"
+KEY = "--set=auth.keys[0].name=a,auth.keys[0].tenant=default,auth.keys[0].sha256=" + "0" * 64
 RELEASE = "demo"
 KUBERNETES = "1.30.0"
 _HELM_S = 60
@@ -92,6 +98,30 @@ def containers(manifests: tuple[Manifest, ...]) -> Iterator[tuple[str, Manifest]
     for name, pod in pods(manifests):
         for container in (*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]):
             yield f"{name}/{container['name']}", container
+
+
+def component(pod: Manifest) -> str:
+    """The component label of a pod's template."""
+    return str(pod["metadata"]["labels"]["app.kubernetes.io/component"])
+
+
+def environment(container: Manifest, manifests: tuple[Manifest, ...]) -> dict[str, str]:
+    """A container's variables. Those of Secrets that the chart makes have their values, and those
+    of other Secrets an address that no server has."""
+    secrets = {one["metadata"]["name"]: one["stringData"] for one in of_kind(manifests, "Secret")}
+    found = {}
+    for variable in container.get("env", ()):
+        source = variable.get("valueFrom", {})
+        if "fieldRef" in source:
+            found[variable["name"]] = "10.1.2.3"
+        elif "secretKeyRef" in source:
+            name, key = source["secretKeyRef"]["name"], source["secretKeyRef"]["key"]
+            elsewhere = f"rediss://{name}.{key}.of-the-operator:6379/0"
+            # A key that a Secret of the chart lacks is an error.
+            found[variable["name"]] = secrets[name][key] if name in secrets else elsewhere
+        else:
+            found[variable["name"]] = variable["value"]
+    return found
 
 
 def _values(value_set: str) -> tuple[str, ...]:

@@ -24,5 +24,5 @@ def test_the_project_takes_its_version_from_the_module() -> None:
 def test_the_chart_has_the_version() -> None:
     chart = yaml.safe_load((ROOT / "deploy/helm/baton/Chart.yaml").read_text())
     assert (chart["version"], chart["appVersion"]) == (VERSION, VERSION)
-    values = yaml.safe_load((ROOT / "deploy/helm/baton/ci/production-values.yaml").read_text())
+    values = yaml.safe_load((ROOT / "deploy/helm/baton/ci/standalone-values.yaml").read_text())
     assert values["image"]["tag"] == f"{VERSION}-cuda"

@@ -28,200 +28,351 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) }}
 {{- end }}
 
-{{/* Component of the pods that answer requests: whole clusters, or the routers of mode kuberay. */}}
+{{/* Component of the pods that answer requests: whole clusters, or routers. */}}
 {{- define "baton.frontComponent" -}}
-{{- if eq .Values.mode "single" }}cluster{{ else }}router{{ end }}
+{{ ternary "cluster" "router" (eq .Values.mode "standalone") }}
 {{- end }}
 
-{{- define "baton.podSecurityContext" -}}
-runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile:
-  type: RuntimeDefault
+{{- define "baton.clusterId" -}}
+{{- default (include "baton.fullname" .) .Values.clusterId }}
 {{- end }}
 
+{{/* Seconds that requests have to end. */}}
+{{- define "baton.drainS" -}}
+{{- default 30 .Values.config.drain_deadline_s | ceil }}
+{{- end }}
+
+{{/* The pools of the configuration, as JSON; without any they are Baton's own. */}}
+{{- define "baton.pools" -}}
+{{- $own := list (dict "name" "prefill" "role" "prefill") (dict "name" "decode" "role" "decode") }}
+{{- default $own .Values.config.pools | toJson }}
+{{- end }}
+
+{{/* Roles that have pods of workers: those of the pools. */}}
+{{- define "baton.roles" -}}
+{{- $roles := list }}
+{{- range include "baton.pools" . | fromJsonArray }}{{ $roles = append $roles .role }}{{ end }}
+{{- $roles | uniq | sortAlpha | reverse | toJson }}
+{{- end }}
+
+{{/* Number of pods of a pool at the start, in mode disaggregated: of `root` and `pool`. */}}
+{{- define "baton.podsOf" -}}
+{{- $group := index .root.Values.workers .pool.role }}
+{{- if $group.autoscaling.enabled -}}
+{{ $group.autoscaling.minReplicas }}
+{{- else -}}
+{{ ternary .pool.count $group.replicas (hasKey .pool "count") }}
+{{- end }}
+{{- end }}
+
+{{/* Fields of a pod that `settings` and the values of all pods give. `spreads` names the component whose
+pods are spread over hosts unless the settings say otherwise. */}}
+{{- define "baton.podFields" -}}
+{{- $root := .root }}
+{{- $settings := .settings }}
+{{- if not .callsKubernetes }}
+automountServiceAccountToken: false
+{{- end }}
+# A service with the name baton would set BATON_… variables in every pod.
+enableServiceLinks: false
+{{- with $root.Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 10001
+  runAsGroup: 10001
+  fsGroup: 10001
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile:
+    type: RuntimeDefault
+{{- range $name := list "priorityClassName" "runtimeClassName" }}
+{{- with get $settings $name }}
+{{ $name }}: {{ . }}
+{{- end }}
+{{- end }}
+{{- if get $settings "hostIPC" }}
+hostIPC: true
+{{- end }}
+{{- range $name := list "nodeSelector" "affinity" }}
+{{- with get $settings $name }}
+{{ $name }}:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- $tolerations := default (list) (get $settings "tolerations") }}
+{{- if ne $root.Values.mode "standalone" }}
+{{- range list "not-ready" "unreachable" }}
+{{- $tolerations = append $tolerations (dict "key" (printf "node.kubernetes.io/%s" .) "operator" "Exists" "effect" "NoExecute" "tolerationSeconds" (int $root.Values.nodeLostS)) }}
+{{- end }}
+{{- end }}
+{{- with $tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with get $settings "topologySpreadConstraints" }}
+topologySpreadConstraints:
+  {{- toYaml . | nindent 2 }}
+{{- else }}
+{{- with .spreads }}
+topologySpreadConstraints:
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- include "baton.selectorLabels" $root | nindent 8 }}
+        app.kubernetes.io/component: {{ . }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Without the versions of chart and Baton, whose change alone must not replace pods. */}}
+{{- define "baton.podLabels" -}}
+{{ include "baton.selectorLabels" .root }}
+app.kubernetes.io/component: {{ .component }}
+{{- with .settings.podLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Of a list of capabilities. */}}
 {{- define "baton.containerSecurityContext" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
 capabilities:
   drop: [ALL]
+  {{- with . }}
+  add: {{ toJson . }}
+  {{- end }}
 {{- end }}
 
-{{/* The configuration file. */}}
-{{- define "baton.toml" -}}
-{{- $config := deepCopy .Values.config }}
-{{- $_ := set $config "require_key" .Values.auth.requireKey }}
-{{- /* Logs go to the container's standard output, for the cluster's collector. */}}
-{{- $config = merge $config (dict "log_to" "stdout" "log_format" "json") }}
-{{- if .Values.auth.keys }}{{ $_ := set $config "keys" .Values.auth.keys }}{{ end }}
-{{- if .Values.auth.tenants }}{{ $_ := set $config "tenants" .Values.auth.tenants }}{{ end }}
-{{- toToml $config }}
-{{- end }}
-
-{{- define "baton.clusterId" -}}
-{{- default (include "baton.fullname" .) .Values.kuberay.clusterId }}
-{{- end }}
-
-{{/* The address of the store of registry and index, with its password. */}}
-{{- define "baton.indexUrl" -}}
-{{- if eq .Values.redis.mode "valkey" -}}
-{{ include "baton.storeUserUrl" (dict "root" . "user" "supervisor") }}
-{{- else -}}
-{{ .Values.redis.url }}
-{{- end }}
-{{- end }}
-
-{{/* The address of the control store's store, with its password. */}}
-{{- define "baton.gcsUrl" -}}
-{{- if eq .Values.gcsStore.mode "valkey" -}}
-redis://:{{ .Values.gcsStore.password }}@{{ include "baton.fullname" . }}-gcs:6379
-{{- else -}}
-{{ .Values.gcsStore.url }}
-{{- end }}
-{{- end }}
-
-{{/* A variable from a Secret of the chart, or of the operator. */}}
-{{- define "baton.storeVariable" -}}
-- name: {{ .variable }}
-  valueFrom:
-    secretKeyRef:
-      {{- if .store.existingSecret }}
-      name: {{ .store.existingSecret }}
-      key: {{ .store.existingSecretKey }}
-      {{- else }}
-      name: {{ include "baton.fullname" .root }}
-      key: {{ .key }}
-      {{- end }}
-{{- end }}
-
-{{- define "baton.configVolume" -}}
-- name: config
-  secret:
-    secretName: {{ default (include "baton.fullname" .) .Values.existingConfigSecret }}
-    defaultMode: 0440
-    items:
-      - key: baton.toml
-        path: baton.toml
-{{- end }}
-
-{{- define "baton.scratchVolumes" -}}
-- name: tmp
-  emptyDir:
-    sizeLimit: {{ .Values.tmpSize }}
-- name: shm
-  emptyDir:
-    medium: Memory
-    sizeLimit: {{ .Values.shmSize }}
-{{- with .Values.modelVolume }}
-- name: models
+{{/* Resources of a container that downloads a model: those of the pod without its devices. */}}
+{{- define "baton.plainResources" -}}
+{{- range $kind := list "requests" "limits" }}
+{{- with pick (default (dict) (get $ $kind)) "cpu" "memory" "ephemeral-storage" }}
+{{ $kind }}:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
-
-{{- define "baton.scratchMounts" -}}
-- name: tmp
-  mountPath: /tmp
-- name: shm
-  mountPath: /dev/shm
-{{- if .Values.modelVolume }}
-- name: models
-  mountPath: /models
-  readOnly: true
-{{- end }}
 {{- end }}
 
-{{/* The password in a store's address. */}}
-{{- define "baton.passwordOf" -}}
-{{- regexReplaceAll "^[^:]*:?" (get (urlParse .) "userinfo") "" }}
+{{/* Variables of all processes of Baton in pods: of `root` and `component`. */}}
+{{- define "baton.variables" -}}
+{{- $root := .root }}
+{{- $values := $root.Values }}
+{{- $tls := include "baton.hasTls" $root }}
+{{- include "baton.storeVariables" . }}
+{{- if ne $values.mode "standalone" }}
+- name: BATON_CLUSTER_ID
+  value: {{ include "baton.clusterId" $root | quote }}
+{{- if ne .component "router" }}
+- name: BATON_METRICS_PORT
+  value: {{ include "baton.metricsPort" $root | quote }}
 {{- end }}
-
-{{/* The kubelet does not verify certificates. */}}
-{{- define "baton.probeScheme" -}}
-scheme: {{ ternary "HTTPS" "HTTP" (not (empty .Values.tls.secret)) }}
-{{- end }}
-
-{{/* Passwords of the users of a Valkey that the chart deploys; letters and digits. */}}
-{{- define "baton.storePassword" -}}
-{{- printf "%s of %s" .user .password | sha256sum }}
-{{- end }}
-
-{{/* The store's addresses with the users of routers and workers, if it has such users. */}}
-{{- define "baton.storeUsers" -}}
-{{- $own := and (eq .Values.redis.mode "external") .Values.redis.existingSecret }}
-{{- $users := or (eq .Values.redis.mode "valkey") .Values.redis.routerUrl }}
-{{- if or $users (and $own .Values.redis.existingSecretUsers) }}
-{{- range $role := list "router" "worker" }}
-- name: BATON_REDIS_{{ upper $role }}_URL
+{{- if include "baton.hasClusterSecret" $root }}
+- name: BATON_CLUSTER_SECRET
   valueFrom:
     secretKeyRef:
-      {{- if $own }}
-      name: {{ $.Values.redis.existingSecret }}
-      key: {{ $role }}-url
-      {{- else }}
-      name: {{ include "baton.fullname" $ }}
-      key: redis-{{ $role }}-url
-      {{- end }}
+      name: {{ default (include "baton.secretName" .) $values.clusterSecret.existingSecret }}
+      key: {{ ternary $values.clusterSecret.existingSecretKey "cluster-secret" (not (empty $values.clusterSecret.existingSecret)) }}
 {{- end }}
 {{- end }}
-{{- end }}
-
-{{/* One of these addresses. */}}
-{{- define "baton.storeUserUrl" -}}
-{{- if eq .root.Values.redis.mode "valkey" -}}
-redis://{{ .user }}:{{ include "baton.storePassword" (dict "user" .user "password" .root.Values.redis.password) }}@{{ include "baton.fullname" .root }}-index:6379/0
-{{- else -}}
-{{ index .root.Values.redis (printf "%sUrl" .user) }}
-{{- end }}
-{{- end }}
-
-{{/* Certificates, or the settings that allow connections without them. */}}
-{{- define "baton.tlsVariables" -}}
-{{- if .Values.tls.secret }}
+{{- if $tls }}
 - name: BATON_TLS__FOLDER
   value: /etc/baton-tls
 {{- end }}
-{{- if not (and .Values.tls.secret (or .Values.auth.requireKey .Values.existingConfigSecret)) }}
-# TLS ends at the ingress; auth and networkPolicy limit access.
+{{- $fronts := has .component (list "cluster" "router") }}
+{{- $keys := or $values.auth.requireKey $values.existingConfigSecret }}
+{{- if or (not $tls) (and $fronts (not $keys)) }}
+# Without certificates or keys; networkPolicy limits access.
 - name: BATON_INSECURE_LISTEN
   value: "true"
 {{- end }}
-{{- $clear := or (eq .Values.redis.mode "valkey") .Values.redis.insecure }}
-{{- if eq .Values.mode "single" }}
-{{- $clear = or $clear (eq .Values.gcsStore.mode "valkey") .Values.gcsStore.insecure }}
+{{- $clear := or (eq $values.redis.mode "valkey") $values.redis.insecure }}
+{{- if eq $values.mode "standalone" }}
+{{- $clear = or $clear (eq $values.gcsStore.mode "valkey") $values.gcsStore.insecure }}
 {{- end }}
 {{- if $clear }}
 # The stores that the chart deploys have no TLS; networkPolicy limits access to them.
 - name: BATON_INSECURE_REDIS
   value: "true"
 {{- end }}
+{{- include "baton.hubVariables" $root }}
+{{- with $values.env }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
-{{- define "baton.tlsMount" -}}
-{{- if .Values.tls.secret }}
+{{/* What downloads from the Hugging Face hub need. */}}
+{{- define "baton.hubVariables" -}}
+{{- with .Values.huggingFace.tokenSecret }}
+{{- if .name }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ .name }}
+      key: {{ .key }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* The supervisor's metrics page; workers have the ports after it. */}}
+{{- define "baton.metricsPort" -}}
+9400
+{{- end }}
+
+{{/* The listeners of pods that answer requests. */}}
+{{- define "baton.frontVariables" -}}
+- name: BATON_HTTP
+  value: 0.0.0.0:8000
+- name: BATON_GRPC
+  value: 0.0.0.0:8001
+- name: BATON_ADMIN_HTTP
+  value: 0.0.0.0:8002
+{{- end }}
+
+{{- define "baton.frontPorts" -}}
+- name: http
+  containerPort: 8000
+- name: grpc
+  containerPort: 8001
+- name: admin
+  containerPort: 8002
+{{- end }}
+
+{{/* Probes of pods that answer requests. /live answers when the model is there and the routers are up,
+/health when workers serve. */}}
+{{- define "baton.frontProbes" -}}
+{{- $probes := dict "startupProbe" (dict "path" "/live" "periodSeconds" 5 "failureThreshold" (div .Values.probes.startupS 5)) "readinessProbe" (dict "path" "/health" "periodSeconds" 5 "failureThreshold" 2) "livenessProbe" (dict "path" "/live" "periodSeconds" 10 "failureThreshold" 6) }}
+{{- range $kind, $probe := $probes }}
+{{ $kind }}:
+  httpGet:
+    path: {{ $probe.path }}
+    port: http
+    # The kubelet does not verify certificates.
+    scheme: {{ ternary "HTTPS" "HTTP" (not (empty (include "baton.hasTls" $))) }}
+  periodSeconds: {{ $probe.periodSeconds }}
+  timeoutSeconds: 5
+  failureThreshold: {{ $probe.failureThreshold }}
+{{- end }}
+{{- end }}
+
+{{/* Volumes of a pod: of `root`, `settings`, `component`, and `role`, whose key the pod gets. `config` and
+`data` tell whether it has those volumes, `claims` which ones a StatefulSet brings. */}}
+{{- define "baton.volumes" -}}
+{{- $root := .root }}
+{{- $claims := default (list) .claims }}
+- name: tmp
+  emptyDir:
+    sizeLimit: {{ $root.Values.tmpSize }}
+- name: shm
+  emptyDir:
+    medium: Memory
+    sizeLimit: {{ $root.Values.shmSize }}
+{{- if not (has "cache" $claims) }}
+- name: cache
+  {{- if .cacheSize }}
+  emptyDir:
+    sizeLimit: {{ .cacheSize }}
+  {{- else if $root.Values.modelCache.volume }}
+  {{- toYaml $root.Values.modelCache.volume | nindent 2 }}
+  {{- else }}
+  emptyDir:
+    sizeLimit: {{ $root.Values.modelCache.size }}
+  {{- end }}
+{{- end }}
+{{- if and .dataSize (not (has "data" $claims)) }}
+- name: data
+  emptyDir:
+    sizeLimit: {{ .dataSize }}
+{{- end }}
+{{- if .config }}
+- name: config
+  secret:
+    secretName: {{ default (include "baton.secretName" .) $root.Values.existingConfigSecret }}
+    defaultMode: 0440
+    items:
+      - key: baton.toml
+        path: baton.toml
+{{- end }}
+{{- with include "baton.tlsVolume" (dict "root" $root "roles" .roles) }}
+{{ . }}
+{{- end }}
+{{- with $root.Values.modelVolume }}
+- name: models
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with get .settings "extraVolumes" }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Where these volumes are in the container. */}}
+{{- define "baton.mounts" -}}
+{{- $root := .root }}
+- name: tmp
+  mountPath: /tmp
+- name: shm
+  mountPath: /dev/shm
+- name: cache
+  mountPath: /var/cache/baton
+{{- if .dataSize }}
+- name: data
+  mountPath: /var/lib/baton
+{{- end }}
+{{- if .config }}
+- name: config
+  mountPath: /etc/baton
+  readOnly: true
+{{- end }}
+{{- if include "baton.hasTls" $root }}
 - name: tls
   mountPath: /etc/baton-tls
   readOnly: true
 {{- end }}
+{{- if $root.Values.modelVolume }}
+- name: models
+  mountPath: /models
+  readOnly: true
+{{- end }}
+{{- with get .settings "extraVolumeMounts" }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
-{{- define "baton.tlsVolume" -}}
-{{- if .Values.tls.secret }}
-- name: tls
-  secret:
-    secretName: {{ .Values.tls.secret }}
-    defaultMode: 0440
+{{/* Containers that download the models before a worker's own start, of `root` and `settings`: its probes
+then need not wait for them, and a volume of the node has one download. Empty for models of a volume. */}}
+{{- define "baton.pulls" -}}
+{{- $root := .root }}
+{{- $config := $root.Values.config }}
+{{- $resources := .settings.resources }}
+{{- if not $root.Values.existingConfigSecret }}
+{{- range $name, $revision := dict "model" "revision" "draft_model" "draft_revision" }}
+{{- $model := toString (default "" (get $config $name)) }}
+{{- if and $model (not (hasPrefix "/" $model)) }}
+{{- $args := list "model" "pull" $model }}
+{{- with get $config $revision }}{{ $args = concat $args (list "--revision" .) }}{{ end }}
+- name: pull-{{ $name | replace "_" "-" }}
+  image: {{ include "baton.image" $root }}
+  imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+  command: ["tini", "--", "baton"]
+  args: {{ toJson $args }}
+  {{- with printf "%s\n%s" (include "baton.hubVariables" $root) (empty $root.Values.env | ternary "" (toYaml $root.Values.env)) | trim }}
+  env:
+    {{- . | nindent 4 }}
+  {{- end }}
+  resources:
+    {{- include "baton.plainResources" $resources | nindent 4 }}
+  securityContext:
+    {{- include "baton.containerSecurityContext" (list) | nindent 4 }}
+  volumeMounts:
+    - name: tmp
+      mountPath: /tmp
+    - name: cache
+      mountPath: /var/cache/baton
 {{- end }}
 {{- end }}
-
-{{/* The name that ingress-nginx requires in a router's certificate. */}}
-{{- define "baton.ingressVerifies" -}}
-{{- if .Values.tls.ingressSecret -}}
-nginx.ingress.kubernetes.io/proxy-ssl-secret: {{ .Release.Namespace }}/{{ .Values.tls.ingressSecret }}
-nginx.ingress.kubernetes.io/proxy-ssl-verify: "on"
-nginx.ingress.kubernetes.io/proxy-ssl-name: {{ include "baton.fullname" . }}.{{ .Release.Namespace }}.svc
-nginx.ingress.kubernetes.io/proxy-ssl-server-name: "on"
 {{- end }}
 {{- end }}

@@ -108,7 +108,7 @@ spec:
             limits:
               memory: {{ div (mul (int $root.Values.valkey.memoryMib) 3) 2 }}Mi
           securityContext:
-            {{- include "baton.containerSecurityContext" $root | nindent 12 }}
+            {{- include "baton.containerSecurityContext" (list) | nindent 12 }}
           volumeMounts:
             - name: config
               mountPath: /etc/valkey
@@ -141,26 +141,4 @@ spec:
           requests:
             storage: {{ $root.Values.valkey.storage }}
   {{- end }}
-{{- if $root.Values.networkPolicy.enabled }}
----
-apiVersion: networking.k8s.io/v1
-kind: NetworkPolicy
-metadata:
-  name: {{ $full }}
-  labels:
-    {{- include "baton.labels" $root | nindent 4 }}
-spec:
-  podSelector:
-    matchLabels:
-      {{- include "baton.selectorLabels" $root | nindent 6 }}
-      app.kubernetes.io/component: {{ .name }}
-  policyTypes: [Ingress, Egress]
-  ingress:
-    - from:
-        - podSelector:
-            matchLabels:
-              {{- include "baton.selectorLabels" $root | nindent 14 }}
-      ports:
-        - port: valkey
-{{- end }}
 {{ end }}

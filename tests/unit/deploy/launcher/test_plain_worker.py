@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
 from baton.config.cluster import Config
 from baton.config.pools import PoolConfig
+from baton.config.tls import TlsConfig
 from baton.errors import ConfigError
+from deploy.launcher import plain_worker
 from deploy.launcher.plain_worker import pool_of, slot_here
+from deploy.models import model_store
+from deploy.store.shared_secret import SharedSecret
 
 POOLS = (
     PoolConfig(name="prefill", role="prefill"),
@@ -52,3 +59,24 @@ def test_otherwise_the_pools_are_shown(role: str | None, name: str | None, messa
 )
 def test_a_worker_is_named_by_its_pod(host: str, slot: str) -> None:
     assert slot_here("decode", host) == slot
+
+
+@pytest.mark.parametrize("has_certificates", [True, False])
+def test_a_worker_with_certificates_asks_for_no_secret(
+    has_certificates: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def read(_: SharedSecret) -> str:
+        return "s" * 32
+
+    monkeypatch.setattr(SharedSecret, "read", read)
+    monkeypatch.setattr(plain_worker, "missing_kernels", lambda _: [])
+    found = SimpleNamespace(commit="", path=tmp_path, name="a")
+    monkeypatch.setattr(model_store, "resolve", lambda *_: found)
+    config = Config(
+        pools=POOLS,
+        redis_url="rediss://store:6379",
+        cluster_id="blue",
+        tls=TlsConfig(folder=str(tmp_path) if has_certificates else ""),
+    )
+    settings = plain_worker._settings(config, POOLS[0], "prefill-0")
+    assert settings.config["cluster_secret"] == ("" if has_certificates else "s" * 32)

@@ -12,7 +12,9 @@ from baton.config.cluster import Config
 from baton.config.pools import PoolConfig
 from baton.config.tls import TlsConfig
 from baton.errors import ConfigError
-from deploy.launcher.preflight import check_exposure
+from deploy import certificates
+from deploy.launcher.preflight import check_exposure, preflight
+from deploy.processes.ports import free_port
 from worker.settings import WorkerSettings
 
 KEYS: dict[str, Any] = {
@@ -98,6 +100,33 @@ def test_ranks_that_would_speak_in_the_clear_beyond_their_node_are_refused(
         config = Config(pools=(pool, decode), tls=clear)
         worker = WorkerSettings(config, pool, "prefill-0", "", "", "", "", 1, host=OWN)
         assert worker.group_host == host
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "message"),
+    [
+        ({}, "router.pem"),
+        ({"ray_address": "ray:6379"}, "router.pem"),
+        ({"routers": 0, "ray_address": "auto"}, "worker.pem"),
+        # Its certificates are fine, and the next check fails.
+        ({"routers": 0, "ray_address": "ray:6379"}, "--redis-url rediss://127.0.0.1"),
+    ],
+)
+async def test_a_launcher_needs_no_certificates_of_roles_that_run_elsewhere(
+    elsewhere: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    certificates.init(tmp_path)
+    for role in ("router", "worker"):
+        (tmp_path / f"{role}.pem").unlink()
+    config = Config(
+        cluster_id="blue",
+        redis_url=f"rediss://127.0.0.1:{free_port()}",
+        tls=TlsConfig(folder=str(tmp_path)),
+        **elsewhere,
+    )
+    with pytest.raises(ConfigError) as caught:
+        await preflight(config)
+    assert message in caught.value.message
 
 
 @pytest.mark.parametrize(

@@ -7,23 +7,6 @@
 {{ include "baton.rayName" . }}-head-svc:6379
 {{- end }}
 
-{{/* Roles that have a group of pods: those of config.pools, which may have no prefill pool. */}}
-{{- define "baton.rolesOf" -}}
-{{- $roles := list }}
-{{- range $role := list "prefill" "decode" }}
-{{- $pools := default (list) $.Values.config.pools }}
-{{- range $pools }}
-{{- if eq .role $role }}
-{{- $roles = append $roles $role }}
-{{- end }}
-{{- end }}
-{{- if or $.Values.existingConfigSecret (not $pools) }}
-{{- $roles = append $roles $role }}
-{{- end }}
-{{- end }}
-{{- $roles | uniq | toJson }}
-{{- end }}
-
 {{/* Ray's environment variables in every pod, in addition to those of KubeRay. */}}
 {{- define "baton.rayVariables" -}}
 - name: RAY_USAGE_STATS_ENABLED
@@ -36,34 +19,33 @@
   value: deploy.workers.ray_preload
 {{- end }}
 
-{{/* Address of the store of registry and index, and prefix of the cluster's keys in it. */}}
-{{- define "baton.clusterVariables" -}}
-{{ include "baton.storeVariable" (dict "root" . "store" .Values.redis "variable" "BATON_REDIS_URL" "key" "redis-url") }}
-{{- include "baton.storeUsers" . }}
-{{- include "baton.tlsVariables" . | nindent 0 }}
-- name: BATON_CLUSTER_ID
-  value: {{ include "baton.clusterId" . | quote }}
-{{- end }}
-
 {{/* Common parts of all of Ray's pods; the caller sets `command`, `preStop` and `variables`. */}}
 {{- define "baton.rayPod" -}}
 {{- $root := .root }}
+{{- $worker := ne .group "head" }}
+{{- $parts := dict "root" $root "settings" .settings "component" "ray" "roles" (ternary (list "worker") (list) $worker) "callsKubernetes" (and (not $worker) $root.Values.kuberay.autoscaling) }}
+{{- if not $worker }}{{ $_ := set $parts "cacheSize" "1Gi" }}{{ end }}
 metadata:
   labels:
-    {{- include "baton.labels" $root | nindent 4 }}
-    app.kubernetes.io/component: ray
+    {{- include "baton.podLabels" $parts | nindent 4 }}
     baton.io/group: {{ .group }}
-spec:
-  automountServiceAccountToken: false
-  enableServiceLinks: false
-  {{- with $root.Values.imagePullSecrets }}
-  imagePullSecrets:
+    {{- if $worker }}
+    baton.io/role: {{ .group }}
+    {{- end }}
+  {{- with .settings.podAnnotations }}
+  annotations:
     {{- toYaml . | nindent 4 }}
   {{- end }}
-  securityContext:
-    {{- include "baton.podSecurityContext" $root | nindent 4 }}
+spec:
+  {{- include "baton.podFields" $parts | nindent 2 }}
   # This includes preStop: workers end their requests within drain_deadline_s and 20 s more.
-  terminationGracePeriodSeconds: {{ add (default 30 $root.Values.config.drain_deadline_s | ceil) 20 $root.Values.shutdown.endingS }}
+  terminationGracePeriodSeconds: {{ add (include "baton.drainS" $root) 20 $root.Values.shutdown.endingS }}
+  {{- if $worker }}
+  {{- with include "baton.pulls" $parts }}
+  initContainers:
+    {{- . | nindent 4 }}
+  {{- end }}
+  {{- end }}
   containers:
     - name: {{ .container }}
       image: {{ include "baton.image" $root }}
@@ -77,7 +59,13 @@ spec:
         {{- with .variables }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+        {{- if $worker }}
+        {{- include "baton.hubVariables" $root | nindent 8 }}
+        {{- end }}
         {{- with $root.Values.env }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+        {{- with .settings.extraEnv }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
       ports:
@@ -106,32 +94,9 @@ spec:
       resources:
         {{- toYaml .settings.resources | nindent 8 }}
       securityContext:
-        {{- include "baton.containerSecurityContext" $root | nindent 8 }}
+        {{- include "baton.containerSecurityContext" .settings.capabilities | nindent 8 }}
       volumeMounts:
-        - name: cache
-          mountPath: /var/cache/baton
-        {{- include "baton.tlsMount" $root | nindent 8 }}
-        {{- include "baton.scratchMounts" $root | nindent 8 }}
-  {{- with .settings.nodeSelector }}
-  nodeSelector:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- with .settings.tolerations }}
-  tolerations:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- with .settings.affinity }}
-  affinity:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- with .settings.topologySpreadConstraints }}
-  topologySpreadConstraints:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
+        {{- include "baton.mounts" $parts | nindent 8 }}
   volumes:
-    - name: cache
-      emptyDir:
-        sizeLimit: {{ $root.Values.persistence.cache.size }}
-    {{- include "baton.tlsVolume" $root | nindent 4 }}
-    {{- include "baton.scratchVolumes" $root | nindent 4 }}
+    {{- include "baton.volumes" $parts | nindent 4 }}
 {{- end }}

@@ -82,7 +82,9 @@ def test_values_of_the_chart(tmp_path: Path, settings: Config) -> None:
     values = yaml.safe_load(written)
     assert values["config"] == tomllib.loads(toml)
     counts = plan.chosen.counts
-    assert values["resources"]["limits"] == {"nvidia.com/gpu": counts.prefill + counts.decode}
+    assert values["standalone"]["resources"]["limits"] == {
+        "nvidia.com/gpu": counts.prefill + counts.decode
+    }
     path = tmp_path / "p.yaml"
     path.write_text(written)
     rendered = render("open-values.yaml", "--values", str(path))

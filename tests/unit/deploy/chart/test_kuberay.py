@@ -1,0 +1,138 @@
+"""The RayCluster and the launchers of mode kuberay."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from deploy.workers.ranks import WORKER_RESOURCE
+from tests.support.deploy.baton_commands import parse
+from tests.support.deploy.chart import KUBERAY_SETS, Manifest, of_kind, render, the
+
+ROOT = Path(__file__).parents[4]
+
+
+def _cluster(value_set: str, *more: str) -> Manifest:
+    (cluster,) = of_kind(render(value_set, *more), "RayCluster")
+    return cluster
+
+
+@pytest.mark.parametrize("value_set", KUBERAY_SETS)
+def test_launchers_have_the_token_that_kuberay_makes(value_set: str) -> None:
+    manifests = render(value_set)
+    (cluster,) = of_kind(manifests, "RayCluster")
+    assert cluster["spec"]["authOptions"] == {"mode": "token"}
+    assert cluster["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] == "true"
+    launcher = the(manifests, "Deployment", "demo-baton-launcher")
+    (container,) = launcher["spec"]["template"]["spec"]["containers"]
+    variables = {one["name"]: one for one in container["env"]}
+    assert variables["RAY_AUTH_MODE"]["value"] == "token"
+    made = {"name": cluster["metadata"]["name"], "key": "auth_token"}
+    assert variables["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"] == made
+    # It is KubeRay's to make: the chart has none of that name.
+    secrets = [one["metadata"]["name"] for one in of_kind(manifests, "Secret")]
+    assert made["name"] not in secrets
+
+
+@pytest.mark.parametrize("value_set", KUBERAY_SETS)
+def test_a_second_launcher_waits_on_another_host(value_set: str) -> None:
+    launcher = the(render(value_set), "Deployment", "demo-baton-launcher")["spec"]
+    assert launcher["replicas"] == 2
+    assert launcher["strategy"]["rollingUpdate"] == {"maxUnavailable": 1, "maxSurge": 1}
+    (spread,) = launcher["template"]["spec"]["topologySpreadConstraints"]
+    assert spread["topologyKey"] == "kubernetes.io/hostname"
+    if value_set == "kuberay-values.yaml":
+        assert launcher["template"]["spec"]["priorityClassName"] == "serving"
+
+
+def test_a_cluster_without_a_prefill_pool_has_no_pods_for_one() -> None:
+    """A pool that starts empty keeps its pods, since it may grow."""
+
+    def groups(*more: str) -> list[str]:
+        specs = _cluster("kuberay-values.yaml", *more)["spec"]["workerGroupSpecs"]
+        return [group["groupName"] for group in specs]
+
+    alone = '[{"name": "decode", "role": "decode", "resources": {"baton_decode": 1}}]'
+    assert groups() == ["prefill", "decode"]
+    assert groups(f"--set-json=config.pools={alone}") == ["decode"]
+    assert groups("--set=config.pools[0].count=0") == ["prefill", "decode"]
+
+
+def test_pools_have_pods_of_their_own() -> None:
+    spec = _cluster("kuberay-values.yaml")["spec"]
+    groups = {group["groupName"]: group for group in spec["workerGroupSpecs"]}
+    assert set(groups) == {"prefill", "decode"}
+    for role, group in groups.items():
+        places = group["resources"][WORKER_RESOURCE]
+        assert group["resources"][f"baton_{role}"] == places
+        (container,) = group["template"]["spec"]["containers"]
+        joins = parse(container["args"]).parameters
+        # What the pod offers is what Ray's autoscaler knows.
+        assert str(joins["workers"]) == places
+        assert joins["resource"] == [f"baton_{role}={places}"]
+        assert str(joins["gpus"]) == group["rayStartParams"]["num-gpus"]
+        assert str(joins["cpus"]) == group["rayStartParams"]["num-cpus"]
+        assert joins["address"] == "demo-baton-ray-head-svc:6379"
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        assert ports[container["readinessProbe"]["tcpSocket"]["port"]] == joins["port"]
+    pod = groups["decode"]["template"]["spec"]
+    assert pod["nodeSelector"] == {"example.com/accelerator": "h200"}
+    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod[
+        "tolerations"
+    ]
+    assert pod["topologySpreadConstraints"]
+    assert pod["priorityClassName"] == "serving"
+    assert "nodeSelector" not in groups["prefill"]["template"]["spec"]
+    assert spec["gcsFaultToleranceOptions"]["redisAddress"] == "redis://gcs.example.com:6380"
+    assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+
+
+def test_a_budget_keeps_pods_of_a_role() -> None:
+    """By a number: Kubernetes does not know how many pods a RayCluster should have."""
+    manifests = render("kuberay-values.yaml")
+    budget = the(manifests, "PodDisruptionBudget", "demo-baton-prefill")["spec"]
+    assert budget["minAvailable"] == 1
+    (cluster,) = of_kind(manifests, "RayCluster")
+    labels = [
+        group["template"]["metadata"]["labels"] for group in cluster["spec"]["workerGroupSpecs"]
+    ]
+    wanted = budget["selector"]["matchLabels"].items()
+    assert [wanted <= one.items() for one in labels] == [True, False]
+
+
+def test_the_operator_knows_gangs_and_upgrades() -> None:
+    cluster = _cluster(
+        "kuberay-values.yaml",
+        "--set=kuberay.upgradeStrategy=Recreate",
+        "--set=kuberay.annotations.example\\.com/note=a",
+    )
+    assert cluster["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "serving"
+    assert cluster["metadata"]["annotations"]["example.com/note"] == "a"
+    assert cluster["spec"]["upgradeStrategy"] == {"type": "Recreate"}
+    plain = _cluster("kuberay-plain-values.yaml")
+    assert plain["spec"]["upgradeStrategy"] == {"type": "None"}
+
+
+@pytest.mark.parametrize("value_set", KUBERAY_SETS)
+def test_only_a_head_with_an_autoscaler_has_a_token_of_kubernetes(value_set: str) -> None:
+    spec = _cluster(value_set)["spec"]
+    head = spec["headGroupSpec"]["template"]["spec"]
+    # KubeRay gives the head a service account of its own, whose token the autoscaler needs.
+    assert head.get("automountServiceAccountToken", True) is spec["enableInTreeAutoscaling"]
+
+
+def test_ray_takes_its_parameters() -> None:
+    found = find_spec("ray")
+    assert found is not None
+    assert found.origin is not None
+    options = (Path(found.origin).parent / "scripts" / "scripts.py").read_text()
+    spec = _cluster("kuberay-values.yaml")["spec"]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        assert all(f'"--{name}"' in options for name in group["rayStartParams"])
+
+
+def test_rays_version_is_the_one_that_is_installed() -> None:
+    lines = (ROOT / "requirements" / "cuda.lock").read_text().splitlines()
+    assert f"ray=={_cluster('kuberay-values.yaml')['spec']['rayVersion']} \\" in lines
