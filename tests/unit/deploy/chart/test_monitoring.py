@@ -165,7 +165,7 @@ def test_autoscalers_ask_for_needed_workers() -> None:
     assert scaled["spec"]["scaleTargetRef"] == {"name": "demo-baton-prefill"}
     (trigger,) = scaled["spec"]["triggers"]
     query = trigger["metadata"]["query"]
-    metric = "baton_autoscaler_needed_workers"
+    metric = "baton_needed_workers"
     assert query == f'max({metric}{{cluster="llama",role="prefill"}})'
     assert (trigger["metricType"], trigger["metadata"]["threshold"]) == ("AverageValue", "1")
     hpa = the(manifests, "HorizontalPodAutoscaler", "demo-baton-decode")["spec"]
