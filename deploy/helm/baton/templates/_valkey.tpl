@@ -1,11 +1,12 @@
 {{/*
 A Valkey that the chart deploys. That of the index stores nothing on disk, since the index fills
-again; that of Ray's control store does.
+again, unless it also has the state of files and batches; that of Ray's control store does.
 */}}
 {{- define "baton.valkey" -}}
 {{- $root := .root }}
 {{- $full := printf "%s-%s" (include "baton.fullname" $root) .name }}
-{{- $keeps := eq .name "gcs" }}
+{{- $isIndex := eq .name "index" }}
+{{- $keeps := or (not $isIndex) (not (empty $root.Values.config.batch_store)) }}
 ---
 apiVersion: v1
 kind: Secret
@@ -18,7 +19,7 @@ stringData:
   password: {{ .password | quote }}
   valkey.conf: |
     requirepass {{ .password }}
-    {{- if not $keeps }}
+    {{- if $isIndex }}
     {{- $rules := $root.Files.Get "files/users.acl" }}
     {{- range $user := list "router" "worker" "supervisor" }}
     {{- $own := include "baton.storePassword" (dict "user" $user "password" $.password) }}
@@ -28,6 +29,7 @@ stringData:
     {{- end }}
     save ""
     appendonly {{ ternary "yes" "no" $keeps }}
+    appendfsync everysec
     maxmemory {{ int $root.Values.valkey.memoryMib }}mb
     maxmemory-policy noeviction
 ---

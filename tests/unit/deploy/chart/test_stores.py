@@ -37,6 +37,19 @@ def test_valkey_takes_its_configuration(store: str, tmp_path: Path) -> None:
             assert server.wait(20) == 0
 
 
+def test_the_index_s_valkey_keeps_the_state_of_batches() -> None:
+    def kept(*more: str) -> tuple[str, bool]:
+        found = render("disaggregated-plain-values.yaml", *more)
+        name = "demo-baton-index"
+        text = the(found, "Secret", name)["stringData"]["valkey.conf"]
+        claims = the(found, "StatefulSet", name)["spec"].get("volumeClaimTemplates")
+        (line,) = [one for one in text.splitlines() if one.startswith("appendonly")]
+        return line, bool(claims)
+
+    assert kept() == ("appendonly yes", True)
+    assert kept("--set=config.batch_store=") == ("appendonly no", False)
+
+
 def test_the_index_s_valkey_knows_each_role_by_its_own_password(tmp_path: Path) -> None:
     file = tmp_path / "valkey.conf"
     whole, apart = render("stores-values.yaml"), render("disaggregated-plain-values.yaml")
