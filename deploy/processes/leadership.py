@@ -29,8 +29,6 @@ from typing import Any, cast
 import redis
 import redis.asyncio
 
-from baton.errors import BatonError
-
 TTL_S = 12
 """Time after which the lease of a launcher that was killed is free, in seconds."""
 RENEW_S = 3.0
@@ -163,7 +161,7 @@ class SupervisorTerm:
         return raised > 0
 
 
-class StaleOrderError(BatonError):
+class StaleOrderError(Exception):
     """An order of a launcher or supervisor that another one has replaced."""
 
 

@@ -25,6 +25,7 @@ _UNITS: tuple[tuple[str, str], ...] = (
     (r"_s$", "seconds"),
     (r"_mib$", "MiB"),
     (r"_bytes$", "bytes"),
+    (r"_port$", "port number"),
     (r"_tokens$|^max_model_len$|^block_size$", "tokens"),
     (r"_ratio$|_fraction$|^target_load$", "fraction"),
     (r"^(tp|cp)$", "ranks"),
@@ -47,7 +48,7 @@ _PLACEHOLDERS: tuple[tuple[str, str], ...] = (
     (r"^allowed_hosts$", "HOST"),
     (r"^allowed_origins$", "ORIGIN"),
 )
-_UNIT_PLACEHOLDERS = {"seconds": "SECONDS", "MiB": "MIB", "bytes": "BYTES"}
+_UNIT_PLACEHOLDERS = {"port number": "PORT", "seconds": "SECONDS", "MiB": "MIB", "bytes": "BYTES"}
 _MAX_SUMMARY = 110
 """Maximum number of characters of a summary, if it has more than the first sentence of a field's
 description."""
