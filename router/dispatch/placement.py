@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -344,8 +344,10 @@ class Placement:
     def _on_output(self, attempt: Attempt, output: TokenOutput) -> None:
         """Process an output that the decode worker of an attempt has sent."""
         running = attempt.owner
-        if _is_left_to_prefill(attempt, output):
+        left = _without_first(attempt, output)
+        if left is None:
             return
+        output = left
         if not attempt.decode_began.is_set():
             attempt.decode_began.set()
         if output.error:
@@ -368,6 +370,8 @@ class Placement:
         if not attempt.decode_began.is_set():
             attempt.decode_began.set()
         running = attempt.owner
+        if index == 0 and _first_is_left(attempt):
+            index, token_ids = 1, token_ids[1:]
         running.accept_tokens(choice, attempt.spec.attempt, index, token_ids)
         if running.several:
             self._end_stopped(attempt)
@@ -477,13 +481,22 @@ def _record_of(
     )
 
 
-def _is_left_to_prefill(attempt: Attempt, output: TokenOutput) -> bool:
-    """Return whether an output of the decode worker is ignored, since the message on the prefill
-    stream has the same one-token answer.
+def _first_is_left(attempt: Attempt) -> bool:
+    """Return whether the first token is taken from the message on the prefill stream, although the
+    decode worker sends it, too.
 
-    Only the message on the prefill stream has the prompt's cache hits too. The answer must not end
-    before these are known."""
+    Only the message on the prefill stream has the prompt's cache hits. The answer must not end
+    before these are known.
+    """
     running = attempt.owner
-    is_all = output.finish_reason is not None and output.index + len(output.token_ids) == 1
     is_known = running.is_cache_counted or running.several
-    return is_all and attempt.source is attempt.target and not is_known
+    return attempt.source is attempt.target and not is_known
+
+
+def _without_first(attempt: Attempt, output: TokenOutput) -> TokenOutput | None:
+    """Return an output of the decode worker without a first token that is left to the message on
+    the prefill stream; None if nothing else is in it."""
+    if output.index or not output.token_ids or not _first_is_left(attempt):
+        return output
+    rest = replace(output, index=1, token_ids=output.token_ids[1:], logprobs=output.logprobs[1:])
+    return rest if rest.token_ids else None
