@@ -60,10 +60,12 @@ class PoolSocket:
                 f"shm_folder {folder}: cannot make a socket there: {error}. It must be a folder on "
                 "a volume that the node's workers share, with a short path"
             ) from error
+        self._closed = threading.Event()
         threading.Thread(target=self._serve, name="pool-socket", daemon=True).start()
 
     def close(self) -> None:
         """Hand out no more descriptors; idempotent. Pools that are mapped stay."""
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._path.unlink()
         with contextlib.suppress(OSError):
@@ -71,11 +73,13 @@ class PoolSocket:
         self._listener.close()
 
     def _serve(self) -> None:
-        while True:
+        while not self._closed.is_set():
             try:
                 caller, _ = self._listener.accept()
             except OSError:
-                break  # it was closed
+                # It was closed, or the process has no descriptor left for now.
+                self._closed.wait(_HELLO_S)
+                continue
             with caller, contextlib.suppress(OSError):
                 caller.settimeout(_HELLO_S)
                 if self._is_welcome(caller):
