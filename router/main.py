@@ -170,10 +170,14 @@ async def serve(settings: RouterSettings) -> None:
 
 
 def _start_telemetry(config: Config, settings: RouterSettings) -> GenAiMetrics | None:
-    # Routers of other hosts, such as pods, have the same number.
-    instance = f"router-{settings.number}@{socket.gethostname()}"
+    instance = _instance(settings)
     start_tracing(config, Service.ROUTER, instance, settings.cluster_id)
     return GenAiMetrics.start(config, Service.ROUTER, instance, settings.cluster_id)
+
+
+def _instance(settings: RouterSettings) -> str:
+    # Routers of other hosts, such as pods, have the same number.
+    return f"router-{settings.number}@{socket.gethostname()}"
 
 
 def _end_telemetry(genai: GenAiMetrics | None) -> None:
@@ -265,7 +269,7 @@ def prepare(settings: RouterSettings) -> None:
         config.log_level,
         config.log_format,
         Service.ROUTER,
-        f"router-{settings.number}",
+        _instance(settings),
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     # uvicorn logs a line for every client error.

@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -173,8 +174,9 @@ class RouterProcess:
 def serve_router(config: Config) -> None:
     """Run a router in this process until SIGINT or SIGTERM. Raises BatonError if the router cannot
     start."""
+    instance = f"router-0@{socket.gethostname()}"
     progress = own_progress(
-        config.log_to, config.log_level, config.log_format, Service.ROUTER, "router-0"
+        config.log_to, config.log_level, config.log_format, Service.ROUTER, instance
     )
     tell = progress.line if progress.is_logged else _tell
     if not config.redis_url:

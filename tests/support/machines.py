@@ -29,9 +29,9 @@ class Machine:
     def __init__(self, number: int, switch: Machine | None) -> None:
         """``number`` from 1 names it and its address; the ``switch`` itself has none."""
         self.address = f"{_NET}.{number}"
+        # It ends with this process, however that ends: then its input ends.
         self._holder = subprocess.Popen(
-            ["unshare", *_OWN, "--fork", "--kill-child", "sleep", "infinity"],
-            stdin=subprocess.DEVNULL,
+            ["unshare", *_OWN, "--fork", "--kill-child", "cat"], stdin=subprocess.PIPE
         )
         self._started: list[subprocess.Popen[bytes]] = []
         self._init = self._first_process()
@@ -43,7 +43,7 @@ class Machine:
         end = time.monotonic() + _STEP_S
         while time.monotonic() < end and self._holder.poll() is None:
             for child in psutil.Process(self._holder.pid).children():
-                if child.name() == "sleep":
+                if child.name() == "cat":
                     return child
             time.sleep(0.01)
         raise AssertionError("no namespaces")
@@ -128,7 +128,7 @@ class Machine:
     def power_off(self) -> None:
         """At once, with all that runs there, and its network; idempotent."""
         self._holder.kill()
-        self._holder.wait()
+        self._holder.communicate()
         self._init.wait(_STEP_S)
         for process in self._started:
             process.wait(_STEP_S)

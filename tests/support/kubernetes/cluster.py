@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ _FIRST_SERVICE, _LAST_POD = 200, 199
 _LOOK_S = 0.25
 _OBSERVE_S = 1.0
 _INIT_S = 300.0
+_REFRESH_S = 10.0
+"""Until a changed Secret is in the files of all pods; the kubelet takes up to two minutes."""
 _LETTERS = "bcdfghjklmnpqrstvwxz2456789"
 
 
@@ -55,6 +57,7 @@ class Cluster:
     def __init__(self, folder: Path, center: Machine) -> None:
         """``center`` is the switch of the pods' network."""
         self._folder, self._center = folder, center
+        folder.mkdir(exist_ok=True)
         make_programs(folder / "bin")
         self._numbers = itertools.count(1)
         self._service_numbers = itertools.count(_FIRST_SERVICE)
@@ -79,25 +82,30 @@ class Cluster:
     # What a test does
 
     async def apply(self, manifests: Sequence[Manifest]) -> None:
-        """Make these the objects of the namespace; pods follow."""
+        """Make these the objects of the namespace; pods follow, and some time later the files of
+        their Secrets."""
         self.objects = Objects(tuple(manifests))
         for service in self.objects.of_kind("Service"):
             name = service["metadata"]["name"]
             if name not in self._addresses:
                 self._addresses[name] = f"10.77.0.{next(self._service_numbers)}"
         self._wanted = {one.name: one for one in workloads(self.objects)}
+        for pod in self.pods.values():
+            self._spawn(self._refresh(pod))
+
+    async def _refresh(self, pod: Pod) -> None:
+        await asyncio.sleep(random.uniform(0, _REFRESH_S))
+        if not pod.ending and pod.running:
+            await asyncio.to_thread(pod.refresh, self.objects)
 
     async def scale(self, name: str, replicas: int) -> None:
         """Do what ``kubectl scale`` does."""
-        wanted = self._wanted[name]
-        self._wanted[name] = Workload(
-            wanted.kind,
-            name,
-            replicas,
-            wanted.template,
-            wanted.max_surge,
-            wanted.max_unavailable,
-        )
+        self._wanted[name] = replace(self._wanted[name], replicas=replicas)
+
+    @property
+    def workloads(self) -> list[str]:
+        """Names of the workloads."""
+        return sorted(self._wanted)
 
     def address(self, service: str) -> str:
         """Return the address of a Service."""
@@ -212,9 +220,11 @@ class Cluster:
 
     def _create(self, wanted: Workload) -> None:
         if wanted.kind == "StatefulSet":
-            taken = {pod.name for pod in self.pods.values()}
-            names = (f"{wanted.name}-{number}" for number in itertools.count())
-            name = next(name for name in names if name not in taken)
+            names = (f"{wanted.name}-{number}" for number in range(wanted.replicas))
+            free = [name for name in names if name not in self.pods]
+            if not free:
+                return  # until the one of that name is gone
+            name = free[0]
         else:
             tail = "".join(random.choices(_LETTERS, k=5))
             name = f"{wanted.name}-{wanted.revision}-{tail}"

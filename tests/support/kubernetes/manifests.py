@@ -35,12 +35,13 @@ class Objects:
     def data_of(self, kind: str, name: str) -> dict[str, bytes]:
         """Return the files of a Secret or ConfigMap."""
         one = self.the(kind, name)
-        plain = {**(one.get("stringData") or {}), **(one.get("data") or {})}
-        found = {key: str(text).encode() for key, text in plain.items()}
+        told = one.get("data") or {}
         if kind == "Secret":
-            coded = one.get("data") or {}
-            found |= {key: base64.b64decode(text) for key, text in coded.items()}
-        return found
+            found = {key: base64.b64decode(text) for key, text in told.items()}
+            return found | {
+                key: str(text).encode() for key, text in (one.get("stringData") or {}).items()
+            }
+        return {key: str(text).encode() for key, text in told.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,8 @@ class Workload:
     template: Manifest = field(compare=False)
     max_surge: int = 0
     max_unavailable: int = 1
+    claims: tuple[str, ...] = ()
+    """Names of volumes that outlive a pod of a StatefulSet."""
 
     @property
     def labels(self) -> Mapping[str, str]:
@@ -177,6 +180,9 @@ def workloads(objects: Objects) -> list[Workload]:
                 max_unavailable=_number(
                     rolling.get("maxUnavailable", replicas if recreates else 1 - default_surge),
                     replicas,
+                ),
+                claims=tuple(
+                    claim["metadata"]["name"] for claim in spec.get("volumeClaimTemplates", ())
                 ),
             )
         )

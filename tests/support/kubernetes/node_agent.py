@@ -32,6 +32,7 @@ class Forwarder:
         self._endpoints: dict[str, list[str]] = {}
         self._servers: dict[str, asyncio.Server] = {}
         self._turns = itertools.count()
+        self._connections: set[asyncio.Task[None]] = set()
 
     async def update(self, services: dict[str, list[str]]) -> None:
         self._endpoints = services
@@ -46,7 +47,10 @@ class Forwarder:
                 writer: asyncio.StreamWriter,
                 address: str = address,
             ) -> None:
-                await self._forward(address, reader, writer)
+                task = asyncio.create_task(self._forward(address, reader, writer))
+                # Nothing else holds a connection that waits.
+                self._connections.add(task)
+                task.add_done_callback(self._connections.discard)
 
             self._servers[address] = await asyncio.start_server(serve, host, int(port))
 

@@ -41,6 +41,7 @@ IMAGE_VARIABLES = {
 _ENTER = """
 set -e
 scratch=$1 uid=$2 gid=$3 readonly=$4
+echo "$5" > /proc/sys/kernel/hostname
 mount -t tmpfs tmpfs /mnt
 mkdir /mnt/upper /mnt/work /mnt/root
 mount -t overlay overlay -o lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work /mnt/root
@@ -59,7 +60,7 @@ while read -r source target options; do
   if [ "$options" = ro ]; then mount -o remount,bind,ro "$root$target"; fi
 done < $scratch/mounts
 if [ "$readonly" = yes ]; then mount -o remount,ro $root; fi
-shift 4
+shift 5
 cd /
 exec chroot $root setpriv --reuid $uid --regid $gid --clear-groups --no-new-privs \\
   --inh-caps=-all --bounding-set=-all "$@"
@@ -128,28 +129,44 @@ class Pod:
         lines = ["127.0.0.1 localhost", f"{self.address} {self.name}"]
         lines += [f"{address} {name}" for name, address in hosts.items()]
         (self.folder / "hosts").write_text("\n".join(lines) + "\n")
+        (self.folder / "volumes").mkdir()
         for volume in self.workload.spec.get("volumes", ()):
             self._make_volume(volume, objects)
-        (self.folder / "root").mkdir(exist_ok=True)
+        for claim in self.workload.claims:
+            kept = self.folder.parents[1] / "claims" / self.name / claim
+            kept.mkdir(parents=True, exist_ok=True)
+            os.chown(kept, *self._user())
+            self._volume(claim).symlink_to(kept)
 
     def _volume(self, name: str) -> Path:
         return self.folder / "volumes" / name
 
     def _make_volume(self, volume: Mapping[str, Any], objects: Objects) -> None:
         path = self._volume(str(volume["name"]))
-        path.parent.mkdir(exist_ok=True)
         if "hostPath" in volume:
             path.symlink_to(volume["hostPath"]["path"])
             return
         path.mkdir()
-        sources = volume.get("projected", {}).get("sources") or [volume]
-        for source in sources:
+        os.chown(path, *self._user())
+        self._write(volume, objects)
+
+    def refresh(self, objects: Objects) -> None:
+        """Write the files of Secrets and ConfigMaps again, as the kubelet does some time after
+        they have changed."""
+        for volume in self.workload.spec.get("volumes", ()):
+            self._write(volume, objects)
+
+    def _write(self, volume: Mapping[str, Any], objects: Objects) -> None:
+        files: dict[str, tuple[bytes, int]] = {}
+        told = volume.get("projected") or volume
+        for source in told.get("sources") or [volume]:
             for kind, key in (("Secret", "secret"), ("ConfigMap", "configMap")):
                 if key in source:
-                    _write_files(path, objects, kind, source[key])
-        uid, gid = self._user()
-        for one in (path, *path.rglob("*")):
-            os.chown(one, uid, gid)
+                    mode = source[key].get("defaultMode") or told.get("defaultMode", 0o644)
+                    found = _files(objects, kind, source[key])
+                    files |= {name: (data, int(mode)) for name, data in found.items()}
+        if files:
+            _replace_files(self._volume(str(volume["name"])), files, self._user())
 
     def _user(self) -> tuple[int, int]:
         told = self.workload.spec.get("securityContext") or {}
@@ -170,11 +187,21 @@ class Pod:
         uid, gid = self._user()
         security = container.spec.get("securityContext") or {}
         read_only = "yes" if security.get("readOnlyRootFilesystem") else "no"
-        command = ("bash", "-c", _ENTER, "enter", str(scratch), str(uid), str(gid), read_only)
+        command = (
+            "bash",
+            "-c",
+            _ENTER,
+            "enter",
+            str(scratch),
+            str(uid),
+            str(gid),
+            read_only,
+            self.name,
+        )
         with (self.folder / f"{container.name}.log").open("ab") as log:
             process = subprocess.Popen(
                 self.machine.command(
-                    *("unshare", "--mount", *command, *container.command(variables))
+                    *("unshare", "--mount", "--uts", *command, *container.command(variables))
                 ),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -201,7 +228,7 @@ class Pod:
         children = psutil.Process(one.process.pid).children()
         if not children:
             return 1
-        enter = ["nsenter", "-t", str(children[0].pid), "-n", "-p", "-m", "-r", "--"]
+        enter = ["nsenter", "-t", str(children[0].pid), "-n", "-p", "-m", "-u", "-r", "--"]
         done = subprocess.run(
             [*enter, *command],
             stdin=subprocess.DEVNULL,
@@ -245,15 +272,33 @@ class Pod:
         return "\n".join(f"{self.name}/{log.stem}:\n{log.read_text()}" for log in logs)
 
 
-def _write_files(path: Path, objects: Objects, kind: str, source: Mapping[str, Any]) -> None:
+def _files(objects: Objects, kind: str, source: Mapping[str, Any]) -> dict[str, bytes]:
     name = source.get("secretName") or source["name"]
     data = objects.data_of(kind, str(name))
     items = source.get("items") or [{"key": key, "path": key} for key in data]
-    for item in items:
-        file = path / item["path"]
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(data[item["key"]])
-        file.chmod(int(source.get("defaultMode", 0o644)))
+    return {str(item["path"]): data[item["key"]] for item in items}
+
+
+def _replace_files(
+    volume: Path, files: Mapping[str, tuple[bytes, int]], user: tuple[int, int]
+) -> None:
+    """Replace all files at once, as the kubelet does: names are links through the link ``..data``
+    to a folder, and a new one takes its place."""
+    data = volume / f"..{time.monotonic_ns()}"
+    data.mkdir()
+    for name, (content, mode) in files.items():
+        path = data / name
+        path.write_bytes(content)
+        path.chmod(mode)
+        os.chown(path, *user)
+        if not (volume / name).is_symlink():
+            (volume / name).symlink_to(f"..data/{name}")
+    link, old = volume / "..data_tmp", volume / "..data"
+    before = old.readlink() if old.is_symlink() else None
+    link.symlink_to(data.name)
+    link.rename(old)
+    if before is not None:
+        shutil.rmtree(volume / before)
 
 
 def signal_of(status: int) -> str:

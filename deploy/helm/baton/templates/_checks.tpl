@@ -22,6 +22,17 @@ message says what to do. Every check has a test.
 {{- fail "networkPolicy.clients: name the pods of the ingress controller or the Gateway (namespaceSelector, podSelector); other pods are blocked" }}
 {{- end }}
 {{- include "baton.checkStore" (dict "name" "redis" "store" .Values.redis) }}
+{{- if and .Values.redis.passwordSecret (ne .Values.redis.mode "external") }}
+{{- fail (printf "redis.passwordSecret needs mode external, but it is %s" .Values.redis.mode) }}
+{{- end }}
+{{- if and .Values.redis.passwordSecret .Values.redis.url (not (contains "password_file=/etc/baton-store/" .Values.redis.url)) }}
+{{- fail "redis.passwordSecret: end the addresses with ?password_file=/etc/baton-store/ and the name of a key" }}
+{{- end }}
+{{- with .Values.redis.previousPassword }}
+{{- if or (ne $.Values.redis.mode "valkey") (eq . $.Values.redis.password) }}
+{{- fail "redis.previousPassword: it is the one before redis.password, of mode valkey" }}
+{{- end }}
+{{- end }}
 {{- if ne .Values.gcsStore.mode "none" }}
 {{- include "baton.checkStore" (dict "name" "gcsStore" "store" .Values.gcsStore) }}
 {{- end }}

@@ -90,7 +90,7 @@ the names of cached blocks, and keep it in the store. */}}
 {{- define "baton.storeUrl" -}}
 {{- $redis := .root.Values.redis }}
 {{- if eq $redis.mode "valkey" -}}
-redis://{{ .user }}:{{ include "baton.storePassword" (dict "user" .user "password" $redis.password) }}@{{ include "baton.fullname" .root }}-index:6379/0
+redis://{{ .user }}@{{ include "baton.fullname" .root }}-index:6379/0?password_file=/etc/baton-store/{{ .user }}
 {{- else -}}
 {{ default $redis.url (get $redis (printf "%sUrl" .user)) }}
 {{- end }}
@@ -122,6 +122,26 @@ redis://{{ .user }}:{{ include "baton.storePassword" (dict "user" .user "passwor
       {{- end }}
 {{- end }}
 {{- end }}
+{{- end }}
+
+{{/* Names of the files in /etc/baton-store with the passwords that a pod may know, as JSON: of `root`,
+`component` and `roles`. Processes read them for each connection, so that a new password replaces no pod. */}}
+{{- define "baton.storeFiles" -}}
+{{- $redis := .root.Values.redis }}
+{{- $files := list }}
+{{- if or (eq $redis.mode "valkey") (and (eq $redis.mode "external") $redis.passwordSecret) }}
+{{- if has .component (list "router" "worker") }}
+{{- $files = list .component }}
+{{- else if ne .component "ray" }}
+{{- $files = list "supervisor" "router" "worker" }}
+{{- else if has "worker" .roles }}
+{{- $files = list "worker" }}
+{{- end }}
+{{- if and $files (not (include "baton.hasStoreUsers" .root)) }}
+{{- $files = list "password" }}
+{{- end }}
+{{- end }}
+{{- toJson $files }}
 {{- end }}
 
 {{/* The address of the control store's store, with its password. */}}

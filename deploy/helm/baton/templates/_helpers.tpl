@@ -300,6 +300,16 @@ capabilities:
 {{- with include "baton.tlsVolume" (dict "root" $root "roles" .roles) }}
 {{ . }}
 {{- end }}
+{{- with include "baton.storeFiles" (dict "root" $root "component" .component "roles" .roles) | fromJsonArray }}
+- name: store
+  secret:
+    secretName: {{ default (printf "%s-index" (include "baton.fullname" $root)) $root.Values.redis.passwordSecret }}
+    defaultMode: 0440
+    items:
+      {{- range . }}
+      - {key: {{ . }}, path: {{ . }}}
+      {{- end }}
+{{- end }}
 {{- with $root.Values.modelVolume }}
 - name: models
   {{- toYaml . | nindent 2 }}
@@ -330,6 +340,11 @@ capabilities:
 {{- if include "baton.hasTls" $root }}
 - name: tls
   mountPath: /etc/baton-tls
+  readOnly: true
+{{- end }}
+{{- if include "baton.storeFiles" (dict "root" $root "component" .component "roles" .roles) | fromJsonArray }}
+- name: store
+  mountPath: /etc/baton-store
   readOnly: true
 {{- end }}
 {{- if $root.Values.modelVolume }}

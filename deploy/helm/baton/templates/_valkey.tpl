@@ -17,13 +17,21 @@ metadata:
 type: Opaque
 stringData:
   password: {{ .password | quote }}
+  {{- if $isIndex }}
+  {{- range $user := list "router" "worker" "supervisor" }}
+  {{ $user }}: {{ include "baton.storePassword" (dict "user" $user "password" $.password) | quote }}
+  {{- end }}
+  {{- end }}
   valkey.conf: |
     requirepass {{ .password }}
     {{- if $isIndex }}
     {{- $rules := $root.Files.Get "files/users.acl" }}
     {{- range $user := list "router" "worker" "supervisor" }}
-    {{- $own := include "baton.storePassword" (dict "user" $user "password" $.password) }}
-    {{- $rules = replace (printf "@%s@" (upper $user)) (sha256sum $own) $rules }}
+    {{- $hashes := list }}
+    {{- range $password := compact (list $.password $root.Values.redis.previousPassword) }}
+    {{- $hashes = append $hashes (include "baton.storePassword" (dict "user" $user "password" $password) | sha256sum) }}
+    {{- end }}
+    {{- $rules = replace (printf "@%s@" (upper $user)) (join " #" $hashes) $rules }}
     {{- end }}
     {{- $rules | trim | nindent 4 }}
     {{- end }}
@@ -69,7 +77,7 @@ spec:
         app.kubernetes.io/component: {{ .name }}
         baton.io/store: "true"
       annotations:
-        checksum/password: {{ .password | sha256sum }}
+        checksum/password: {{ printf "%s %s" .password (ternary $root.Values.redis.previousPassword "" $isIndex) | sha256sum }}
     spec:
       automountServiceAccountToken: false
       enableServiceLinks: false

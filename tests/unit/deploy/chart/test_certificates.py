@@ -153,7 +153,7 @@ def test_addresses_of_the_store_are_those_of_the_pod_s_role(value_set: str) -> N
             if value_set == "disaggregated-values.yaml":
                 assert secret == {"name": "baton-redis", "key": f"{part}-url"}
             elif value_set == "disaggregated-plain-values.yaml" or part in urls:
-                assert urls["BATON_REDIS_URL"].startswith(f"redis://{part}:")
+                assert urls["BATON_REDIS_URL"].startswith(f"redis://{part}@")
         elif part not in ("baton", "launcher"):
             assert not urls, name
 
@@ -163,7 +163,7 @@ def test_a_pod_s_secret_has_no_address_of_other_roles(part: str) -> None:
     secret = the(render("disaggregated-plain-values.yaml"), "Secret", f"demo-baton-{part}")
     told = secret["stringData"]
     assert told.keys() == {"baton.toml", "redis-url", "cluster-secret"}
-    assert told["redis-url"].startswith(f"redis://{part}:")
+    assert told["redis-url"].startswith(f"redis://{part}@")
 
 
 def test_processes_without_certificates_share_a_secret() -> None:

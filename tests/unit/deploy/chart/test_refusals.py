@@ -64,6 +64,15 @@ STANDALONE = [
     (("--set=standalone.replicas=two",), "standalone.replicas"),
     (("--set=standalone.replica=2",), "replica"),
     (("--set=redis.password=a b",), "redis.password"),
+    (("--set=redis.passwordSecret=a",), "redis.passwordSecret needs mode external"),
+    (("--set=redis.previousPassword=a",), "redis.previousPassword: it is the one before"),
+    (
+        (
+            "--set=redis.mode=external,redis.url=rediss://a@b:6379/0",
+            "--set=redis.passwordSecret=c",
+        ),
+        "end the addresses with ?password_file=/etc/baton-store/",
+    ),
     (("--set=env[0].name=BATON_HTTP",), "env.0.name"),
 ]
 BY_PART = [
