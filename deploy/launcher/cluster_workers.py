@@ -88,6 +88,10 @@ class ClusterWorkers:
         """The lease of a cluster whose workers may run on several machines; otherwise None."""
         if config.ray_address:
             self._lease = LauncherLease(self._client, cluster_id, secrets.token_hex(8))
+        self._leads = False
+        """Whether this launcher has the lease, and has ended what it had to."""
+        self._placing = asyncio.Lock()
+        """Held by what places the supervisor."""
         self._first: tuple[RayWorker, ...] = ()
         self._serve = False
         self._supervisor: RaySupervisor | None = None
@@ -107,6 +111,16 @@ class ClusterWorkers:
         if self._lease is None:
             return
         await self._lease.take(self._tell_standby)
+        # The rest may take longer than the lease lasts.
+        keeping = asyncio.create_task(self._lease.keep())
+        try:
+            await self._take_over()
+        finally:
+            keeping.cancel()
+            self._leads = True
+
+    async def _take_over(self) -> None:
+        """End what cannot work together with this launcher."""
         told = shared_hash(self._config)
         before = await self._client.getset(workers_hash_key(self._cluster_id), told)
         # The supervisor of an earlier launcher has that launcher's settings.
@@ -116,22 +130,31 @@ class ClusterWorkers:
         workers = await self._calls.call(find_all)
         if workers:
             self._report(f"stopping {len(workers)} workers of another configuration first")
-        epoch = await self._lease.order_epoch()
+        epoch = None if self._lease is None else await self._lease.order_epoch()
         if epoch is not None:
             await asyncio.gather(*(self._end_worker(worker, epoch) for worker in workers))
 
     async def keep_leading(self) -> None:
         """Keep the lease until cancelled. If another launcher has taken it, wait, and lead
         again when that one is gone."""
-        while self._lease is not None:
-            await self._lease.keep()
-            try:
-                await self.lead()
-            except redis.RedisError as error:
-                log.warning("this launcher leads, and keeps the supervisor as it is: %s", error)
-                continue
-            self._report("this launcher leads the cluster again")
-            await self.start_supervisor()
+        placing: asyncio.Task[int] | None = None
+        try:
+            while self._lease is not None:
+                await self._lease.keep()
+                self._leads = False
+                if placing is not None:
+                    placing.cancel()
+                try:
+                    await self.lead()
+                except redis.RedisError as error:
+                    log.warning("this launcher leads, and keeps the supervisor as it is: %s", error)
+                    continue
+                self._report("this launcher leads the cluster again")
+                # The lease is kept meanwhile.
+                placing = asyncio.create_task(self.start_supervisor())
+        finally:
+            if placing is not None:
+                placing.cancel()
 
     def _tell_standby(self) -> None:
         self._report(
@@ -162,7 +185,10 @@ class ClusterWorkers:
         return {record["slot"]: record["process"]["pid"] for record in records}
 
     async def start_supervisor(self) -> int:
-        """Place the supervisor, wait until it manages the workers, and return its process id."""
+        """Place the supervisor, wait until it manages the workers, and return its process id.
+
+        While another launcher leads, this one waits: the supervisor is that one's.
+        """
         settings = SupervisorSettings(
             worker=self._slots[0],
             drain_s=self._config.drain_deadline_s,
@@ -170,21 +196,25 @@ class ClusterWorkers:
             cluster_id=self._cluster_id,
             launcher=ProcessIdentity.own(),
         )
-        while True:
-            try:
-                supervisor = await self._calls.call(
-                    lambda: RaySupervisor.place(settings, self._supervisor_class)
-                )
-                self._supervisor = supervisor
-                async with asyncio.timeout(_SUPERVISOR_START_S):
-                    return await supervisor.ready()
-            except Exception as error:
-                self._report(f"the supervisor does not start yet: {reason(error)}")
-                await asyncio.sleep(_SUPERVISOR_AGAIN_S)
-            if self._supervisor is not None:
-                # A control store that died may have lost the actor, which would then never start.
-                # Its name would block the next one.
-                await self._calls.call(self._supervisor.kill)
+        async with self._placing:
+            while True:
+                if self._lease is not None and not self._leads:
+                    await asyncio.sleep(_SUPERVISOR_AGAIN_S)
+                    continue
+                try:
+                    supervisor = await self._calls.call(
+                        lambda: RaySupervisor.place(settings, self._supervisor_class)
+                    )
+                    self._supervisor = supervisor
+                    async with asyncio.timeout(_SUPERVISOR_START_S):
+                        return await supervisor.ready()
+                except Exception as error:
+                    self._report(f"the supervisor does not start yet: {reason(error)}")
+                    await asyncio.sleep(_SUPERVISOR_AGAIN_S)
+                if self._supervisor is not None and (self._lease is None or self._leads):
+                    # A control store that died may have lost the actor, which would then never
+                    # start. Its name would block the next one.
+                    await self._calls.call(self._supervisor.kill)
 
     async def end(self) -> None:
         """Make all workers exit in order, and the supervisor before them, which would replace

@@ -1,4 +1,4 @@
-"""The chart's mode disaggregated, run in namespaces of this machine under load.
+"""The chart's modes disaggregated and kuberay, run in namespaces of this machine under load.
 
 What is rendered is executed: commands, environment, files, users, probes, Services and rollouts,
 with certificates, API keys and network policies. Each pod is lost once, pools are scaled, upgrades
@@ -6,7 +6,7 @@ are rolled out, certificates and the store's password are replaced, while client
 
     python -m pytest -s -m long tests/e2e/test_chart_in_namespaces.py
 
-prints the table of docs/lab-notes/kubernetes.md.
+prints the tables of docs/lab-notes/kubernetes.md.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import hashlib
 import json
 import shutil
 import sys
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,266 +29,219 @@ from baton.host.cache import cache_dir
 from tests.support.deploy.chart import CHART, KUBERNETES, RELEASE, Manifest, helm
 from tests.support.kubernetes.certificates import CertificateManager
 from tests.support.kubernetes.cluster import Cluster, cluster
+from tests.support.kubernetes.kuberay import expanded
+from tests.support.kubernetes.load import READY_S, Load, Story
 from tests.support.kubernetes.pod import Pod
 from tests.support.models import make_tiny_model
 
-READY_S = 300.0
+NAME = f"{RELEASE}-baton"
 KEY = "example-key-of-the-test"
 STORE = "example-index"
 REFRESHED_S = 15.0
 """Until all pods have the files of a changed Secret."""
-LOAD = """
-import concurrent.futures, json, os, ssl, sys, time, httpx
-url, authority, key, stop, counts = sys.argv[1:]
-trusted = ssl.create_default_context(cafile=authority)
-def client():
-    headers = {"authorization": f"Bearer {key}"}
-    return httpx.Client(trust_env=False, timeout=150, verify=trusted, headers=headers)
-def body(number):
-    return {"model": "tiny", "prompt": f"{number} upon a time " * 9, "max_tokens": 48,
-            "temperature": 0, "ignore_eos": True}
-def ask(client, number):
-    answer = client.post(url, json=body(number))
-    return answer.json()["choices"][0]["text"] if answer.status_code == 200 else answer.text
-def run(first):
-    done, again, bad = 0, 0, []
-    while not os.path.exists(stop):
-        number = (first + done) % 4
-        for left in (1, 0):
-            # A connection ends with its router; another one answers.
-            try:
-                with client() as one:
-                    text = ask(one, number)
-                break
-            except httpx.HTTPError as error:
-                text, again = repr(error), again + 1
-                time.sleep(0.5)
-        done += 1
-        if text != expected[number]:
-            bad.append(text[:500])
-        with open(f"{counts}.{first}", "w") as file:
-            json.dump({"done": done, "again": again, "bad": bad}, file)
-        time.sleep(0.2)
-with client() as one:
-    expected = [ask(one, number) for number in range(4)]
-assert all(expected) and len(set(expected)) == 4, expected
-with concurrent.futures.ThreadPoolExecutor(3) as threads:
-    list(threads.map(run, range(3)))
+ASK_WORKERS = """
+import json, ssl, sys, urllib.request
+context = ssl._create_unverified_context()
+asked = urllib.request.Request(f"https://{sys.argv[1]}:8002/metrics/targets")
+asked.add_header("authorization", f"Bearer {sys.argv[2]}")
+answer = json.load(urllib.request.urlopen(asked, timeout=10, context=context))
+found = [one["targets"] for one in answer if one["labels"]["part"] == "worker"]
+print(json.dumps(sorted(sum(found, []))))
 """
 
 
-class Load:
-    """Clients on the node. ``look`` tells how many requests have been answered and lost."""
+class Release:
+    """An installed release."""
 
-    def __init__(self, there: Cluster, folder: Path, authority: Path) -> None:
-        self._stop, self._counts = folder / "stop", folder / "counts"
-        self._log = (folder / "load.log").open("wb")
-        name = f"{RELEASE}-baton"
-        hosts = folder / "hosts"
-        hosts.write_text(f"127.0.0.1 localhost\n{there.address(name)} {name}\n")
-        url = f"https://{name}:8000/v1/completions"
-        told = (url, authority, KEY, self._stop, self._counts)
-        bind = f'mount --bind {hosts} /etc/hosts && exec "$@"'
-        python = (sys.executable, "-c", LOAD, *map(str, told))
-        self._command = there.node.command(
-            "unshare", "--mount", "bash", "-c", bind, "load", *python
+    def __init__(self, folder: Path, there: Cluster, mode: str) -> None:
+        self.there = there
+        self._folder, self._mode = folder, mode
+        self._manager = CertificateManager(folder / "authority")
+        self._certificates = self._manager.issue(self.rendered())
+        self.load = Load(there, NAME, folder, self._manager.authority, KEY)
+        self.story = Story(there, self.load)
+
+    def _values(self, store: dict[str, str], config: dict[str, Any]) -> dict[str, Any]:
+        pools: list[dict[str, Any]] = [
+            {"name": role, "role": role, "threads": 1, "kv_pool_mib": 16}
+            for role in ("prefill", "decode")
+        ]
+        more: dict[str, Any] = {}
+        if self._mode == "kuberay":
+            for pool in pools:
+                pool["resources"] = {f"baton_{pool['name']}": 1}
+            pools[1]["count"] = 2
+            more = {"gcsStore": {"mode": "valkey", "password": "example-gcs"}}
+        told = {"model": "/models/tiny", "dtype": "float32", "drain_deadline_s": 10, "pools": pools}
+        digest = hashlib.sha256(KEY.encode()).hexdigest()
+        key = {"name": "test", "sha256": digest, "tenant": "default"}
+        return {
+            "mode": self._mode,
+            "config": told | config,
+            "auth": {"keys": [key | {"scopes": ["inference", "admin"]}]},
+            "tls": {"certManager": {"enabled": True}},
+            "redis": {"mode": "valkey"} | store,
+            "modelVolume": {"hostPath": {"path": str(self._folder / "models")}},
+            "modelCache": {"volume": {"hostPath": {"path": str(self._folder / "cache")}}},
+            "router": {"autoscaling": {"enabled": False}},
+            "workers": {"prefill": {"replicas": 1}, "decode": {"replicas": 2}},
+        } | more
+
+    def rendered(
+        self, *, password: str = STORE, previous: str = "", **config: Any
+    ) -> list[Manifest]:
+        """Return the objects of the release."""
+        file = self._folder / "values.yaml"
+        store = {"password": password, "previousPassword": previous}
+        file.write_text(yaml.safe_dump(self._values(store, config)))
+        done = helm(
+            "template", RELEASE, str(CHART), "--values", str(file), "--kube-version", KUBERNETES
         )
-        self._process: asyncio.subprocess.Process | None = None
-
-    async def begin(self) -> None:
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command, stdout=self._log, stderr=self._log
+        assert done.returncode == 0, done.stderr
+        found = [one for one in yaml.safe_load_all(done.stdout) if one is not None]
+        hook = "helm.sh/hook"
+        return expanded(
+            [one for one in found if hook not in one["metadata"].get("annotations", {})]
         )
-        async with asyncio.timeout(READY_S):
-            while self.look()["done"] < 3:
-                assert self._process.returncode is None, self._text()
-                await asyncio.sleep(0.2)
 
-    def _text(self) -> str:
-        return Path(self._log.name).read_text()
+    async def apply(self, **told: Any) -> None:
+        """Do what ``helm upgrade`` does."""
+        await self.there.apply(self.rendered(**told) + self._certificates)
 
-    def look(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"done": 0, "again": 0, "bad": []}
-        for file in self._counts.parent.glob(f"{self._counts.name}.*"):
-            try:
-                seen = json.loads(file.read_text())
-            except ValueError:
-                continue  # it is being written
-            found = {key: found[key] + seen[key] for key in found}
+    async def renew_certificates(self, **told: Any) -> None:
+        """Give each role a new key and certificate."""
+        self._certificates = self._manager.issue(self.rendered())
+        await self.apply(**told)
+
+    async def _on_node(self, program: str, *arguments: str) -> str:
+        command = self.there.node.command(sys.executable, "-c", program, *arguments)
+        asking = await asyncio.create_subprocess_exec(
+            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+        )
+        text, _ = await asking.communicate()
+        return text.decode().strip()
+
+    async def listener_certificates(self) -> set[str]:
+        """Return the certificates that the routers show."""
+        ask = "import ssl, sys; print(ssl.get_server_certificate((sys.argv[1], 8000)))"
+        routers = self.there.pods_of(f"{NAME}-router")
+        return {await self._on_node(ask, pod.address) for pod in routers}
+
+    async def workers(self) -> list[str] | None:
+        """Return the addresses of the workers' metrics, if all routers name the same."""
+        routers = self.there.pods_of(f"{NAME}-router")
+        told = {await self._on_node(ASK_WORKERS, pod.address, KEY) for pod in routers}
+        if len(told) != 1 or told == {""}:
+            return None
+        found: list[str] = json.loads(told.pop())
         return found
 
-    async def goes_on(self, count: int = 6) -> None:
-        """Wait for some more answers."""
-        before = self.look()["done"]
-        async with asyncio.timeout(READY_S):
-            while self.look()["done"] < before + count:
-                await asyncio.sleep(0.2)
+    async def has_workers(self, count: int = 3) -> bool:
+        """Whether this number of workers serves, each in a pod."""
+        found = await self.workers() or ()
+        alive = {pod.address for pod in self.there.pods.values() if not pod.ending}
+        return len(found) == count and all(one.rpartition(":")[0] in alive for one in found)
 
-    async def end(self) -> dict[str, Any]:
-        assert self._process is not None
-        self._stop.touch()
-        assert await self._process.wait() == 0, self._text()
-        self._log.close()
-        return self.look()
+    def pods_of_workers(self) -> set[str]:
+        """Return the names of the pods of mode disaggregated that have a worker."""
+        roles = ("prefill", "decode")
+        return {pod.name for role in roles for pod in self.there.pods_of(f"{NAME}-{role}")}
 
+    async def lose_each(self, pods: tuple[Pod, ...]) -> None:
+        """Lose one pod after the other."""
+        for pod in pods:
+            what = f"a pod of {pod.workload.name} is lost"
+            await self.story.during(what, self.there.kill(pod), self.has_workers)
 
-def values(folder: Path, store: dict[str, str], config: dict[str, Any]) -> dict[str, Any]:
-    pools = [
-        {"name": role, "role": role, "threads": 1, "kv_pool_mib": 16}
-        for role in ("prefill", "decode")
-    ]
-    told = {"model": "/models/tiny", "dtype": "float32", "drain_deadline_s": 10, "pools": pools}
-    digest = hashlib.sha256(KEY.encode()).hexdigest()
-    return {
-        "mode": "disaggregated",
-        "config": told | config,
-        "auth": {"keys": [{"name": "test", "sha256": digest, "tenant": "default"}]},
-        "tls": {"certManager": {"enabled": True}},
-        "redis": {"mode": "valkey"} | store,
-        "modelVolume": {"hostPath": {"path": str(folder / "models")}},
-        "modelCache": {"volume": {"hostPath": {"path": str(folder / "cache")}}},
-        "router": {"autoscaling": {"enabled": False}},
-        "workers": {"prefill": {"replicas": 1}, "decode": {"replicas": 2}},
-    }
+    async def end(self) -> None:
+        """Tell the story. No request is lost, and no connection is one that no policy allows."""
+        seen = await self.load.end()
+        self.story.tell(seen)
+        assert seen["bad"] == []
+        assert self.there.violations() == []
+        assert self.there.connections
 
 
-def rendered(
-    folder: Path, *, password: str = STORE, previous: str = "", **config: Any
-) -> list[Manifest]:
-    file = folder / "values.yaml"
-    store = {"password": password, "previousPassword": previous}
-    file.write_text(yaml.safe_dump(values(folder, store, config)))
-    done = helm(
-        "template", RELEASE, str(CHART), "--values", str(file), "--kube-version", KUBERNETES
-    )
-    assert done.returncode == 0, done.stderr
-    found = [one for one in yaml.safe_load_all(done.stdout) if one is not None]
-    return [one for one in found if "helm.sh/hook" not in one["metadata"].get("annotations", {})]
+@asynccontextmanager
+async def release(mode: str) -> AsyncIterator[Release]:
+    with TemporaryDirectory(prefix="baton-k", dir="/tmp") as name:
+        folder = Path(name)
+        _prepare(folder)
+        async with cluster(folder / "k") as there:
+            made = Release(folder, there, mode)
+            await made.apply()
+            await there.until_ready(READY_S)
+            await made.load.begin()
+            yield made
 
 
-def prepare(folder: Path) -> None:
+def _prepare(folder: Path) -> None:
     """Write what a node has: a model, and this machine's kernels, which it would build once."""
     folder.chmod(0o755)
     make_tiny_model(folder / "models" / "tiny", context=2048, head_dim=16)
-    shutil.copytree(cache_dir() / "kernels", folder / "cache" / "kernels")
+    kernels = cache_dir() / "kernels"
+    if kernels.is_dir():
+        shutil.copytree(kernels, folder / "cache" / "kernels")
+    (folder / "cache").mkdir(exist_ok=True)
     for each in (folder / "models", folder / "cache"):
         for path in (each, *each.rglob("*")):
             path.chmod(0o777 if path.is_dir() else 0o666)
 
 
-async def listener_certificate(there: Cluster, pod: Pod) -> str:
-    ask = "import ssl, sys; print(ssl.get_server_certificate((sys.argv[1], 8000)))"
-    asking = await asyncio.create_subprocess_exec(
-        *there.node.command(sys.executable, "-c", ask, pod.address), stdout=asyncio.subprocess.PIPE
-    )
-    text, _ = await asking.communicate()
-    return text.decode().strip()
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+async def test_the_disaggregated_mode_loses_no_request() -> None:
+    async with release("disaggregated") as made:
+        there, story = made.there, made.story
+        await made.lose_each(tuple(there.pods.values()))
 
+        await story.during("decode: 2 → 3 pods", there.scale(f"{NAME}-decode", 3))
+        await story.during("decode: 3 → 2 pods", there.scale(f"{NAME}-decode", 2))
 
-def pods_of_workers(there: Cluster) -> set[str]:
-    return {
-        pod.name for role in ("prefill", "decode") for pod in there.pods_of(f"demo-baton-{role}")
-    }
+        workers = made.pods_of_workers()
+        await story.during("upgrade of the routers alone", made.apply(slo_ttft_s=3.0))
+        assert made.pods_of_workers() == workers
+        await story.during("upgrade of all workers, too", made.apply(slo_tpot_s=0.2))
+        assert not made.pods_of_workers() & workers
 
-
-class Story:
-    """Does one thing after another under load, and keeps a row about each."""
-
-    def __init__(self, there: Cluster, load: Load) -> None:
-        self._there, self._load = there, load
-        self._rows: list[str] = []
-
-    async def during(
-        self,
-        what: str,
-        act: Awaitable[None],
-        until: Callable[[], Awaitable[bool]] | None = None,
-    ) -> None:
-        """Let it happen, and wait until all is ready, ``until`` holds and requests are answered."""
-        before, began = self._load.look(), time.monotonic()
-        await act
-        await self._there.until_ready(READY_S)
-        async with asyncio.timeout(READY_S):
-            while until is not None and not await until():
-                await asyncio.sleep(0.5)
-        took_s = time.monotonic() - began
-        await self._load.goes_on()
-        now = self._load.look()
-        count, lost = now["done"] - before["done"], len(now["bad"]) - len(before["bad"])
-        self._rows.append(f"| {what} | {took_s:.1f} | {count} | {lost} |")
-
-    def tell(self, seen: dict[str, Any]) -> None:
-        head = (
-            "| event | seconds until all pods are ready | requests | lost |",
-            "|---|---|---|---|",
-        )
-        total = f"| all | | {seen['done']} | {len(seen['bad'])} |"
-        sys.stdout.write("\n".join(("", *head, *self._rows, total)) + "\n")
-        sys.stdout.write(f"{seen['again']} requests were sent again after a lost connection.\n")
+        await _replace_secrets(made, slo_tpot_s=0.2)
+        await made.end()
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-async def test_the_disaggregated_mode_loses_no_request() -> None:
-    with TemporaryDirectory(prefix="baton-k", dir="/tmp") as name:
-        folder = Path(name)
-        prepare(folder)
-        manager = CertificateManager(folder / "authority")
-        manifests = rendered(folder)
-        certificates = manager.issue(manifests)
+async def test_the_kuberay_mode_loses_no_request() -> None:
+    async with release("kuberay") as made:
+        await made.lose_each(tuple(made.there.pods.values()))
+        routers = made.apply(slo_ttft_s=3.0)
+        await made.story.during("upgrade of routers and launchers", routers, made.has_workers)
+        before = set(await made.workers() or ())
 
-        async with cluster(folder / "k") as there:
+        async def are_replaced() -> bool:
+            return await made.has_workers() and not before & set(await made.workers() or ())
 
-            async def apply(**told: Any) -> None:
-                await there.apply(rendered(folder, **told) + certificates)
+        workers = made.apply(slo_tpot_s=0.2)
+        await made.story.during("upgrade of all workers, too", workers, are_replaced)
+        await _replace_secrets(made, slo_tpot_s=0.2)
+        await made.end()
 
-            await apply()
-            await there.until_ready(READY_S)
-            load = Load(there, folder, manager.authority)
-            await load.begin()
-            story = Story(there, load)
 
-            # Faults
-            for victim in tuple(there.pods.values()):
-                what = f"a pod of {victim.workload.name} is lost"
-                await story.during(what, there.kill(victim))
+async def _replace_secrets(made: Release, **config: Any) -> None:
+    there, story = made.there, made.story
+    workers, before = set(await made.workers() or ()), await made.listener_certificates()
 
-            # Sizes
-            await story.during("decode: 2 → 3 pods", there.scale("demo-baton-decode", 3))
-            await story.during("decode: 3 → 2 pods", there.scale("demo-baton-decode", 2))
+    async def are_new() -> bool:
+        return not before & await made.listener_certificates()
 
-            # Upgrades
-            workers = pods_of_workers(there)
-            await story.during("upgrade of the routers alone", apply(slo_ttft_s=3.0))
-            assert pods_of_workers(there) == workers
-            await story.during("upgrade of all workers, too", apply(slo_tpot_s=0.2))
-            assert not pods_of_workers(there) & workers
-
-            # Secrets
-            workers = pods_of_workers(there)
-            routers = there.pods_of("demo-baton-router")
-            before = {await listener_certificate(there, pod) for pod in routers}
-            certificates[:] = manager.issue(manifests)
-
-            async def are_new() -> bool:
-                return not before & {await listener_certificate(there, pod) for pod in routers}
-
-            await story.during("new certificates and keys", apply(slo_tpot_s=0.2), are_new)
-            (one,) = there.pods_of("demo-baton-prefill")
-            await story.during("a worker with new certificates replaces one", there.kill(one))
-            workers = pods_of_workers(there)
-            both = apply(slo_tpot_s=0.2, password="new", previous=STORE)
-            await story.during("the store takes a second password", both)
-            await asyncio.sleep(REFRESHED_S)
-            await story.during(
-                "the store forgets the first one", apply(slo_tpot_s=0.2, password="new")
-            )
-            (one, *_) = there.pods_of("demo-baton-router")
-            await story.during("a router with the new password replaces one", there.kill(one))
-            assert pods_of_workers(there) == workers
-
-            seen = await load.end()
-            story.tell(seen)
-            assert seen["bad"] == []
-            assert there.violations() == []
-            assert there.connections
+    renewed = made.renew_certificates(**config)
+    await story.during("new certificates and keys", renewed, are_new)
+    second = made.apply(password="new", previous=STORE, **config)
+    await story.during("the store takes a second password", second)
+    await asyncio.sleep(REFRESHED_S)
+    await story.during("the store forgets the first one", made.apply(password="new", **config))
+    assert await made.has_workers()
+    assert set(await made.workers() or ()) == workers, "no secret replaces a worker"
+    for name in ("router", "prefill"):
+        pod = next(pod for pod in there.pods.values() if pod.workload.name.endswith(name))
+        what = f"a pod of {pod.workload.name} is lost, and another one uses the new secrets"
+        await story.during(what, there.kill(pod), made.has_workers)

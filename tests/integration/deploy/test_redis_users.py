@@ -5,6 +5,7 @@ Against a real Valkey, and against Debian's Redis with TLS where that is install
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from baton.store.registry import Registry
 from baton.store.supervision import PoolSizes, supervision_report
 from baton.telemetry.metrics import RouterMetrics, SupervisorMetrics
 from deploy.launcher.cluster_workers import forget_cluster
+from deploy.processes.leadership import LauncherLease, SupervisorTerm
 from deploy.processes.run_directory import ClusterMark, RunDirectory
 from deploy.store.redis_access import STORE_USERS, StoreUser, store_url, url_with_user
 from deploy.store.shared_secret import SharedSecret
@@ -75,6 +77,18 @@ async def work_as_a_cluster(url_of: Callable[[StoreUser], str]) -> None:
         await _route(router)
         memory = SupervisorMetrics(CollectorRegistry())
         await StoreMemory(supervisor, memory).look()
+        lease = LauncherLease(supervisor, ID, "launcher")
+        await lease.take(lambda: None)
+        await lease.order_epoch()
+        term = SupervisorTerm(supervisor, ID)
+        await term.begin()
+        await term.rise_above(1)
+        assert not await term.is_over()
+        other = LauncherLease(supervisor, ID, "other")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await other.take(lambda: None)
+        await lease.give_up()
         used = memory.registry.get_sample_value("baton_redis_memory_used_bytes")
         assert used is not None
         assert 0 < used < (memory.registry.get_sample_value("baton_redis_memory_total_bytes") or 0)

@@ -300,9 +300,11 @@ class Cluster:
         if kind == "startup":
             one.started = one.started or holds
         elif kind == "readiness":
-            if one.ready is not holds:
-                self._say(f"{pod.name} is {'ready' if holds else 'not ready'}")
-            one.ready = holds
+            one.refusals = 0 if holds else one.refusals + 1
+            ready = holds or (one.ready and one.refusals < probe.failures)
+            if one.ready is not ready:
+                self._say(f"{pod.name} is {'ready' if ready else 'not ready'}")
+            one.ready = ready
         else:
             one.failures = 0 if holds else one.failures + 1
             if one.failures >= probe.failures:

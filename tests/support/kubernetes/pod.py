@@ -40,7 +40,7 @@ IMAGE_VARIABLES = {
 }
 _ENTER = """
 set -e
-scratch=$1 uid=$2 gid=$3 readonly=$4
+scratch=$1 uid=$2 gid=$3 readonly=$4 folder=$6
 echo "$5" > /proc/sys/kernel/hostname
 mount -t tmpfs tmpfs /mnt
 mkdir /mnt/upper /mnt/work /mnt/root
@@ -60,10 +60,9 @@ while read -r source target options; do
   if [ "$options" = ro ]; then mount -o remount,bind,ro "$root$target"; fi
 done < $scratch/mounts
 if [ "$readonly" = yes ]; then mount -o remount,ro $root; fi
-shift 5
-cd /
-exec chroot $root setpriv --reuid $uid --regid $gid --clear-groups --no-new-privs \\
-  --inh-caps=-all --bounding-set=-all "$@"
+shift 6
+exec chroot $root env -C "$folder" setpriv --reuid $uid --regid $gid --clear-groups \\
+  --no-new-privs --inh-caps=-all --bounding-set=-all "$@"
 """
 _STEP_S = 30.0
 
@@ -79,6 +78,9 @@ class Running:
     """Whether its startup probe has succeeded, or there is none."""
     ready: bool = False
     failures: int = 0
+    """Of its liveness probe, one after the other."""
+    refusals: int = 0
+    """Of its readiness probe."""
     restarts: int = 0
     asked_at: dict[str, float] = field(default_factory=dict)
 
@@ -197,6 +199,7 @@ class Pod:
             str(gid),
             read_only,
             self.name,
+            container.spec.get("workingDir", "/"),
         )
         with (self.folder / f"{container.name}.log").open("ab") as log:
             process = subprocess.Popen(
@@ -309,16 +312,17 @@ def signal_of(status: int) -> str:
 def make_programs(folder: Path) -> None:
     """Write the programs of other images that this machine has by other names."""
     folder.mkdir()
+    # As quick as the program that it stands for: a probe has a deadline.
     ask = (
-        "import os, redis; "
-        "client = redis.Redis(password=os.environ.get('REDISCLI_AUTH'), socket_timeout=2); "
-        "print('PONG' if client.ping() else '')"
+        "exec 3<>/dev/tcp/127.0.0.1/6379; "
+        "printf 'AUTH %s\\r\\nPING\\r\\n' \"$REDISCLI_AUTH\" >&3; "
+        'read -r -t 2 answer <&3; read -r -t 2 answer <&3; echo "$answer"'
     )
     programs = {
         "valkey-server": f'exec {shlex.quote(valkey_binary())} "$@"',
-        "valkey-cli": f"exec {shlex.quote(sys.executable)} -c {shlex.quote(ask)}",
+        "valkey-cli": ask,
     }
     for name, line in programs.items():
         path = folder / name
-        path.write_text(f"#!/bin/sh\n{line}\n")
+        path.write_text(f"#!/bin/bash\n{line}\n")
         path.chmod(0o755)
