@@ -43,6 +43,7 @@ class NixlTransport:
     batch_bytes = SLOT_BYTES
     copies_out = False
     reads_in_place = False
+    needs_mac = True
 
     def __init__(self, incarnation: str, staging_bytes: int = 128 << 20) -> None:
         """``incarnation`` is this worker's. ``staging_bytes`` is the size of the host memory for

@@ -27,6 +27,7 @@ from baton.rpc import convert
 from baton.rpc.grpc_channel import make_server, open_channel
 from baton.rpc.grpc_errors import grpc_boundary
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
+from kvtransfer.memory.mac import BatchKey
 from kvtransfer.memory.memory import BlockMemory, HostMemory
 from kvtransfer.memory.seal_board import BOARD_BYTES, SealBoard, read_seal
 from kvtransfer.pairs.outbound import Outbound, Push
@@ -523,7 +524,7 @@ async def test_a_transport_that_fails_breaks_the_pair(world: World) -> None:
 
 
 async def test_blocks_that_cannot_be_read_break_the_pair(world: World) -> None:
-    def pack(parts: Parts, memory: object = None) -> object:
+    def pack(parts: Parts, memory: object = None, key: object = None) -> object:
         raise OSError("no device")
 
     world.link.pack = pack  # type: ignore[method-assign,assignment]
@@ -592,7 +593,9 @@ class BoardLink(ReadSendLink):
         super().__init__(HostMemory(np.zeros((4, SIZE), dtype=np.uint8)), board)
         self.may_pack = threading.Event()
 
-    def pack(self, parts: Parts, memory: BlockMemory | None = None) -> Packed:
+    def pack(
+        self, parts: Parts, memory: BlockMemory | None = None, key: BatchKey | None = None
+    ) -> Packed:
         """See ``SendLink``. The checksum of a block is 1000 and its number."""
         assert self.may_pack.wait(DEADLINE_S)
         return Packed(parts, tuple(1000 + block for block in parts.blocks))
