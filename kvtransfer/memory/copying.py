@@ -114,8 +114,8 @@ def copy_many(
     """Copy several parts of ``source`` to the offsets ``places`` in ``to``. Each part has
     ``length`` bytes and begins at one of the offsets ``starts``.
 
-    Returns the checksum, or MAC, of each part. Raises ValueError if a part is outside ``source`` or ``to``,
-    or ``to`` is read-only.
+    Returns the checksum, or MAC, of each part. Raises ValueError if a part is outside ``source`` or
+    ``to``, or ``to`` is read-only.
     """
     _check(to, places, length)
     _check(source, starts, length)

@@ -222,6 +222,34 @@ async def test_it_offers_what_it_has_and_connects_by_what_was_chosen(make_world:
         "shm": b"offer of shm",
         "grpc": b"offer of grpc",
     }
+    assert hello.can_mac
+
+
+@pytest.mark.parametrize("secret", [b"", bytes(range(32))])
+async def test_each_batch_has_a_key_of_its_own_if_the_receiver_wants_macs(
+    make_world: MakeWorld, secret: bytes
+) -> None:
+    first = opened()
+    first.opened.mac_secret = secret
+    world = await make_world(first, FakeTransport())
+    await world.open()
+    push = world.pair.push("t")
+    for block in (0, 1):
+        push.put(block, block, 0, 64)
+    push.put(2, 2, 0, 32)
+    push.end()
+    count = len(await world.announced(2))
+    for number in range(count):
+        world.receiver.landed(number)
+    await result(push)
+    keys = world.link.keys
+    assert len(keys) >= 2
+    for number, key in enumerate(keys):
+        if not secret:
+            assert key is None
+            continue
+        assert key is not None
+        assert key.outer == BatchKey.of(secret, number).outer
 
 
 @pytest.mark.parametrize(
