@@ -81,7 +81,7 @@ async def test_kv_outside_of_tls_is_authenticated(
     is_attacked: bool,
 ) -> None:
     """By gloo in a named network. Changed bytes end a handoff, and no plan sees them."""
-    changed = []
+    changed: list[int] = []
 
     class Attacked(GlooPair):
         def send(self, data: torch.Tensor, tag: int) -> Work:
