@@ -160,6 +160,8 @@ void digest_block(char* to, const char* from, int64_t bytes, const uint32_t* key
     memcpy(&right, from + half + 4 * i, sizeof right);
     put<store>(to + 4 * i, left);
     put<store>(to + half + 4 * i, right);
+// Otherwise the sums are in memory, not in registers.
+#pragma GCC unroll 3
     for (int s = 0; s < STREAMS; s++) {
       memcpy(&a, first + i + s, sizeof a);
       memcpy(&b, second + i + s, sizeof b);
@@ -177,6 +179,7 @@ void digest_block(char* to, const char* from, int64_t bytes, const uint32_t* key
     memcpy(to + done, from + done, end - done);
     if (bytes > half + done) memcpy(to + half + done, from + half + done, bytes - half - done);
   }
+#pragma GCC unroll 3
   for (int s = 0; s < STREAMS; s++) {
     even[s] += odd[s];
     uint64_t sum = 0;
