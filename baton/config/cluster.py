@@ -161,6 +161,12 @@ class Config(BaseSettings):
     """Folder that workers in different containers of one machine share, such as a hostPath volume.
     Through sockets in it they map each other's KV blocks (transport ``shm``). Empty: only workers
     in one process namespace do."""
+    data_network: str = ""
+    """Network in which the transports ``gloo``, ``nccl`` and ``nixl`` send KV blocks: the name of
+    an interface (``eth1``), or a CIDR that has an address of each worker's machine
+    (``10.1.0.0/16``). They listen on that address. With certificates these transports need it:
+    blocks are then authenticated and not encrypted, so only workers should be in that network.
+    Empty: they use the worker's own address."""
     policy: PolicyName = "predictive"
     """How the router chooses the workers of a request: by predicted time (predictive), or by a
     simple rule."""

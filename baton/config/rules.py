@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 from baton.config.choices import BACKGROUND_CLASS, DEFAULT_TENANT, Role
 from baton.config.fields import split_host_port
 from baton.config.pools import ContextClass, PoolConfig
+from baton.host.data_network import check_network
 
 if TYPE_CHECKING:
     from baton.config.cluster import Config
 
 _RANK_TRANSPORTS = ("auto", "shm", "grpc")
 """Transports that carry the KV heads of single ranks."""
-_CLEAR_TRANSPORTS = ("gloo", "nccl", "nixl")
-"""Transports without encryption."""
+_NETWORK_TRANSPORTS = ("gloo", "nccl", "nixl")
+"""Transports that send KV blocks, with MACs and unencrypted, in the ``data_network``."""
 
 
 def check(config: Config) -> None:
@@ -30,6 +31,7 @@ def check(config: Config) -> None:
         _batch_store,
         _class_pools,
         _autoscaler,
+        _data_network,
         _encryption,
         _draft_model,
         _kv_blocks,
@@ -182,14 +184,25 @@ def _autoscaler(config: Config) -> None:
         raise ValueError("autoscaler: the pools have fewer workers than its minimum")
 
 
+def _data_network(config: Config) -> None:
+    network, is_used = config.data_network, config.transport in _NETWORK_TRANSPORTS
+    if network:
+        check_network(network)
+        if not is_used:
+            raise ValueError(
+                f"data_network: transport {config.transport} does not use it: leave it out, or set"
+                f" transport to one of {', '.join(_NETWORK_TRANSPORTS)}"
+            )
+    elif is_used and config.tls.folder:
+        raise ValueError(
+            f"transport: {config.transport} authenticates KV blocks and does not encrypt them: set"
+            " data_network to the network that only the workers use, or transport to auto"
+        )
+
+
 def _encryption(config: Config) -> None:
     if not config.tls.folder or config.tls.clear_kv:
         return
-    if config.transport in _CLEAR_TRANSPORTS:
-        raise ValueError(
-            f"transport: {config.transport} sends KV blocks unencrypted: use auto, or set "
-            "tls.clear_kv = true if only you use the network between the workers"
-        )
     for pool in config.pools:
         if pool.ranks > 1 and pool.rank_placement != "strict_pack":
             raise ValueError(

@@ -30,9 +30,8 @@ class TlsConfig(Section):
     """CA of the certificate of a ``rediss://`` server, a PEM file; empty takes ``ca.pem`` of
     ``folder``, or the system's CAs without a folder."""
     clear_kv: bool = False
-    """Allow unencrypted KV blocks between machines although there is a ``folder``. The transports
-    ``gloo``, ``nccl`` and ``nixl``, and the ranks of a worker among each other, have no
-    encryption, and are refused otherwise."""
+    """Allow ranks of one worker on several machines although there is a ``folder``. What ranks
+    send each other is neither encrypted nor authenticated, and is refused otherwise."""
 
     @model_validator(mode="after")
     def _goes_together(self) -> TlsConfig:

@@ -36,6 +36,7 @@ WORKER_FIELDS: Mapping[str, Any] = {
     "slo_tpot_s": True,
     # KV blocks, and their way to other workers.
     "transport": True,
+    "data_network": True,
     "shm_folder": True,
     "kv_host_mib": True,
     "kv_disk_mib": True,

@@ -80,10 +80,10 @@ def checksum_tensor(data: torch.Tensor) -> int:
     The result equals ``kvtransfer.memory.checksum.checksum`` of the same bytes. Raises ValueError
     for other tensors.
     """
-    words = _words(data)
+    words = words_of(data)
     pairs = words.numel() // 2
     sums = _sums(pairs, data.device)
-    with _current(data.device):
+    with current_device(data.device):
         checksum_kernel[(sums.numel(),)](words, sums, pairs, seed=KEY_SEED, block=BLOCK)
         return _checksum(sums, data.numel())
 
@@ -107,12 +107,13 @@ def copy_words(target: int, source: int, size: int, device: torch.device) -> int
         )
     pairs = size // 8
     sums = _sums(pairs, device)
-    with _current(device):
+    with current_device(device):
         copy_kernel[(sums.numel(),)](target, source, sums, pairs, seed=KEY_SEED, block=BLOCK)
         return _checksum(sums, size)
 
 
-def _words(data: torch.Tensor) -> torch.Tensor:
+def words_of(data: torch.Tensor) -> torch.Tensor:
+    """Return the int32 words of a contiguous uint8 tensor. Raises ValueError for other tensors."""
     if data.dtype != torch.uint8 or not data.is_contiguous() or data.numel() % 8:
         raise ValueError("the tensor must be contiguous uint8 of a multiple of 8 bytes")
     if data.storage_offset() % 4:
@@ -120,7 +121,7 @@ def _words(data: torch.Tensor) -> torch.Tensor:
     return data.view(-1).view(torch.int32)
 
 
-def _current(device: torch.device) -> AbstractContextManager[object]:
+def current_device(device: torch.device) -> AbstractContextManager[object]:
     """Make a device the current one within this context, because Triton launches kernels on the
     current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

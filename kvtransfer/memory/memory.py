@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from baton.errors import HandoffError
 from kvtransfer.memory import copying
+from kvtransfer.memory.mac import BatchKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,8 @@ class BlockMemory(Protocol):
     """The KV blocks of a worker, as bytes.
 
     Methods are called from transfer threads, never from an event loop, and release the GIL while
-    they copy. ``offset`` and ``length`` are in bytes.
+    they copy. ``offset`` and ``length`` are in bytes. With the ``key`` of a batch, the methods for
+    several blocks return MACs instead of checksums (``kvtransfer.memory.mac``).
     """
 
     @property
@@ -62,11 +64,17 @@ class BlockMemory(Protocol):
     def write(self, block: int, offset: int, data: memoryview) -> int:
         """Overwrite part of a block. Returns the checksum of the written bytes."""
 
-    def checksum_many(self, blocks: Sequence[int], offset: int, length: int) -> tuple[int, ...]:
+    def checksum_many(
+        self, blocks: Sequence[int], offset: int, length: int, key: BatchKey | None = None
+    ) -> tuple[int, ...]:
         """Compute the checksum of the same part of each of several blocks."""
 
     def read_many(
-        self, blocks: Sequence[int], offset: int, outs: Sequence[memoryview]
+        self,
+        blocks: Sequence[int],
+        offset: int,
+        outs: Sequence[memoryview],
+        key: BatchKey | None = None,
     ) -> tuple[int, ...]:
         """Copy the same part of several blocks, each into its own buffer of ``outs``.
 
@@ -80,6 +88,7 @@ class BlockMemory(Protocol):
         length: int,
         source: memoryview,
         starts: Sequence[int],
+        key: BatchKey | None = None,
     ) -> tuple[int, ...]:
         """Overwrite the same part of several blocks. The new bytes of each part begin at one of the
         offsets ``starts`` in ``source``.
@@ -91,21 +100,33 @@ class BlockMemory(Protocol):
 class PartByPart:
     """Implements ``checksum_many``, ``read_many`` and ``write_many`` by one call per block.
 
-    It is for memory in which several blocks at once are no faster than one after another.
+    It is for memory in which several blocks at once are no faster than one after another. MACs take
+    a second pass.
     """
 
     def checksum_many(
-        self: BlockMemory, blocks: Sequence[int], offset: int, length: int
+        self: BlockMemory,
+        blocks: Sequence[int],
+        offset: int,
+        length: int,
+        key: BatchKey | None = None,
     ) -> tuple[int, ...]:
         """Compute the checksum of the same part of each of several blocks. See ``BlockMemory``."""
+        if key is not None:
+            return self.read_many(blocks, offset, _buffers(len(blocks), length), key)
         return tuple(self.checksum(block, offset, length) for block in blocks)
 
     def read_many(
-        self: BlockMemory, blocks: Sequence[int], offset: int, outs: Sequence[memoryview]
+        self: BlockMemory,
+        blocks: Sequence[int],
+        offset: int,
+        outs: Sequence[memoryview],
+        key: BatchKey | None = None,
     ) -> tuple[int, ...]:
         """Copy the same part of several blocks, each into its own buffer. See ``BlockMemory``."""
         pairs = zip(blocks, outs, strict=True)
-        return tuple(self.read(block, offset, out) for block, out in pairs)
+        sums = tuple(self.read(block, offset, out) for block, out in pairs)
+        return sums if key is None or not outs else copying.mac_of(outs, outs[0].nbytes, key)
 
     def write_many(
         self: BlockMemory,
@@ -114,12 +135,24 @@ class PartByPart:
         length: int,
         source: memoryview,
         starts: Sequence[int],
+        key: BatchKey | None = None,
     ) -> tuple[int, ...]:
         """Overwrite the same part of several blocks. See ``BlockMemory``."""
-        pairs = zip(blocks, starts, strict=True)
-        return tuple(
-            self.write(block, offset, source[start : start + length]) for block, start in pairs
-        )
+        parts: Sequence[memoryview] = [source[start : start + length] for start in starts]
+        sums: tuple[int, ...] = ()
+        if key is not None:
+            # A copy: the network might still change ``source`` between the two passes.
+            given, parts = parts, _buffers(len(parts), length)
+            for part, arrived in zip(parts, given, strict=True):
+                part[:] = arrived
+            sums = copying.mac_of(parts, length, key)
+        pairs = zip(blocks, parts, strict=True)
+        found = tuple(self.write(block, offset, part) for block, part in pairs)
+        return found if key is None else sums
+
+
+def _buffers(count: int, length: int) -> list[memoryview]:
+    return [memoryview(bytearray(length)) for _ in range(count)]
 
 
 def check_part(memory: BlockMemory, block: int, offset: int, length: int) -> None:
@@ -187,14 +220,21 @@ class HostMemory:
     def write(self, block: int, offset: int, data: memoryview) -> int:
         return copying.copy(self._part(block, offset, data.nbytes), data)
 
-    def checksum_many(self, blocks: Sequence[int], offset: int, length: int) -> tuple[int, ...]:
-        return copying.checksum_many(self.data, self._starts(blocks, offset, length), length)
+    def checksum_many(
+        self, blocks: Sequence[int], offset: int, length: int, key: BatchKey | None = None
+    ) -> tuple[int, ...]:
+        return copying.checksum_many(self.data, self._starts(blocks, offset, length), length, key)
 
     def read_many(
-        self, blocks: Sequence[int], offset: int, outs: Sequence[memoryview]
+        self,
+        blocks: Sequence[int],
+        offset: int,
+        outs: Sequence[memoryview],
+        key: BatchKey | None = None,
     ) -> tuple[int, ...]:
         length = outs[0].nbytes
-        return copying.copy_out(outs, self.data, self._starts(blocks, offset, length), length)
+        starts = self._starts(blocks, offset, length)
+        return copying.copy_out(outs, self.data, starts, length, key=key)
 
     def write_many(
         self,
@@ -203,11 +243,12 @@ class HostMemory:
         length: int,
         source: memoryview,
         starts: Sequence[int],
+        key: BatchKey | None = None,
     ) -> tuple[int, ...]:
         origin = np.frombuffer(source, dtype=np.uint8)
         places = self._starts(blocks, offset, length)
         origins = np.array(starts, dtype=np.int64)
-        return copying.copy_many(self.data, places, origin, origins, length)
+        return copying.copy_many(self.data, places, origin, origins, length, key)
 
     def _starts(self, blocks: Sequence[int], offset: int, length: int) -> npt.NDArray[np.int64]:
         """Return the offsets in the memory at which the same part of each block begins. Raises

@@ -31,6 +31,7 @@ from baton.errors import (
 )
 from baton.host.background import end_tasks
 from baton.v1 import transfer_pb2
+from kvtransfer.memory.mac import BatchKey
 from kvtransfer.memory.seal_board import read_seal
 from kvtransfer.pairs.pair import Identity, PairLimits, all_at_once, unseal_checksums
 from kvtransfer.transports.in_place import ReadReceiveLink
@@ -123,8 +124,11 @@ class InboundPair:
         keeper: TicketKeeper,
         limits: PairLimits,
         transfers: TicketTransfers,
+        mac_secret: bytes = b"",
     ) -> None:
-        """``transfers`` holds the transfers of all pairs of this worker."""
+        """``transfers`` holds the transfers of all pairs of this worker. With ``mac_secret``, the
+        writer sends MACs instead of checksums."""
+        self._mac_secret = mac_secret
         self.writer, self.writer_rank = writer.incarnation, writer.rank
         self._name = writer.name
         self.transport = transport.name
@@ -239,6 +243,8 @@ class InboundPair:
         except BatonError as refusal:
             error = refusal
         batch = _batch(message, blocks)
+        if self._mac_secret:
+            batch = replace(batch, key=BatchKey.of(self._mac_secret, batch.number))
         deadline_s = self._limits.batch_deadline_s
         transfer = self._link.receive(batch, deadline_s, wanted=blocks is not None)
         self._awaited[batch.number] = self._heard_at

@@ -26,6 +26,7 @@ from baton.rpc.grpc_errors import error_from_code, stream_ending, stream_errors
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from kvtransfer.layout.layout import KvLayout
 from kvtransfer.layout.shard_layout import ShardLayout
+from kvtransfer.memory.mac import BatchKey
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.memory.seal_board import Seal, SealBoard
 from kvtransfer.pairs.negotiation import Fit, check_geometry
@@ -181,6 +182,7 @@ class Outbound:
         self._call: Call | None = None
         self._link: SendLink | None = None
         self._reads_in_place = False
+        self._mac_secret = b""
         self._board: SealBoard | None = None
         self._seals: dict[int, Seal] = {}
         """Where the checksums of batches in flight are published, by batch number."""
@@ -215,6 +217,7 @@ class Outbound:
             receiver=self.peer.incarnation,
             writer_rank=self._identity.rank,
             receiver_rank=self.peer.rank,
+            can_mac=True,
             offers=[
                 transfer_pb2.TransportOffer(transport=name, offer=transport.offer())
                 for name, transport in self._transports.items()
@@ -247,6 +250,7 @@ class Outbound:
             raise
         self.transport = opened.transport
         self._reads_in_place = transport.reads_in_place
+        self._mac_secret = opened.mac_secret
         if isinstance(self._link, ReadSendLink):
             self._board = self._link.board
         self._window_bytes = opened.window_bytes
@@ -366,7 +370,7 @@ class Outbound:
                     self._tell(_announcement(number, batch, seal=seal))
                     # The message leaves first: the thread that reads may take this one's core.
                     await self._requests.join()
-                reading = self._read(batch, push, seal)
+                reading = self._read(number, batch, push, seal)
                 if seal is not None:
                     self._publishing[number] = reading
                 await self._reads.put((number, batch, reading))
@@ -393,10 +397,13 @@ class Outbound:
         else:
             reading.add_done_callback(lambda _: give_back(seal))
 
-    def _read(self, batch: PushBatch, push: Push, seal: Seal | None) -> asyncio.Future[_Read]:
+    def _read(
+        self, number: int, batch: PushBatch, push: Push, seal: Seal | None
+    ) -> asyncio.Future[_Read]:
         assert self._link is not None, "not open"
+        key = BatchKey.of(self._mac_secret, number) if self._mac_secret else None
         reading = self._loop.run_in_executor(
-            self._executor, _pack, self._link, batch, push.memory, seal
+            self._executor, _pack, self._link, batch, push.memory, seal, key
         )
         self._reading.add(reading)
         reading.add_done_callback(self._reading.discard)
@@ -526,9 +533,15 @@ def _sealed(batch: PushBatch, packed: Packed) -> tuple[int, ...]:
     return seal_checksums(packed.checksums, batch.ticket_id, batch.targets, batch.offset)
 
 
-def _pack(link: SendLink, batch: PushBatch, memory: BlockMemory | None, seal: Seal | None) -> _Read:
+def _pack(
+    link: SendLink,
+    batch: PushBatch,
+    memory: BlockMemory | None,
+    seal: Seal | None,
+    key: BatchKey | None,
+) -> _Read:
     """Read a batch, on a transfer thread, and publish its checksums if it has a place for them."""
-    packed = link.pack(Parts(batch.sources, batch.offset, batch.length), memory)
+    packed = link.pack(Parts(batch.sources, batch.offset, batch.length), memory, key)
     if seal is not None:
         seal.publish(_sealed(batch, packed))
     return packed, seal is not None

@@ -25,6 +25,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from baton.errors import ChecksumMismatch, HandoffError
 from kvtransfer.layout.shard_layout import ShardLayout
+from kvtransfer.memory.mac import BatchKey
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.transports.transfer import Transfer
 
@@ -59,7 +60,7 @@ class Packed:
 
     parts: Parts
     checksums: tuple[int, ...]
-    """The ``kvtransfer.memory.checksum.checksum`` of each part."""
+    """The ``kvtransfer.memory.checksum.checksum`` of each part, or its MAC."""
     payload: Any = None
     """What the link's ``send`` needs in order to send the parts; each transport has its own
     form."""
@@ -79,18 +80,22 @@ class AnnouncedBatch:
     checksums: tuple[int, ...]
     """The writer's checksums of the parts. Empty until they are known, if the transport
     ``reads_in_place``."""
+    key: BatchKey | None = None
+    """The key with which the checksums are MACs, if the transport ``needs_mac``."""
 
 
 class SendLink(Protocol):
     """The writer's end of a transport's connection to one receiver."""
 
-    def pack(self, parts: Parts, memory: BlockMemory | None = None) -> Packed:
+    def pack(
+        self, parts: Parts, memory: BlockMemory | None = None, key: BatchKey | None = None
+    ) -> Packed:
         """Prepare parts for sending. It blocks while it reads them, so call it on a transfer
         thread.
 
         The parts must be complete, and stay unchanged until the batch has arrived. ``memory`` holds
         their blocks: the registered memory by default, or any other if the transport
-        ``copies_out``.
+        ``copies_out``. With ``key``, MACs are computed instead of checksums.
         """
 
     def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
@@ -152,6 +157,11 @@ class Transport(Protocol):
         ``receive`` then needs no checksums: the transfer computes them (``found``), and they are
         compared when the writer's are known.
         """
+
+    @property
+    def needs_mac(self) -> bool:
+        """Whether others on the network could change the bytes on their way, so that each part
+        needs a MAC (``kvtransfer.memory.mac``)."""
 
     @property
     def staging_bytes(self) -> int:
@@ -242,12 +252,13 @@ def place(
     """Write parts of a batch, from number ``first`` on, to their blocks; the data of each begins at
     one of ``starts``.
 
-    Returns the checksums of the parts. Raises ChecksumMismatch if one differs from the announced
-    checksum.
+    Returns the checksums or MACs of the parts. Raises ChecksumMismatch if one differs from the
+    announced one.
     """
     parts, count = batch.target, len(starts)
     blocks = parts.blocks[first : first + count]
-    found = memory.write_many(blocks, parts.offset, parts.length, source, starts)
+    key = None if batch.key is None else batch.key.starting_at(first)
+    found = memory.write_many(blocks, parts.offset, parts.length, source, starts, key)
     if batch.checksums and found != batch.checksums[first : first + count]:
         raise damaged(batch.number)
     return found

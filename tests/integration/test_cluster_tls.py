@@ -9,6 +9,8 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+import torch
+from torch.distributed.distributed_c10d import Work
 
 from baton.config.tls import TlsConfig
 from baton.errors import BatonError
@@ -28,6 +30,8 @@ from baton.v1 import (
     transfer_pb2,
     transfer_pb2_grpc,
 )
+from kvtransfer.transports.process_group import transport as transport_module
+from kvtransfer.transports.process_group.process_pair import GlooPair
 from router.admin import cluster_metrics
 from router.admin.cluster_metrics import cluster_page
 from router.console import worker_page
@@ -66,6 +70,46 @@ async def test_requests_are_served_and_kv_crosses_by_mutual_tls(cluster: MiniClu
     handoffs = {"outcome": "ok", "transport": "grpc"}
     assert cluster.value("decode-0", "baton_handoffs_total", **handoffs) == 1
     await cluster.until_idle()
+
+
+@pytest.mark.parametrize("is_attacked", [False, True])
+async def test_kv_outside_of_tls_is_authenticated(
+    tiny_model: Path,
+    redis_url: str,
+    authority: Authority,
+    monkeypatch: pytest.MonkeyPatch,
+    is_attacked: bool,
+) -> None:
+    """By gloo in a named network. Changed bytes end a handoff, and no plan sees them."""
+    changed: list[int] = []
+
+    class Attacked(GlooPair):
+        def send(self, data: torch.Tensor, tag: int) -> Work:
+            if is_attacked and not changed:
+                changed.append(tag)
+                data[len(data) // 2] ^= 1
+            return super().send(data, tag)
+
+    monkeypatch.setattr(transport_module, "GlooPair", Attacked)
+    async with mini_cluster(
+        tiny_model,
+        redis_url,
+        tls=TlsConfig(folder=str(authority.folder)),
+        transport="gloo",
+        data_network="127.0.0.0/8",
+    ) as cluster:
+        first = await cluster.answer(PROMPT, SAMPLING)
+        outcomes = {
+            outcome: cluster.value(
+                "decode-0", "baton_handoffs_total", outcome=outcome, transport="gloo"
+            )
+            for outcome in ("ok", "checksum")
+        }
+        assert outcomes["checksum"] == len(changed) == is_attacked
+        assert outcomes["ok"] >= (not is_attacked)
+        await cluster.until_idle()
+    async with mini_cluster(tiny_model, redis_url, transport="grpc") as reference:
+        assert (await reference.answer(PROMPT, SAMPLING)).token_ids == first.token_ids
 
 
 FIRST: dict[str, Any] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,8 @@ import torch
 
 from kvtransfer.memory import copying
 from kvtransfer.memory.checksum_triton import checksum_tensor
+from kvtransfer.memory.mac import BatchKey
+from kvtransfer.memory.mac_triton import mac_tensors
 from kvtransfer.memory.memory import PartByPart, SharedFile, check_part
 
 
@@ -64,6 +67,16 @@ class GpuMemory(PartByPart):
                 return copying.checksum(self._fetch(part))
         with torch.cuda.stream(self._stream):
             return checksum_tensor(part)
+
+    def checksum_many(
+        self, blocks: Sequence[int], offset: int, length: int, key: BatchKey | None = None
+    ) -> tuple[int, ...]:
+        """Compute checksums or MACs of parts on the GPU, where parts consist of whole words. See
+        ``BlockMemory``."""
+        if key is None or offset % 4 or length % 8:
+            return super().checksum_many(blocks, offset, length, key)
+        with torch.cuda.stream(self._stream):
+            return mac_tensors([self._part(block, offset, length) for block in blocks], key)
 
     def read(self, block: int, offset: int, out: memoryview) -> int:
         part = self._part(block, offset, out.nbytes)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import Executor
 
 from baton.config.choices import MIB
 from baton.config.cluster import Config
 from baton.errors import ConfigError
+from baton.host.data_network import find_address
 from baton.security.tls import TlsFiles
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.transports.cuda_ipc_transport import CudaIpcTransport
@@ -45,6 +47,14 @@ def make_transports(
     ConfigError, with the reason, if the named transport does not work here.
     """
     tls = config.tls.of("worker")
+    data_host = host
+    if config.data_network:
+        place = find_address(config.data_network)
+        data_host = place.address
+        for name, value in place.variables.items():
+            # What the operator has set is more specific, such as several network cards.
+            os.environ.setdefault(name, value)
+        log.info("KV blocks travel on %s, address %s", place.interface, place.address)
     makers = _makers(
         incarnation,
         host,
@@ -53,6 +63,7 @@ def make_transports(
         tls,
         between_gpus=config.transport == "cuda_ipc",
         shm_folder=config.shm_folder,
+        data_host=data_host,
     )
     if config.transport != "auto":
         transport = makers[config.transport]()
@@ -82,16 +93,18 @@ def _makers(
     *,
     between_gpus: bool = False,
     shm_folder: str = "",
+    data_host: str = "",
 ) -> dict[str, Maker]:
     """Return the functions that make the transports, by transport name.
 
-    ``staging`` is the maximum number of bytes of staging memory that one pair uses.
+    ``data_host`` is the address in the data network, if there is one. ``staging`` is the maximum
+    number of bytes of staging memory that one pair uses.
     """
     return {
         "cuda_ipc": lambda: CudaIpcTransport(executor, between_gpus=between_gpus),
         "shm": lambda: ShmTransport(executor, shm_folder),
         "nixl": lambda: NixlTransport(incarnation, _NIXL_PAIRS * staging),
-        "nccl": lambda: GroupTransport("nccl", host, staging),
+        "nccl": lambda: GroupTransport("nccl", data_host or host, staging),
         "grpc": lambda: GrpcTransport(host, tls),
-        "gloo": lambda: GroupTransport("gloo", host, staging),
+        "gloo": lambda: GroupTransport("gloo", data_host or host, staging),
     }

@@ -8,8 +8,10 @@ UCX then uses InfiniBand or RoCE, CUDA and shared memory if it finds them. ``UCX
 selects network cards (``mlx5_0:1``; ``lo`` for one host), ``UCX_TLS`` the transports
 (``rc,cuda,sm,self``). For TCP it listens on the address of each of those devices and on loopback,
 on ports that the system chooses, and not on the wildcard address. Without ``UCX_NET_DEVICES`` this
-means every interface that is up. Nothing there is authenticated or encrypted: the network between
-the workers must be trusted.
+means every interface that is up. ``data_network`` sets it (``baton.host.data_network``).
+
+UCX authenticates and encrypts nothing. MACs protect the blocks (``kvtransfer.memory.mac``), not the
+memory of the process: only workers may reach this network.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ One that was stopped and wakes later can only damage unused staging memory
 (``kvtransfer.transports.nixl.reader``).
 
 Without such hardware UCX carries reads over TCP, with the help of the writer's processor. The tests
-do that, but it is not recommended: gRPC is about as fast and can be authenticated. If a receiver is
+do that, but it is not recommended: gRPC is about as fast and can be encrypted. If a receiver is
 killed amid reads of some 100 MB, an error in UCX may end the writer (seen with nixl 1.5.1; not with
 reads of the size used here, and never within one host). ``kvtransfer.transports.nixl.agent``
 describes the settings.
@@ -43,6 +43,7 @@ class NixlTransport:
     batch_bytes = SLOT_BYTES
     copies_out = False
     reads_in_place = False
+    needs_mac = True
 
     def __init__(self, incarnation: str, staging_bytes: int = 128 << 20) -> None:
         """``incarnation`` is this worker's. ``staging_bytes`` is the size of the host memory for

@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from baton.errors import BatonError, ChecksumMismatch, DeadlineExceeded, HandoffError, WorkerFailed
+from kvtransfer.memory.mac import BatchKey
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.transports.process_group.messages import (
     Job,
@@ -337,15 +338,17 @@ class GroupSendLink(_Link):
         self._free: queue.SimpleQueue[StagingBuffer] = queue.SimpleQueue()
         self._unmade = BUFFERS - _MOVING
 
-    def pack(self, parts: Parts, memory: BlockMemory | None = None) -> Packed:
+    def pack(
+        self, parts: Parts, memory: BlockMemory | None = None, key: BatchKey | None = None
+    ) -> Packed:
         """Prepare parts of blocks for sending. It never waits for a buffer: if none is free, the
         mover reads the parts later. See ``SendLink``."""
         source = self._memory if memory is None else memory
         staged = self._stage(parts)
         if staged is None:
-            sums = source.checksum_many(parts.blocks, parts.offset, parts.length)
+            sums = source.checksum_many(parts.blocks, parts.offset, parts.length, key)
             return Packed(parts, sums, source)
-        sums = read_parts(source, parts, 0, len(parts.blocks), staged.buffer)
+        sums = read_parts(source, parts, 0, len(parts.blocks), staged.buffer, key)
         return Packed(parts, sums, staged)
 
     def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
@@ -392,7 +395,7 @@ class GroupReceiveLink(_Link):
         deadline = time.monotonic() + deadline_s
         # An unwanted batch has no target, and its messages are received nevertheless.
         parts = batch.target if wanted else batch.source
-        job = Job(batch.number, parts, deadline, checksums=batch.checksums)
+        job = Job(batch.number, parts, deadline, checksums=batch.checksums, key=batch.key)
         if not wanted:
             job.transfer.cancel()
         return self._submit(job)
@@ -444,8 +447,10 @@ class GroupReceiveLink(_Link):
             index = message.first + position
             start = position * parts.length
             data = view[start : start + parts.length]
-            digest = self._memory.write(parts.blocks[index], parts.offset, data)
-            if digest != message.job.checksums[index]:
+            key = None if message.job.key is None else message.job.key.starting_at(index)
+            block = parts.blocks[index : index + 1]
+            digest = self._memory.write_many(block, parts.offset, parts.length, data, (0,), key)
+            if digest != message.job.checksums[index : index + 1]:
                 return ChecksumMismatch(
                     f"part {index} of batch {message.job.number} from {self._plan.peer} "
                     "arrived damaged"

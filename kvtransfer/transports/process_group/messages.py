@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch.distributed.distributed_c10d import Work
 
+from kvtransfer.memory.mac import BatchKey
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.transports.process_group.process_pair import StagingBuffer
 from kvtransfer.transports.transfer import Transfer
@@ -22,6 +23,8 @@ class Job:
     deadline: float
     transfer: Transfer = field(default_factory=Transfer)
     checksums: tuple[int, ...] = ()
+    key: BatchKey | None = None
+    """The key with which the receiver's checksums are MACs; None if they are not."""
     memory: BlockMemory | None = None
     """Memory from which the parts are read. None if the parts are staged already, or are
     received."""
@@ -79,13 +82,18 @@ class Posted:
 
 
 def read_parts(
-    memory: BlockMemory, parts: Parts, first: int, count: int, buffer: StagingBuffer
+    memory: BlockMemory,
+    parts: Parts,
+    first: int,
+    count: int,
+    buffer: StagingBuffer,
+    key: BatchKey | None = None,
 ) -> tuple[int, ...]:
     """Copy ``count`` parts of blocks, from part ``first`` on, into a staging buffer. Returns their
-    checksums."""
+    checksums, or their MACs with ``key``, which starts at part ``first``."""
     blocks, length = parts.blocks[first : first + count], parts.length
     outs = [buffer.view[at : at + length] for at in range(0, count * length, length)]
-    checksums = memory.read_many(blocks, parts.offset, outs)
+    checksums = memory.read_many(blocks, parts.offset, outs, key)
     buffer.upload(count * length)
     return checksums
 

@@ -84,6 +84,7 @@ class GroupTransport:
 
     copies_out = True
     reads_in_place = False
+    needs_mac = True
 
     def __init__(
         self, backend: Backend, host: str = "127.0.0.1", staging_bytes: int = STAGING_BYTES

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from baton.errors import BatonError, ChecksumMismatch, HandoffError, WorkerFailed
+from kvtransfer.memory.mac import BatchKey
 from kvtransfer.transports.transfer import Transfer
 from kvtransfer.transports.transport import (
     AnnouncedBatch,
@@ -48,10 +49,12 @@ class Pair:
         self.receive, answer = transports[1].accept(Peer(f"{name}-writer", ""), offer)
         self.send = transports[0].connect(Peer(f"{name}-receiver", ""), answer)
         self._number = 0
+        needs_mac = writer.transport.needs_mac
+        self._key = BatchKey.of(bytes(range(32)), 0) if needs_mac else None
 
     def pack(self, sources: Sequence[int], offset: int = 0, length: int = BLOCK_BYTES) -> Packed:
         """As a transfer thread of the writer does."""
-        return self.send.pack(Parts(tuple(sources), offset, length))
+        return self.send.pack(Parts(tuple(sources), offset, length), None, self._key)
 
     def announced(
         self, packed: Packed, targets: Sequence[int], *, wanted: bool = True, damaged: bool = False
@@ -61,7 +64,7 @@ class Pair:
         if damaged:
             checksums[-1] ^= 1 << 40
         target = Parts(tuple(targets) if wanted else (), parts.offset, parts.length)
-        batch = AnnouncedBatch(self._number, parts, target, tuple(checksums))
+        batch = AnnouncedBatch(self._number, parts, target, tuple(checksums), self._key)
         self._number += 1
         return batch, self.receive.receive(batch, DEADLINE_S, wanted=wanted)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from baton.errors import HandoffError, WorkerFailed
+from kvtransfer.memory.mac import BatchKey
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.transports.transfer import OpenTransfers, Transfer
 from kvtransfer.transports.transport import AnnouncedBatch, Packed, Parts, Peer
@@ -17,16 +18,20 @@ class FakeSendLink:
 
     def __init__(self) -> None:
         self.packed: list[Parts] = []
+        self.keys: list[BatchKey | None] = []
         self.sent: dict[int, tuple[Packed, Transfer]] = {}
         self.may_pack = threading.Event()
         self.may_pack.set()
         self.is_closed = False
         self._transfers = OpenTransfers()
 
-    def pack(self, parts: Parts, memory: BlockMemory | None = None) -> Packed:
+    def pack(
+        self, parts: Parts, memory: BlockMemory | None = None, key: BatchKey | None = None
+    ) -> Packed:
         """The checksum of a block is 1000 and its number."""
         assert self.may_pack.wait(20.0)
         self.packed.append(parts)
+        self.keys.append(key)
         return Packed(parts, tuple(1000 + block for block in parts.blocks))
 
     def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
@@ -71,6 +76,7 @@ class FakeTransport:
     part_bytes = PART_BYTES
     batch_bytes = BATCH_BYTES
     copies_out = False
+    needs_mac = False
     staging_bytes = 0
 
     def __init__(

@@ -24,7 +24,7 @@ baton/config/worker_fields.py, which a test compares): nothing else replaces the
 {{- with $config.advanced }}
 {{- $_ := set $config "advanced" (pick . "heartbeat_s" "registry_ttl_s" "lease_s" "hang_s" "index_mib" "transfer_window_mib" "standby") }}
 {{- end }}
-{{- $config = pick $config "model" "revision" "served_model_name" "max_model_len" "dtype" "quantization" "kv_dtype" "deterministic" "drafter" "draft_model" "draft_revision" "pools" "block_size" "slo_tpot_s" "transport" "shm_folder" "kv_host_mib" "kv_disk_mib" "kv_disk_path" "max_pinned_fraction" "drain_deadline_s" "advanced" "log_level" "log_format" "log_to" "otlp_endpoint" "trace_ratio" "vllm_metrics" }}
+{{- $config = pick $config "model" "revision" "served_model_name" "max_model_len" "dtype" "quantization" "kv_dtype" "deterministic" "drafter" "draft_model" "draft_revision" "pools" "block_size" "slo_tpot_s" "transport" "data_network" "shm_folder" "kv_host_mib" "kv_disk_mib" "kv_disk_path" "max_pinned_fraction" "drain_deadline_s" "advanced" "log_level" "log_format" "log_to" "otlp_endpoint" "trace_ratio" "vllm_metrics" }}
 {{- with $shares }}{{ $_ := set $config "tenants" . }}{{ end }}
 {{- else }}
 {{- $_ := set $config "require_key" $root.Values.auth.requireKey }}

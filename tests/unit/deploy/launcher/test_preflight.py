@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from baton.config.access import KeyConfig
+from baton.config.choices import TransportName
 from baton.config.cluster import Config
 from baton.config.pools import PoolConfig
 from baton.config.tls import TlsConfig
@@ -77,12 +78,27 @@ def test_redis_on_another_machine_needs_tls(field: str, tls: dict[str, Any]) -> 
         check_exposure(Config(**here))
 
 
-def test_kv_that_would_travel_in_the_clear_is_refused(tls: dict[str, Any], tmp_path: Path) -> None:
+def test_kv_outside_of_tls_needs_a_named_network(tls: dict[str, Any], tmp_path: Path) -> None:
+    clear = TlsConfig(folder=str(tmp_path), clear_kv=True)
     for transport in ("gloo", "nccl", "nixl"):
-        with pytest.raises(ValueError, match="clear_kv"):
-            Config(transport=transport, **tls)
+        for files in (tls, {"tls": clear}):
+            with pytest.raises(ValueError, match="set data_network to the network"):
+                Config(transport=transport, **files)
+            Config(transport=transport, data_network="10.1.0.0/16", **files)
         Config(transport=transport)
-        Config(transport=transport, tls=TlsConfig(folder=str(tmp_path), clear_kv=True))
+        Config(transport=transport, data_network="eth1")
+
+
+@pytest.mark.parametrize("network", ["10.1.0.0/33", "eth1/24", "an interface", "-eth1", "e" * 16])
+def test_a_network_is_a_cidr_or_an_interface(network: str) -> None:
+    with pytest.raises(ValueError, match="neither a CIDR such as"):
+        Config(transport="gloo", data_network=network)
+
+
+@pytest.mark.parametrize("transport", ["auto", "shm", "grpc"])
+def test_a_network_that_no_transport_uses_is_refused(transport: TransportName) -> None:
+    with pytest.raises(ValueError, match=f"data_network: transport {transport} does not use it"):
+        Config(transport=transport, data_network="eth1")
 
 
 def test_ranks_that_would_speak_in_the_clear_beyond_their_node_are_refused(

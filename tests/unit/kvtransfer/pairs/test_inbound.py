@@ -22,6 +22,7 @@ from baton.rpc import convert
 from baton.rpc.grpc_channel import make_server, open_channel
 from baton.rpc.grpc_errors import error_from_code, error_from_rpc
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
+from kvtransfer.memory.mac import BatchKey
 from kvtransfer.memory.seal_board import BOARD_BYTES, Seal, SealBoard
 from kvtransfer.pairs import inbound as inbound_module
 from kvtransfer.pairs.inbound import Inbound
@@ -176,7 +177,7 @@ async def world(make_world: MakeWorld) -> World:
     return await make_world()
 
 
-def hello(*transports: str, **changes: str) -> transfer_pb2.OpenPair:
+def hello(*transports: str, **changes: str | bool) -> transfer_pb2.OpenPair:
     """As of the writer."""
     message = transfer_pb2.OpenPair(
         fingerprint=WRITER.fingerprint,
@@ -284,6 +285,32 @@ async def test_the_fingerprint_comes_before_the_geometry(world: World) -> None:
         message = hello(fingerprint=fingerprint)
         message.geometry.CopyFrom(geometry)
         assert (await world.refusal(Request(open=message))).code == code
+
+
+@pytest.mark.parametrize("can_mac", [True, False])
+async def test_a_network_without_authentication_gets_a_secret_of_each_pair(
+    make_world: MakeWorld, can_mac: bool
+) -> None:
+    """A writer of an older version sends checksums."""
+    gloo = FakeTransport("gloo")
+    gloo.needs_mac = True
+    world = await make_world(gloo)
+    world.keeper.tickets["t"] = make_ticket()
+    secrets = []
+    for _ in range(2):
+        call = world.stub.Transfer(timeout=DEADLINE_S)
+        await call.write(Request(open=hello("gloo", can_mac=can_mac)))
+        secrets.append((await read(call)).opened.mac_secret)
+    await call.write(announcement(0, 0))
+    await until(lambda: gloo.receive_links[-1].batches)
+    key = gloo.receive_links[-1].batches[0].key
+    if not can_mac:
+        assert (secrets, key) == ([b"", b""], None)
+        return
+    assert len({len(secret) for secret in secrets} | {32}) == 1
+    assert secrets[0] != secrets[1]
+    assert key is not None
+    assert key.outer == BatchKey.of(secrets[1], 0).outer
 
 
 async def test_the_best_common_transport_is_taken(make_world: MakeWorld) -> None:

@@ -27,6 +27,7 @@ from baton.rpc import convert
 from baton.rpc.grpc_channel import make_server, open_channel
 from baton.rpc.grpc_errors import grpc_boundary
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
+from kvtransfer.memory.mac import BatchKey
 from kvtransfer.memory.memory import BlockMemory, HostMemory
 from kvtransfer.memory.seal_board import BOARD_BYTES, SealBoard, read_seal
 from kvtransfer.pairs.outbound import Outbound, Push
@@ -221,6 +222,34 @@ async def test_it_offers_what_it_has_and_connects_by_what_was_chosen(make_world:
         "shm": b"offer of shm",
         "grpc": b"offer of grpc",
     }
+    assert hello.can_mac
+
+
+@pytest.mark.parametrize("secret", [b"", bytes(range(32))])
+async def test_each_batch_has_a_key_of_its_own_if_the_receiver_wants_macs(
+    make_world: MakeWorld, secret: bytes
+) -> None:
+    first = opened()
+    first.opened.mac_secret = secret
+    world = await make_world(first, FakeTransport())
+    await world.open()
+    push = world.pair.push("t")
+    for block in (0, 1):
+        push.put(block, block, 0, 64)
+    push.put(2, 2, 0, 32)
+    push.end()
+    count = len(await world.announced(2))
+    for number in range(count):
+        world.receiver.landed(number)
+    await result(push)
+    keys = world.link.keys
+    assert len(keys) >= 2
+    for number, key in enumerate(keys):
+        if not secret:
+            assert key is None
+            continue
+        assert key is not None
+        assert key.outer == BatchKey.of(secret, number).outer
 
 
 @pytest.mark.parametrize(
@@ -523,7 +552,7 @@ async def test_a_transport_that_fails_breaks_the_pair(world: World) -> None:
 
 
 async def test_blocks_that_cannot_be_read_break_the_pair(world: World) -> None:
-    def pack(parts: Parts, memory: object = None) -> object:
+    def pack(parts: Parts, memory: object = None, key: object = None) -> object:
         raise OSError("no device")
 
     world.link.pack = pack  # type: ignore[method-assign,assignment]
@@ -592,7 +621,9 @@ class BoardLink(ReadSendLink):
         super().__init__(HostMemory(np.zeros((4, SIZE), dtype=np.uint8)), board)
         self.may_pack = threading.Event()
 
-    def pack(self, parts: Parts, memory: BlockMemory | None = None) -> Packed:
+    def pack(
+        self, parts: Parts, memory: BlockMemory | None = None, key: BatchKey | None = None
+    ) -> Packed:
         """See ``SendLink``. The checksum of a block is 1000 and its number."""
         assert self.may_pack.wait(DEADLINE_S)
         return Packed(parts, tuple(1000 + block for block in parts.blocks))

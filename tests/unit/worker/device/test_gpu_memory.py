@@ -4,6 +4,7 @@ one."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from baton.errors import HandoffError
 from kvtransfer.memory import copying
 from kvtransfer.memory.checksum import checksum
+from kvtransfer.memory.mac import BatchKey
 from kvtransfer.memory.memory import BlockMemory
 from worker.device import gpu_memory
 from worker.device.gpu_memory import GpuMemory
@@ -40,7 +42,12 @@ def _fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert part.storage_offset() % 4 == 0
         return checksum(part.numpy().data)
 
+    def macs_of(parts: Sequence[torch.Tensor], key: BatchKey) -> tuple[int, ...]:
+        assert all(part.numel() % 8 == part.storage_offset() % 4 == 0 for part in parts)
+        return copying.mac_of([part.numpy() for part in parts], parts[0].numel(), key)
+
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(gpu_memory, "mac_tensors", macs_of)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(gpu_memory, "checksum_tensor", checksum_of)
     monkeypatch.setattr(gpu_memory, "_pinned", lambda size: torch.empty(size, dtype=torch.uint8))
@@ -89,6 +96,19 @@ def test_parts_are_written_and_nothing_else(
     expected[block, offset : offset + length] = torch.from_numpy(fresh)
     assert memory.write(block, offset, fresh.data) == checksum(fresh.data)
     assert torch.equal(data.cpu(), expected)
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, BLOCK_BYTES), (64, 128), (5, 61), (4, 12)])
+def test_parts_have_macs(data: torch.Tensor, memory: BlockMemory, offset: int, length: int) -> None:
+    key, blocks = BatchKey.of(bytes(32), 1), (4, 0)
+    sent = [data[block, offset : offset + length].cpu().numpy() for block in blocks]
+    expected = copying.mac_of(sent, length, key)
+    assert memory.checksum_many(blocks, offset, length, key) == expected
+    packed = memoryview(bytearray(2 * length))
+    outs = [packed[:length], packed[length:]]
+    assert memory.read_many(blocks, offset, outs, key) == expected
+    assert memory.write_many((1, 2), offset, length, packed, (0, length), key) == expected
+    assert memory.checksum_many((1, 2), offset, length, key) == expected
 
 
 def test_a_copy_has_arrived_when_it_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

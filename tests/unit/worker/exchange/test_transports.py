@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 
 import numpy as np
 import pytest
@@ -149,3 +150,25 @@ def test_every_one_can_be_ranked(shared: HostMemory) -> None:
         makers = transports_module._makers("decode-0:1", "127.0.0.1", executor, 1 << 20)
         assert set(makers) == set(TRANSPORTS)
         assert {name: make().name for name, make in makers.items()} == {n: n for n in makers}
+        # What leaves the machine without TLS.
+        needy = {name for name, make in makers.items() if make().needs_mac}
+        assert needy == {"gloo", "nccl", "nixl"}
+
+
+def test_a_data_network_binds_transports_and_libraries(
+    private: HostMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "UCX_NET_DEVICES"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0:1,mlx5_1:1")
+    config = Config(transport="gloo", data_network="127.0.0.0/8")
+    with ThreadPoolExecutor(1) as executor:
+        (made,) = make_transports(config, private, "decode-0:1", "192.0.2.1", executor)
+        with closing(made):
+            assert json.loads(made.offer())["host"] == "127.0.0.1"
+        assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
+        assert os.environ["UCX_NET_DEVICES"] == "mlx5_0:1,mlx5_1:1", "the operator's"
+        away = Config(transport="gloo", data_network="198.51.100.0/24")
+        with pytest.raises(ConfigError, match=r"no address of this machine is in 198\.51"):
+            make_transports(away, private, "decode-0:1", "127.0.0.1", executor)

@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import psutil
 import pytest
 import torch
+from torch.distributed.distributed_c10d import Work
 
 from baton.errors import (
     BatonError,
@@ -24,8 +26,12 @@ from baton.errors import (
     HandoffError,
     WorkerFailed,
 )
+from kvtransfer.memory.checksum import KEY_SEED, checksum, mix32
+from kvtransfer.memory.mac import BatchKey
 from kvtransfer.transports.process_group import rendezvous
+from kvtransfer.transports.process_group import transport as transport_module
 from kvtransfer.transports.process_group.link import BUFFERS, GroupReceiveLink, GroupSendLink
+from kvtransfer.transports.process_group.process_pair import GlooPair
 from kvtransfer.transports.process_group.transport import GroupTransport
 from kvtransfer.transports.transfer import Transfer
 from kvtransfer.transports.transport import AnnouncedBatch, Packed, Parts, Peer
@@ -65,11 +71,13 @@ class Ends:
         landed = self.receive.receive(batch, LONG_S)
         return self.send.send(number, packed, LONG_S), landed
 
-    def pack(self, number: int, blocks: list[int], to: list[int]) -> tuple[AnnouncedBatch, Packed]:
+    def pack(
+        self, number: int, blocks: list[int], to: list[int], key: BatchKey | None = None
+    ) -> tuple[AnnouncedBatch, Packed]:
         parts = Parts(tuple(blocks), 64, BLOCK - 128)
-        packed = self.send.pack(parts)
+        packed = self.send.pack(parts, None, key)
         target = replace(parts, blocks=tuple(to))
-        return AnnouncedBatch(number, parts, target, packed.checksums), packed
+        return AnnouncedBatch(number, parts, target, packed.checksums, key), packed
 
     def has(self, blocks: list[int], to: list[int]) -> bool:
         inside = slice(64, BLOCK - 64)
@@ -405,3 +413,71 @@ def test_everything_listens_on_its_host_alone(ends: Ends) -> None:
     fresh = listening() - before
     assert fresh
     assert {address for address, _ in fresh} == {"127.0.0.1"}
+
+
+# Those who change bytes on their way
+
+
+def forge(data: npt.NDArray[np.uint8]) -> None:
+    """Change a part to another one with an equal checksum, whose keys are known."""
+    words = data.view("<u4")
+    half = words.size // 2
+    keys = mix32(np.array([0, 1], dtype=np.uint32) ^ np.uint32(KEY_SEED))
+    # The factors change places.
+    words[[0, half]] = (words[[0, half]] + keys)[::-1] - keys
+
+
+@pytest.mark.parametrize("is_staged", [True, False])
+@pytest.mark.parametrize("attack", ["none", "forge", "swap", "replay"])
+def test_only_a_mac_shows_that_bytes_were_changed(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, attack: str, is_staged: bool
+) -> None:
+    length, count = BLOCK - 128, 3 if is_staged else 9
+    recorded: list[npt.NDArray[np.uint8]] = []
+
+    class Attacked(GlooPair):
+        def send(self, data: torch.Tensor, tag: int) -> Work:
+            parts = data.numpy().reshape(-1, length)
+            if not recorded:
+                recorded.append(parts.copy())
+            elif attack == "forge":
+                before = checksum(parts[0].data)
+                forge(parts[0])
+                assert checksum(parts[0].data) == before
+            elif attack == "swap":
+                parts[:2] = parts[1::-1].copy()
+            elif attack == "replay":
+                parts[:1] = recorded[0][:1]
+            return super().send(data, tag)
+
+    monkeypatch.setattr(transport_module, "GlooPair", Attacked)
+    ends.link()
+    secret = bytes(range(32))
+    first = ends.pack(1, [0, 1, 2], [0, 1, 2], BatchKey.of(secret, 1))
+    for transfer in ends.move(1, *first):
+        transfer.wait(LONG_S)
+    to = list(range(10, 10 + count))
+    second = ends.pack(2, to, to, BatchKey.of(secret, 2))
+    _, landed = ends.move(2, *second)
+    expected = None if attack == "none" else ChecksumMismatch
+    assert error_of(landed) is expected
+    assert ends.has([0, 1, 2], [0, 1, 2])
+    # The link still serves.
+    monkeypatch.setattr(Attacked, "send", GlooPair.send)
+    third = ends.pack(3, [4], [4], BatchKey.of(secret, 3))
+    assert error_of(ends.move(3, *third)[1]) is None
+    assert ends.has([4], [4])
+
+
+def test_without_keys_a_forged_part_passes(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is why networks need MACs."""
+
+    class Attacked(GlooPair):
+        def send(self, data: torch.Tensor, tag: int) -> Work:
+            forge(data.numpy())
+            return super().send(data, tag)
+
+    monkeypatch.setattr(transport_module, "GlooPair", Attacked)
+    ends.link()
+    assert error_of(ends.move(1, *ends.pack(1, [0], [0]))[1]) is None
+    assert not ends.has([0], [0])
