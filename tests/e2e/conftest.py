@@ -1,25 +1,50 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.support.e2e.answers import end_amid_an_answer, end_by_ctrl_c
 from tests.support.e2e.cluster import PATIENT, SECRET, UpProcess
 
+HOSTILE = """
+from pathlib import Path
+
+Path(__file__).parents[{levels}].joinpath("imported").touch()
+raise SystemExit("a module of the current folder was imported")
+"""
+
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
+def hostile_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The current folder of ``cluster``: its modules have the names of Baton's own.
+
+    A program that imports one leaves the file ``imported``.
+    """
+    folder = tmp_path_factory.mktemp("project")
+    for package in ("worker", "deploy", "engine", "baton"):
+        (folder / package).mkdir()
+        (folder / package / "__init__.py").write_text(HOSTILE.format(levels=1))
+    for module in ("router", "planning", "kvtransfer", "prefill_worker", "decode_worker"):
+        (folder / f"{module}.py").write_text(HOSTILE.format(levels=0))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory, hostile_folder: Path) -> Iterator[UpProcess]:
     """A cluster with the demo model, shared by all tests: leave it as it is.
 
     In fp32: in bf16 a near-tie may fall one way with a cached prefix and another way without.
     """
     data = {"BATON_DATA_DIR": str(tmp_path_factory.mktemp("data"))}
     env = PATIENT | data | {"BATON_CLUSTER_SECRET": SECRET}
-    with UpProcess("--dtype", "float32", "--quantization", "none", env=env) as up:
+    options = ("--dtype", "float32", "--quantization", "none")
+    with UpProcess(*options, env=env, folder=hostile_folder) as up:
         yield up.wait_ready()
         up.terminate()
         assert up.wait() == 0, up.text
+    assert not (hostile_folder / "imported").exists()
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,8 @@ pytestmark = pytest.mark.timeout(900)
 """A fresh machine installs them first."""
 SIDE_BY_SIDE = 2
 """They spend their time on imports more than on answers."""
+OFFICIAL = ("openai-3", "openai-npm", "anthropic")
+"""Those that other clients are built on, or that speak a dialect of their own."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,13 @@ def checking(
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("name", [program.name for program in chosen("light")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(program.name, marks=() if program.name in OFFICIAL else pytest.mark.long)
+        for program in chosen("light")
+    ],
+)
 def test_a_client_passes_all_of_its_checks(
     checking: dict[str, Future[list[Outcome]]], name: str
 ) -> None:

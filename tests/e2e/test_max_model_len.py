@@ -50,6 +50,7 @@ def test_every_interface_shows_the_bound_and_holds_to_it(folder: Path) -> None:
             assert [model.context_length for model in client.models()] == [100]
 
 
+@pytest.mark.long
 def test_a_bound_above_the_models_context_is_refused_at_once(folder: Path) -> None:
     with bounded(folder, CONTEXT + 1) as up:
         assert up.wait(START_S) == 1
@@ -57,6 +58,7 @@ def test_a_bound_above_the_models_context_is_refused_at_once(folder: Path) -> No
         assert "loading the model into the workers" not in up.text
 
 
+@pytest.mark.long
 def test_a_pool_without_room_for_the_bound_is_refused(folder: Path) -> None:
     with bounded(folder, CONTEXT, kv_pool_mib=1) as up:
         assert up.wait(START_S) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,22 +13,37 @@ from engine.gpu.kernels.launch import Launch
 from engine.gpu.kernels.norm import norm_kernel
 from tests.kernels.gpu.fake.device import CUDA, fake_gpu
 from tests.kernels.gpu.fake.findings import BUCKETS, WATCHED, Watched, captured
-from tests.kernels.gpu.fake.models import MODELS, real_config
+from tests.kernels.gpu.fake.models import MODELS, WEIGHT_TYPES, real_config
 from tests.kernels.gpu.fake.steps import steps_of
+
+QUICK = {
+    *(Watched(name, WEIGHT_TYPES[n % len(WEIGHT_TYPES)]) for n, name in enumerate(MODELS)),
+    *(case for case in WATCHED if case.ranks > 1 or (case.deterministic and case.kind == "int4")),
+    Watched("Mixtral 8x7B", "bf16"),
+}
+"""Every model with one type of weights in turn, fixed orders, ranks, and captured experts."""
+
+
+def watched(*, waits: bool) -> list[Any]:
+    return [
+        pytest.param(case, marks=() if case in QUICK else pytest.mark.long, id=str(case))
+        for case in WATCHED
+        if case.waits is waits
+    ]
 
 
 def test_every_family_is_watched() -> None:
     assert {real_config(name, 8192).architecture for name in MODELS} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("case", [c for c in WATCHED if not c.waits], ids=str)
+@pytest.mark.parametrize("case", watched(waits=False))
 def test_a_captured_step_holds_kernels_alone(case: Watched) -> None:
     found = captured(case)
     assert found.captures == len(BUCKETS)
     assert not found.violations, "\n".join(map(str, found.violations))
 
 
-@pytest.mark.parametrize("case", [c for c in WATCHED if c.waits], ids=str)
+@pytest.mark.parametrize("case", watched(waits=True))
 def test_experts_one_after_another_wait_for_their_counts(case: Watched) -> None:
     """Quantized experts, and those of fixed order: the engine captures none of their steps.
 

@@ -26,8 +26,9 @@ LIMITS = StepLimits(
 
 
 def _case(case: Sized) -> Any:
-    """Other contexts than the usual one are for the long run, except for one model's."""
-    quick = case.context == CONTEXT or case.name == "Llama 3.1 8B"
+    """The long run has the other contexts, and int4, of all but a few models."""
+    usual = case.context == CONTEXT and (case.kind != "int4" or case.name == "Mixtral 8x7B")
+    quick = usual or case.name == "Llama 3.1 8B"
     return pytest.param(case, marks=() if quick else pytest.mark.long, id=str(case))
 
 

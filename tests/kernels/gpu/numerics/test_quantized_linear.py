@@ -18,6 +18,8 @@ from engine.gpu.kernels.linear.quantized import (
 )
 from tests.kernels.gpu.device import DEVICE, INTERPRETED
 
+KINDS: tuple[Kind, ...] = ("int8", "int4", "fp8")
+
 
 def random_weight(
     kind: Kind, outputs: int, inputs: int, group: int, mins: bool
@@ -52,10 +54,22 @@ def on_device(weight: GpuWeight) -> GpuWeight:
     )
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+GROUPS = ((16, True), (32, False), (32, True), (64, False), (96, True), (128, False), (640, True))
+"""Sizes of groups, and whether they have minima."""
+
+
 @pytest.mark.parametrize(
-    ("group", "mins"),
-    [(16, True), (32, False), (32, True), (64, False), (96, True), (128, False), (640, True)],
+    ("kind", "group", "mins"),
+    [
+        # Each group with one kind, the one of every size of batch with all.
+        pytest.param(
+            kind,
+            *group,
+            marks=() if 64 in group or n % len(KINDS) == k else pytest.mark.long,
+        )
+        for k, kind in enumerate(KINDS)
+        for n, group in enumerate(GROUPS)
+    ],
 )
 def test_equals_the_definition(kind: Kind, group: int, mins: bool) -> None:
     inputs = 576 if group == 96 else 640

@@ -43,10 +43,13 @@ TYPES = [
 ]
 
 
-@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(
-    ("shape", "types"),
-    [*((SHAPES[1], types) for types in TYPES), *((shape, TYPES[4]) for shape in SHAPES)],
+    ("shape", "types", "normed"),
+    [
+        *((SHAPES[1], types, normed) for types in TYPES for normed in (False, True)),
+        *((shape, TYPES[4], True) for shape in SHAPES),
+        *(pytest.param(shape, TYPES[4], False, marks=pytest.mark.long) for shape in SHAPES),
+    ],
 )
 def test_equals_plain_torch(
     shape: tuple[int, int, int, int], types: tuple[torch.dtype, torch.dtype | None], normed: bool

@@ -22,7 +22,7 @@ ONE = tuple(some_tokens(1, 120, 2))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("gemma2", marks=pytest.mark.long)])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     name = request.param
     layers = {"num_hidden_layers": 1} if name == "llama" else {}

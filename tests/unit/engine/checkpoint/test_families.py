@@ -8,11 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-)
+from transformers import AutoConfig
 
 from engine.checkpoint.families import FAMILIES
 from engine.checkpoint.model_config import load_model_config
@@ -99,6 +95,9 @@ def test_the_text_side_of_gemma_3_that_sees_images(tmp_path: Path) -> None:
         "image_size": 28,
         "patch_size": 14,
     }
+    # What sees images takes seconds to import: more than all else that is collected.
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration  # noqa: PLC0415
+
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     model: Any = Gemma3ForConditionalGeneration(config)
     model.set_attn_implementation("eager")
