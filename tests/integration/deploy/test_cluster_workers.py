@@ -1,18 +1,25 @@
-"""What a cluster leaves in a real Valkey that is not its own."""
+"""What a launcher does in a real Valkey that is not its own: what it leaves, and when it leads."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 import redis.asyncio
 
+from baton.config.cluster import Config
 from baton.request import Geometry
 from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry, WorkerRecord
-from deploy.launcher.cluster_workers import forget_cluster
+from deploy.launcher import cluster_workers
+from deploy.launcher.cluster_workers import ClusterWorkers, forget_cluster
+from deploy.processes import leadership
 from deploy.processes.ports import free_port
+from deploy.supervisor.supervisor_actor import SupervisorActor
+from tests.support.deploy.supervisor_actor import settings
 from tests.support.mini_cluster import valkey
 
 HASHES = [bytes([number]) * 16 for number in range(40)]
@@ -76,3 +83,65 @@ async def test_a_worker_that_lives_keeps_its_entries(client: redis.asyncio.Redis
 async def test_a_server_that_has_gone_delays_no_end() -> None:
     async with redis_client(f"redis://127.0.0.1:{free_port()}/0") as client:
         await forget_cluster(client, "c")
+
+
+class Ray:
+    """Stands in for Ray: it knows the cluster's supervisor, which starts when ``starts`` is set."""
+
+    def __init__(self) -> None:
+        self.starts = asyncio.Event()
+        self.placed = self.killed = 0
+        self.there: Ray | None = None
+
+    def place(self, *_: Any) -> Ray:
+        self.placed += 1
+        self.there = self
+        return self
+
+    def find(self) -> Ray | None:
+        return self.there
+
+    async def ready(self) -> int:
+        await self.starts.wait()
+        return 17
+
+    def kill(self) -> None:
+        self.killed += 1
+        self.there = None
+
+
+async def test_a_launcher_that_waits_leaves_the_supervisor_of_the_leader_alone(
+    client: redis.asyncio.Redis, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray, told = Ray(), asyncio.Queue[str]()
+    monkeypatch.setattr(cluster_workers, "RaySupervisor", ray)
+    monkeypatch.setattr(cluster_workers, "find_all", list)
+    monkeypatch.setattr(cluster_workers, "is_known", lambda _: ray.there is not None)
+    monkeypatch.setattr(cluster_workers, "_SUPERVISOR_START_S", 0.02)
+    monkeypatch.setattr(cluster_workers, "_SUPERVISOR_AGAIN_S", 0.01)
+    for name in ("_POLL_S", "RENEW_S"):
+        monkeypatch.setattr(leadership, name, 0.01)
+    config = Config(model="tiny", ray_address="127.0.0.1:1", cluster_id="c", redis_url=url)
+    slots = [settings("decode", 0)]
+    workers = ClusterWorkers(config, slots, url, "c", SupervisorActor, told.put_nowait)
+    async with asyncio.timeout(60):
+        await workers.lead()
+        keeping = asyncio.create_task(workers.keep_leading())
+        starting = asyncio.create_task(workers.start_supervisor())
+        while ray.killed < 2:  # it does not start, and is placed anew
+            await asyncio.sleep(0.01)
+        await client.set(leadership.launcher_key("c"), "another", ex=600)
+        while "another launcher leads" not in await told.get():
+            pass
+        await asyncio.sleep(0.1)  # a placement that had begun ends
+        before = ray.placed, ray.killed
+        await asyncio.sleep(0.3)
+        assert (ray.placed, ray.killed) == before
+        assert not starting.done()
+        ray.starts.set()
+        await client.delete(leadership.launcher_key("c"))
+        assert await starting == 17
+        keeping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await keeping
+        await workers.close()
