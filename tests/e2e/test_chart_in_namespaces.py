@@ -39,14 +39,15 @@ KEY = "example-key-of-the-test"
 STORE = "example-index"
 REFRESHED_S = 15.0
 """Until all pods have the files of a changed Secret."""
-ASK_WORKERS = """
-import json, ssl, sys, urllib.request
-context = ssl._create_unverified_context()
-asked = urllib.request.Request(f"https://{sys.argv[1]}:8002/metrics/targets")
-asked.add_header("authorization", f"Bearer {sys.argv[2]}")
-answer = json.load(urllib.request.urlopen(asked, timeout=10, context=context))
-found = [one["targets"] for one in answer if one["labels"]["part"] == "worker"]
-print(json.dumps(sorted(sum(found, []))))
+READ_WORKERS = """
+import asyncio, json, sys
+from baton.store.redis_client import redis_client
+from baton.store.registry import Registry
+async def read(url, cluster):
+    async with redis_client(url) as client:
+        found = await Registry(client, cluster).all()
+    print(json.dumps({name: record.address for name, record in found.items()}))
+asyncio.run(read(*sys.argv[1:]))
 """
 
 
@@ -55,7 +56,7 @@ class Release:
 
     def __init__(self, folder: Path, there: Cluster, mode: str) -> None:
         self.there = there
-        self._folder, self._mode = folder, mode
+        self._folder, self._mode, self._password = folder, mode, STORE
         self._manager = CertificateManager(folder / "authority")
         self._certificates = self._manager.issue(self.rendered())
         self.load = Load(there, NAME, folder, self._manager.authority, KEY)
@@ -106,6 +107,7 @@ class Release:
 
     async def apply(self, **told: Any) -> None:
         """Do what ``helm upgrade`` does."""
+        self._password = told.get("password", STORE)
         await self.there.apply(self.rendered(**told) + self._certificates)
 
     async def renew_certificates(self, **told: Any) -> None:
@@ -127,20 +129,28 @@ class Release:
         routers = self.there.pods_of(f"{NAME}-router")
         return {await self._on_node(ask, pod.address) for pod in routers}
 
-    async def workers(self) -> list[str] | None:
-        """Return the addresses of the workers' metrics, if all routers name the same."""
-        routers = self.there.pods_of(f"{NAME}-router")
-        told = {await self._on_node(ASK_WORKERS, pod.address, KEY) for pod in routers}
-        if len(told) != 1 or told == {""}:
-            return None
-        found: list[str] = json.loads(told.pop())
+    async def _workers(self) -> dict[str, str]:
+        """Return the workers' addresses by incarnation, as the store has them."""
+        store = self.there.address(f"{NAME}-index")
+        told = await self._on_node(READ_WORKERS, f"redis://:{self._password}@{store}:6379", NAME)
+        found: dict[str, str] = json.loads(told or "{}")
         return found
 
     async def has_workers(self, count: int = 3) -> bool:
         """Whether this number of workers serves, each in a pod."""
-        found = await self.workers() or ()
+        found = await self._workers()
         alive = {pod.address for pod in self.there.pods.values() if not pod.ending}
-        return len(found) == count and all(one.rpartition(":")[0] in alive for one in found)
+        return len(found) == count and all(
+            one.rpartition(":")[0] in alive for one in found.values()
+        )
+
+    async def workers(self) -> set[str]:
+        """Return the incarnations of the workers, once all are there."""
+        async with asyncio.timeout(READY_S):
+            while True:
+                if await self.has_workers() and (found := await self._workers()):
+                    return set(found)
+                await asyncio.sleep(0.5)
 
     def pods_of_workers(self) -> set[str]:
         """Return the names of the pods of mode disaggregated that have a worker."""
@@ -215,10 +225,10 @@ async def test_the_kuberay_mode_loses_no_request() -> None:
         await made.lose_each(tuple(made.there.pods.values()))
         routers = made.apply(slo_ttft_s=3.0)
         await made.story.during("upgrade of routers and launchers", routers, made.has_workers)
-        before = set(await made.workers() or ())
+        before = await made.workers()
 
         async def are_replaced() -> bool:
-            return await made.has_workers() and not before & set(await made.workers() or ())
+            return not before & await made.workers()
 
         workers = made.apply(slo_tpot_s=0.2)
         await made.story.during("upgrade of all workers, too", workers, are_replaced)
@@ -228,7 +238,7 @@ async def test_the_kuberay_mode_loses_no_request() -> None:
 
 async def _replace_secrets(made: Release, **config: Any) -> None:
     there, story = made.there, made.story
-    workers, before = set(await made.workers() or ()), await made.listener_certificates()
+    workers, before = await made.workers(), await made.listener_certificates()
 
     async def are_new() -> bool:
         return not before & await made.listener_certificates()
@@ -239,8 +249,7 @@ async def _replace_secrets(made: Release, **config: Any) -> None:
     await story.during("the store takes a second password", second)
     await asyncio.sleep(REFRESHED_S)
     await story.during("the store forgets the first one", made.apply(password="new", **config))
-    assert await made.has_workers()
-    assert set(await made.workers() or ()) == workers, "no secret replaces a worker"
+    assert await made.workers() == workers, "no secret replaces a worker"
     for name in ("router", "prefill"):
         pod = next(pod for pod in there.pods.values() if pod.workload.name.endswith(name))
         what = f"a pod of {pod.workload.name} is lost, and another one uses the new secrets"

@@ -128,7 +128,7 @@ async def test_a_launcher_that_waits_leaves_the_supervisor_of_the_leader_alone(
         await workers.lead()
         keeping = asyncio.create_task(workers.keep_leading())
         starting = asyncio.create_task(workers.start_supervisor())
-        while ray.killed < 2:  # it does not start, and is placed anew
+        while ray.killed < 2:  # it does not start, and is placed again
             await asyncio.sleep(0.01)
         await client.set(leadership.launcher_key("c"), "another", ex=600)
         while "another launcher leads" not in await told.get():
