@@ -131,11 +131,11 @@ class RouterMetrics:
         self.tenant_requests = counter(
             "tenant_requests",
             "Requests that ended, with those that were refused, by tenant and API key.",
-            ["tenant", "key", "outcome"],
+            ["tenant", "key", "outcome", "code"],
         )
         self.tenant_tokens = counter(
             "tenant_tokens",
-            "Tokens of requests that ended, by tenant and API key.",
+            "Tokens of requests, by tenant and API key: prompt, cached_prompt, generated.",
             ["tenant", "key", "kind"],
         )
         self.tenants = TenantSeries(self.tenant_requests, self.tenant_tokens)

@@ -133,7 +133,9 @@ async def test_tenants(chat_model: Path, console_redis: str, open_page: OpenPage
         await expect(cells.nth(2)).not_to_have_text("0")
         await expect(rows.filter(has_text="other")).to_be_visible()
         await expect(rows.filter(has_text="silver").locator("td").nth(2)).to_have_text("0")
-        stage.console._access.refused["gold", "rate_limit_exceeded"] += 3
+        refused = stage.cluster.metrics.tenants.of("gold", "")
+        for _ in range(3):
+            refused.ended("shed", "rate_limit_exceeded")
         await expect(cells.nth(4)).to_have_text("3")
         await expect(cells.nth(4)).to_have_class("number bad")
 
