@@ -161,6 +161,11 @@ class RouterMetrics:
             "Times that the circuit breaker opened for a worker because its streams kept failing.",
             ["worker"],
         )
+        self.readmitted_workers = counter(
+            "readmitted_workers",
+            "Times that the circuit breaker of a worker closed again: requests go there as before.",
+            ["worker"],
+        )
         self.active_requests = Gauge(
             "baton_active_requests",
             "Requests that have not ended.",

@@ -38,6 +38,7 @@ _COUNTS = {
 _EVENT_COUNTS = {
     "baton_moved_requests_total": ("moved", "reason"),
     "baton_left_out_workers_total": ("left_out", "worker"),
+    "baton_readmitted_workers_total": ("readmitted", "worker"),
     "baton_key_file_failures_total": ("key_file_failures",),
 }
 """The same, for counters whose growth is an event."""

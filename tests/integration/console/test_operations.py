@@ -83,6 +83,8 @@ async def test_events_of_workers_and_requests(stage: Stage, open_page: OpenPage)
         await expect(log.locator("tr").first).to_contain_text(
             re.compile("7 requests move: their decode worker failed|the circuit breaker")
         )
+        stage.cluster.metrics.readmitted_workers.labels(worker="decode-0").inc()
+        await expect(log).to_contain_text("the circuit breaker of decode-0 closes")
         await page.reload()
         await expect(log).to_contain_text("decode-1 joins as a decode worker")
         await page.locator("#log-level").select_option("warnings and errors")
