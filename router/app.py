@@ -47,7 +47,6 @@ class Application:
     """The gRPC server, which has no port yet."""
     batches: Batches
     console: ConsoleApi
-    summary: SummaryApi
     usage: UsageApi
 
 
@@ -92,7 +91,6 @@ def make_application(
     usage = UsageApi(
         store, budgets or Budgets(config, stats.metrics), dispatcher.workers, access, config
     )
-    summary = SummaryApi(dispatcher.workers.all, stats.metrics)
     apps = make_apps(
         apis,
         dispatcher,
@@ -109,7 +107,7 @@ def make_application(
             RequestApi(stats.history, access, number=number, routers=config.routers),
             console,
             usage,
-            summary,
+            SummaryApi(console.sampler),
             *more,
         ),
     )
@@ -121,7 +119,7 @@ def make_application(
     # If operators have a listener of their own, only that one accepts their calls.
     more_services = () if config.admin_http else servicers
     add_grpc_services(server, service, apis.tokens, dispatcher, more=more_services)
-    return Application(apps, server, batches, console, summary, usage)
+    return Application(apps, server, batches, console, usage)
 
 
 async def supervision(client: redis.asyncio.Redis, cluster_id: str) -> SupervisionReport | None:

@@ -154,7 +154,6 @@ async def serve(settings: RouterSettings) -> None:
         await application.batches.stop()
         # The console's streams never end by themselves.
         await application.console.close()
-        await application.summary.close()
         await application.usage.close()
         idle = servers.leave()
         if shutdown.in_order:
@@ -191,7 +190,6 @@ async def _start_parts(application: Application, ledger: Ledger) -> None:
     ledger.start()
     application.usage.start()
     await application.batches.start()
-    application.summary.start()
     application.console.start()
 
 

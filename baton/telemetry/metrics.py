@@ -131,11 +131,11 @@ class RouterMetrics:
         self.tenant_requests = counter(
             "tenant_requests",
             "Requests that ended, with those that were refused, by tenant and API key.",
-            ["tenant", "key", "outcome"],
+            ["tenant", "key", "outcome", "code"],
         )
         self.tenant_tokens = counter(
             "tenant_tokens",
-            "Tokens of requests that ended, by tenant and API key.",
+            "Tokens of requests, by tenant and API key: prompt, cached_prompt, generated.",
             ["tenant", "key", "kind"],
         )
         self.tenants = TenantSeries(self.tenant_requests, self.tenant_tokens)
@@ -159,6 +159,11 @@ class RouterMetrics:
         self.left_out_workers = counter(
             "left_out_workers",
             "Times that the circuit breaker opened for a worker because its streams kept failing.",
+            ["worker"],
+        )
+        self.readmitted_workers = counter(
+            "readmitted_workers",
+            "Times that the circuit breaker of a worker closed again: requests go there as before.",
             ["worker"],
         )
         self.active_requests = Gauge(

@@ -1,7 +1,7 @@
 """Counters by tenant and API key, with a bounded number of series.
 
 They are apart from the counters by class: their product would be thousands of series, and sums over
-either stay exact. A request is counted once, at its end.
+either stay exact. A request is counted once, at its end, and its tokens as they come.
 """
 
 from __future__ import annotations
@@ -20,30 +20,26 @@ class CallerSeries:
 
     def __init__(self, requests: Counter, tokens: Counter, tenant: str, key: str) -> None:
         self._requests, self._labels = requests, (tenant, key)
-        self._prompt, self._cached, self._generated = (
+        self.prompt, self.cached_prompt, self.generated = (
             tokens.labels(tenant, key, kind) for kind in ("prompt", "cached_prompt", "generated")
         )
-        self._outcomes: dict[str, Counter] = {}
+        self._ends: dict[tuple[str, str], Counter] = {}
 
-    def count(self, outcome: str, prompt: int = 0, cached: int = 0, generated: int = 0) -> None:
-        """Count a request that has ended, and its tokens."""
-        counted = self._outcomes.get(outcome)
+    def ended(self, outcome: str, code: str) -> None:
+        """Count a request that has ended; ``code`` is empty unless it ended with an error."""
+        end = outcome, code
+        counted = self._ends.get(end)
         if counted is None:
-            counted = self._outcomes[outcome] = self._requests.labels(*self._labels, outcome)
+            counted = self._ends[end] = self._requests.labels(*self._labels, *end)
         counted.inc()
-        if prompt:
-            self._prompt.inc(prompt)
-        if cached:
-            self._cached.inc(cached)
-        if generated:
-            self._generated.inc(generated)
 
 
 class TenantSeries:
     """The series of all tenants and API keys of a router process."""
 
     def __init__(self, requests: Counter, tokens: Counter) -> None:
-        """``requests`` has the labels tenant, key and outcome, ``tokens`` tenant, key and kind."""
+        """``requests`` has the labels tenant, key, outcome and code, ``tokens`` tenant, key and
+        kind."""
         self._requests, self._tokens = requests, tokens
         self._callers: dict[tuple[str, str], CallerSeries] = {}
         self._others: dict[str, CallerSeries] = {}

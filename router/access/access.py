@@ -7,7 +7,6 @@ test fails for an endpoint that is missing there; such an endpoint requires the 
 from __future__ import annotations
 
 import ipaddress
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -123,9 +122,6 @@ class Access:
         hosts = [split_host_port(one)[0] for one in (config.admin_http or config.http, config.grpc)]
         keyless = not config.keys and not config.keys_file and not config.require_key
         self._all_are_operators = keyless and all(map(is_loopback, hosts))
-        self.refused: Counter[tuple[str, str]] = Counter()
-        """Requests of this router process that limits or budgets refused, by tenant and error
-        code."""
         self.set_keys(())
 
     def set_keys(self, keys: Sequence[KeyConfig]) -> None:
@@ -213,12 +209,7 @@ class Access:
         # The tenant may have a budget even without a key.
         key = caller.key or KeyConfig.model_construct(name="", tenant=caller.principal.tenant)
         deadline_s = None if background else self._config.request_deadline_s
-        try:
-            visit = await self._limits.arrive(key, deadline_s)
-        except RateLimitExceeded as error:
-            self._refuse(caller, error)
-            raise
-        return replace(caller, visit=visit)
+        return replace(caller, visit=await self._limits.arrive(key, deadline_s))
 
     def leave(self, caller: Caller) -> None:
         """Record the end of a request that ``arrive`` has counted, whether the request succeeded or
@@ -257,7 +248,6 @@ class Access:
             charge = await self._charge(visit, requests)
         except (RateLimitExceeded, RequestTooLarge, Unavailable) as error:
             count_refusal(self._metrics, error, caller.principal)
-            self._refuse(caller, error)
             raise
         failure: BaseException | None = None
         try:
@@ -278,9 +268,6 @@ class Access:
                 hold = None if visit is None else visit.hold
                 agent = requests[0].agent if requests else ""
                 self._ledger.settle(caller.principal, agent, answer_id, hold, lines)
-
-    def _refuse(self, caller: Caller, error: BatonError) -> None:
-        self.refused[caller.principal.tenant, error.code or ""] += 1
 
     async def _charge(self, visit: Visit | None, requests: Sequence[GenerationRequest]) -> Charge:
         if visit is None or self._limits is None:

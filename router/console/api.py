@@ -30,11 +30,11 @@ from router.console.collector import (
     SnapshotCollector,
     Supervision,
     no_supervision,
-    read_router,
 )
 from router.console.ratio_grid import DEADLINE_S as GRID_DEADLINE_S
 from router.console.ratio_grid import MAX_REQUESTS as GRID_REQUESTS
 from router.console.ratio_grid import Check, Grid, advice_of, checks_of, grid_of, shapes_of
+from router.console.sampler import YOUNG_S, RouterSampler
 from router.console.what_if import (
     DEADLINE_S,
     TRAFFIC_S,
@@ -96,12 +96,12 @@ class ConsoleApi:
     ) -> None:
         """Create the endpoints; ``model`` is the served model's name. ``what_if`` None: what-if
         questions are not answered. ``supervision`` returns the supervisor's status."""
+        self.sampler = RouterSampler(stats.metrics, cluster.workers.all)
         self._collector = SnapshotCollector(
             cluster,
-            stats,
+            self.sampler,
             config,
             model,
-            access,
             what_if=what_if is not None,
             supervision=supervision,
         )
@@ -271,11 +271,11 @@ class ConsoleApi:
 
     async def _share(self) -> float:
         """Return this process's share of the requests of all processes on its port."""
-        counts, _ = await asyncio.to_thread(read_router, self._stats.metrics)
+        samples = await self.sampler.sample(YOUNG_S)
         # Requests refused before their class is known are not among the recent ones.
         ended = [
             value
-            for key, value in counts.items()
+            for key, value in samples.counts.items()
             if key[0] == "requests" and key[1] != UNKNOWN_CLASS
         ]
         return rate_share(self._stats.recent.ended, ended)

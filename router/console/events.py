@@ -184,6 +184,9 @@ class ClusterWatch:
             elif key[0] == "left_out":
                 text = f"the circuit breaker of {key[1]} opens: its streams fail repeatedly"
                 self._log.add(look.at, "breaker", text, "warning")
+            elif key[0] == "readmitted":
+                text = f"the circuit breaker of {key[1]} closes: it takes requests as before"
+                self._log.add(look.at, "breaker", text)
             elif key[0] == "key_file_failures":
                 text = "the file of API keys cannot be used: the previous keys stay valid"
                 self._log.add(look.at, "keys", text, "error")

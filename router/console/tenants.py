@@ -1,4 +1,4 @@
-"""Traffic and refused requests of each tenant, as this router process counts them.
+"""Traffic and refused requests of each tenant, from the router's counters by tenant.
 
 Plain data and pure functions.
 """
@@ -6,7 +6,7 @@ Plain data and pure functions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from baton.errors import (
@@ -18,11 +18,10 @@ from baton.errors import (
     classes_by_code,
 )
 from router.billing.ledger import OTHER_TENANTS
-from router.console.rates import Growth, Key
-from router.core.accounting import TenantCounts
+from router.console.rates import Growth
 
-_REQUESTS, _REFUSED = "tenant_requests", "tenant_refused"
-_PROMPT, _GENERATED = "tenant_prompt_tokens", "tenant_generated_tokens"
+REQUESTS, TOKENS = "tenant_requests", "tenant_tokens"
+"""Names of the counters: by tenant, outcome and error code; by tenant and kind."""
 
 
 def _codes(*errors: type[BatonError], without: Collection[str] = ()) -> frozenset[str]:
@@ -57,54 +56,36 @@ class TenantView:
     """Number of requests that ended with another error."""
 
 
-def tenant_counts(
-    counts: TenantCounts, refused: Mapping[tuple[str, str], int], configured: Collection[str]
-) -> dict[Key, float]:
-    """Return all counts by key. Tenants that are not ``configured`` are summed.
-
-    ``refused`` has the requests that limits refused, by tenant and error code; ``counts`` the
-    others.
-    """
-    found: dict[Key, float] = {}
-
-    def add(name: str, tenant: str, *labels: str, value: int) -> None:
-        key = name, tenant if tenant in configured else OTHER_TENANTS, *labels
-        found[key] = found.get(key, 0.0) + value
-
-    for (tenant, outcome, code), value in counts.requests.items():
-        add(_REQUESTS, tenant, outcome, code, value=value)
-    for (tenant, code), value in refused.items():
-        add(_REFUSED, tenant, code, value=value)
-    for tenant, value in counts.prompt_tokens.items():
-        add(_PROMPT, tenant, value=value)
-    for tenant, value in counts.generated_tokens.items():
-        add(_GENERATED, tenant, value=value)
-    return found
-
-
 def tenant_views(growth: Growth, configured: Collection[str]) -> tuple[TenantView, ...]:
-    """Return the view of every configured tenant, and of all others together if there are any.
-    ``growth`` is that of counts by the keys of ``tenant_counts``."""
-    codes: dict[str, Counter[str]] = {name: Counter() for name in configured}
+    """Return the view of every configured tenant, and of all others together if there are any."""
+    groups = {name: {name} for name in configured}
+    seen = {key[1] for key in growth.grown if key[0] == REQUESTS}
+    if others := seen.difference(configured):
+        groups[OTHER_TENANTS] = others
+    return tuple(_view(name, tenants, growth) for name, tenants in groups.items())
+
+
+def _view(name: str, tenants: Collection[str], growth: Growth) -> TenantView:
+    codes: Counter[str] = Counter()
     for key, value in growth.grown.items():
-        if key[0] in (_REQUESTS, _REFUSED):
-            codes.setdefault(key[1], Counter())[key[-1]] += round(value)
-    return tuple(_view(tenant, of, growth) for tenant, of in codes.items())
+        if key[0] == REQUESTS and key[1] in tenants:
+            codes[key[-1]] += round(value)
 
-
-def _view(tenant: str, codes: Mapping[str, int], growth: Growth) -> TenantView:
     def count(wanted: Collection[str]) -> int:
-        return sum(value for code, value in codes.items() if code in wanted)
+        return sum(codes[code] for code in wanted)
+
+    def per_s(kind: str) -> float:
+        return sum(growth.per_s(TOKENS, tenant, kind) for tenant in tenants)
 
     limited, overloaded, late = map(count, (_LIMITED, _OVERLOADED, _LATE))
     return TenantView(
-        tenant=tenant,
-        requests_per_s=growth.per_s(_REQUESTS, tenant) + growth.per_s(_REFUSED, tenant),
-        prompt_tokens_per_s=growth.per_s(_PROMPT, tenant),
-        output_tokens_per_s=growth.per_s(_GENERATED, tenant),
+        tenant=name,
+        requests_per_s=sum(growth.per_s(REQUESTS, tenant) for tenant in tenants),
+        prompt_tokens_per_s=per_s("prompt"),
+        output_tokens_per_s=per_s("generated"),
         limited=limited,
         overloaded=overloaded,
         late=late,
         # Requests that ended without an error have no code.
-        failed=sum(value for code, value in codes.items() if code) - limited - overloaded - late,
+        failed=codes.total() - codes[""] - limited - overloaded - late,
     )

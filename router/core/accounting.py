@@ -6,7 +6,7 @@ import enum
 import logging
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -72,24 +72,8 @@ class RequestStats:
         """Traffic counts of this router process, for the autoscaler."""
         self.recent = RecentRequests()
         """Recent requests of this router process, for what-if questions."""
-        self.tenants = TenantCounts()
-        """Requests and tokens of this router process by tenant, for the console."""
         self.history = RequestHistory()
         """The last requests of this router process, for questions about one of them."""
-
-
-class TenantCounts:
-    """Counts of requests that have ended, and of tokens, by tenant. They only grow."""
-
-    def __init__(self) -> None:
-        self.requests: Counter[tuple[str, str, str]] = Counter()
-        """Requests by tenant, outcome and error code."""
-        self.prompt_tokens: Counter[str] = Counter()
-        self.generated_tokens: Counter[str] = Counter()
-
-    def ended(self, tenant: str, outcome: Outcome, code: str) -> None:
-        """Count a request that has ended; ``code`` is empty unless it ended with an error."""
-        self.requests[tenant, str(outcome), code] += 1
 
 
 def outcome_of(error: BatonError, *, begun: bool) -> Outcome:
@@ -109,7 +93,7 @@ def count_refusal(
     code = error.code or "" if error is not None else ""
     metrics.requests.labels(UNKNOWN_CLASS, outcome, code).inc()
     if principal is not None:
-        metrics.tenants.of(principal.tenant, principal.key_id).count(outcome)
+        metrics.tenants.of(principal.tenant, principal.key_id).ended(outcome, code)
 
 
 def _operation(request: GenerationRequest) -> str:
@@ -193,8 +177,7 @@ class RequestRecorder:
         self._unexplained: set[str] = {"first", "second"}
         """The first tokens whose parts are not in the metrics yet."""
         self._received_at = received_at
-        self._first_at = 0.0
-        self._last_at = 0.0
+        self._first_at = self._last_at = 0.0
         self._tokens = 0
         """Output tokens of the request's first choice so far."""
         self.output_tokens = 0
@@ -217,8 +200,9 @@ class RequestRecorder:
         self._summary: dict[str, object] = {}
         self._series = stats.metrics.of_class(context_class)
         self._series.prompt_tokens.inc(self.prompt_tokens)
-        self._tenants, self._tenant = stats.tenants, request.principal.tenant
-        self._tenants.prompt_tokens[self._tenant] += self.prompt_tokens
+        caller = request.principal
+        self._of_caller = stats.metrics.tenants.of(caller.tenant, caller.key_id)
+        self._of_caller.prompt.inc(self.prompt_tokens)
         self._traffic = stats.traffic
         self._traffic.came(context_class, self.prompt_tokens, request.sampling.max_tokens)
 
@@ -244,6 +228,7 @@ class RequestRecorder:
         if delta.cached_prompt_tokens:
             self.cached_tokens += delta.cached_prompt_tokens
             self._series.cached_prompt_tokens.inc(delta.cached_prompt_tokens)
+            self._of_caller.cached_prompt.inc(delta.cached_prompt_tokens)
         for _ in delta.token_ids if delta.choice == 0 else ():
             self._token(now)
         self._uncounted += len(delta.token_ids)
@@ -252,7 +237,7 @@ class RequestRecorder:
 
     def _count(self) -> None:
         self._series.generated_tokens.inc(self._uncounted)
-        self._tenants.generated_tokens[self._tenant] += self._uncounted
+        self._of_caller.generated.inc(self._uncounted)
         self._uncounted = 0
 
     def succeed(self, now: float) -> None:
@@ -365,15 +350,12 @@ class RequestRecorder:
                 self._is_good if is_judged else None,
             )
         )
-        self._tenants.ended(self._tenant, outcome, code)
         self._history.add(self._ended_request(outcome, code))
         self._summary |= {"outcome": str(outcome), "code": code}
         self._end_span(outcome, error)
         self._traffic.counts.shed += outcome is Outcome.SHED
         self._metrics.requests.labels(self.context_class, outcome, code).inc()
-        tokens = self.prompt_tokens, self.cached_tokens, self.output_tokens
-        caller = self._request.principal
-        self._metrics.tenants.of(caller.tenant, caller.key_id).count(outcome, *tokens)
+        self._of_caller.ended(outcome, code)
         if self._genai is not None:
             self._genai.record(self._served_request(outcome, code, now))
 

@@ -82,6 +82,7 @@ class ClusterDispatcher:
             self.router_id,
             heartbeat_s=config.advanced.heartbeat_s,
             plane=WorkerPlane.of(config.tls.of("router"), config.cluster_secret),
+            metrics=metrics,
         )
         self._discovery = WorkerDiscovery(config, registry, index, self._links, metrics, sizes)
         policy = make_policy(config.policy, route_settings(config))
@@ -98,7 +99,7 @@ class ClusterDispatcher:
         self._budget = RetryBudget.of(config)
         self._quarantine = Quarantine()
         self._failover = Failover(
-            config, self._placement, self._links, self._budget, self._quarantine, metrics
+            config, self._placement, self._links, self._budget, self._quarantine
         )
         self._hang_detector = HangDetector(config, self._links, self._placement, self._failover)
         self._reports: list[TrafficReport | NeededWorkers] = []

@@ -33,7 +33,6 @@ from baton.errors import (
     WorkerFailed,
 )
 from baton.liveness.listening import listening
-from baton.telemetry.metrics import RouterMetrics
 from router.dispatch.placement import ANY, Names, Placement, Route
 from router.dispatch.retry_limits import Quarantine, RetryBudget, poison_error
 from router.dispatch.running_request import Attempt, RunningRequest
@@ -92,7 +91,6 @@ class Failover:
         links: WorkerLinks,
         budget: RetryBudget,
         quarantine: Quarantine,
-        metrics: RouterMetrics,
     ) -> None:
         """Create a failover. It subscribes to events of ``placement`` and ``links`` until
         ``close``.
@@ -102,7 +100,6 @@ class Failover:
         self._budget = budget
         self._quarantine = quarantine
         self._computes_locally = config.computes_locally
-        self._left_out = metrics.left_out_workers
         self._verdict_s = config.advanced.registry_ttl_s + 2 * config.advanced.heartbeat_s
         """Seconds after a worker's death by which it has left the registry and the router has
         noticed that."""
@@ -258,15 +255,7 @@ class Failover:
     def _blame(self, link: WorkerLink, streams: int = 1, *, doubtful: bool = False) -> None:
         """Report to a worker's circuit breaker that ``streams`` streams of this router broke
         there."""
-        breaker = link.breaker
-        before = breaker.openings
-        breaker.broke(time.monotonic(), streams, doubtful=doubtful)
-        if breaker.openings != before:
-            log.warning(
-                "streams of worker %s fail repeatedly: new requests avoid it",
-                link.record.incarnation,
-            )
-            self._left_out.labels(worker=link.record.slot).inc()
+        link.breaker.broke(time.monotonic(), streams, doubtful=doubtful)
 
     def _doubt(self, attempt: Attempt) -> None:
         """Report a failed handoff to the circuit breakers of its workers. If there are two workers,

@@ -13,6 +13,8 @@ seconds of any one clock; owned by the router's event loop."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 HALF_LIFE_S = 10.0
 """Half-life in seconds of the counts of streams, both of broken ones and of others."""
 MAX_BREAKS = 2.5
@@ -35,7 +37,10 @@ take minutes."""
 class Breaker:
     """The circuit breaker of one worker. It starts closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_change: Callable[[bool], None] = lambda _: None) -> None:
+        """``on_change`` is called with whether the breaker is open, when it has opened and when it
+        has closed."""
+        self._on_change = on_change
         self.openings = 0
         """Number of times that the breaker has opened."""
         self._breaks = self._broken = self._whole = 0.0
@@ -59,6 +64,7 @@ class Breaker:
 
     def began(self, now: float) -> None:
         """Record that a new stream to the worker began."""
+        self._let_trial_close(now)
         if not self.is_closed(now) and now >= self._next_trial:
             self._next_trial = now + self._pause_s
             if self._trial_at is None:
@@ -74,8 +80,7 @@ class Breaker:
     def broke(self, now: float, streams: int = 1, *, doubtful: bool = False) -> None:
         """Record that ``streams`` streams of the worker broke, at least one. ``doubtful``: true if
         another worker may be at fault."""
-        if self._opened_at is not None and self.is_closed(now):
-            self._close()
+        self._let_trial_close(now)
         self._fade(now)
         weight = DOUBTFUL if doubtful else 1.0
         self._broken += streams * weight
@@ -97,12 +102,19 @@ class Breaker:
         self._opened_at, self._trial_at = now, None
         self._pause_s = pause_s
         self._next_trial = now + pause_s
+        self._on_change(True)
+
+    def _let_trial_close(self, now: float) -> None:
+        """Close the breaker if a trial stream has lasted long enough."""
+        if self._opened_at is not None and self.is_closed(now):
+            self._close()
 
     def _close(self) -> None:
         self._opened_at = self._trial_at = None
         self._pause_s = FIRST_PAUSE_S
         # The breaks that opened the breaker no longer count.
         self._breaks = self._broken = 0.0
+        self._on_change(False)
 
     def _fade(self, now: float) -> None:
         if self._at is not None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,9 +200,15 @@ def error_from_gone(incarnation: str) -> WorkerFailed:
 class WorkerLink:
     """A connection to one incarnation of a worker."""
 
-    def __init__(self, record: WorkerRecord, plane: WorkerPlane = OPEN_PLANE) -> None:
+    def __init__(
+        self,
+        record: WorkerRecord,
+        plane: WorkerPlane = OPEN_PLANE,
+        on_breaker: Callable[[bool], None] = lambda _: None,
+    ) -> None:
         """Create a link to the worker of ``record``. ``plane``: the settings with which this router
-        calls workers. Raises ConfigError."""
+        calls workers. ``on_breaker`` is called with whether the worker's circuit breaker is open,
+        at each change. Raises ConfigError."""
         self.record = record
         self._renewal = None if plane.tls is None else Renewal(plane.tls)
         self.channel = plane.channel(record.address)
@@ -223,7 +229,7 @@ class WorkerLink:
         self.owed: deque[Abort] = deque(maxlen=_MAX_OWED)
         """Aborts that the worker has not received. They are sent again when the next message of the
         worker arrives."""
-        self.breaker = Breaker()
+        self.breaker = Breaker(on_breaker)
         self.broken_at = float("-inf")
         """Time at which the worker's token stream last broke."""
         self._suspected_until = float("-inf")

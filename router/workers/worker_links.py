@@ -30,6 +30,7 @@ from baton.rpc import convert
 from baton.rpc.grpc_errors import call_errors
 from baton.rpc.worker_plane import OPEN_PLANE, WorkerPlane
 from baton.store.registry import WorkerRecord
+from baton.telemetry.metrics import RouterMetrics
 from baton.v1 import decode_pb2, decode_pb2_grpc
 from router.workers.worker_link import Abort, TokenStream, WorkerLink, error_from_gone
 
@@ -88,11 +89,17 @@ class WorkerLinks:
     """The connections to all workers, by incarnation."""
 
     def __init__(
-        self, router_id: str, *, heartbeat_s: float, plane: WorkerPlane = OPEN_PLANE
+        self,
+        router_id: str,
+        *,
+        heartbeat_s: float,
+        plane: WorkerPlane = OPEN_PLANE,
+        metrics: RouterMetrics | None = None,
     ) -> None:
         """Create an empty set of links to workers. ``plane``: the settings with which this router
-        calls workers."""
+        calls workers. ``metrics`` counts what circuit breakers do."""
         self._plane = plane
+        self._metrics = metrics
         self._router_id = router_id
         self._readers: dict[tuple[str, int], _Reader] = {}
         self._token_readers: dict[int, _TokenReader] = {}
@@ -231,6 +238,19 @@ class WorkerLinks:
         if is_all and not any(link.connected for link in decode):
             self._cut_off, self._cut_off_at = together, time.monotonic()
 
+    def _breaker_changed(self, record: WorkerRecord, is_open: bool) -> None:
+        if is_open:
+            log.warning(
+                "streams of worker %s fail repeatedly: new requests avoid it", record.incarnation
+            )
+        else:
+            log.info("worker %s takes requests as before it failed", record.incarnation)
+        if self._metrics is not None:
+            counted = (
+                self._metrics.left_out_workers if is_open else self._metrics.readmitted_workers
+            )
+            counted.labels(worker=record.slot).inc()
+
     def update(self, records: dict[str, WorkerRecord]) -> None:
         """Open and close links so that they match ``records``, the workers that the registry
         lists."""
@@ -244,7 +264,7 @@ class WorkerLinks:
                 link = None
             if link is None:
                 try:
-                    link = WorkerLink(record, self._plane)
+                    link = WorkerLink(record, self._plane, partial(self._breaker_changed, record))
                 except ConfigError as error:  # certificates are being replaced: retry later
                     log.warning("worker %s cannot be reached: %s", incarnation, error.message)
                     continue

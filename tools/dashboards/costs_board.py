@@ -104,7 +104,7 @@ COSTS = Dashboard(
                         ),
                     ),
                     "short",
-                    "Prompt, cached prompt and generated tokens of requests that ended.",
+                    "Prompt, cached prompt and generated tokens.",
                 ),
                 Panel(
                     "Failed and refused requests by tenant",

@@ -83,6 +83,8 @@ async def test_events_of_workers_and_requests(stage: Stage, open_page: OpenPage)
         await expect(log.locator("tr").first).to_contain_text(
             re.compile("7 requests move: their decode worker failed|the circuit breaker")
         )
+        stage.cluster.metrics.readmitted_workers.labels(worker="decode-0").inc()
+        await expect(log).to_contain_text("the circuit breaker of decode-0 closes")
         await page.reload()
         await expect(log).to_contain_text("decode-1 joins as a decode worker")
         await page.locator("#log-level").select_option("warnings and errors")
@@ -133,7 +135,9 @@ async def test_tenants(chat_model: Path, console_redis: str, open_page: OpenPage
         await expect(cells.nth(2)).not_to_have_text("0")
         await expect(rows.filter(has_text="other")).to_be_visible()
         await expect(rows.filter(has_text="silver").locator("td").nth(2)).to_have_text("0")
-        stage.console._access.refused["gold", "rate_limit_exceeded"] += 3
+        refused = stage.cluster.metrics.tenants.of("gold", "")
+        for _ in range(3):
+            refused.ended("shed", "rate_limit_exceeded")
         await expect(cells.nth(4)).to_have_text("3")
         await expect(cells.nth(4)).to_have_class("number bad")
 

@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from prometheus_client import CollectorRegistry
 
+from baton.telemetry.metrics import RouterMetrics
 from router.console.rates import CounterWindow, Growth
-from router.console.tenants import TenantView, tenant_counts, tenant_views
-from router.core.accounting import Outcome, TenantCounts
+from router.console.sampler import read_router
+from router.console.tenants import TenantView, tenant_views
 
 CONFIGURED = ("default", "gold", "silver")
 
 
 def test_requests_tokens_and_refusals_of_each_tenant() -> None:
-    counts, refused = TenantCounts(), Counter[tuple[str, str]]()
+    """From the series that the page of metrics shows, over all keys of a tenant."""
+    metrics = RouterMetrics(CollectorRegistry())
     window = CounterWindow(60)
-    window.add(0.0, tenant_counts(counts, refused, CONFIGURED))
+    window.add(0.0, read_router(metrics)[0])
     for outcome, code, times in (
-        (Outcome.OK, "", 10),
-        (Outcome.SHED, "overloaded", 1),
-        (Outcome.SHED, "no_decode_room", 1),
-        (Outcome.SHED, "deadline_unreachable", 3),
-        (Outcome.ERROR, "deadline_exceeded", 4),
-        (Outcome.ERROR, "worker_failed", 5),
-        (Outcome.ABORTED, "", 6),
+        ("ok", "", 10),
+        ("shed", "overloaded", 1),
+        ("shed", "no_decode_room", 1),
+        ("shed", "deadline_unreachable", 3),
+        ("error", "deadline_exceeded", 4),
+        ("error", "worker_failed", 5),
+        ("aborted", "", 6),
+        ("shed", "rate_limit_exceeded", 7),
+        ("shed", "insufficient_quota", 8),
     ):
-        for _ in range(times):
-            counts.ended("gold", outcome, code)
-    refused["gold", "rate_limit_exceeded"] = 7
-    refused["gold", "insufficient_quota"] = 8
-    counts.prompt_tokens["gold"], counts.generated_tokens["gold"] = 100, 200
-    counts.ended("guest", Outcome.OK, "")
-    counts.ended("visitor", Outcome.OK, "")
-    window.add(10.0, tenant_counts(counts, refused, CONFIGURED))
+        for number in range(times):
+            metrics.tenants.of("gold", f"key-{number % 2}").ended(outcome, code)
+    gold, guest = metrics.tenants.of("gold", "key-0"), metrics.tenants.of("guest", "")
+    gold.prompt.inc(100)
+    gold.cached_prompt.inc(50)
+    gold.generated.inc(200)
+    guest.ended("ok", "")
+    metrics.tenants.of("visitor", "").ended("ok", "")
+    guest.generated.inc(10)
+    window.add(10.0, read_router(metrics)[0])
     found = {one.tenant: one for one in tenant_views(Growth.of(window, 10, 60), CONFIGURED)}
     assert list(found) == [*CONFIGURED, "other"]
     assert found["gold"] == TenantView("gold", 4.5, 10.0, 20.0, 15, 2, 7, 5)
     assert found["silver"] == TenantView("silver", 0.0, 0.0, 0.0, 0, 0, 0, 0)
-    assert found["other"].requests_per_s == 0.2
+    assert found["other"] == TenantView("other", 0.2, 0.0, 1.0, 0, 0, 0, 0)

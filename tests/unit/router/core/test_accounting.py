@@ -242,10 +242,15 @@ def test_requests_and_tokens_by_tenant() -> None:
     answered.delta(delta(3), 100.5)
     answered.succeed(100.5)
     answered.succeed(100.5)
-    counts = stats.tenants
-    assert counts.requests == {
-        ("default", "shed", "overloaded"): 1,
-        ("default", "ok", ""): 1,
-    }
-    assert counts.prompt_tokens == {"default": 40}
-    assert counts.generated_tokens == {"default": 3}
+    read = stats.metrics.registry.get_sample_value
+    caller = {"tenant": "default", "key": ""}
+
+    def requests(outcome: str, code: str) -> float | None:
+        labels = caller | {"outcome": outcome, "code": code}
+        return read("baton_tenant_requests_total", labels)
+
+    def tokens(kind: str) -> float | None:
+        return read("baton_tenant_tokens_total", caller | {"kind": kind})
+
+    assert (requests("shed", "overloaded"), requests("ok", "")) == (1, 1)
+    assert (tokens("prompt"), tokens("cached_prompt"), tokens("generated")) == (40, 0, 3)

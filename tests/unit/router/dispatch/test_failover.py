@@ -161,9 +161,7 @@ class World:
         )
         self.budget = RetryBudget.of(config) if max_moves is None else RetryBudget(0, max_moves, 0)
         self.quarantine = Quarantine(quarantine_s)
-        self.failover = Failover(
-            config, self.placement, links, self.budget, self.quarantine, self.metrics
-        )
+        self.failover = Failover(config, self.placement, links, self.budget, self.quarantine)
         self.detector = HangDetector(config, links, self.placement, self.failover)
 
     # As links
@@ -830,7 +828,6 @@ async def test_a_worker_whose_streams_break_again_and_again_is_left_out(
         await asyncio.sleep(0.002)
     assert world.links["d0"].breaker.openings == 1
     assert world.links["d1"].breaker.openings == 0
-    assert world.metrics.registry.get_sample_value("baton_left_out_workers_total", {"worker": "d0"})
 
 
 async def test_a_router_that_was_cut_off_leaves_no_worker_out(

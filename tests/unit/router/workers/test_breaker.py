@@ -105,6 +105,20 @@ def test_a_long_stream_closes_it_before_its_end() -> None:
     assert breaker.allows(FIRST_PAUSE_S + TRIAL_S)
 
 
+def test_changes_are_reported_once_each() -> None:
+    changes: list[bool] = []
+    breaker = Breaker(changes.append)
+    for n in range(3):
+        breaker.broke(float(n))
+    assert changes == [True]
+    breaker.began(3.0 + FIRST_PAUSE_S)
+    breaker.began(3.5 + FIRST_PAUSE_S)
+    assert changes == [True], "its trial may still break"
+    breaker.began(3.0 + FIRST_PAUSE_S + TRIAL_S)
+    breaker.ended_well(3.0 + FIRST_PAUSE_S, 4.0 + FIRST_PAUSE_S + TRIAL_S)
+    assert changes == [True, False]
+
+
 def test_a_trial_that_breaks_opens_it_for_twice_as_long() -> None:
     breaker, now, pause = opened(), 0.0, FIRST_PAUSE_S
     for _ in range(10):

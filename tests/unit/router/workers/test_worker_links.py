@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import grpc.aio
 import pytest
+from prometheus_client import CollectorRegistry
 
 from baton.errors import BatonError, WorkerFailed
 from baton.request import Geometry, LoadSnapshot, PackedTokens, TokenOutput
@@ -20,6 +21,7 @@ from baton.rpc.grpc_channel import listen, make_server, open_channel
 from baton.rpc.worker_plane import WorkerPlane
 from baton.security.tls import TlsFiles
 from baton.store.registry import WorkerRecord
+from baton.telemetry.metrics import RouterMetrics
 from baton.v1 import decode_pb2, decode_pb2_grpc
 from router.workers import worker_link, worker_links
 from router.workers.worker_link import Abort, WorkerLink
@@ -560,6 +562,28 @@ async def test_a_skipped_worker_serves_if_no_other_does() -> None:
         other.suspect(now)
         assert world.links.up("decode") == [one]
         assert [world.links.is_up(link) for link in (one, other)] == [True, False]
+
+
+async def test_openings_and_closings_of_breakers_are_counted() -> None:
+    metrics = RouterMetrics(CollectorRegistry())
+    links = WorkerLinks("router", heartbeat_s=10.0, metrics=metrics)
+    async with open_world() as world:
+        try:
+            links.update({"d": world.record})
+            (link,) = links.all()
+            for n in range(3):
+                link.breaker.broke(float(n))
+
+            def counted() -> list[float | None]:
+                read, labels = metrics.registry.get_sample_value, {"worker": world.record.slot}
+                names = "left_out", "readmitted"
+                return [read(f"baton_{name}_workers_total", labels) for name in names]
+
+            assert counted() == [1, None]
+            link.breaker.ended_well(began_at=3.0, now=4.0)
+            assert counted() == [1, 1]
+        finally:
+            await links.close()
 
 
 async def test_where_no_worker_is_up_requests_wait_for_one_that_hangs() -> None:
