@@ -41,6 +41,7 @@ from baton.telemetry.tracing import end_tracing, start_tracing
 from router.access.access import Access
 from router.access.api_keys import KeyWatch
 from router.access.rate_limits import RateLimits
+from router.admin.store_memory import StoreMemory
 from router.app import Application, make_application
 from router.billing.ledger import Ledger
 from router.console.what_if import WhatIfProgram
@@ -146,11 +147,12 @@ async def serve(settings: RouterSettings) -> None:
     requested = asyncio.create_task(shutdown.requested.wait())
     orphaned = asyncio.create_task(_parent_gone(settings.ends_with_parent))
     watching = [] if watch is None else [asyncio.create_task(watch.run())]
+    measuring = asyncio.create_task(StoreMemory(client, metrics).run())
     ends = [*serving, requested, orphaned, *watching]
     try:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        await end_tasks([requested, orphaned, *watching])
+        await end_tasks([requested, orphaned, measuring, *watching])
         await application.batches.stop()
         # The console's streams never end by themselves.
         await application.console.close()

@@ -291,6 +291,7 @@ class RouterMetrics:
             registry=registry,
             multiprocess_mode="livemostrecent",
         )
+        self.redis_memory_used_bytes, self.redis_memory_total_bytes = _redis_memory(registry)
         self._classes: dict[str, ClassSeries] = {}
 
     def of_class(self, name: str) -> ClassSeries:
@@ -324,6 +325,24 @@ class RouterMetrics:
         sums = CollectorRegistry()
         _SharedFolder(sums)  # type: ignore[no-untyped-call]
         return sums
+
+
+def _redis_memory(registry: CollectorRegistry) -> tuple[Gauge, Gauge]:
+    """Return the used and the total memory of Redis."""
+    used = Gauge(
+        "baton_redis_memory_used_bytes",
+        "Memory that Redis uses for its data and clients.",
+        registry=registry,
+        multiprocess_mode="livemostrecent",
+    )
+    total = Gauge(
+        "baton_redis_memory_total_bytes",
+        "Memory that Redis may use: its maxmemory, or without one that of its machine; 0 if "
+        "it tells neither.",
+        registry=registry,
+        multiprocess_mode="livemostrecent",
+    )
+    return used, total
 
 
 class _SharedFolder(MultiProcessCollector):
@@ -378,17 +397,6 @@ class SupervisorMetrics:
             "Workers that the traffic needs, as computed by the autoscaler: baton_needed_workers, "
             "and one more for a role that misses its SLO.",
             ["role"],
-            registry=registry,
-        )
-        self.redis_memory_used_bytes = Gauge(
-            "baton_redis_memory_used_bytes",
-            "Memory that Redis uses for its data and clients.",
-            registry=registry,
-        )
-        self.redis_memory_total_bytes = Gauge(
-            "baton_redis_memory_total_bytes",
-            "Memory that Redis may use: its maxmemory, or without one that of its machine; 0 if "
-            "it tells neither.",
             registry=registry,
         )
         self.certificate_expiry = certificate_expiry(registry)

@@ -38,7 +38,6 @@ from deploy.supervisor.autoscaling import Autoscaling, ClusterObserver, change_r
 from deploy.supervisor.ray_slots import RaySlots
 from deploy.supervisor.reconciler import Phase, Reconciler, split
 from deploy.supervisor.status_store import StatusStore
-from deploy.supervisor.store_memory import StoreMemory
 from deploy.supervisor.supervisor import Supervisor
 from deploy.workers.actor_process import RayPlace, end_with, start_log
 from deploy.workers.actor_settings import ActorSettings
@@ -173,18 +172,13 @@ class SupervisorActor:
             async with asyncio.TaskGroup() as group:
                 if settings.worker.is_on_one_machine:
                     group.create_task(end_with(settings.launcher))
-                self._supervising = group.create_task(
-                    _keep(supervisor, autoscaling, StoreMemory(client, metrics))
-                )
+                self._supervising = group.create_task(_keep(supervisor, autoscaling))
                 self._started.set_result(os.getpid())
 
 
-async def _keep(
-    supervisor: Supervisor, autoscaling: Autoscaling | None, memory: StoreMemory
-) -> None:
+async def _keep(supervisor: Supervisor, autoscaling: Autoscaling | None) -> None:
     """Run the supervisor, and the autoscaler if there is one, until cancelled."""
     async with asyncio.TaskGroup() as group:
-        group.create_task(memory.run())
         group.create_task(supervisor.run())
         if autoscaling is not None:
             group.create_task(autoscaling.run())

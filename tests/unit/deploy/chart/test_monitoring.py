@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from baton.config.cluster import Config
+from tests.support.deploy import watched
 from tests.support.deploy.chart import (
     CERTIFICATES,
     KUBERAY_SETS,
@@ -20,6 +22,7 @@ from tests.support.deploy.chart import (
     render,
     the,
 )
+from tools.reference.metrics import families
 
 ROOT = Path(__file__).parents[4]
 ASKED = (
@@ -81,6 +84,27 @@ def test_every_part_is_scraped(value_set: str) -> None:
             assert f'("/{path}", ' in served
             assert discovery["authorization"]["credentials"]["name"] == "prometheus"
     assert jobs == PARTS[_mode(value_set)]
+
+
+WITHOUT_SUPERVISOR = {"BatonWorkerNotRunning", "BatonWorkerKeepsDying", "BatonAutoscalerStuck"}
+"""Alerts of what Kubernetes does in mode disaggregated, and tells by its own metrics."""
+
+
+@pytest.mark.parametrize("mode", sorted(PARTS))
+def test_every_series_of_a_rule_has_a_scrape_path(mode: str) -> None:
+    """``test_every_part_is_scraped`` shows that the parts of a mode are scraped."""
+    pages: dict[str, set[str]] = {}
+    for family in families():
+        pages.setdefault(family.name, set()).add(family.page)
+    own = {job.removeprefix("baton-") for job in PARTS[mode]}
+    scraped = {"router", "worker", "supervisor"} if own == {"cluster"} else own
+    missing = set()
+    for rule in watched.rules():
+        for name in re.findall(r"\bbaton_[a-z0-9_]+", rule["expr"]):
+            family = re.sub("_(total|bucket|sum|count)$", "", name)
+            if not pages.get(family, scraped) & scraped:
+                missing.add(rule.get("alert", rule.get("record")))
+    assert missing == (WITHOUT_SUPERVISOR if mode == "disaggregated" else set())
 
 
 @pytest.mark.parametrize("value_set", [one for one in VALUE_SETS if one not in KUBERAY_SETS[:1]])

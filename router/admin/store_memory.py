@@ -9,7 +9,7 @@ from typing import NoReturn
 import redis
 import redis.asyncio
 
-from baton.telemetry.metrics import SupervisorMetrics
+from baton.telemetry.metrics import RouterMetrics
 
 POLL_S = 15.0
 
@@ -17,9 +17,10 @@ log = logging.getLogger(__name__)
 
 
 class StoreMemory:
-    """Reads the memory of Redis every ``POLL_S`` seconds. Users of other roles may not."""
+    """Reads the memory of Redis every ``POLL_S`` seconds. Each router does: every mode of a
+    deployment has one."""
 
-    def __init__(self, client: redis.asyncio.Redis, metrics: SupervisorMetrics) -> None:
+    def __init__(self, client: redis.asyncio.Redis, metrics: RouterMetrics) -> None:
         self._client = client
         self._metrics = metrics
 

@@ -8,8 +8,8 @@ import pytest
 import redis.asyncio
 from prometheus_client import CollectorRegistry
 
-from baton.telemetry.metrics import SupervisorMetrics
-from deploy.supervisor.store_memory import StoreMemory
+from baton.telemetry.metrics import RouterMetrics
+from router.admin.store_memory import StoreMemory
 
 
 class Told(redis.asyncio.Redis):
@@ -34,7 +34,7 @@ class Told(redis.asyncio.Redis):
     ids=["maxmemory", "none", "hosted"],
 )
 async def test_the_memory(told: dict[str, int], total: float) -> None:
-    metrics = SupervisorMetrics(CollectorRegistry())
+    metrics = RouterMetrics(CollectorRegistry())
     await StoreMemory(Told({"used_memory": 30, **told}), metrics).look()
     read = metrics.registry.get_sample_value
     assert read("baton_redis_memory_used_bytes") == 30
