@@ -11,12 +11,12 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
+from baton.host.bounded_threads import BoundedThreads
 from baton.security.tls import LiveContext, PeerRole, TlsFiles, roles_in, server_context
 
 log = logging.getLogger(__name__)
@@ -66,9 +66,7 @@ def _listening(host: str, ports: Sequence[int], context: LiveContext | None, pag
     return _Server(host, last, context, page)
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
+class _Server(BoundedThreads, WSGIServer):
     def __init__(self, host: str, port: int, context: LiveContext | None, page: Any) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._context = context

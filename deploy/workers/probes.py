@@ -10,7 +10,9 @@ import socket
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+from baton.host.bounded_threads import BoundedThreads
 
 _SILENCE_S = 5.0
 """Time without a request after which a connection is closed, in seconds."""
@@ -38,7 +40,7 @@ class ProbeServer:
             def log_message(self, format: str, *args: object) -> None:
                 """Log nothing: kubelets ask every few seconds."""
 
-        class Server(ThreadingHTTPServer):
+        class Server(BoundedThreads, HTTPServer):
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
         self._server = Server((host, port), Handler)

@@ -94,16 +94,16 @@ WITHOUT_SUPERVISOR = {"BatonWorkerNotRunning", "BatonWorkerKeepsDying", "BatonAu
 def test_every_series_of_a_rule_has_a_scrape_path(mode: str) -> None:
     """``test_every_part_is_scraped`` shows that the parts of a mode are scraped."""
     pages: dict[str, set[str]] = {}
-    for family in families():
-        pages.setdefault(family.name, set()).add(family.page)
+    for one in families():
+        pages.setdefault(one.name, set()).add(one.page)
     own = {job.removeprefix("baton-") for job in PARTS[mode]}
     scraped = {"router", "worker", "supervisor"} if own == {"cluster"} else own
-    missing = set()
+    missing: set[str] = set()
     for rule in watched.rules():
         for name in re.findall(r"\bbaton_[a-z0-9_]+", rule["expr"]):
             family = re.sub("_(total|bucket|sum|count)$", "", name)
             if not pages.get(family, scraped) & scraped:
-                missing.add(rule.get("alert", rule.get("record")))
+                missing.add(str(rule.get("alert")))
     assert missing == (WITHOUT_SUPERVISOR if mode == "disaggregated" else set())
 
 
