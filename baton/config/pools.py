@@ -27,7 +27,8 @@ class PoolConfig(Section):
     of long prompts. Each rank has all weights and all KV. It excludes ``tp``."""
     rank_placement: RankPlacement = "strict_pack"
     """Where Ray places the ranks of a worker: on one node (strict_pack), on few nodes (pack), on
-    many (spread), or each on a different node (strict_spread)."""
+    many (spread), or each on a different node (strict_spread). Without Ray, any other than
+    strict_pack means the pods of a LeaderWorkerSet."""
     threads: int = Field(default=0, ge=0, le=1024)
     """Compute threads of each rank on a CPU; 0 divides the machine's cores among the workers, and
     assigns them again for each step, to decode workers first."""

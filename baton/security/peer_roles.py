@@ -25,6 +25,7 @@ CALLERS: Mapping[str, frozenset[PeerRole]] = {
     "baton.v1.TransferService": frozenset({"worker"}),
     "baton.v1.BlockService": frozenset({"worker"}),
     "baton.v1.RankService": frozenset({"worker"}),
+    "baton.v1.PodService": frozenset({"worker"}),
 }
 """The roles that may call each service of a worker. No role may call other services."""
 _HANDOFFS = "/baton.v1.DecodeService/Handoffs"

@@ -20,6 +20,68 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class EnterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Number of the caller's pod in its group, from 1."""
+    size: _builtins.int
+    """Number of pods in the group."""
+    version: _builtins.str
+    """Version of Baton, which must be the same in all pods."""
+    settings: _builtins.str
+    """Hash of what all pods must have alike: pool and configuration."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        size: _builtins.int = ...,
+        version: _builtins.str = ...,
+        settings: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "settings", b"settings", "size", b"size", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EnterRequest: _TypeAlias = EnterRequest  # noqa: Y015
+
+@_typing.final
+class EnterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    slot: _builtins.str
+    """Name of the worker."""
+    host: _builtins.str
+    """Where rank 0 listens for the other ranks, and the secret with which they connect."""
+    port: _builtins.int
+    token: _builtins.str
+    def __init__(
+        self,
+        *,
+        slot: _builtins.str = ...,
+        host: _builtins.str = ...,
+        port: _builtins.int = ...,
+        token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "port", b"port", "slot", b"slot", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EnterResponse: _TypeAlias = EnterResponse  # noqa: Y015
+
+@_typing.final
 class JoinRequest(_message.Message):
     """All commands of a moment, in this order."""
 

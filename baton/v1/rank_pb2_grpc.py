@@ -102,3 +102,79 @@ class RankService(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class PodServiceStub(object):
+    """A worker whose ranks are in several pods. Rank 0's pod serves it while the others come.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Enter = channel.unary_unary(
+                '/baton.v1.PodService/Enter',
+                request_serializer=baton_dot_v1_dot_rank__pb2.EnterRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_rank__pb2.EnterResponse.FromString,
+                _registered_method=True)
+
+
+class PodServiceServicer(object):
+    """A worker whose ranks are in several pods. Rank 0's pod serves it while the others come.
+    """
+
+    def Enter(self, request, context):
+        """Answered once all pods have called and rank 0 listens for the other ranks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_PodServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Enter': grpc.unary_unary_rpc_method_handler(
+                    servicer.Enter,
+                    request_deserializer=baton_dot_v1_dot_rank__pb2.EnterRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_rank__pb2.EnterResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'baton.v1.PodService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('baton.v1.PodService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class PodService(object):
+    """A worker whose ranks are in several pods. Rank 0's pod serves it while the others come.
+    """
+
+    @staticmethod
+    def Enter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.PodService/Enter',
+            baton_dot_v1_dot_rank__pb2.EnterRequest.SerializeToString,
+            baton_dot_v1_dot_rank__pb2.EnterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

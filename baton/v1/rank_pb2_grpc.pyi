@@ -62,3 +62,34 @@ class RankServiceServicer(metaclass=_abc_1.ABCMeta):
         """The rank's session: it begins with the first command and ends with the stream, at either end."""
 
 def add_RankServiceServicer_to_server(servicer: RankServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class PodServiceStub:
+    """A worker whose ranks are in several pods. Rank 0's pod serves it while the others come."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> PodServiceAsyncStub: ...
+    Enter: _grpc.UnaryUnaryMultiCallable[_rank_pb2.EnterRequest, _rank_pb2.EnterResponse]
+    """Answered once all pods have called and rank 0 listens for the other ranks."""
+
+@_typing.type_check_only
+class PodServiceAsyncStub(PodServiceStub):
+    """A worker whose ranks are in several pods. Rank 0's pod serves it while the others come."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Enter: _aio.UnaryUnaryMultiCallable[_rank_pb2.EnterRequest, _rank_pb2.EnterResponse]  # type: ignore[assignment]
+    """Answered once all pods have called and rank 0 listens for the other ranks."""
+
+class PodServiceServicer(metaclass=_abc_1.ABCMeta):
+    """A worker whose ranks are in several pods. Rank 0's pod serves it while the others come."""
+
+    @_abc_1.abstractmethod
+    def Enter(
+        self,
+        request: _rank_pb2.EnterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rank_pb2.EnterResponse, _abc.Awaitable[_rank_pb2.EnterResponse]]:
+        """Answered once all pods have called and rank 0 listens for the other ranks."""
+
+def add_PodServiceServicer_to_server(servicer: PodServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,4 +1,6 @@
-"""Ranks 1 and up of a worker that Ray has not placed: child processes on the worker's machine.
+"""Ranks of a worker that Ray has not placed: child processes on this machine or in this pod.
+
+Rank 0 is the worker's own process; each other rank is a child of its pod's first process.
 
     python -m deploy.workers.local_ranks RANK
 
@@ -15,11 +17,14 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import asdict
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
+from baton.errors import WorkerFailed
 from baton.host.process_end import end_process, fail
 from baton.telemetry.logs import Service, log_to_stream
 from deploy.processes.process_identity import Whereabouts
@@ -32,6 +37,8 @@ if TYPE_CHECKING:
     from engine.parallel.step_channel import GroupAddress
 
 _GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_END_S = 10.0
+"""Time in which ranks end once one of them has ended, in seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -46,23 +53,61 @@ class _RankSettings(BaseModel):
 
 
 class LocalRanks:
-    """Starts the child processes of one worker."""
+    """Starts the child processes of one worker that are on this machine."""
 
-    def __init__(self, host: str) -> None:
-        """``host`` is the address of the worker's servers. Call this before torch is loaded: from
-        now on this process, rank 0, sees its own GPU alone."""
-        self._host = host
+    def __init__(self, host: str, ranks: range) -> None:
+        """``host`` is the address of the servers of ``ranks``. Call this before torch is loaded:
+        from now on this process sees the first rank's GPU alone."""
+        self._host, self._ranks = host, ranks
         self._gpus = [gpu for gpu in os.environ.get(_GPUS_VARIABLE, "").split(",") if gpu]
-        os.environ[_GPUS_VARIABLE] = self._gpu_of(0)
+        os.environ[_GPUS_VARIABLE] = self._gpu_of(ranks.start)
+        self._children: list[subprocess.Popen[bytes]] = []
 
     def _gpu_of(self, rank: int) -> str:
-        return self._gpus[rank] if rank < len(self._gpus) else str(rank)
+        number = rank - self._ranks.start
+        return self._gpus[number] if number < len(self._gpus) else str(number)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the child processes run, or have run. Any thread may read it."""
+        return len(self._children) == sum(rank > 0 for rank in self._ranks)
 
     def start(self, settings: ActorSettings, address: GroupAddress, on_ended: OnEnded) -> None:
-        """Start ranks 1 and up, without waiting for them. ``on_ended`` is called when one has
-        ended. Raises OSError."""
-        told = _RankSettings(worker=settings, host=self._host, address=asdict(address))
-        for rank in range(1, settings.own_pool().ranks):
+        """Start the ranks other than rank 0, without waiting for them. ``on_ended`` is called when
+        one has ended. Raises OSError."""
+        self._start(settings, asdict(address), on_ended)
+
+    def follow(self, settings: ActorSettings, address: Mapping[str, str | int]) -> None:
+        """Start the ranks, and wait until rank 0 has closed. ``address`` has the fields of rank 0's
+        ``GroupAddress``.
+
+        Raises WorkerFailed if a rank ends for another reason, and OSError.
+        """
+        ended: SimpleQueue[str] = SimpleQueue()
+        self._start(settings, address, ended.put)
+        reason = ended.get()
+        # The others end, too: the group is unusable without one of its ranks.
+        for child in self._children:
+            try:
+                child.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        if any(child.returncode for child in self._children):
+            raise WorkerFailed(reason)
+
+    def kill(self) -> None:
+        """Kill the ranks' processes."""
+        for child in self._children:
+            child.kill()
+
+    def _start(
+        self, settings: ActorSettings, address: Mapping[str, str | int], on_ended: OnEnded
+    ) -> None:
+        told = _RankSettings(worker=settings, host=self._host, address=dict(address))
+        for rank in self._ranks:
+            if rank == 0:
+                continue
             child = subprocess.Popen(  # noqa: S603 - this Python and this module
                 [sys.executable, "-P", "-m", "deploy.workers.local_ranks", str(rank)],
                 stdin=subprocess.PIPE,
@@ -71,6 +116,7 @@ class LocalRanks:
             assert child.stdin is not None, "it is a pipe"
             with child.stdin as pipe:
                 pipe.write(told.model_dump_json().encode())
+            self._children.append(child)
             watch = threading.Thread(target=_watch, args=(rank, child, on_ended), daemon=True)
             watch.start()
 

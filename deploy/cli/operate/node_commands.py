@@ -251,6 +251,15 @@ def worker(
             help="Port of /live and /ready, plain HTTP for a kubelet. Default: none.",
         ),
     ] = 0,
+    group_port: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=65535,
+            help="Port at which pods of one worker find the pod of its rank 0, if the ranks are in"
+            " several (LWS_GROUP_SIZE).",
+        ),
+    ] = 9390,
     config: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="TOML configuration of the cluster."),
@@ -262,6 +271,8 @@ def worker(
     itself, and lives until it gets SIGTERM: then it finishes or moves its requests. It needs the
     cluster's Redis server, model, id and secret, from the file or the environment (BATON_REDIS_URL,
     BATON_CLUSTER_ID, BATON_CLUSTER_SECRET).
+
+    In a LeaderWorkerSet the ranks of a worker may be in several pods: each runs this command.
 
         baton worker --role decode --host 10.0.0.7 --config baton.toml
     """
@@ -276,6 +287,7 @@ def worker(
             host=host,
             workers_here=workers_here,
             probe_port=probe_port,
+            group_port=group_port,
         )
 
 

@@ -88,6 +88,9 @@ def pods(manifests: tuple[Manifest, ...]) -> Iterator[tuple[str, Manifest]]:
             yield name, one
         elif one["kind"] in ("StatefulSet", "Deployment"):
             yield name, one["spec"]["template"]
+        elif one["kind"] == "LeaderWorkerSet":
+            for part in ("leader", "worker"):
+                yield f"{name}/{part}", one["spec"]["leaderWorkerTemplate"][f"{part}Template"]
         elif one["kind"] == "RayCluster":
             for group in (one["spec"]["headGroupSpec"], *one["spec"]["workerGroupSpecs"]):
                 yield f"{name}/{group.get('groupName', 'head')}", group["template"]

@@ -201,10 +201,7 @@ message says what to do. Every check has a test.
 {{- with index $.Values.workers $role }}
 {{- $least := ternary .minReplicas .replicas (and (eq $mode "kuberay") $.Values.kuberay.autoscaling) }}
 {{- if eq $mode "disaggregated" }}
-{{- $least = 0 }}
-{{- range include "baton.pools" $ | fromJsonArray }}
-{{- if eq .role $role }}{{ $least = add $least (include "baton.podsOf" (dict "root" $ "pool" .) | int) }}{{ end }}
-{{- end }}
+{{- $least = include "baton.workersOfRole" (dict "root" $ "role" $role) | int }}
 {{- end }}
 {{- if and .podDisruptionBudget.enabled (ge (int .podDisruptionBudget.minAvailable) (int $least)) }}
 {{- fail (printf "workers.%s.podDisruptionBudget: minAvailable %v of %v pods would block every drain of a node: lower it, or add pods" $role .podDisruptionBudget.minAvailable $least) }}
@@ -230,10 +227,17 @@ message says what to do. Every check has a test.
 {{- if $pool.resources }}
 {{- fail (printf "config.pools: %s has resources, which only Ray reads: set workers.%s.resources" $pool.name $pool.role) }}
 {{- end }}
-{{- if ne (default "strict_pack" $pool.rank_placement) "strict_pack" }}
-{{- fail (printf "config.pools: %s: the ranks of a worker are in one pod; only mode kuberay has another rank_placement" $pool.name) }}
-{{- end }}
 {{- $ranks := mul (default 1 $pool.tp) (default 1 $pool.cp) }}
+{{- $placement := default "strict_pack" $pool.rank_placement }}
+{{- if gt (int $group.podsPerWorker) 1 }}
+{{- include "baton.checkGroups" (dict "root" $ "pool" $pool "ranks" $ranks "placement" $placement) }}
+{{- $ranks = div $ranks (int $group.podsPerWorker) }}
+{{- else if ne $placement "strict_pack" }}
+{{- fail (printf "config.pools: %s: with rank_placement %s the ranks of a worker are in several pods: set workers.%s.podsPerWorker, or leave rank_placement out" $pool.name $placement $pool.role) }}
+{{- end }}
+{{- if and $group.exclusiveTopology (le (int $group.podsPerWorker) 1) }}
+{{- fail (printf "workers.%s.exclusiveTopology: it is for workers in several pods: set podsPerWorker" $pool.role) }}
+{{- end }}
 {{- $gpus := get (default (dict) $group.resources.limits) "nvidia.com/gpu" | default 0 | int }}
 {{- if and (eq (default "auto" $pool.device) "cuda") (gt (int $ranks) $gpus) }}
 {{- fail (printf "config.pools: %s needs %v GPUs in a pod, but workers.%s.resources.limits has %v nvidia.com/gpu" $pool.name $ranks $pool.role $gpus) }}
@@ -262,6 +266,30 @@ message says what to do. Every check has a test.
 {{- end }}
 {{- end }}
 
+{{/* Workers whose ranks are in several pods: of `root`, `pool`, `ranks` and `placement`. */}}
+{{- define "baton.checkGroups" -}}
+{{- $pool := .pool }}
+{{- $size := int (index .root.Values.workers $pool.role).podsPerWorker }}
+{{- if mod .ranks $size }}
+{{- fail (printf "workers.%s.podsPerWorker: the %v ranks of %s cannot be divided among %v pods: set tp of config.pools to a multiple" $pool.role .ranks $pool.name $size) }}
+{{- end }}
+{{- if eq .placement "strict_pack" }}
+{{- fail (printf "config.pools: %s: its ranks are in %v pods (workers.%s.podsPerWorker): set rank_placement to pack" $pool.name $size $pool.role) }}
+{{- end }}
+{{- /* A LeaderWorkerSet's pods and revisions have longer names than it has itself. */}}
+{{- $name := printf "%s-%s" (include "baton.fullname" .root) $pool.name }}
+{{- if gt (len $name) 46 }}
+{{- fail (printf "config.pools: %s makes the LeaderWorkerSet's name %s too long: at most 46 characters, with fullnameOverride" $pool.name $name) }}
+{{- end }}
+{{- $clear := false }}
+{{- range .root.Values.env }}
+{{- if eq .name "BATON_TLS__CLEAR_KV" }}{{ $clear = true }}{{ end }}
+{{- end }}
+{{- if and (include "baton.hasTls" .root) (not $clear) (not .root.Values.existingConfigSecret) }}
+{{- fail (printf "workers.%s.podsPerWorker: ranks exchange layers unencrypted between pods, although there are certificates: if only you use that network, add BATON_TLS__CLEAR_KV with the value true to env" $pool.role) }}
+{{- end }}
+{{- end }}
+
 {{- define "baton.checkKuberay" -}}
 {{- if or (has .Values.gcsStore.mode (list "none" "embedded")) .Values.gcsStore.existingSecret }}
 {{- fail "gcsStore: mode kuberay needs one for Ray's head: set mode valkey, or external with url" }}
@@ -279,6 +307,9 @@ message says what to do. Every check has a test.
 {{- end }}
 {{- range $role := list "prefill" "decode" }}
 {{- $group := index $.Values.workers $role }}
+{{- if or (gt (int $group.podsPerWorker) 1) $group.exclusiveTopology $group.schedulerName $group.labels $group.annotations }}
+{{- fail (printf "workers.%s: podsPerWorker, exclusiveTopology, schedulerName, labels and annotations are for mode disaggregated; mode kuberay has rank_placement of config.pools, and kuberay.labels and .annotations" $role) }}
+{{- end }}
 {{- $pods := ternary $group.maxReplicas $group.replicas $.Values.kuberay.autoscaling }}
 {{- $gpus := get (default (dict) $group.resources.limits) "nvidia.com/gpu" | default 0 | float64 }}
 {{- $workers := 0 }}

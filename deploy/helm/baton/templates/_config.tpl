@@ -31,7 +31,7 @@ baton/config/worker_fields.py, which a test compares): nothing else replaces the
 {{- with $root.Values.auth.keys }}{{ $_ := set $config "keys" . }}{{ end }}
 {{- with $root.Values.auth.tenants }}{{ $_ := set $config "tenants" . }}{{ end }}
 {{- if eq $root.Values.mode "disaggregated" }}
-{{- $_ := set $config "scale_command" (printf "kubectl --namespace %s scale deployment/%s-{pool} --replicas={count}" $root.Release.Namespace (include "baton.fullname" $root)) }}
+{{- $_ := set $config "scale_command" (include "baton.scaleCommand" $root) }}
 {{- end }}
 {{- end }}
 {{- toToml $config }}

@@ -55,7 +55,17 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $roles | uniq | sortAlpha | reverse | toJson }}
 {{- end }}
 
-{{/* Number of pods of a pool at the start, in mode disaggregated: of `root` and `pool`. */}}
+{{/* Number of workers of all pools of a role at the start, in mode disaggregated: of `root` and `role`. */}}
+{{- define "baton.workersOfRole" -}}
+{{- $found := 0 }}
+{{- range include "baton.pools" .root | fromJsonArray }}
+{{- if eq .role $.role }}{{ $found = add $found (include "baton.podsOf" (dict "root" $.root "pool" .) | int) }}{{ end }}
+{{- end }}
+{{- $found }}
+{{- end }}
+
+{{/* Number of workers of a pool at the start, in mode disaggregated: of `root` and `pool`. Each is a pod, or a
+group of pods. */}}
 {{- define "baton.podsOf" -}}
 {{- $group := index .root.Values.workers .pool.role }}
 {{- if $group.autoscaling.enabled -}}

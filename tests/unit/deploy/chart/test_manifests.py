@@ -40,8 +40,10 @@ OTHERS = {
     "cert-manager.io/v1": {"Certificate", "Issuer"},
     "gateway.networking.k8s.io/v1": {"HTTPRoute", "GRPCRoute", "BackendTLSPolicy"},
     "keda.sh/v1alpha1": {"ScaledObject"},
+    "leaderworkerset.x-k8s.io/v1": {"LeaderWorkerSet"},
 }
-"""Kinds of other projects, by their API. Only RayCluster has a schema here."""
+"""Kinds of other projects, by their API. RayCluster and LeaderWorkerSet have schemas
+(``test_groups.py``)."""
 each_set = pytest.mark.parametrize("value_set", VALUE_SETS)
 
 

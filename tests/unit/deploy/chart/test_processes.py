@@ -161,7 +161,9 @@ def test_processes_are_of_one_cluster(value_set: str, configuration: Any) -> Non
         assert other.metrics_port
         assert other.log_format == router.log_format == "json"
         assert other.log_to == router.log_to == "stdout"
-    assert router.cluster_id == ("llama" if value_set == DISAGGREGATED_SETS[1] else "demo-baton")
+    assert router.cluster_id == (
+        "llama" if value_set == "disaggregated-values.yaml" else "demo-baton"
+    )
     if value_set in KUBERAY_SETS:
         launcher = configs["launcher"]
         assert launcher.ray_address == "demo-baton-ray-head-svc:6379"
@@ -172,7 +174,9 @@ def test_processes_are_of_one_cluster(value_set: str, configuration: Any) -> Non
             assert pool.resources[f"baton_{pool.role}"] == 1
 
 
-@pytest.mark.parametrize("value_set", DISAGGREGATED_SETS)
+@pytest.mark.parametrize(
+    "value_set", ["disaggregated-values.yaml", "disaggregated-plain-values.yaml"]
+)
 def test_each_pool_has_a_deployment_of_workers(value_set: str, configuration: Any) -> None:
     manifests = render(value_set)
     configs = configuration(value_set)

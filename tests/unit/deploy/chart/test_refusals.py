@@ -91,7 +91,10 @@ BY_PART = [
     (("--set=config.ray_address=a:1",), "config.ray_address: the chart sets this itself"),
     (("--set=config.scale_command=a",), "config.scale_command: the chart sets this itself"),
     (("--set=config.pools[0].resources.GPU=1",), "resources, which only Ray reads"),
-    (("--set=config.pools[0].rank_placement=spread",), "only mode kuberay has another"),
+    (
+        ("--set=config.pools[0].rank_placement=spread",),
+        "set workers.prefill.podsPerWorker, or leave",
+    ),
     (
         ("--set=config.pools[0].device=cuda,config.pools[0].tp=2",),
         "needs 2 GPUs in a pod, but workers",
@@ -154,6 +157,24 @@ KUBERAY = [
     ),
     (("--set=workers.decode.autoscaling.enabled=true",), "in mode kuberay set kuberay.autoscaling"),
     (("--set=workers.prefill.minReplicas=1",), "would block every drain of a node"),
+    *[
+        ((f"--set=workers.decode.{value}",), "are for mode disaggregated; mode kuberay has rank_")
+        for value in ("podsPerWorker=2", "schedulerName=volcano", "labels.a=b")
+    ],
+]
+GROUPS = [
+    (("--set=workers.prefill.podsPerWorker=3",), "cannot be divided among 3 pods"),
+    (("--set=workers.prefill.podsPerWorker=0",), "podsPerWorker"),
+    (("--set=workers.prefill.podsPerWorker=1",), "set workers.prefill.podsPerWorker, or leave"),
+    (("--set=config.pools[0].rank_placement=strict_pack",), "set rank_placement to pack"),
+    (("--set=workers.decode.exclusiveTopology=a",), "it is for workers in several pods"),
+    (("--set=config.pools[0].tp=16",), "prefill needs 8 GPUs in a pod"),
+    (
+        ("--set=fullnameOverride=a-name-that-has-forty-letters-in-all-now",),
+        "too long: at most 46 characters",
+    ),
+    (("--set=workers.prefill.podDisruptionBudget.minAvailable=3",), "would block every drain"),
+    (("--set-json=env=[]",), "ranks exchange layers unencrypted between pods"),
 ]
 
 
@@ -184,6 +205,13 @@ def test_kuberay_is_refused_what_it_cannot_have(values: tuple[str, ...], message
     assert message in refusal("kuberay-values.yaml", *values)
 
 
+@pytest.mark.parametrize(("values", "message"), GROUPS)
+def test_workers_in_several_pods_are_refused_what_they_cannot_have(
+    values: tuple[str, ...], message: str
+) -> None:
+    assert message in refusal("disaggregated-groups-values.yaml", *values)
+
+
 def _common(one: str, other: str) -> int:
     """Length of the longest text that both have."""
     matcher = SequenceMatcher(None, one, other, autojunk=False)
@@ -194,7 +222,7 @@ def test_every_refusal_has_a_test() -> None:
     text = (CHART / "templates" / "_checks.tpl").read_text()
     messages = re.findall(r'fail (?:\(printf )?"([^"]*)"', text)
     assert len(messages) > 40
-    known = [message for _, message in (*STANDALONE, *BY_PART, *KUBERAY)]
+    known = [message for _, message in (*STANDALONE, *BY_PART, *KUBERAY, *GROUPS)]
 
     def is_tested(message: str) -> bool:
         """Whether a test expects a piece of it, which has no variable parts."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from baton.config.cluster import Config
 from baton.config.pools import PoolConfig
@@ -14,7 +15,11 @@ from baton.errors import ConfigError
 from deploy.launcher import plain_worker
 from deploy.launcher.plain_worker import pool_of, slot_here
 from deploy.models import model_store
+from deploy.processes.run_directory import RunDirectory
 from deploy.store.shared_secret import SharedSecret
+from deploy.workers.node import NodeShare
+from deploy.workers.worker_process import worker_settings
+from worker.engine_start import engine_settings
 
 POOLS = (
     PoolConfig(name="prefill", role="prefill"),
@@ -61,6 +66,15 @@ def test_a_worker_is_named_by_its_pod(host: str, slot: str) -> None:
     assert slot_here("decode", host) == slot
 
 
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is there, and kernels that need not be built."""
+    monkeypatch.setattr(plain_worker, "missing_kernels", lambda _: [])
+    found = SimpleNamespace(commit="", path=tmp_path, name="a")
+    monkeypatch.setattr(model_store, "resolve", lambda *_: found)
+
+
+@pytest.mark.usefixtures("model")
 @pytest.mark.parametrize("has_certificates", [True, False])
 def test_a_worker_with_certificates_asks_for_no_secret(
     has_certificates: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -69,9 +83,6 @@ def test_a_worker_with_certificates_asks_for_no_secret(
         return "s" * 32
 
     monkeypatch.setattr(SharedSecret, "read", read)
-    monkeypatch.setattr(plain_worker, "missing_kernels", lambda _: [])
-    found = SimpleNamespace(commit="", path=tmp_path, name="a")
-    monkeypatch.setattr(model_store, "resolve", lambda *_: found)
     config = Config(
         pools=POOLS,
         redis_url="rediss://store:6379",
@@ -80,3 +91,31 @@ def test_a_worker_with_certificates_asks_for_no_secret(
     )
     settings = plain_worker._settings(config, POOLS[0], "prefill-0")
     assert settings.config["cluster_secret"] == ("" if has_certificates else "s" * 32)
+
+
+@pytest.mark.usefixtures("model")
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_rank_has_the_memory_of_its_own_gpu(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sees no other GPU. Workers with one rank see all GPUs, and divide them."""
+    pool = PoolConfig(name="prefill", role="prefill", tp=tp, device="cuda")
+    config = Config(
+        pools=(pool, PoolConfig(name="decode", role="decode")),
+        redis_url="rediss://store:6379",
+        cluster_id="blue",
+        cluster_secret="s" * 32,
+    )
+    settings = plain_worker._settings(config, pool, "prefill-0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    # As NodeShare tells for one worker of two ranks, or two workers of one, on a machine.
+    share = NodeShare(
+        host="127.0.0.1",
+        run=RunDirectory(tmp_path),
+        log_file=tmp_path / "log",
+        number=1,
+        workers_here=2,
+        threads=1,
+        core_board="",
+        core_lines=2,
+    )
+    told = engine_settings(worker_settings(settings, share))
+    assert told.gpu_memory_fraction == (0.9 if tp == 2 else 0.45)
