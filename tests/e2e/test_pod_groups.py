@@ -80,7 +80,7 @@ class Pods:
 def end_pod(machine: Machine) -> None:
     """Kill all that runs in a pod."""
     for process in machine.processes():
-        if process.name() != "sleep":
+        if process.name() != "cat":
             process.kill()
 
 

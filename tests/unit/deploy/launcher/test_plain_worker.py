@@ -95,7 +95,9 @@ def test_a_worker_with_certificates_asks_for_no_secret(
 
 @pytest.mark.usefixtures("model")
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_rank_has_the_memory_of_its_own_gpu(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_has_the_memory_of_its_own_gpu(
+    tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It sees no other GPU. Workers with one rank see all GPUs, and divide them."""
     pool = PoolConfig(name="prefill", role="prefill", tp=tp, device="cuda")
     config = Config(
