@@ -184,7 +184,7 @@ def _follow(
     log.info("pod %d of %s waits for rank 0 at %s", group.index, settings.slot, group.leader)
     found = enter(group, settings, group_port)
     settings = settings.model_copy(update={"slot": found.slot})
-    address = {"host": found.host, "port": found.port, "token": found.token}
+    address: dict[str, str | int] = {"host": found.host, "port": found.port, "token": found.token}
     try:
         ranks.follow(settings, address)
     except WorkerFailed as error:

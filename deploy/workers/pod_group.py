@@ -225,7 +225,7 @@ class _PodServicer(rank_pb2_grpc.PodServiceServicer):
     def __init__(self, entrance: Entrance) -> None:
         self._entrance = entrance
 
-    async def Enter(  # type: ignore[override]  # noqa: N802 - gRPC's name
+    async def Enter(  # noqa: N802 - gRPC's name
         self, request: rank_pb2.EnterRequest, context: EnterContext
     ) -> rank_pb2.EnterResponse:
         """Serve the call of one pod. See rank.proto."""

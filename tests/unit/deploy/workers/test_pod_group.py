@@ -13,6 +13,7 @@ from baton.config.cluster import Config
 from baton.config.pools import PoolConfig
 from baton.config.tls import TlsConfig
 from baton.errors import ConfigError
+from baton.v1 import rank_pb2
 from deploy.processes.ports import free_port
 from deploy.processes.process_identity import ProcessIdentity
 from deploy.workers import pod_group
@@ -171,7 +172,7 @@ def test_rank_0_names_the_pods_that_are_missing() -> None:
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     entrance = opened()
     monkeypatch.setattr(pod_group, "VERSION", "0.0.9")
-    request = pod_group.rank_pb2.EnterRequest(index=1, size=3, version="0.2.0", settings="")
+    request = rank_pb2.EnterRequest(index=1, size=3, version="0.2.0", settings="")
     assert entrance._refusal(request) == (
         "rank 0's pod runs Baton 0.0.9, and this one '0.2.0': give all pods of a group the same "
         "image"
