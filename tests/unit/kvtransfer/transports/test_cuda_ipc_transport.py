@@ -132,7 +132,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, executor: Executor) -> Iterator[Mac
     if os.environ.get("TRITON_INTERPRET") == "1":
         sums = checksum_triton._sums
         host = torch.device("cpu")
-        monkeypatch.setattr(checksum_triton, "_current", lambda _: nullcontext())
+        monkeypatch.setattr(checksum_triton, "current_device", lambda _: nullcontext())
         monkeypatch.setattr(checksum_triton, "_sums", lambda pairs, _: sums(pairs, host))
     else:
         monkeypatch.setattr(checksum_triton, "copy_words", copied_by_host)

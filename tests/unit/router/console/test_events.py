@@ -121,7 +121,7 @@ def test_breakers_and_keys() -> None:
         "the file of API keys cannot be used: the previous keys stay valid",
     ]
     assert cluster.look(counts=counts) == []
-    counts |= {("readmitted", "decode-0"): 1.0}
+    counts = counts | {("readmitted", "decode-0"): 1.0}
     assert cluster.look(counts=counts) == [
         "the circuit breaker of decode-0 closes: it takes requests as before"
     ]

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
@@ -50,9 +51,10 @@ async def test_nothing_refers_to_what_is_not_there(tmp_path: Path) -> None:
     access = Access(front.config, front.metrics)
     parts = (front.dispatcher, front.tokenizer, MODEL, front.stats, front.config, access)
     # Of these only the endpoints are looked at.
+    cluster = cast(ClusterDispatcher, SimpleNamespace(workers=SimpleNamespace(all=tuple)))
     more = (
         BatchesApi(cast(BatchService, None), cast(BatchPlanner, None), front.config),
-        ConsoleApi(cast(ClusterDispatcher, None), front.stats, front.config, "tiny", access),
+        ConsoleApi(cluster, front.stats, front.config, "tiny", access),
         WorkerApi(cast(WorkerControl, None), cast(PoolScaling, None), access, front.config),
         ClusterApi("1f2e3d", "tiny", cast(WorkerControl, None), cast(PoolScaling, None), access),
     )

@@ -34,6 +34,7 @@ LISTS = {
 SHOWN = [option for option in config_options() if option.panel]
 VALUES = [option for option in SHOWN if not option.is_entry]
 OTHERS = {
+    "data_network": {"--transport": "gloo"},
     # Options that a value requires.
     "ray_address": {"--redis-url": "redis://127.0.0.1:1"},
     "leave_workers": {
@@ -52,6 +53,7 @@ OTHERS = {
 
 PLAIN = {
     "batch_store": "local",
+    "data_network": "127.0.0.0/8",
     "otlp_endpoint": "http://127.0.0.1:9",
     "batch_hours": "22:00-06:00",
     "batch_time_zone": "Europe/Berlin",
