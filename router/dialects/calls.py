@@ -31,7 +31,8 @@ class CallReader(Protocol):
 
     @property
     def raw(self) -> str:
-        """The text that was read before the tool call began, or after its arguments."""
+        """The text that was read before the tool call began, or after its arguments; or that was
+        held back when something broke the arguments."""
 
     @property
     def in_arguments(self) -> bool:

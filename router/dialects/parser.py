@@ -253,6 +253,7 @@ class ToolParser(SteppedParser):
         elif reader.broken and not reader.begun:
             self._give_back(reader.raw)
         elif reader.broken and reader.in_arguments:
+            self._text = reader.raw + self._text
             self._state = _State.SPILL
         elif reader.broken:
             self._pieces.append(CallEnd())

@@ -196,11 +196,11 @@ class _TaggedReader(HeadReader):
             pass
         if not (self.complete or self.broken):
             return len(text)
-        # Held text from before ``text`` cannot go back to the parser.
+        # What was held from before ``text`` goes back to the parser, too: with the text that
+        # follows it may be a marker.
         held, self._held = self._held, ""
         before = max(0, len(held) - len(text))
-        if before:
-            self._give(held[:before])
+        self.raw = held[:before]
         return len(text) - len(held) + before
 
     def finish(self) -> None:

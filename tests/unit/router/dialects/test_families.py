@@ -345,6 +345,14 @@ def test_streamed_answers_are_the_same(name: str, text: str) -> None:
         assert pieces_of(name, parts) == whole
 
 
+def test_an_end_that_is_missing_is_found_in_any_parts() -> None:
+    (text,) = [one[1] for one in ANSWERS if one[0] == "qwen3_coder" and "get_time" in one[1]][:1]
+    text = text.replace("</function>\n", "", 1)
+    whole = pieces_of("qwen3_coder", [text])
+    for place in range(1, len(text)):
+        assert pieces_of("qwen3_coder", [text[:place], text[place:]]) == whole
+
+
 SENTINEL = "Q7Z"
 
 
