@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from socket import gethostname
 from typing import Any
 
 import httpx
@@ -39,8 +40,8 @@ def test_every_process_writes_to_standard_output() -> None:
     processes = {(row["service"], row["instance"]) for row in told}
     assert processes >= {
         ("baton-launcher", "launcher"),
-        ("baton-router", "router-0"),
-        ("baton-router", "router-1"),
+        ("baton-router", f"router-0@{gethostname()}"),
+        ("baton-router", f"router-1@{gethostname()}"),
         ("baton-worker", "prefill-0"),
         ("baton-worker", "decode-0"),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from socket import gethostname
 
 import httpx
 
@@ -94,7 +95,8 @@ def test_one_request_from_end_to_end() -> None:
     assert ended["trace_id"] == TRACE
     assert ended["request_id"] == "mine"
     assert ended["answer_id"] == answer.json()["id"]
-    assert (ended["service"], ended["instance"]) == ("baton-router", "router-0")
+    router = f"router-0@{gethostname()}"
+    assert (ended["service"], ended["instance"]) == ("baton-router", router)
     assert ended["outcome"] == "ok"
     assert ended["output_tokens"] == 4
     assert not any(WORDS in text for text in logs.values()), "no prompt is in a log"
