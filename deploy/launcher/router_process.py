@@ -192,7 +192,9 @@ def serve_router(config: Config) -> None:
 
     url = store_url(config, "router")
     if (shared := SharedSecret.of(config, url)) is not None:
-        config = config.model_copy(update={"cluster_secret": asyncio.run(shared.read())})
+        secret = asyncio.run(shared.read())
+        shared.keep_in_thread(secret)
+        config = config.model_copy(update={"cluster_secret": secret})
     revision = asyncio.run(_revision(config, url, tell))
     model = model_store.resolve(config.model, tell, config.quantization, revision, weights=False)
     config = config.model_copy(update={"revision": model.commit})

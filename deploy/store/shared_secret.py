@@ -1,14 +1,17 @@
 """The secret of a cluster whose configuration has none, in an operator's own Redis.
 
 Launchers and routers of the cluster find it there by the cluster's id. The first of them generates
-it. The user of workers cannot read it (``redis/users.acl``). A cluster without an id, or with an
-embedded store, does not need it: its launcher passes the secret to all other processes.
+it. All of them write it again and again: if Redis loses it while no launcher is there, the next
+launcher would give its workers another secret than the routers have. The user of workers cannot
+read it (``redis/users.acl``). A cluster without an id, or with an embedded store, does not need it:
+its launcher passes the secret to all other processes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from typing import NoReturn, cast
 
 import redis
@@ -18,7 +21,7 @@ from baton.errors import Unavailable
 from baton.security.cluster_secret import new_secret
 from baton.store.redis_client import redis_client
 
-_AGAIN_S = 10.0
+_AGAIN_S = 1.0
 _READ_S = 10.0
 
 
@@ -62,3 +65,9 @@ class SharedSecret:
                 await asyncio.sleep(_AGAIN_S)
                 with contextlib.suppress(redis.RedisError, OSError):
                     await client.set(self._key, secret)
+
+    def keep_in_thread(self, secret: str) -> None:
+        """Do what ``keep`` does on a thread that lives as long as the process."""
+        threading.Thread(
+            target=lambda: asyncio.run(self.keep(secret)), name="cluster secret", daemon=True
+        ).start()
