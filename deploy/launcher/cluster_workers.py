@@ -146,11 +146,10 @@ class ClusterWorkers:
                     placing.cancel()
                 try:
                     await self.lead()
+                    self._report("this launcher leads the cluster again")
                 except redis.RedisError as error:
                     log.warning("this launcher leads, and keeps the supervisor as it is: %s", error)
-                    continue
-                self._report("this launcher leads the cluster again")
-                # The lease is kept meanwhile.
+                # It finds the supervisor that runs. The lease is kept meanwhile.
                 placing = asyncio.create_task(self.start_supervisor())
         finally:
             if placing is not None:
