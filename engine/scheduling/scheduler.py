@@ -475,7 +475,7 @@ class Scheduler:
             self._prefix_cache.register(sequence)
         if sequence.finish_reason:
             self.remove(sequence)
-        return SequenceUpdate(sequence, tokens, 0, logprobs)
+        return SequenceUpdate(sequence, tokens, 0, logprobs, sequence.finish_reason)
 
     def _apply(
         self, sequence: Sequence, row: PlanRow, result: StepResult, place: int
@@ -513,14 +513,14 @@ class Scheduler:
         elif sequence.finish_reason:
             self.remove(sequence)
         prompt_tokens = max(0, min(row.start + row.count, sequence.prompt_length) - row.start)
-        own = SequenceUpdate(sequence, tuple(accepted), prompt_tokens, logprobs[: len(accepted)])
-        return [
-            own,
-            *(
-                SequenceUpdate(fork, (fork.token_ids[-1],), 0, logprobs[n : n + 1])
-                for n, fork in enumerate(begun, 1)
-            ),
-        ]
+        scores = logprobs[: len(accepted)]
+        ended = sequence.finish_reason
+        own = SequenceUpdate(sequence, tuple(accepted), prompt_tokens, scores, ended)
+        forks = (
+            SequenceUpdate(fork, (fork.token_ids[-1],), 0, logprobs[n : n + 1], fork.finish_reason)
+            for n, fork in enumerate(begun, 1)
+        )
+        return [own, *forks]
 
     # Several answers from one prompt
 

@@ -202,6 +202,9 @@ class SequenceUpdate:
     computed_prompt_tokens: int
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Log probabilities, one entry for each new token; empty if they are not wanted."""
+    finish_reason: FinishReason | None = None
+    """Why the last of ``token_ids`` has ended the sequence; None if it has not. The sequence itself
+    may have ended in a later step when the update is read."""
     failure: str = ""
     """Why the sequence could not continue and has ended; empty if it did not fail."""
     lost: bool = False

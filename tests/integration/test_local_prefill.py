@@ -17,9 +17,11 @@ from baton.rpc import convert
 from baton.sampling_params import SamplingParams
 from baton.store.registry import WorkerRecord
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
+from engine.scheduling.sequence import SequenceUpdate
 from router.workers.worker_link import PrefillStream
 from tests.support.integration.handoff import ANSWER, BLOCK, SAMPLINGS, local_answer, prompt_of
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster, worker_channel
+from worker.prefill.flow import PromptUpdates
 
 LONG = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
 ROUTER = "a-router"
@@ -234,3 +236,22 @@ async def test_a_handoff_reports_what_the_transfer_added(tiny_model: Path, redis
         assert first.queue_ms > 0
         assert committed.handoff.transfer_ms > 0
         await cluster.until_idle()
+
+
+async def test_a_first_token_that_is_told_late_does_not_end_the_answer(
+    tiny_model: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task of a prompt may run long after the step: by then the whole answer may be there."""
+    prompt = prompt_of(2 * BLOCK)
+    sampling = replace(SAMPLINGS["greedy"], max_tokens=3)
+    async with mini_cluster(tiny_model, redis_url, local_prefill="always") as cluster:
+        take = PromptUpdates.next
+
+        async def late(updates: PromptUpdates, timeout_s: float) -> SequenceUpdate | None:
+            update = await take(updates, timeout_s)
+            await cluster.until_idle()
+            return update
+
+        monkeypatch.setattr(PromptUpdates, "next", late)
+        answer = await cluster.answer(prompt, sampling)
+    assert answer.token_ids == local_answer(tiny_model, prompt, sampling)

@@ -259,7 +259,7 @@ def attempt_of(sequence: Sequence) -> AttemptName:
 def first_of(update: SequenceUpdate) -> FirstToken:
     """Return the first token of a choice. ``update`` is the step result that contains it."""
     logprobs = update.logprobs[0] if update.logprobs else None
-    return FirstToken(update.token_ids[0], update.sequence.finish_reason, logprobs)
+    return FirstToken(update.token_ids[0], update.finish_reason, logprobs)
 
 
 def first_token_response(
