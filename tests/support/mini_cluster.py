@@ -92,6 +92,8 @@ def valkey(
         chosen = port or free_port()
         arguments = ["--port", str(chosen), "--bind", "127.0.0.1", "--save", ""]
         arguments += ["--appendonly", "yes" if folder else "no", "--dir", str(folder or Path.cwd())]
+        # It writes before it answers. With fsync, a slow disk would delay that past the kill below.
+        arguments += ["--appendfsync", "no"]
         process = subprocess.Popen(
             [valkey_binary(), *arguments],
             env=os.environ | dict(environment or {}),
