@@ -149,7 +149,7 @@ async def strike(client: Client, role: Role, number: Signals) -> str:
     return victim
 
 
-@pytest.mark.parametrize("number", [SIGSTOP, SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(SIGSTOP, marks=pytest.mark.long), SIGKILL])
 async def test_answers_go_on_when_a_decode_worker_ends(
     company: Company, reference: Engine, number: Signals
 ) -> None:

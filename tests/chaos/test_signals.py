@@ -63,7 +63,6 @@ ALL = [
     *(Case(*case) for case in itertools.product(OTHER, STATES, (SIGKILL, SIGSTOP))),
 ]
 QUICK = {
-    Case("prefill", "receiving", SIGSTOP),
     Case("decode", "receiving", SIGSTOP),
     Case("decode", "receiving", SIGKILL),
 }

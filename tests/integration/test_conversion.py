@@ -25,7 +25,11 @@ from worker.role import WorkerContext
 HASH_BLOCK = 16
 ANSWER = 2 * HASH_BLOCK + 3
 GREEDY = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
-SIZES = [(16, 32), (32, 16), (48, 32)]
+SIZES = [
+    pytest.param(16, 32, marks=pytest.mark.long),
+    pytest.param(32, 16, marks=pytest.mark.long),
+    (48, 32),
+]
 """Of prefill and decode blocks; in the last pair neither is a multiple of the other."""
 LENGTHS = (1, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 95, 96, 97)
 TYPES = [
@@ -150,6 +154,7 @@ def converted(cluster: MiniCluster, prompt: tuple[int, ...]) -> torch.Tensor:
     return out
 
 
+@pytest.mark.long
 async def test_many_at_once(tiny_model: Path, redis_url: str) -> None:
     """With chunks that end within blocks of either side, and a window of a few blocks."""
     async with mini_cluster(

@@ -340,7 +340,13 @@ async def test_a_cluster_answers_as_one_engine_does(
 
 
 @pytest.mark.parametrize(
-    "change", [{"deterministic": True}, {"kv_dtype": "int8"}, {"quantization": "int8"}], ids=str
+    "change",
+    [
+        {"deterministic": True},
+        pytest.param({"kv_dtype": "int8"}, marks=pytest.mark.long),
+        pytest.param({"quantization": "int8"}, marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 async def test_workers_of_another_kind_share_no_kv(
     model: Path, redis_url: str, change: dict[str, object]

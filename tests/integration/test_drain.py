@@ -97,6 +97,7 @@ async def test_a_prefill_worker_becomes_a_decode_worker_and_back(
         assert again.cached_prompt_tokens >= 4 * BLOCK
 
 
+@pytest.mark.long
 async def test_a_drained_worker_takes_nothing_more_and_ends_what_it_has(
     tiny_model: Path, redis_url: str
 ) -> None:

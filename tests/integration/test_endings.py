@@ -31,6 +31,7 @@ async def test_a_first_token_that_ends_the_answer(tiny_model: Path, redis_url: s
             assert outcomes(cluster, outcome) == count
 
 
+@pytest.mark.long
 async def test_what_a_worker_held_is_forgotten_once_it_has_left(
     tiny_model: Path, redis_url: str
 ) -> None:

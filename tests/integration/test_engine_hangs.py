@@ -64,6 +64,7 @@ async def test_answers_leave_an_engine_that_stands_still(
         each.check(tiny_model)
 
 
+@pytest.mark.long
 async def test_prompts_leave_an_engine_that_stands_still(
     tiny_model: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from baton.errors import BatonError
 from baton.sampling_params import SamplingParams
 from tests.chaos.harness.stage import until_whole
@@ -37,6 +39,7 @@ async def test_a_lost_device_ends_the_process(
         )
 
 
+@pytest.mark.long
 async def test_a_lack_of_memory_is_outlived(
     tiny_model: Path, redis_url: str, tmp_path: Path
 ) -> None:
@@ -52,6 +55,7 @@ async def test_a_lack_of_memory_is_outlived(
         await until_whole(decode, time.monotonic() + DEADLINE_S)
 
 
+@pytest.mark.long
 async def test_failed_steps_in_a_row_end_the_process(
     tiny_model: Path, redis_url: str, tmp_path: Path
 ) -> None:

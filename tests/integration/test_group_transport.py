@@ -80,7 +80,7 @@ def form(pair: Pair) -> None:
         assert writer.wait("send", number) == ""
 
 
-@pytest.mark.parametrize("formed", [False, True])
+@pytest.mark.parametrize("formed", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("side", ["send", "receive"])
 def test_a_killed_peer_fails_transfers_in_flight(pair: Pair, side: str, formed: bool) -> None:
     if formed:
@@ -96,7 +96,7 @@ def test_a_killed_peer_fails_transfers_in_flight(pair: Pair, side: str, formed: 
     assert pair.here.wait(side, 3) in expected
 
 
-@pytest.mark.parametrize("formed", [False, True])
+@pytest.mark.parametrize("formed", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("side", ["send", "receive"])
 def test_a_stopped_peer_fails_at_the_deadline(pair: Pair, side: str, formed: bool) -> None:
     if formed:
@@ -154,6 +154,7 @@ def test_a_writer_that_stops_while_the_pair_is_formed(pair: Pair) -> None:
     assert pair.here.wait("receive", 3) == "DeadlineExceeded"
 
 
+@pytest.mark.long
 def test_a_receiver_that_stops_while_the_pair_is_formed(pair: Pair) -> None:
     checksums = pair.here.pack(3, COUNT)
     pair.there.receive(3, checksums, LONG_S)
@@ -162,6 +163,7 @@ def test_a_receiver_that_stops_while_the_pair_is_formed(pair: Pair) -> None:
     assert pair.here.wait("send", 3) == "DeadlineExceeded"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("side", ["send", "receive"])
 def test_links_close_while_the_peer_is_stopped(pair: Pair, side: str) -> None:
     form(pair)

@@ -16,7 +16,7 @@ from tests.support.mini_cluster import mini_cluster
 @pytest.mark.parametrize(
     ("transport", "prefill_tp", "decode_tp"),
     [
-        ("shm", 1, 1),
+        pytest.param("shm", 1, 1, marks=pytest.mark.long),
         ("grpc", 1, 1),
         ("shm", 2, 1),
         pytest.param("grpc", 2, 2, marks=pytest.mark.long),

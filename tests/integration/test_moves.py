@@ -45,6 +45,7 @@ async def test_a_decode_worker_stops_amid_answers(tiny_model: Path, redis_url: s
         assert each.cached == []
 
 
+@pytest.mark.long
 async def test_the_worker_that_it_has_moved_to_stops_as_well(
     tiny_model: Path, redis_url: str
 ) -> None:

@@ -93,9 +93,9 @@ def token_ids(cluster: MiniCluster) -> list[int]:
     ("tools", "template", "place"),
     [
         ("hermes", SWITCHED, "Où est la"),
-        ("qwen3_coder", SWITCHED, "Où est la"),
-        ("hermes", OPENED, ""),
-        ("hermes", OPENED, "</think>"),
+        pytest.param("qwen3_coder", SWITCHED, "Où est la", marks=pytest.mark.long),
+        pytest.param("hermes", OPENED, "", marks=pytest.mark.long),
+        pytest.param("hermes", OPENED, "</think>", marks=pytest.mark.long),
         ("glm45", OPENED, "<arg_key>numbers</arg_key>\n<arg_value>["),
     ],
 )

@@ -137,6 +137,7 @@ def test_a_writer_that_is_killed(ways: str) -> None:
         assert here.has(0, 1, 3)
 
 
+@pytest.mark.long
 def test_a_writer_that_is_killed_amid_reads() -> None:
     with receiver(TCP) as here, child(TCP) as writer:
         link = here.link(writer)
@@ -151,6 +152,7 @@ def test_a_writer_that_is_killed_amid_reads() -> None:
         assert here.has(0)
 
 
+@pytest.mark.long
 def test_a_writer_that_is_stopped_and_wakes() -> None:
     with receiver(TCP) as here, child(TCP) as writer, child(TCP) as other:
         link = here.link(writer)
@@ -169,6 +171,7 @@ def test_a_writer_that_is_stopped_and_wakes() -> None:
         assert here.has(0, 4, 5, 6)
 
 
+@pytest.mark.long
 def test_the_end_of_a_receiver_whose_writer_is_stopped() -> None:
     with child(TCP) as writer:
         with receiver(TCP) as here:

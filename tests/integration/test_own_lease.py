@@ -43,6 +43,7 @@ async def decode_record(cluster: MiniCluster, but: str = "") -> WorkerRecord:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.long
 async def test_a_worker_that_was_stopped_wakes_in_another_life_with_what_it_had_cached(
     tiny_model: Path, redis_url: str, tmp_path: Path
 ) -> None:

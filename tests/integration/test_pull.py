@@ -252,7 +252,7 @@ async def test_equal_prompts_that_fetch_at_once_keep_one_copy(
 # What a holder does not have
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("left", "outcome"), [(0, "empty"), (3, "ok")])
 async def test_what_was_evicted_in_between_is_computed(
     tiny_model: Path, redis_url: str, left: int, outcome: str, tp: int
@@ -444,7 +444,7 @@ async def holder_process(
             await process.communicate()
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("grpc", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("signal_name", "outcome"), [("SIGKILL", "error"), ("SIGSTOP", "deadline")]
 )

@@ -28,7 +28,13 @@ def one_thread() -> None:
 
 @pytest.mark.parametrize(
     ("prefill_tp", "decode_tp", "transport"),
-    [(2, 1, "shm"), (1, 2, "grpc"), (2, 2, "shm"), (3, 2, "grpc"), (2, 4, "shm")],
+    [
+        (2, 1, "shm"),
+        (1, 2, "grpc"),
+        pytest.param(2, 2, "shm", marks=pytest.mark.long),
+        (3, 2, "grpc"),
+        pytest.param(2, 4, "shm", marks=pytest.mark.long),
+    ],
 )
 async def test_degrees_change_no_token(
     tiny_model: Path, redis_url: str, prefill_tp: int, decode_tp: int, transport: str

@@ -47,7 +47,7 @@ def answers(deltas: list[OutputDelta]) -> Answers:
 
 @pytest.mark.parametrize("local", ["never", "always"])
 @pytest.mark.parametrize("choices", [1, 3])
-@pytest.mark.parametrize("refused_every", [0, 3])
+@pytest.mark.parametrize("refused_every", [pytest.param(0, marks=pytest.mark.long), 3])
 async def test_a_relayed_answer_is_the_same(
     tiny_model: Path, redis_url: str, refused_every: int, choices: int, local: str
 ) -> None:

@@ -16,6 +16,8 @@ from loadtest.router.router_bench import RouterBenchSettings, measure_peer, meas
 
 PEER = """
 import asyncio, sys
+
+pytestmark = pytest.mark.long
 async def pipe(reader, writer):
     while data := await reader.read(65536):
         writer.write(data)

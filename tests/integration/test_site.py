@@ -85,7 +85,7 @@ def outside(asked: list[str], address: str) -> list[str]:
     return [url for url in asked if not url.startswith(own)]
 
 
-@pytest.mark.parametrize("scheme", ["dark", "light"])
+@pytest.mark.parametrize("scheme", [pytest.param("dark", marks=pytest.mark.long), "light"])
 async def test_no_page_asks_another_host(address: str, scheme: Scheme) -> None:
     asked: list[str] = []
     async with reader(scheme, asked) as page:
@@ -113,6 +113,7 @@ async def test_the_search_asks_no_other_host(address: str) -> None:
     assert outside(asked, address) == []
 
 
+@pytest.mark.long
 async def test_tables_are_not_wider_than_a_page(address: str) -> None:
     async with reader("light", []) as page:
         for path in PAGES:

@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.expected_skips import read_expected, wrong_skips
 
+pytestmark = pytest.mark.long
+
 EXPECTED = {"no GPU": 2, "the trace": 1}
 ROOT = Path(__file__).parents[2]
 

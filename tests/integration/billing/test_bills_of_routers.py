@@ -180,6 +180,7 @@ async def check(
     assert sum(client.answered for client in clients) > number, "it has served meanwhile"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_bills_equal_usage_after_some_faults(
     tiny_model: Path, redis_url: str, tmp_path: Path

@@ -177,7 +177,7 @@ async def test_by_keyboard_alone(stage: Stage, open_page: OpenPage) -> None:
         await expect(page.locator("#chat-status")).to_contain_text("Answered: ")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.long)])
 @pytest.mark.parametrize("size", ["wide", pytest.param("narrow", marks=pytest.mark.long)])
 async def test_accessibility(stage: Stage, open_page: OpenPage, scheme: str, size: str) -> None:
     """axe-core finds no fault, contrast included, and nothing is wider than the window."""

@@ -295,7 +295,7 @@ async def test_no_ratio_is_named_where_the_simulator_is_wrong(
         assert len(set(colors)) == 1, "figures without colors"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.long)])
 @pytest.mark.parametrize("agrees", [True, False])
 async def test_ratios_are_accessible(
     stage: Stage, open_page: OpenPage, scheme: str, *, agrees: bool

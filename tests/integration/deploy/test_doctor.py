@@ -33,6 +33,7 @@ def test_two_processes_exchange_data() -> None:
     assert all(step.gb_per_s > 0 for step in steps)
 
 
+@pytest.mark.long
 def test_a_process_that_fails_is_named() -> None:
     with pytest.raises(Unavailable, match=r"process on cuda:99 ended with 1: \w*Error: "):
         check_pair("gloo", ("cpu", "cuda:99"))
@@ -66,6 +67,7 @@ def test_redis_and_its_clock_are_asked(redis_url: str) -> None:
     assert "against Redis" in found["clock"].detail
 
 
+@pytest.mark.long
 def test_a_configuration_is_looked_at(tmp_path: Path) -> None:
     file = tmp_path / "baton.toml"
     file.write_text('redis_url = "redis://127.0.0.1:1"\n')

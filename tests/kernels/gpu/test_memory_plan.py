@@ -26,10 +26,9 @@ LIMITS = StepLimits(
 
 
 def _case(case: Sized) -> Any:
-    """The long run has the other contexts, and int4, of all but a few models."""
-    usual = case.context == CONTEXT and (case.kind != "int4" or case.name == "Mixtral 8x7B")
-    quick = usual or case.name == "Llama 3.1 8B"
-    return pytest.param(case, marks=() if quick else pytest.mark.long, id=str(case))
+    """The long run has the other models and contexts."""
+    usual = case.context == CONTEXT and case.name in ("Llama 3.1 8B", "Mixtral 8x7B")
+    return pytest.param(case, marks=() if usual else pytest.mark.long, id=str(case))
 
 
 @pytest.mark.parametrize("case", [_case(case) for case in SIZED])

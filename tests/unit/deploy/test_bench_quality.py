@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 from deploy.cli.main import app
 from tests.support.models import make_tiny_model
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:

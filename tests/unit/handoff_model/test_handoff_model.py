@@ -31,6 +31,7 @@ from tests.unit.handoff_model.world import PREFILLS, SLOTS, World
 Case = TypeVar("Case")
 
 TRANSPORTS = (("shm",), ("grpc",))
+SHM_AT_ONCE = (("shm",), pytest.param(("grpc",), marks=pytest.mark.long))
 SLOT = st.sampled_from(sorted(SLOTS))
 MILLISECONDS = st.sampled_from((1, 2, 3, 5, 8, 20, 100, 600, 1500, 4000))
 
@@ -304,7 +305,7 @@ def test_a_worker_that_waits_for_a_frozen_one_recovers_soon(
             world.close()
 
 
-@pytest.mark.parametrize("transports", TRANSPORTS)
+@pytest.mark.parametrize("transports", SHM_AT_ONCE)
 def test_one_message_goes_wrong(transports: tuple[str, ...]) -> None:
     run_strikes(transports, share_of(transports, strikes((700,), 1)))
 
@@ -335,7 +336,7 @@ def run_abandoned(transports: tuple[str, ...], cases: Iterable[tuple[int, int, i
             raise
 
 
-@pytest.mark.parametrize("transports", TRANSPORTS)
+@pytest.mark.parametrize("transports", SHM_AT_ONCE)
 def test_a_client_leaves(transports: tuple[str, ...]) -> None:
     run_abandoned(transports, share_of(transports, departures(25)))
 

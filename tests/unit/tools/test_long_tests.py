@@ -149,6 +149,7 @@ def test_a_file_that_is_named_runs_alone_and_other_rows_stay(root: Path) -> None
     assert rows["test_long.py"].passed == 2
 
 
+@pytest.mark.long
 def test_a_file_in_progress_when_the_time_is_over_has_failed(root: Path) -> None:
     hangs = """
 import threading

@@ -53,6 +53,7 @@ def tree(tmp_path: Path) -> Path:
     return root
 
 
+@pytest.mark.long
 def test_what_tests_notice_is_killed_and_what_they_do_not_survives(
     tree: Path, tmp_path: Path
 ) -> None:
@@ -72,6 +73,7 @@ def test_what_tests_notice_is_killed_and_what_they_do_not_survives(
     assert (tree / "doubling.py").read_text() == MODULE
 
 
+@pytest.mark.long
 def test_changes_of_the_same_size_one_after_another_are_all_seen(
     tree: Path, tmp_path: Path
 ) -> None:

@@ -24,8 +24,6 @@ TOGETHER = (
     ("kernel speed", "step speed"),
 )
 """Phases of one run: the runs take about as long, and serving has its own test."""
-QUICK = "machine"
-"""The run that is no long test; what the kernels of the others compute, tests/kernels/gpu tells."""
 BLOCKED = """
 import sys
 
@@ -55,12 +53,10 @@ def test_every_phase_is_run() -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "names",
-    [
-        pytest.param(names, id=names[0], marks=() if QUICK in names else pytest.mark.long)
-        for names in TOGETHER
-    ],
+    [pytest.param(names, id=names[0]) for names in TOGETHER],
 )
 def test_phases_run_and_every_check_holds(names: tuple[str, ...], tmp_path: Path) -> None:
     output = tmp_path / "gpu.jsonl"

@@ -384,6 +384,7 @@ def test_a_cut_download_asks_for_the_rest_only(
     assert (path / "model-1.safetensors").read_bytes() == whole
 
 
+@pytest.mark.long
 def test_a_stall_ends_with_what_was_kept(hub: HubStub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)
     hub.stalled["model-2.safetensors"] = 0

@@ -19,6 +19,7 @@ from loadtest.cluster.index_workload import (
 )
 
 
+@pytest.mark.long
 def test_the_figures_of_a_small_index(tmp_path: Path) -> None:
     """Its answers are compared with what is known to be held, while it warms up."""
     path = tmp_path / "figures.json"

@@ -51,6 +51,7 @@ def bench(folder: Path, trace: Path, *flags: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_prefixes_are_found_without_herding(tmp_path: Path) -> None:
     trace = write_chats(tmp_path / "chats.jsonl")
     found = {

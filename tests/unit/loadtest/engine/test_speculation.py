@@ -70,6 +70,7 @@ def test_rows_and_json(model: Path, prompts: Path, tmp_path: Path) -> None:
     assert any("mt_bench, 2 at a time" in line for line in said)
 
 
+@pytest.mark.long
 def test_a_smaller_model(model: Path, prompts: Path, tmp_path: Path) -> None:
     output = tmp_path / "found.json"
     small = make_tiny_model(tmp_path / "small", layers=1, context=2048)

@@ -101,6 +101,7 @@ def posts(server: Server) -> list[dict[str, Any]]:
     return [asked.fields for asked in server.fake.asked if asked.line.startswith("POST")]
 
 
+@pytest.mark.long
 def test_serve(server: Server, tmp_path: Path) -> None:
     files = {name: tmp_path / name for name in ("json", "html", "records")}
     options = [word for name, path in files.items() for word in (f"--{name}", str(path))]
@@ -233,6 +234,7 @@ def test_soak(server: Server, tmp_path: Path) -> None:
     assert 5 <= len(posts(server)) <= 80
 
 
+@pytest.mark.long
 def test_soak_sees_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "QUIET_S", 0.1)
     serving = Server(sequences=2)
@@ -258,6 +260,7 @@ time.sleep(3600)
 """Takes 12 MiB and 20 descriptors a second, and gives nothing back."""
 
 
+@pytest.mark.long
 def test_soak_sees_a_process_that_leaks(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,8 @@ from loadtest.gpu.phases import PHASES, PLANS, table
 from loadtest.gpu.report import Report
 from tests.unit.loadtest.gpu import run_script
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[4]
 DEADLINE_S = 120.0
 SCRIPT = (sys.executable, "-m", "tests.unit.loadtest.gpu.run_script")

@@ -13,6 +13,8 @@ import triton
 
 from loadtest.gpu.triton_cache import StaleCache, code_hash, described_items, unpack
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[4]
 
 

@@ -14,6 +14,8 @@ from loadtest.common.json_worker import helper
 from loadtest.handoff.transfer_bench import TransferSettings, measure_transfers
 from tests.support.models import make_tiny_model
 
+pytestmark = pytest.mark.long
+
 BLOCK = 64 << 10
 
 

@@ -21,6 +21,8 @@ from loadtest.peers.peer_table import Run
 from loadtest.peers.peers import Comparison, choose_peers, compare, default_peers, run_comparison
 from tests.support.loadtest.fake_programs import Fakes, make_fakes
 
+pytestmark = pytest.mark.long
+
 _DEADLINE_S = 30.0
 
 

@@ -100,6 +100,7 @@ def test_material_that_is_none(tmp_path: Path) -> None:
         load_conversations(tmp_path)
 
 
+@pytest.mark.long
 def test_a_head_learns_and_goes_on(
     folder: Path, conversations: list[Conversation], tmp_path: Path
 ) -> None:

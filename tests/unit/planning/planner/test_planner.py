@@ -100,6 +100,7 @@ def test_on_cpus_decode_workers_alone_are_a_plan_too() -> None:
     assert alone.chosen.price_per_hour <= apart.chosen.price_per_hour
 
 
+@pytest.mark.long
 def test_plans_repeat() -> None:
     plans = [small_plan(evaluation(trace(30, 0.04)), ResourceBudget(gpus=8)) for _ in range(2)]
     assert plans[0] == plans[1]

@@ -8,11 +8,12 @@ import json
 import re
 import socket
 import time
+import weakref
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import uvloop
@@ -268,24 +269,28 @@ async def test_a_new_connection_takes_the_place_of_the_one_that_has_waited_longe
         pytest.param(LIVE * (MAX_PIPELINED - 1), id="requests behind one another"),
     ],
 )
-async def test_a_connection_that_has_gone_leaves_no_cycles(sent: bytes) -> None:
+async def test_a_connection_that_has_gone_leaves_no_cycles(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The garbage collector would hold up all others."""
+    made: list[weakref.ref[BoundedHttpProtocol]] = []
+    make = BoundedHttpProtocol.__init__
 
-    def connections() -> int:
-        return sum(type(one) is BoundedHttpProtocol for one in gc.get_objects())
+    def make_known(protocol: BoundedHttpProtocol, *args: Any, **more: Any) -> None:
+        make(protocol, *args, **more)
+        made.append(weakref.ref(protocol))
 
+    monkeypatch.setattr(BoundedHttpProtocol, "__init__", make_known)
     async with serve(make_front().app()) as address:
-        gc.collect()
         gc.disable()
         try:
-            before = connections()
             for _ in range(3):
                 _, writer = await connect(address)
                 writer.write(sent)
                 await asyncio.sleep(0.05)
                 writer.transport.abort()
             async with asyncio.timeout(DEADLINE_S):
-                while connections() > before:
+                while len(made) < 3 or any(one() for one in made):
                     await asyncio.sleep(0.01)
         finally:
             gc.enable()

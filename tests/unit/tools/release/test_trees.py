@@ -81,6 +81,7 @@ def test_the_application_requires_the_client_at_its_own_version(tmp_path: Path) 
     assert not any(one.startswith(CLIENT) for one in PROJECT["dependencies"])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_wheels_share_no_file_and_are_the_whole_tree(tmp_path: Path) -> None:
     (dist := tmp_path / "dist").mkdir()

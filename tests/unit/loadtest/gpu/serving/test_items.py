@@ -19,6 +19,8 @@ IMPORTS = """
 import ast, json, pathlib, sys
 import decode_worker.role, loadtest.gpu.serving.phase, loadtest.gpu.serving.worker
 import prefill_worker.role, router.main
+
+pytestmark = pytest.mark.long
 ours = {"baton", "engine", "kvtransfer", "worker", "prefill_worker", "decode_worker", "router"}
 ours.add("loadtest")
 found = set()

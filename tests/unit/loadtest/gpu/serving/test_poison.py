@@ -6,6 +6,9 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.long
 DEADLINE_S = 100.0
 INTERPRETED = """
 import torch

@@ -28,6 +28,8 @@ from tests.support.models import make_tiny_model
 from worker.costs.step_costs import StepCosts
 from worker.settings import WorkerSettings
 
+pytestmark = pytest.mark.long
+
 COSTS = StepCosts(prefill=(1.0, 0.01, 0.0), step=(2.0, 0.1, 0.0))
 
 

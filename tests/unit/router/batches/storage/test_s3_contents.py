@@ -67,6 +67,7 @@ def test_what_is_put_is_read_listed_and_deleted(contents: Contents) -> None:
             contents.open(name)
 
 
+@pytest.mark.long
 def test_more_than_a_page_of_objects(bucket: str, tmp_path: Path) -> None:
     contents = S3Contents(bucket, tmp_path)
     contents.prepare()
