@@ -36,7 +36,16 @@ def _names(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Attribute):
-            yield ast.unparse(node)
+            yield _dotted(node)
+
+
+def _dotted(node: ast.Attribute) -> str:
+    """``a.b.c``, or nothing if an expression stands in front."""
+    parts = [node.attr]
+    while isinstance(node.value, ast.Attribute):
+        node = node.value
+        parts.append(node.attr)
+    return ".".join((node.value.id, *reversed(parts))) if isinstance(node.value, ast.Name) else ""
 
 
 def _is_private(name: str) -> bool:

@@ -47,6 +47,7 @@ def test_captured_steps_compute_the_same(folder: Path, deterministic: bool) -> N
     assert (recorder.captured, recorder.replayed) == (2, 3)
 
 
+@pytest.mark.long
 @EITHER_WAY
 def test_padding_and_warming_up_write_no_block(folder: Path, deterministic: bool) -> None:
     recorder = Recorder()

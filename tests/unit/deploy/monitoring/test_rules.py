@@ -112,7 +112,7 @@ def test_the_example_names_the_jobs_that_alerts_ask_for() -> None:
     "arguments",
     [
         ("check", "rules", "rules.yaml"),
-        ("test", "rules", "rules_test.yaml"),
+        pytest.param(("test", "rules", "rules_test.yaml"), marks=pytest.mark.long),
         ("check", "config", "prometheus.yaml"),
     ],
     ids=" ".join,
