@@ -53,7 +53,8 @@ class Clients:
 
 
 @pytest.mark.timeout(2 * _ENDS_S)
-@pytest.mark.parametrize("share", [0.1, pytest.param(1.0, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("share", [0.1, 1.0])
 async def test_the_defaults_refuse_nothing_that_can_be_served(
     defaults: UpProcess, share: float
 ) -> None:

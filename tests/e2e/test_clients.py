@@ -16,8 +16,8 @@ pytestmark = pytest.mark.timeout(900)
 """A fresh machine installs them first."""
 SIDE_BY_SIDE = 2
 """They spend their time on imports more than on answers."""
-OFFICIAL = ("openai-3", "openai-npm", "anthropic")
-"""Those that other clients are built on, or that speak a dialect of their own."""
+OFFICIAL = ("openai-3", "anthropic")
+"""The one that most others are built on, and one that speaks a dialect of its own."""
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from tests.support.models import make_tiny_model
 ID = "tests/tiny-llama"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_an_id_of_the_hub_is_served(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", head_dim=16)

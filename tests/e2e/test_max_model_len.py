@@ -26,6 +26,7 @@ def bounded(folder: Path, tokens: int, kv_pool_mib: int = 64) -> UpProcess:
     return UpProcess("--model", str(folder), env=PATIENT | env)
 
 
+@pytest.mark.long
 def test_every_interface_shows_the_bound_and_holds_to_it(folder: Path) -> None:
     with bounded(folder, 100) as up:
         up.wait_ready()

@@ -45,6 +45,7 @@ def handoffs(net: Network) -> dict[str, float]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_kv_crosses_by_shared_memory_between_process_namespaces() -> None:
     with network(3, Network) as net:

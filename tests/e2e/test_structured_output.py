@@ -36,7 +36,7 @@ SHORT = "Describe Paris as JSON."
 LONG = "Paris is the capital of France, and it lies on the river Seine. " * 60 + SHORT
 
 
-@pytest.fixture(params=["never", pytest.param("always", marks=pytest.mark.long)])
+@pytest.fixture(params=["never", "always"])
 def paths(request: pytest.FixtureRequest) -> Iterator[UpProcess]:
     """A cluster that hands everything off, and one that hands nothing off; in bf16 both."""
     if request.param == "never":
@@ -66,6 +66,7 @@ def answers(client: openai.OpenAI, model: str, prompt: str, temperature: float) 
     return {whole.choices[0].message.content or "", streamed}
 
 
+@pytest.mark.long
 def test_answers_match_their_schema(paths: UpProcess) -> None:
     with openai.OpenAI(
         base_url=f"{paths.http}/v1",

@@ -6,6 +6,7 @@ import json
 from socket import gethostname
 
 import httpx
+import pytest
 
 from tests.support.e2e.answers import end_by_sigkill
 from tests.support.e2e.cluster import PATIENT, UpProcess
@@ -17,6 +18,7 @@ WORDS = "quixotic marmalade"
 DEADLINE_S = 120.0
 
 
+@pytest.mark.long
 def test_one_request_from_end_to_end() -> None:
     env = PATIENT | {
         "BATON_LOG_REQUESTS": "true",
