@@ -14,7 +14,8 @@ from baton.store.pin_store import PinStore
 from baton.store.prefix_index import PrefixIndex
 from baton.store.supervision import PoolSizes, SupervisionReport, supervision_report
 from router.admin.cache import CacheApi, CacheControl, OperatorServicer
-from router.admin.request_api import RequestApi
+from router.admin.request_api import RequestApi, answer_router
+from router.admin.router_questions import RouterQuestions
 from router.admin.worker_api import ClusterApi, WorkerApi, WorkerOperatorServicer
 from router.admin.worker_control import PoolScaling, WorkerControl
 from router.batches.batches import Batches
@@ -48,6 +49,7 @@ class Application:
     batches: Batches
     console: ConsoleApi
     usage: UsageApi
+    questions: RouterQuestions
 
 
 def make_application(
@@ -59,6 +61,7 @@ def make_application(
     *,
     budgets: Budgets | None = None,
     number: int = 0,
+    instance: str = "router-0",
     redis_url: str = "",
     replicated: bool = False,
     what_if: WhatIfProgram | None = None,
@@ -67,8 +70,9 @@ def make_application(
     """Create every endpoint, each with access checks. ``more``: further HTTP endpoints.
 
     ``budgets`` None means that only the configuration's budgets exist, and that no cost is charged
-    to them. ``redis_url`` is the address of ``client``'s server. ``replicated``: other routers of
-    the cluster may run on other hosts."""
+    to them. ``instance`` is the name of this process that operators see. ``redis_url`` is the
+    address of ``client``'s server. ``replicated``: other routers of the cluster may run on other
+    hosts."""
     config, access, model = service.config, service.access, service.model
     cache = CacheControl(dispatcher.workers.all, PrefixIndex(client, cluster_id), stats.metrics)
     prefixes = PrefixPinning(service, dispatcher, PinStore(client, cluster_id))
@@ -91,6 +95,9 @@ def make_application(
     usage = UsageApi(
         store, budgets or Budgets(config, stats.metrics), dispatcher.workers, access, config
     )
+    questions = RouterQuestions(
+        client, cluster_id, dispatcher.router_id, partial(answer_router, stats.history, instance)
+    )
     apps = make_apps(
         apis,
         dispatcher,
@@ -104,7 +111,7 @@ def make_application(
             PrefixApi(service, prefixes),
             WorkerApi(control, scaling, access, config),
             ClusterApi(cluster_id, model.id, control, scaling, access),
-            RequestApi(stats.history, access, number=number, routers=config.routers),
+            RequestApi(stats.history, access, questions, instance),
             console,
             usage,
             SummaryApi(console.sampler),
@@ -119,7 +126,7 @@ def make_application(
     # If operators have a listener of their own, only that one accepts their calls.
     more_services = () if config.admin_http else servicers
     add_grpc_services(server, service, apis.tokens, dispatcher, more=more_services)
-    return Application(apps, server, batches, console, usage)
+    return Application(apps, server, batches, console, usage, questions)
 
 
 async def supervision(client: redis.asyncio.Redis, cluster_id: str) -> SupervisionReport | None:

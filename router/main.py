@@ -129,6 +129,7 @@ async def serve(settings: RouterSettings) -> None:
         settings.cluster_id,
         budgets=ledger.budgets,
         number=settings.number,
+        instance=_instance(settings),
         redis_url=settings.redis_url,
         replicated=settings.replicated,
         what_if=WhatIfProgram.of(settings.what_if),
@@ -160,6 +161,7 @@ async def serve(settings: RouterSettings) -> None:
         idle = servers.leave()
         if shutdown.in_order:
             await _let_end(shutdown, dispatcher, idle, grpc_server, config.drain_deadline_s)
+        await application.questions.close()
         await dispatcher.close()
         await servers.close()
         await grpc_server.stop(STOP_GRACE_S)
@@ -191,6 +193,7 @@ async def _start_parts(application: Application, ledger: Ledger) -> None:
     """Start the background tasks that do not belong to requests."""
     ledger.start()
     application.usage.start()
+    application.questions.start()
     await application.batches.start()
     application.console.start()
 

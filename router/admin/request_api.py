@@ -1,15 +1,29 @@
-"""``GET /v1/requests/{request_id}``: where the time of one ended request went, for operators."""
+"""``GET /v1/requests/{request_id}``: where the time of one ended request went, for operators.
+
+Each router process has its own requests, so the one that is asked asks the others.
+"""
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Iterator
 from typing import Literal
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
+from baton.errors import InvalidRequest
 from router.access.access import Access
-from router.core.request_history import EndedRequest, RequestHistory
+from router.admin.router_questions import RouterQuestions
+from router.core.request_history import MAX_FOUND, EndedRequest, RequestHistory
 from router.core.timeline import AttemptRecord, Timeline
+
+log = logging.getLogger(__name__)
+
+MAX_ANSWER_BYTES = 256 * 1024
+"""Maximum size of an answer to another router, which has about 200 requests of one attempt."""
+_ID = re.compile(r"[A-Za-z0-9._-]{1,160}", re.ASCII)
 
 
 class AttemptObject(BaseModel):
@@ -53,6 +67,8 @@ class AttemptObject(BaseModel):
 class RequestObject(BaseModel):
     """A request that has ended. Times are in milliseconds."""
 
+    router: str
+    """The router process that served it, and its host."""
     id: str
     """Id of the answer; an answer to several prompts adds the prompt's number."""
     request_id: str
@@ -93,24 +109,27 @@ class RequestObject(BaseModel):
 class RequestList(BaseModel):
     object: Literal["list"] = "list"
     data: list[RequestObject]
-    """The requests with this id, the last one first. Empty if this router process has none."""
-    router: int
-    """Number of the router process that answered. Each has its own requests."""
-    routers: int
-    """Number of router processes behind this address."""
+    """The requests with this id, the last one first. Empty if no router that answered has one."""
+    answered: int
+    """Number of router processes that answered."""
+    routers: int | None
+    """Number of router processes of the cluster; null if Redis failed, and only one was asked."""
+
+
+_Objects = TypeAdapter(list[RequestObject])
 
 
 class RequestApi:
     """The operators' endpoint for ended requests."""
 
     def __init__(
-        self, history: RequestHistory, access: Access, *, number: int, routers: int
+        self, history: RequestHistory, access: Access, questions: RouterQuestions, router: str
     ) -> None:
-        """``number`` is this process's among the ``routers`` processes that share its ports."""
+        """``router`` is the name of this process."""
         self._history = history
         self._access = access
-        self._number = number
-        self._routers = routers
+        self._questions = questions
+        self._router = router
 
     def mount(self, app: FastAPI) -> None:
         """Add the endpoint to the app."""
@@ -119,18 +138,60 @@ class RequestApi:
     async def show(self, request_id: str, request: Request) -> RequestList:
         """Show where the time of a request went that has ended.
 
-        `request_id` is the id of the answer or the `x-request-id` of the call. Each router process
-        keeps its last 4096 requests. Requires a key with scope admin.
+        `request_id` is the id of the answer or the `x-request-id` of the call. Any router process
+        of the cluster finds it: the one that is asked asks the others. Each keeps its last 4096
+        requests. Requires a key with scope admin.
         """
         self._access.check(request.headers, "admin")
-        found = [_shown(record) for record in self._history.find(request_id)]
-        return RequestList(data=found, router=self._number, routers=self._routers)
+        if _ID.fullmatch(request_id) is None:
+            raise InvalidRequest(
+                "the id of a request has 1 to 160 characters of A-Z, a-z, 0-9, '.', '_' and '-'",
+                param="request_id",
+            )
+        answers = await self._questions.ask(request_id)
+        told = [one for one in map(_parse, answers.texts) if one is not None]
+        found = [
+            *_find(self._history, self._router, request_id),
+            *(one for some in told for one in some),
+        ]
+        found.sort(key=lambda one: one.ended_at, reverse=True)
+        routers = None if answers.others is None else max(answers.others, len(told)) + 1
+        return RequestList(data=found[:MAX_FOUND], answered=len(told) + 1, routers=routers)
 
 
-def _shown(record: EndedRequest) -> RequestObject:
+def answer_router(history: RequestHistory, router: str, request_id: str) -> bytes:
+    """Return what the process ``router`` tells another one of the requests with this id: the last
+    ones, in at most ``MAX_ANSWER_BYTES``."""
+    texts: list[bytes] = []
+    size = 1
+    for one in _find(history, router, request_id):
+        # The field names of Python, which can be parsed again.
+        texts.append(one.model_dump_json().encode())
+        size += len(texts[-1]) + 1
+        if size > MAX_ANSWER_BYTES:
+            texts.pop()
+            break
+    return b"[%b]" % b",".join(texts)
+
+
+def _parse(text: bytes) -> list[RequestObject] | None:
+    """Parse another router's answer; None if it has another version that tells less."""
+    try:
+        return _Objects.validate_json(text)
+    except ValidationError as error:
+        log.info("the answer of another router cannot be read: %d errors", error.error_count())
+        return None
+
+
+def _find(history: RequestHistory, router: str, request_id: str) -> Iterator[RequestObject]:
+    return (_shown(record, router) for record in history.find(request_id))
+
+
+def _shown(record: EndedRequest, router: str) -> RequestObject:
     timeline = record.timeline
     queued, dequeued = timeline.queued_at, timeline.dequeued_at
     return RequestObject(
+        router=router,
         id=record.request_id,
         request_id=record.call_id,
         trace_id=record.trace_id,

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+import httpx
 
 from baton.rpc.grpc_channel import open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc
@@ -77,22 +81,36 @@ async def _left_while_it_reads(routers: Routers, last: RouterProcess) -> None:
         writer.close()
 
 
-async def test_why_asks_every_process(tiny_model: Path, redis_url: str) -> None:
+async def test_any_router_of_the_cluster_says_why(tiny_model: Path, redis_url: str) -> None:
     body = {"model": "echo", "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
+    names = [f"mine-{number}" for number in range(8)]
     async with two_routers(tiny_model, redis_url) as routers:
-        names = [f"mine-{number}" for number in range(8)]
         async with routers.client() as client:
             for name in names:
                 headers = {"x-request-id": name}
                 answer = await client.post("/v1/completions", json=body, headers=headers)
                 assert answer.status_code == 200, answer.text
-        command = [sys.executable, "-m", "baton", "why", "--http", routers.config.http]
-        for name in (*names, "another"):
-            result = await asyncio.to_thread(
-                subprocess.run, [*command, name], capture_output=True, text=True, timeout=DEADLINE_S
-            )
-            if name == "another":
-                assert "2 of 2 router processes were asked" in result.stderr
-            else:
-                assert f"x-request-id {name}" in result.stdout, result.stderr
-                assert "attempt 0" in result.stdout
+        async with routers.another() as asked:
+            await _finds_all(asked, names)
+
+
+async def _finds_all(asked: str, names: Sequence[str]) -> None:
+    """A router that has served none of them."""
+    async with httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S) as client:
+        told = [(await client.get(f"http://{asked}/v1/requests/{name}")).json() for name in names]
+    assert {(one["answered"], one["routers"]) for one in told} == {(3, 3)}
+    found = [one["data"] for one in told]
+    assert [[one["request_id"] for one in data] for data in found] == [[name] for name in names]
+    assert {one["router"] for data in found for one in data} <= {
+        f"router-{number}@{socket.gethostname()}" for number in range(2)
+    }
+    for name in (names[0], "another"):
+        command = [sys.executable, "-m", "baton", "why", name, "--http", asked]
+        result = await asyncio.to_thread(
+            subprocess.run, command, capture_output=True, text=True, timeout=DEADLINE_S
+        )
+        if name == "another":
+            assert "3 of 3 router processes answered" in result.stderr
+        else:
+            assert f"x-request-id {name}" in result.stdout, result.stderr
+            assert "attempt 0" in result.stdout

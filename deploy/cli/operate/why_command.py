@@ -20,12 +20,8 @@ from deploy.cli.options.tls_options import TlsOptions
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from deploy.cli.operate.operator_client import OperatorClient
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,160}", re.ASCII)
-_TRIES_PER_ROUTER = 16
-"""Number of connections per router process until each has answered one, with few exceptions."""
-_MAX_TRIES = 256
 _MEANINGS = {
     "router": "read, tokenized, admitted and placed by the router",
     "lost": "attempts that failed or migrated",
@@ -57,8 +53,8 @@ def why(
     """Show where the time of a request went that has ended.
 
     The parts of its time to first token, its workers, why they were chosen, what was predicted, and
-    each attempt. A router process keeps its last 4096 requests in memory. With routers on several
-    machines, ask the one that served the request with `--http`.
+    each attempt. Any router of the cluster finds it: the one that is asked asks the others. Each
+    router process keeps its last 4096 requests in memory.
 
         baton why chatcmpl-3f1c
         baton why my-request-7 --output json
@@ -70,14 +66,17 @@ def why(
     chosen = target(http, cluster, only_reads=True)
     client = OperatorClient(tls, chosen, api_key)
     try:
-        found, asked, routers = _look_up(client, request_id)
+        answer = client.get(f"requests/{request_id}", {})
+        found: list[dict[str, Any]] = answer["data"]
+        asked = _asked(answer["answered"], answer["routers"])
         if not found:
             fail(
-                f"{chosen} has no ended request {request_id!r}: {asked} of {routers} router"
-                " processes were asked",
-                "it may still run, be older than the last 4096 requests, have been refused before"
-                " it was read, or be at another router",
+                f"{chosen} has no ended request {request_id!r}: {asked}",
+                "it may still run, be older than the last 4096 requests of its router, or have been"
+                " refused before it was read; or its router has ended",
             )
+        if answer["answered"] != answer["routers"]:
+            typer.echo(f"there may be more requests with this id: {asked}", err=True)
         if output == "json":
             print_json(found)
             return
@@ -89,24 +88,13 @@ def why(
         fail(not_a_router(chosen.address))
 
 
-def _look_up(client: OperatorClient, request_id: str) -> tuple[list[dict[str, Any]], int, int]:
-    """Return the requests with this id, and the numbers of router processes that were asked and
-    that there are.
-
-    The processes share one port: the kernel chooses one for each connection."""
-    asked: set[int] = set()
-    tries, routers = 1, 1
-    while tries > 0 and len(asked) < routers:
-        answer = client.get(f"requests/{request_id}", {})
-        if not asked:
-            routers = int(answer["routers"])
-            tries = min(_MAX_TRIES, routers * _TRIES_PER_ROUTER)
-        found: list[dict[str, Any]] = answer["data"]
-        asked.add(int(answer["router"]))
-        if found:
-            return found, len(asked), routers
-        tries -= 1
-    return [], len(asked), routers
+def _asked(answered: int, routers: int | None) -> str:
+    if routers is None:
+        return (
+            "only one router was asked, since Redis does not answer it, or its user of Redis lacks"
+            " the current deploy/redis/users.acl"
+        )
+    return f"{answered} of {routers} router processes answered"
 
 
 def show(request: Mapping[str, Any]) -> None:
@@ -128,6 +116,7 @@ def _head(request: Mapping[str, Any]) -> Sequence[str]:
     ids = {"x-request-id": request["request_id"], "trace": request["trace_id"]}
     lines = [
         f"{request['id']}  {outcome} after {_ms(request['took_ms'])}, ended {ended}",
+        f"  served by {request['router']}",
         *(f"  {name} {value}" for name, value in ids.items() if value),
         f"  tenant {request['tenant']}, key {request['key'] or '-'}, class {request['class']}",
         f"  {request['prompt_tokens']} prompt tokens, {request['cached_prompt_tokens']} of them"

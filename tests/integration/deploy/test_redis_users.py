@@ -37,6 +37,7 @@ from deploy.store.shared_secret import SharedSecret
 from deploy.store.valkey import EmbeddedValkey
 from deploy.supervisor.status_store import StatusStore, SupervisionStatus
 from router.access.rate_limits import RateLimits
+from router.admin.router_questions import Answers, RouterQuestions
 from router.admin.store_memory import StoreMemory
 from tests.support.certificates import Authority
 from tests.support.integration.redis import record_of
@@ -129,6 +130,7 @@ async def _route(client: redis.asyncio.Redis) -> None:
     await registry.forget("w:2")
     await TrafficStore(client, ID).write("router-1", RouterTraffic(1, TrafficCounts()))
     await PoolSizes(client, ID).write("decode", 3)
+    await _ask_routers(client)
     pins = PinStore(client, ID)
     await pins.write(pin(HASHES[:2], expires_at=1.0))
     await pins.write(pin(HASHES[:3], expires_at=time.time() + 600))
@@ -148,6 +150,17 @@ async def _route(client: redis.asyncio.Redis) -> None:
         limits.leave(visit)
         await limits.close()
     assert not limits._reports, "Redis has refused it"
+
+
+async def _ask_routers(client: redis.asyncio.Redis) -> None:
+    one, two = [RouterQuestions(client, ID, f"router-{n}", str.encode) for n in (1, 2)]
+    await TrafficStore(client, ID).write("router-2", RouterTraffic(1, TrafficCounts()))
+    asking = asyncio.create_task(one.ask("mine"))
+    while not asking.done():
+        await two.look()
+        await asyncio.sleep(0.01)
+    assert await asking == Answers([b"mine"], 1)
+    await TrafficStore(client, ID).remove(["router-2"])
 
 
 async def _kinds(store: redis.asyncio.Redis) -> set[str]:
@@ -228,7 +241,7 @@ COMMANDS = (
 OWNERS_KEYS: dict[StoreUser, tuple[str, ...]] = {
     "worker": (
         *("limit:k:requests", "limit:new", "traffic", "pins", "pool-sizes", "supervision"),
-        "new",
+        *("questions", "questions:1", "new"),
     ),
     "router": ("new", "keys"),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ class Routers:
     cluster_id: str
     processes: tuple[RouterProcess, ...]
     run: RunDirectory
+    process_of: Callable[[int, Config], RouterProcess]
 
     def client(self) -> httpx.AsyncClient:
         """A new connection for each request: the kernel chooses a process for each."""
@@ -39,6 +40,19 @@ class Routers:
             timeout=DEADLINE_S,
             limits=httpx.Limits(max_keepalive_connections=0),
         )
+
+    @asynccontextmanager
+    async def another(self) -> AsyncIterator[str]:
+        """The HTTP address of one more, with ports of its own, as on another host."""
+        http, grpc = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+        fields = {"http": http, "grpc": grpc, "routers": 1}
+        process = self.process_of(len(self.processes), self.config.model_copy(update=fields))
+        try:
+            await process.start()
+            await process.healthy()
+            yield http
+        finally:
+            await process.stop()
 
     async def ask(self, times: int) -> None:
         """Every request must be answered."""
@@ -84,8 +98,9 @@ async def two_routers(model: Path, redis_url: str, /, **changes: object) -> Asyn
         "context_length": 512,
         "first_token_id": 40,
     }
-    processes = tuple(
-        RouterProcess(
+
+    def process_of(number: int, config: Config) -> RouterProcess:
+        return RouterProcess(
             config,
             mark,
             run,
@@ -94,14 +109,14 @@ async def two_routers(model: Path, redis_url: str, /, **changes: object) -> Asyn
             model_name="echo",
             number=number,
         )
-        for number in range(config.routers)
-    )
+
+    processes = tuple(process_of(number, config) for number in range(config.routers))
     log = run.log("echo")
     try:
         async with helper("loadtest.router.echo_worker", fields, log, ready_s=DEADLINE_S):
             await asyncio.gather(*(process.start() for process in processes))
             await asyncio.gather(*(process.healthy() for process in processes))
-            yield Routers(config, mark.cluster_id, processes, run)
+            yield Routers(config, mark.cluster_id, processes, run, process_of)
     finally:
         await asyncio.gather(*(process.stop() for process in processes))
         run.remove()

@@ -1,17 +1,16 @@
-"""`baton why`: what it says of a request, and how it finds the router process that has it."""
+"""`baton why`: what it says of a request, and of routers that did not answer."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
-from deploy.cli.operate import why_command
 from deploy.cli.options.exit_codes import ExitCode
 from tests.support.deploy.machine import Machine, machine
 
@@ -53,6 +52,7 @@ AGAIN = ATTEMPT | {
     "own_compute_ms": 61.0,
 }
 REQUEST = {
+    "router": "router-1@there",
     "id": "chatcmpl-1",
     "request_id": "mine",
     "trace_id": "",
@@ -87,8 +87,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 
 
 @contextmanager
-def routers(answers: Sequence[Any]) -> Iterator[tuple[str, list[str]]]:
-    """host:port of one that gives these answers in turn, and the paths that it was asked for."""
+def router(answer: Any) -> Iterator[tuple[str, list[str]]]:
+    """host:port of one that gives this answer, and the paths that it was asked for."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -97,7 +97,7 @@ def routers(answers: Sequence[Any]) -> Iterator[tuple[str, list[str]]]:
             self.send_response(200)
             self.send_header("content-type", "application/json")
             self.end_headers()
-            self.wfile.write(json.dumps(answers[(len(asked) - 1) % len(answers)]).encode())
+            self.wfile.write(json.dumps(answer).encode())
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -110,12 +110,12 @@ def routers(answers: Sequence[Any]) -> Iterator[tuple[str, list[str]]]:
         thread.join()
 
 
-def answer(number: int, *data: Any, of: int = 2) -> dict[str, Any]:
-    return {"object": "list", "data": list(data), "router": number, "routers": of}
+def answer(*data: Any, answered: int = 2, routers: int | None = 2) -> dict[str, Any]:
+    return {"object": "list", "data": list(data), "answered": answered, "routers": routers}
 
 
 def test_a_request_is_explained(here: Machine) -> None:
-    with routers([answer(0, REQUEST)]) as (address, asked):
+    with router(answer(REQUEST)) as (address, asked):
         result = here.run("why", "mine", "--http", address)
     assert result.exit_code == 0, result.stderr
     assert asked == ["/v1/requests/mine"]
@@ -138,7 +138,9 @@ def test_a_request_is_explained(here: Machine) -> None:
         "prefill steps 55.0 ms 70.5 ms",
     ):
         assert expected in lines, expected
+    assert "served by router-1@there" in lines
     assert not any("trace" in line for line in lines)
+    assert result.stderr == ""
 
 
 def test_a_request_that_was_refused(here: Machine) -> None:
@@ -151,7 +153,7 @@ def test_a_request_that_was_refused(here: Machine) -> None:
         "second_token_parts_ms": {},
         "attempts": [],
     }
-    with routers([answer(0, refused)]) as (address, _):
+    with router(answer(refused)) as (address, _):
         result = here.run("why", "mine", "--http", address)
     assert "shed (overloaded)" in result.stdout
     assert "it had no first token" in result.stdout
@@ -159,34 +161,28 @@ def test_a_request_that_was_refused(here: Machine) -> None:
 
 
 def test_json_is_what_the_router_says(here: Machine) -> None:
-    with routers([answer(0, REQUEST, REQUEST)]) as (address, _):
+    with router(answer(REQUEST, REQUEST)) as (address, _):
         result = here.run("why", "mine", "--http", address, "--output", "json")
     assert json.loads(result.stdout) == [REQUEST, REQUEST]
 
 
-def test_every_router_process_is_asked(here: Machine) -> None:
-    with routers([answer(0), answer(0), answer(1, REQUEST)]) as (address, asked):
-        result = here.run("why", "chatcmpl-1", "--http", address)
-    assert result.exit_code == 0
-    assert len(asked) == 3
+def test_routers_that_did_not_answer_are_reported(here: Machine) -> None:
+    for routers, expected in ((3, "2 of 3 router processes answered"), (None, "users.acl")):
+        with router(answer(REQUEST, routers=routers)) as (address, _):
+            result = here.run("why", "mine", "--http", address, "--output", "json")
+        assert result.exit_code == 0
+        assert json.loads(result.stdout) == [REQUEST]
+        assert result.stderr.startswith("there may be more requests with this id")
+        assert expected in result.stderr
 
 
-def test_a_request_that_no_process_has(here: Machine) -> None:
-    with routers([answer(0), answer(0), answer(1)]) as (address, asked):
+def test_a_request_that_no_router_has(here: Machine) -> None:
+    with router(answer(answered=2, routers=3)) as (address, asked):
         result = here.run("why", "chatcmpl-2", "--http", address)
     assert result.exit_code == ExitCode.FAILED
-    assert "has no ended request 'chatcmpl-2': 2 of 2 router processes were asked" in result.stderr
-    assert len(asked) == 3
-
-
-def test_a_process_that_never_answers_is_not_waited_for(
-    here: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(why_command, "_MAX_TRIES", 5)
-    with routers([answer(0)]) as (address, asked):
-        result = here.run("why", "chatcmpl-2", "--http", address)
-    assert "1 of 2 router processes were asked" in result.stderr
-    assert len(asked) == 5
+    said = "has no ended request 'chatcmpl-2': 2 of 3 router processes answered"
+    assert said in result.stderr
+    assert len(asked) == 1
 
 
 def test_what_is_no_id_is_refused(here: Machine) -> None:
@@ -196,7 +192,7 @@ def test_what_is_no_id_is_refused(here: Machine) -> None:
 
 
 def test_another_server_is_reported(here: Machine) -> None:
-    with routers([{}]) as (address, _):
+    with router({}) as (address, _):
         result = here.run("why", "mine", "--http", address)
     assert result.exit_code == ExitCode.FAILED
     assert f"{address} is not a Baton router" in result.stderr
