@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.async_playwright import Axe
+from playwright.async_api import Error as BrowserError
 from playwright.async_api import Page, Route, expect
 
 from baton.config.access import KeyConfig, TenantConfig
 from baton.config.tls import TlsConfig
+from baton.security.tls import TlsFiles
 from router.console.history import History
 from router.console.rates import CounterWindow
 from router.console.snapshot import ObservedWorker, snapshot_of
@@ -306,18 +308,34 @@ async def test_ratios_are_accessible(
         assert found.violations_count == 0, found.generate_report()
 
 
+def browser_with(authority: Authority, stage: Stage) -> dict[str, Any]:
+    """The context of a browser that shows a client's certificate of this authority."""
+    files = TlsFiles.in_folder(authority.folder, "client")
+    certificate = {
+        "origin": stage.url,
+        "certPath": str(files.certificate),
+        "keyPath": str(files.key),
+    }
+    return {"ignore_https_errors": True, "client_certificates": [certificate]}
+
+
 async def test_a_cluster_with_certificates(
     chat_model: Path, console_redis: str, tmp_path: Path, open_page: OpenPage
 ) -> None:
-    """The page comes by HTTPS, and workers' pages by mutual TLS. Files that cannot be used are an
-    event."""
-    authority = Authority(tmp_path)
-    tls = TlsConfig(folder=str(authority.folder))
+    """The page comes by HTTPS to browsers with a client's certificate alone, and workers' pages by
+    mutual TLS. Files that cannot be used are an event."""
+    authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
+    tls = TlsConfig(folder=str(authority.folder), client_ca=str(authority.certificate))
     stage_of = console_stage(chat_model, console_redis, tls=tls, transport="grpc")
     async with (
         stage_of as stage,
-        open_page(console(stage), ignore_https_errors=True) as page,
+        open_page(console(stage), **browser_with(authority, stage)) as page,
     ):
+        for context in ({"ignore_https_errors": True}, browser_with(stranger, stage)):
+            # Python's servers close such a connection without an alert.
+            with pytest.raises(BrowserError, match="ERR_EMPTY_RESPONSE"):
+                async with open_page(console(stage), **context):
+                    pass
         assert page.url.startswith("https://")
         await live(page)
         asking = asyncio.create_task(stage.ask(range(3)))
