@@ -99,7 +99,11 @@ async def serve(settings: RouterSettings) -> None:
     genai = _start_telemetry(config, settings)
     tokenizer = Tokenizer.load(Path(settings.model_path))
     await tokenizer.start()
-    metrics = RouterMetrics(CollectorRegistry())
+    metrics = RouterMetrics(
+        CollectorRegistry(),
+        ttft_slos_s=[config.slo_ttft_of(one.name) for one in config.classes],
+        tpot_slos_s=[config.slo_tpot_s],
+    )
     stats = RequestStats(metrics, genai)
     client = redis_client(settings.redis_url)
     dispatcher = ClusterDispatcher(

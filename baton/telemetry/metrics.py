@@ -69,9 +69,18 @@ class ClassSeries:
 
 
 class RouterMetrics:
-    """The metrics of one router process, or of several that share a folder."""
+    """The metrics of one router process, or of several that share a folder.
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    The SLOs, in seconds, become bounds of buckets, so that a percentile is above its SLO only if
+    that many requests missed it.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        ttft_slos_s: Iterable[float] = (),
+        tpot_slos_s: Iterable[float] = (),
+    ) -> None:
         self.registry = registry
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -81,7 +90,9 @@ class RouterMetrics:
             return Counter(f"baton_{name}", text, labels, registry=registry)
 
         self.time_to_first_token = histogram(
-            "time_to_first_token_seconds", "Time from receipt to the first token.", LATENCY
+            "time_to_first_token_seconds",
+            "Time from receipt to the first token.",
+            _with_slos(LATENCY, ttft_slos_s),
         )
         self.ttft_part = Histogram(
             "baton_ttft_part_seconds",
@@ -105,7 +116,7 @@ class RouterMetrics:
         self.time_per_output_token = histogram(
             "time_per_output_token_seconds",
             "Time per output token: (end to end - TTFT) / (output tokens - 1), per request.",
-            PER_TOKEN,
+            _with_slos(PER_TOKEN, tpot_slos_s),
         )
         self.output_tokens_per_second = histogram(
             "output_tokens_per_second",
@@ -400,3 +411,7 @@ class SupervisorMetrics:
             registry=registry,
         )
         self.certificate_expiry = certificate_expiry(registry)
+
+
+def _with_slos(bounds: tuple[float, ...], slos_s: Iterable[float]) -> tuple[float, ...]:
+    return tuple(sorted({*bounds, *slos_s}))

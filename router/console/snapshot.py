@@ -6,7 +6,7 @@ Units are seconds, bytes and tokens. Unknown values are None.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.config.cluster import Config
@@ -148,7 +148,8 @@ class ClassView:
     good_share: float | None
     """Share of the requests of the last ``WINDOW_S`` seconds that met every SLO. Shed and failed
     requests count as missed; aborted ones do not count."""
-    slo_ttft_s: float
+    slo_ttft_s: float | None
+    """None for all classes together if they have different SLOs."""
     slo_tpot_s: float
     ttft: LatencyView
     tpot: LatencyView
@@ -258,7 +259,7 @@ def snapshot_of(
     slos = {one.name: config.slo_ttft_of(one.name) for one in config.classes}
     traffic, cost = _traffic(look, growth), _cost(growth, config)
     every, *classes = (
-        _class_view(ALL, "", config.slo_ttft_s, look, growth, config),
+        _class_view(ALL, "", _common(slos.values()), look, growth, config),
         *(_class_view(one, one, slo, look, growth, config) for one, slo in slos.items()),
     )
     return Snapshot(
@@ -450,7 +451,7 @@ def _handoffs(growth: Growth) -> HandoffView:
 def _class_view(
     name: str,
     context_class: str,
-    slo_ttft_s: float,
+    slo_ttft_s: float | None,
     look: Observation,
     growth: Growth,
     config: Config,
@@ -470,6 +471,11 @@ def _class_view(
             for latency in ("ttft", "tpot", "itl", "e2el")
         },
     )
+
+
+def _common(slos: Collection[float]) -> float | None:
+    """Return the SLO that all classes have; None if they differ."""
+    return next(iter(slos)) if len(set(slos)) == 1 else None
 
 
 def _percentiles(counts: Mapping[Key, float], *begin: str) -> Percentiles | None:

@@ -143,8 +143,11 @@ export class Ratios {
     const { grid } = this;
     const present = this.found.get(place(grid.present));
     if (!commands.length) return [el("p", {}, el("b", {}, `${name}: `), `the present ${words(shape)}. No cell here has more goodput${name === "Best" ? " with as few workers" : ""}.`)];
+    const [goodput, now] = [goodShare, present.good_share].map((one) => `${this.#goodput(one)} (${share(one)})`);
+    const fewer = grid.present.prefill + grid.present.decode - shape.prefill - shape.decode;
+    const gain = goodput === now && fewer > 0 ? `${goodput} as now, with ${fewer} ${fewer === 1 ? "worker" : "workers"} fewer` : `${goodput} instead of ${now}`;
     return [
-      el("p", {}, el("b", {}, `${name}: `), `${words(shape)}, ${this.#goodput(goodShare)} (${share(goodShare)}) instead of ${this.#goodput(present.good_share)} (${share(present.good_share)}).`),
+      el("p", {}, el("b", {}, `${name}: `), `${words(shape)}, ${gain}.`),
       el("pre", { tabindex: 0, role: "region", "aria-label": `Commands for ${words(shape)}` }, commands.join("\n")),
     ];
   }

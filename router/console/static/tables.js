@@ -75,7 +75,7 @@ export function showLatency({ classes, window_s: window }) {
           PERCENTILES.forEach((percentile, p) => {
             const value = one[metric][span]?.[percentile];
             const slo = one[`slo_${metric}_s`];
-            const isMissed = slo !== undefined && value > slo;
+            const isMissed = slo && value > slo;
             say(cells[m][p], `${seconds(value)}${isMissed ? " ▲" : ""}`);
             set(cells[m][p], "class", `number${p ? "" : " first"}${isMissed ? " bad" : ""}`);
           }),

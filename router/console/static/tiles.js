@@ -17,7 +17,7 @@ const TILES = [
   { name: "TPOT p95", unit: "", figure: "tpot_p95_s", show: seconds, more: (s) => `p50 ${seconds(all(s).tpot.lately?.p50)}` },
   { name: "Within SLO", unit: "", figure: "good_share", show: share, most: 1, more: (s) => `${rate(s.traffic.good_per_s)} good/s` },
   { name: "Waiting", unit: "", figure: "waiting", show: count, more: (s) => `${count(s.traffic.shed)} shed, ${count(s.traffic.failed)} failed` },
-  { name: "Cost", unit: "/h", figure: "cost_per_hour", show: dollars, more: (s) => s.cost ? `${dollars(s.cost.per_request)} per request; per million tokens ${dollars(s.cost.per_million_input)} in, ${dollars(s.cost.per_million_output)} out` : "no prices" },
+  { name: "Cost", unit: "/h", figure: "cost_per_hour", show: dollars, more: (s) => s.cost ? `${dollars(s.cost.per_request)}/request` : "no prices", tip: (s) => s.cost ? `Per million tokens: ${dollars(s.cost.per_million_input)} in, ${dollars(s.cost.per_million_output)} out` : "" },
 ];
 
 export class Tiles {
@@ -52,6 +52,7 @@ export class Tiles {
     for (const tile of TILES) {
       say(tile.value, tile.show(figures[tile.figure]));
       say(tile.note, tile.more(snapshot));
+      if (tile.tip) set(tile.note, "title", tile.tip(snapshot));
       this.#draw(tile, at);
     }
     this.#table();

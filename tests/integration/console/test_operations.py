@@ -226,8 +226,8 @@ GRID = {
 }
 
 
-def ratio_events(*, agrees: bool) -> bytes:
-    """A simulation in which more prefill workers help."""
+def ratio_events(*, agrees: bool, best: tuple[int, int] = (3, 1)) -> bytes:
+    """A simulation in which more prefill workers help, with ``best`` as the advice."""
     latency = {"p50": 0.1, "p95": 0.2}
     events: list[dict[str, Any]] = [{"grid": GRID}]
     for name in ("ttft_p95", "tpot_p95", "good_share"):
@@ -240,8 +240,9 @@ def ratio_events(*, agrees: bool) -> bytes:
             cell: dict[str, Any] = {"prefill": prefill, "decode": decode, "good_share": prefill / 3}
             cell |= dict.fromkeys(("ttft_s", "tpot_s", "e2el_s"), latency)
             events.append({"cell": cell | {"shed_share": 0, "prefill_busy": 1, "decode_busy": 1}})
-    best = {"shape": {"prefill": 3, "decode": 1}, "good_share": 1.0}
-    choice = best | {"commands": ["baton role decode-1 prefill"]} if agrees else None
+    shape = dict(zip(("prefill", "decode"), best, strict=True))
+    told = {"shape": shape, "good_share": best[0] / 3}
+    choice = told | {"commands": ["baton role decode-1 prefill"]} if agrees else None
     events.append({"advice": {"is_complete": True, "best": choice, "best_same": choice}})
     return encode_events(json.dumps(one) for one in events)
 
@@ -279,6 +280,11 @@ async def test_the_best_ratio_is_named_with_its_commands(stage: Stage, open_page
             "nodes => nodes.map(node => getComputedStyle(node).backgroundColor)"
         )
         assert len(set(colors)) == 3
+        await answer_events(page, "/console/ratios", ratio_events(agrees=True, best=(2, 1)))
+        await page.locator("#ratios-run").click()
+        await expect(advice).to_contain_text(
+            "Best: 2 prefill + 1 decode, 1.3/s (67 %) as now, with 1 worker fewer."
+        )
 
 
 async def test_no_ratio_is_named_where_the_simulator_is_wrong(

@@ -141,3 +141,19 @@ def test_processes_that_share_a_folder_show_their_sums(tmp_path: Path) -> None:
 def test_a_process_alone_shows_its_own() -> None:
     metrics = RouterMetrics(CollectorRegistry())
     assert metrics.shown() is metrics.registry
+
+
+def test_a_percentile_is_above_its_slo_only_if_requests_missed_it() -> None:
+    """So a bucket ends there, once."""
+    registry = CollectorRegistry()
+    metrics = RouterMetrics(registry, ttft_slos_s=[5.0, 2.0, 5.0], tpot_slos_s=[0.08])
+    metrics.time_to_first_token.labels("long").observe(5.0)
+    metrics.time_per_output_token.labels("long").observe(0.081)
+    for name, bound, expected in (
+        ("time_to_first_token_seconds", "4.0", 0),
+        ("time_to_first_token_seconds", "5.0", 1),
+        ("time_per_output_token_seconds", "0.08", 0),
+        ("time_per_output_token_seconds", "0.1", 1),
+    ):
+        labels = {"class": "long", "le": bound}
+        assert registry.get_sample_value(f"baton_{name}_bucket", labels) == expected

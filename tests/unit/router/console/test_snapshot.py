@@ -125,6 +125,17 @@ def test_percentiles_of_a_class_and_of_all() -> None:
     assert short.slo_ttft_s == CONFIG.slo_ttft_of(SHORT)
 
 
+def test_all_classes_have_an_slo_if_it_is_one() -> None:
+    def slos(**changes: float) -> list[float | None]:
+        one, *others = CONFIG.classes
+        classes = (one.model_copy(update=changes), *others)
+        found = shown(look(), look(), config=CONFIG.model_copy(update={"classes": classes}))
+        return [one.slo_ttft_s for one in found.classes[:3]]
+
+    assert slos() == [2.0, 2.0, 2.0]
+    assert slos(slo_ttft_s=0.7) == [None, 0.7, 2.0]
+
+
 def test_transfers_are_those_of_pairs_and_of_bytes() -> None:
     def pages(count: float, *, other: float = 0.0) -> Observation:
         sends = WorkerPage(0.5, 77, {"decode-0": "shm", "decode-9": "shm"}, {})
