@@ -72,7 +72,7 @@ class RouterMetrics:
     """The metrics of one router process, or of several that share a folder.
 
     The SLOs, in seconds, become bounds of buckets, so that a percentile is above its SLO only if
-    that many requests missed it.
+    enough requests missed it.
     """
 
     def __init__(

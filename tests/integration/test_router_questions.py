@@ -34,7 +34,7 @@ class Cluster:
 
     async def keys(self) -> set[str]:
         found = await self.client.keys(f"baton:{{{self.id}}}:*")
-        return {key.decode().split("}:")[1] for key in found} - {"traffic"}
+        return {str(key).rstrip("'").split("}:")[1] for key in found} - {"traffic"}
 
     async def asked(self, count: int = 1) -> None:
         """Wait until ``count`` questions are in the store."""
