@@ -238,7 +238,7 @@ async def test_a_handoff_reports_what_the_transfer_added(tiny_model: Path, redis
         await cluster.until_idle()
 
 
-async def test_a_first_token_that_is_told_late_does_not_end_the_answer(
+async def test_a_late_message_with_the_first_token_does_not_end_the_answer(
     tiny_model: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The task of a prompt may run long after the step: by then the whole answer may be there."""
