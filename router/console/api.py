@@ -47,7 +47,8 @@ from router.console.what_if import (
     question,
     rate_share,
 )
-from router.core.accounting import UNKNOWN_CLASS, RecentRequest, RequestStats
+from router.core.accounting import UNKNOWN_CLASS, RequestStats
+from router.core.recent_requests import RecentRequest
 from router.dispatch.dispatcher import ClusterDispatcher
 from router.http.client import read_object, validate
 from router.http.openapi import json_body

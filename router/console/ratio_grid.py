@@ -18,7 +18,7 @@ from baton.config.cluster import Config
 from baton.store.registry import WorkerRecord
 from baton.store.supervision import MAX_WORKERS
 from router.console.what_if import Shape, ShapeAnswer
-from router.core.accounting import RecentRequest
+from router.core.recent_requests import RecentRequest
 
 REACH = 2
 """Maximum difference of a cell's workers of each role from the present number."""

@@ -24,7 +24,7 @@ from baton.config.cluster import Config
 from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from baton.store.registry import WorkerRecord
 from baton.telemetry.metrics import SHARED_FOLDER_VARIABLE
-from router.core.accounting import RecentRequest
+from router.core.recent_requests import RecentRequest
 from router.http.client import Int
 
 log = logging.getLogger(__name__)

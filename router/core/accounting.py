@@ -1,20 +1,17 @@
-"""Records each request, however it ends: in metrics, in a trace span, and in a line of the log."""
+"""Records each request, however it ends: in metrics, in a trace span, and among recent requests."""
 
 from __future__ import annotations
 
 import enum
-import logging
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from opentelemetry.trace import SpanKind
 from prometheus_client import Histogram
 
 from baton.autoscaling.traffic import TrafficMeter
-from baton.config.cluster import Config
 from baton.errors import BatonError, HandoffError, Overloaded, Unavailable, WorkerFailed
 from baton.request import Principal
 from baton.telemetry.genai_metrics import GenAiMetrics, ServedRequest
@@ -30,11 +27,10 @@ from baton.telemetry.tracing import (
     trace_id_of,
     wall_ns,
 )
+from router.core.recent_requests import RecentRequest, RecentRequests
 from router.core.request import GenerationRequest, OutputDelta
 from router.core.request_history import EndedRequest, RequestHistory
 from router.core.timeline import Timeline
-
-log = logging.getLogger("baton.requests")
 
 UNKNOWN_CLASS = "unknown"
 _MAX_CONVERSATION = 256
@@ -412,100 +408,3 @@ class RequestRecorder:
 def _observe(series: Mapping[str, Histogram], parts: Mapping[str, float]) -> None:
     for name, seconds in parts.items():
         series[name].observe(seconds)
-
-
-Show = Callable[[Sequence[int]], str]
-"""A function that returns the text of token ids."""
-DeviceOf = Callable[[str], tuple[str, str]]
-"""A function that returns the device of a worker slot and the quantization of the worker's weights;
-empty if unknown."""
-CostOf = Callable[[str, int, int, int], str]
-"""A function that returns the cost of a request in dollars. Its arguments are the request's class
-and its numbers of prompt, cached and generated tokens."""
-
-
-class RequestLog:
-    """Logs a line for each request at its end. The line includes the prompt only if ``log_prompts``
-    is set."""
-
-    def __init__(
-        self, config: Config, revision: str, show: Show, device_of: DeviceOf, cost_of: CostOf
-    ) -> None:
-        """Create a log. ``revision`` is the commit of the served model; empty if it has none."""
-        self._revision = revision
-        self._device_of = device_of
-        self._cost_of = cost_of
-        self._is_on = config.log_requests or config.log_prompts
-        self._show = show if config.log_prompts else None
-
-    def ended(self, request: GenerationRequest, recorder: RequestRecorder) -> None:
-        """Log a request that has ended, if the configuration enables the request log. Logged times
-        are in milliseconds."""
-        if not self._is_on:
-            return
-        device, quantization = self._device_of(recorder.worker)
-        tokens = recorder.prompt_tokens, recorder.cached_tokens, recorder.output_tokens
-        told = {
-            "request_id": current_request_id(),
-            "answer_id": request.request_id,
-            "tenant": request.principal.tenant,
-            "key": request.principal.key_id,
-            "agent": request.agent,
-            "run_id": request.run_id,
-            "model": request.model,
-            "revision": self._revision,
-            "quantization": quantization,
-            "device": device,
-            "prompt_tokens": recorder.prompt_tokens,
-            **recorder.summary(),
-            "cost": self._cost_of(recorder.context_class, *tokens),
-        }
-        if self._show is not None:
-            told["prompt"] = self._show(request.prompt_ids)
-        told = {name: value for name, value in told.items() if value not in ("", None)}
-        # The text repeats the fields: text logs show no fields.
-        words = " ".join(f"{name}={value!r}" for name, value in told.items())
-        log.info("request ended: %s", words, extra=told)
-
-
-MAX_RECENT_REQUESTS = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class RecentRequest:
-    """The measurements of a request that has ended, whether or not it succeeded."""
-
-    received_at: float
-    """Time at which the request was received, in seconds. The code that adds the record chooses the
-    clock."""
-    prompt_tokens: int
-    output_tokens: int | None
-    """Number of tokens of the request's answer; None if the answer did not end by itself."""
-    cached_tokens: int
-    """Number of the request's prompt tokens that were found in a cache."""
-    ttft_s: float | None = None
-    """Time from receipt to the first token, in seconds; None unless the request ended well."""
-    tpot_s: float | None = None
-    """Time per output token, in seconds; None unless the request ended well, with two tokens."""
-    is_good: bool | None = None
-    """Whether the request met every SLO; None if no SLO applies: the client disconnected, or no
-    token was asked for."""
-
-
-class RecentRequests:
-    """The last ``MAX_RECENT_REQUESTS`` requests that have ended."""
-
-    def __init__(self) -> None:
-        self._requests: deque[RecentRequest] = deque(maxlen=MAX_RECENT_REQUESTS)
-        self.ended = 0
-        """Total number of requests that were ever added to the list of recent requests."""
-
-    def add(self, request: RecentRequest) -> None:
-        """Add a request that has ended."""
-        self._requests.append(request)
-        self.ended += 1
-
-    def since(self, start: float) -> list[RecentRequest]:
-        """Return the requests received at ``start`` or later, in order of receipt."""
-        found = [one for one in self._requests if one.received_at >= start]
-        return sorted(found, key=lambda one: one.received_at)

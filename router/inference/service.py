@@ -27,14 +27,9 @@ from baton.telemetry.tracing import sampled_trace_id
 from router.access.access import Access
 from router.access.api_keys import Caller
 from router.billing.prices import PriceTable
-from router.core.accounting import (
-    RequestLog,
-    RequestRecorder,
-    RequestStats,
-    Slo,
-    count_refusal,
-)
+from router.core.accounting import RequestRecorder, RequestStats, Slo, count_refusal
 from router.core.request import Choice, Dispatcher, GenerationRequest, OutputDelta
+from router.core.request_log import RequestLog
 from router.core.served_model import ServedModel
 from router.http.client import BodyReader
 from router.inference.builder import Arrival, RequestBuilder

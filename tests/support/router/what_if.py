@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.core.accounting import RecentRequest
+from router.core.recent_requests import RecentRequest
 from tests.support.router.looks import record
 
 WORKERS = [record("prefill-0"), record("decode-0"), record("decode-1")]

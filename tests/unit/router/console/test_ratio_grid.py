@@ -21,7 +21,7 @@ from router.console.ratio_grid import (
     shapes_of,
 )
 from router.console.what_if import Percentile, Shape, ShapeAnswer
-from router.core.accounting import RecentRequest
+from router.core.recent_requests import RecentRequest
 from tests.support.router.looks import record
 
 CONFIG = Config()

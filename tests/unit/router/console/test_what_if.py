@@ -36,7 +36,7 @@ from router.console.what_if import (
     question,
     rate_share,
 )
-from router.core.accounting import RecentRequest
+from router.core.recent_requests import RecentRequest
 from tests.support.router.looks import record
 from tests.support.router.what_if import WORKERS, recent
 
