@@ -12,13 +12,14 @@ import argparse
 import asyncio
 import json
 import logging
-import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from tests.chaos.faults.kinds import BY_NAME, KINDS, Kind
+from tests.chaos.faults.kinds import BY_NAME, KINDS, LAUNCHER_KINDS, Kind, away_for
 from tests.chaos.harness.cluster import Cluster
+from tests.chaos.harness.led_cluster import LedCluster
 from tests.chaos.load.questions import questions
 from tests.chaos.load.reference import engine_reference
 from tests.chaos.report import Report
@@ -39,12 +40,14 @@ async def run(
     """
     asked = questions(seed)
     reference = await engine_reference(asked)
-    async with Cluster() as cluster:
+    cluster = LedCluster() if any(kind.needs_launchers for kind in kinds) else Cluster()
+    async with cluster:
         try:
-            return await Run(cluster, seed, kinds, asked, reference).go(minutes, max_rounds)
+            report = await Run(cluster, seed, kinds, asked, reference).go(minutes, max_rounds)
         finally:
             if logs is not None:
-                shutil.copytree(cluster.logs, logs, dirs_exist_ok=True)
+                cluster.save_logs(logs)
+    return replace(report, left=tuple(cluster.left))
 
 
 def main() -> int:
@@ -56,11 +59,19 @@ def main() -> int:
     parser.add_argument(
         "--only", action="append", choices=sorted(BY_NAME), help="a kind of fault; may be repeated"
     )
+    parser.add_argument(
+        "--launchers", action="store_true", help="the kinds that need two launchers"
+    )
+    parser.add_argument("--away-s", type=float, help="how long launchers are away, in seconds")
     parser.add_argument("--rounds", type=int, help="end after so many rounds of faults")
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    kinds = [BY_NAME[name] for name in asked.only] if asked.only else KINDS
+    kinds: Sequence[Kind] = LAUNCHER_KINDS if asked.launchers else KINDS
+    if asked.only:
+        kinds = [BY_NAME[name] for name in asked.only]
+    if asked.away_s is not None:
+        kinds = [away_for(kind, asked.away_s) for kind in kinds]
     report = asyncio.run(
         run(asked.minutes, asked.seed, kinds, max_rounds=asked.rounds, logs=asked.logs)
     )

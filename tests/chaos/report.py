@@ -31,6 +31,9 @@ class RoundReport:
     leaks: tuple[str, ...]
     drained_blocks: int | None = None
     """KV blocks that others fetched while a worker was drained; None where none was."""
+    takeover_s: float | None = None
+    """From the moment when a launcher could lead until another supervisor's term had begun: from
+    the strike where one waited, else from the end of the fault. None for other faults."""
 
     @property
     def recovery_s(self) -> float:
@@ -57,6 +60,8 @@ class Report:
     """How many requests, or choices of them, went on elsewhere, by reason."""
     decisions: Mapping[str, int] = field(default_factory=dict)
     """How many prompts were computed by a prefill worker (remote), how many by a decode worker."""
+    left: tuple[str, ...] = ()
+    """Workers and supervisors that outlived the cluster, one line each."""
 
     @property
     def complaints(self) -> list[str]:
@@ -76,6 +81,7 @@ class Report:
             (counts.requests - counts.finished - counts.errors - counts.lost, "not counted"),
             (sum(len(one.leaks) for one in self.rounds), "leaks"),
             (idle, "rounds whose victims had nothing to do"),
+            (len(self.left), "workers or supervisors that outlived the cluster"),
         )
         found = [f"{count} {what}" for count, what in told if count]
         found += [f"not made: {name}: {why}" for name, why in self.skipped.items()]
@@ -114,6 +120,7 @@ class Report:
             "skipped": self.skipped,
             "rounds": [asdict(one) for one in self.rounds],
             "notes": list(self.notes),
+            "left": list(self.left),
         }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from signal import SIGABRT
 from tests.chaos.faults.fault import CannotStrike, Fault
 from tests.chaos.faults.faults import FAULTS
 from tests.chaos.faults.kinds import Kind, Target
+from tests.chaos.faults.launcher_faults import LaunchersAway
 from tests.chaos.faults.operator_faults import WorkerDrained
 from tests.chaos.harness.cluster import ROLES, Cluster, is_alive
 from tests.chaos.harness.counters import by_label
@@ -154,7 +156,7 @@ class Run:
         self.ledger.phases.append(
             Phase(kinds, before, time.monotonic(), began, has_spare, may_reset)
         )
-        stuck = await self._end_what_hangs() if whole_s >= MAX_S else []
+        stuck = await self._end_what_hangs() if math.isinf(whole_s) else []
         await load.pause()
         found = stuck + await self._found(first, struck)
         drained = await self._drained_blocks(struck)
@@ -240,9 +242,10 @@ class Run:
             seconds=max((one.strike.seconds for one in struck), default=0.0),
             streams_s=round(recovery.streams_s, 3),
             answered_s=round(recovery.answered_s, 3),
-            whole_s=round(recovery.whole_s, 3),
+            whole_s=MAX_S if math.isinf(recovery.whole_s) else round(recovery.whole_s, 3),
             leaks=tuple(found),
             drained_blocks=drained_blocks,
+            takeover_s=next((s for one in struck if (s := _takeover_s(one.fault))), None),
         )
         self.reports.append(report)
         log.info("%s", report)
@@ -251,7 +254,7 @@ class Run:
         self._told = len(self.ledger.troubles())
 
     async def _report(self, minutes: float, max_rounds: int | None) -> Report:
-        rounds = max_rounds or max(1, int(ROUNDS_A_MINUTE * minutes))
+        rounds = max_rounds or min_rounds(minutes, self.kinds)
         return Report(
             seed=self.seed,
             minutes=minutes,
@@ -264,6 +267,19 @@ class Run:
             moves=await by_label(self.cluster, "baton_moved_requests_total", "reason"),
             decisions=await by_label(self.cluster, "baton_route_decisions_total", "decision"),
         )
+
+
+def min_rounds(minutes: float, kinds: Sequence[Kind]) -> int:
+    """How many rounds a run of these kinds must have had after so long.
+
+    A round without a launcher lasts for as long as it is away, and longer by a usual round.
+    """
+    away_s = max((kind.max_s for kind in kinds if kind.needs_launchers), default=0.0)
+    return max(1, int(60 * minutes / (60 / ROUNDS_A_MINUTE + away_s)))
+
+
+def _takeover_s(fault: Fault) -> float | None:
+    return round(fault.takeover_s, 3) if isinstance(fault, LaunchersAway) else None
 
 
 def _line(ending: Ending) -> str:

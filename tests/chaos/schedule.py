@@ -34,7 +34,7 @@ def rounds(seed: int, kinds: Sequence[Kind]) -> Iterator[Round]:
     """Rounds without end. Every kind comes once before any comes again.
 
     Two faults at once are never of one target: two dead workers of a role leave no spare, and then
-    there is nothing to be learnt but that. A standstill comes alone.
+    there is nothing to be learnt but that. A standstill comes alone, and launchers are away once.
     """
     source = random.Random(seed)
     deck: list[Kind] = []
@@ -61,6 +61,10 @@ def rounds_until_all(seed: int, kinds: Sequence[Kind]) -> int:
 
 
 def _may_meet(one: Kind, other: Kind) -> bool:
+    away = one.needs_launchers + other.needs_launchers
+    # What hits the whole cluster may hit who leads it.
+    if away == 2 or (away and "cluster" in (one.target, other.target)):
+        return False
     return one.target != other.target and not (one.is_standstill or other.is_standstill)
 
 

@@ -1,9 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from typing import Any
 
-from tests.chaos.harness.recovery import until_answered, until_streams_run
+import pytest
+
+from tests.chaos.harness import recovery
+from tests.chaos.harness.recovery import MAX_S, until_answered, until_streams_run, until_whole
 from tests.chaos.load.call import Call, Fronts
 from tests.chaos.load.ledger import Ledger
 from tests.chaos.load.load import Load
@@ -46,3 +51,18 @@ async def test_only_an_answer_to_a_later_request_counts() -> None:
     load.newest_answered = struck_at + 0.05
     async with asyncio.timeout(DEADLINE_S):
         assert await waiting >= 0.1
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+async def test_a_cluster_may_take_its_time_after_a_fault_however_long_that_was(
+    monkeypatch: pytest.MonkeyPatch, is_whole: bool
+) -> None:
+    async def looked(_: object) -> bool:
+        return is_whole
+
+    cluster: Any = object()
+    monkeypatch.setattr(recovery, "_is_whole", looked)
+    monkeypatch.setattr(recovery, "MAX_S", 0.1)
+    whole_s = await until_whole(cluster, time.monotonic() - 2 * MAX_S)
+    assert whole_s >= 2 * MAX_S
+    assert math.isinf(whole_s) is not is_whole

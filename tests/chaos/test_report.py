@@ -86,3 +86,10 @@ def test_moves_and_drains_are_reported() -> None:
     assert fields["moves"] == {"drained": 2, "preempted": 1}
     assert fields["drained_blocks"] == [12]
     assert fields["errors_without_spare"] == 0
+
+
+def test_a_worker_that_outlives_its_cluster_fails_the_run() -> None:
+    assert REPORT.complaints == []
+    found = replace(REPORT, left=("process 5: ray::WorkerActor",))
+    assert found.complaints == ["1 workers or supervisors that outlived the cluster"]
+    assert found.to_json()["left"] == ["process 5: ray::WorkerActor"]

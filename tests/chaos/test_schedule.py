@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.chaos.faults.faults import FAULTS
-from tests.chaos.faults.kinds import BY_NAME, KINDS
+from tests.chaos.faults.kinds import BY_NAME, KINDS, LAUNCHER_KINDS, away_for
+from tests.chaos.run import min_rounds
 from tests.chaos.schedule import Round, rounds, rounds_until_all
 
 SEEDS = st.integers(min_value=0, max_value=1 << 32)
@@ -29,7 +30,7 @@ def test_other_seeds_are_other_schedules() -> None:
 def test_every_kind_comes_before_any_comes_again(seed: int) -> None:
     names = [strike.kind.name for one in first(seed) for strike in one.strikes]
     decks = [set(names[at : at + len(KINDS)]) for at in range(0, len(names), len(KINDS))]
-    assert decks[0] == decks[1] == set(BY_NAME)
+    assert decks[0] == decks[1] == {kind.name for kind in KINDS}
 
 
 @given(SEEDS)
@@ -39,7 +40,7 @@ def test_every_kind_has_come_by_the_stated_round(seed: int) -> None:
     def kinds(rounds_of_it: int) -> set[str]:
         return {strike.kind.name for one in first(seed, rounds_of_it) for strike in one.strikes}
 
-    assert kinds(count) == set(BY_NAME) != kinds(count - 1)
+    assert kinds(count) == {kind.name for kind in KINDS} != kinds(count - 1)
 
 
 @given(SEEDS)
@@ -78,3 +79,25 @@ def test_most_rounds_have_one_fault() -> None:
 
 def test_every_kind_has_its_fault() -> None:
     assert set(FAULTS) == set(BY_NAME)
+
+
+@given(SEEDS)
+def test_launchers_are_away_once_at_a_time(seed: int) -> None:
+    found = itertools.islice(rounds(seed, (*KINDS, *LAUNCHER_KINDS)), 100)
+    counts = [sum(strike.kind.needs_launchers for strike in one.strikes) for one in found]
+    assert set(counts) == {0, 1}
+
+
+@given(SEEDS)
+def test_launchers_are_away_for_as_long_as_is_asked(seed: int) -> None:
+    kinds = [away_for(kind, 600.0) for kind in (*KINDS, *LAUNCHER_KINDS)]
+    for strike in (
+        one for each in itertools.islice(rounds(seed, kinds), 60) for one in each.strikes
+    ):
+        assert (strike.seconds == 600.0) is strike.kind.needs_launchers
+
+
+def test_rounds_without_launchers_may_be_fewer() -> None:
+    assert min_rounds(3.0, KINDS) == 9
+    assert min_rounds(3.0, LAUNCHER_KINDS) == 3
+    assert min_rounds(3.0, [away_for(kind, 600.0) for kind in LAUNCHER_KINDS]) == 1

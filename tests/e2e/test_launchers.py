@@ -15,13 +15,12 @@ import time
 import psutil
 import pytest
 
+from tests.support.e2e.cluster import LEADS_AGAIN, LIVES_ON, WAITS
 from tests.support.e2e.network import BATON, END_S, START_S, Network, network, workers_on
 from tests.support.machines import Machine
 
 AWAY_S = float(os.environ.get("BATON_TEST_AWAY_S", "45"))
 """How long there is no launcher, in seconds."""
-WAITS = "this one waits"
-LIVES_ON = "routers = 0\nleave_workers = true"
 LOAD = """
 import concurrent.futures, json, os, sys, time, httpx
 url, stop = sys.argv[1:]
@@ -115,7 +114,7 @@ def test_workers_outlive_launchers_and_a_store_that_forgets() -> None:
         # Its successor's machine is lost, and with it the supervisor, which starts elsewhere.
         standby.power_off()
         began = time.monotonic()
-        net.until(lambda: "leads the cluster again" in net.text("leader"), "it does not lead")
+        net.until(lambda: LEADS_AGAIN in net.text("leader"), "it does not lead")
         took_s = time.monotonic() - began
         assert workers(*nodes) == living
         # It heals: a worker that dies is replaced.

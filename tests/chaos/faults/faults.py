@@ -6,6 +6,7 @@ from tests.chaos.faults import (
     clock_faults,
     hang_faults,
     keeper_faults,
+    launcher_faults,
     operator_faults,
     partition_faults,
     pool_faults,
@@ -57,5 +58,10 @@ FAULTS: dict[str, type[Fault]] = {
     "supervisor killed": keeper_faults.SupervisorKilled,
     "control store killed": keeper_faults.ControlStoreKilled,
     "control store's store killed": keeper_faults.ControlStoresStoreKilled,
+    "launcher away": launcher_faults.LauncherAway,
+    "launcher stopped": launcher_faults.LauncherStopped,
+    "both launchers away": launcher_faults.BothAwayOneWorkerDead,
+    "both launchers away, store failed over": launcher_faults.BothAwayStoreFailedOver,
+    "both launchers away, store emptied": launcher_faults.BothAwayStoreEmptied,
 }
-"""By the names of ``tests.chaos.faults.kinds.KINDS``."""
+"""By the names of ``tests.chaos.faults.kinds``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Target = Literal["prefill", "decode", "router", "store", "cluster"]
@@ -26,6 +26,8 @@ class Kind:
     is_standstill: bool = False
     """Whether clients of its victims wait for its end, however long it lasts: their requests are
     nowhere else. Nothing else is done meanwhile, and recovery is counted from its end."""
+    needs_launchers: bool = False
+    """Whether it needs a cluster of two launchers (``tests.chaos.harness.led_cluster``)."""
 
 
 KINDS = (
@@ -73,4 +75,25 @@ KINDS = (
     Kind("control store killed", "cluster"),
     Kind("control store's store killed", "cluster"),
 )
-BY_NAME = {kind.name: kind for kind in KINDS}
+"""Those of a cluster on one machine, which ends with its launcher."""
+
+
+def _away(name: str, target: Target, *, may_restart: bool = False) -> Kind:
+    """Another launcher leads after 15 s at most: each lasts for longer than that."""
+    return Kind(name, target, 20.0, 40.0, may_restart=may_restart, needs_launchers=True)
+
+
+def away_for(kind: Kind, seconds: float) -> Kind:
+    """That kind, with launchers that are away for so long; any other kind as it is."""
+    return replace(kind, min_s=seconds, max_s=seconds) if kind.needs_launchers else kind
+
+
+LAUNCHER_KINDS = (
+    _away("launcher away", "cluster"),
+    _away("launcher stopped", "cluster"),
+    _away("both launchers away", "decode", may_restart=True),
+    _away("both launchers away, store failed over", "store"),
+    _away("both launchers away, store emptied", "store"),
+)
+"""Those of a cluster of two launchers, whose workers outlive both."""
+BY_NAME = {kind.name: kind for kind in (*KINDS, *LAUNCHER_KINDS)}

@@ -9,8 +9,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,11 +29,13 @@ from tests.chaos.harness.clock import Clock, NoClock
 from tests.chaos.harness.proxy import Proxy
 from tests.chaos.harness.store import Store
 from tests.chaos.load.call import Fronts
-from tests.support.e2e.cluster import UpProcess, processes_of
+from tests.support.e2e.cluster import UpProcess, processes_of, told_by
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 COUNT = 2
 """Of workers of each role, and of routers: one, and a spare."""
+ACTORS = ("WorkerActor", "SupervisorActor")
+"""By these names of Ray's processes workers and supervisors are known."""
 log = logging.getLogger(__name__)
 
 _PAGE_S = 5.0
@@ -42,15 +46,13 @@ _POOL_MIB: dict[Role, int] = {"prefill": 96, "decode": 22}
 theirs and are handed back."""
 _CHUNK_TOKENS = 128
 """As many as usual, of the longest prompt, take a busy machine as long as a hang does."""
-_CONFIGURATION = f"""
+_CONFIGURATION = """
 # Every request is handed off while there is a prefill worker: by this policy local prefill is for
 # the time without one.
 local_prefill = "auto"
 policy = "least_loaded"
-# Ray's control store may die, and the store behind it.
-gcs_store = "embedded"
 deterministic = true
-routers = {COUNT}
+{more}
 
 [advanced]
 # An engine that hangs is left while it does; no step of so few tokens takes as long.
@@ -86,9 +88,17 @@ class Worker:
 class Cluster:
     """Use it as a context."""
 
+    routers = COUNT
+    """How many routers there are."""
+    # Ray's control store may die, and the store behind it.
+    configured = f'gcs_store = "embedded"\nrouters = {COUNT}'
+    """Lines of its configuration."""
+
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="chaos-")
-        self.clock = _clock(Path(self._folder.name))
+        self.folder = Path(self._folder.name)
+        """For files of the cluster; it is deleted in the end."""
+        self.clock = _clock(self.folder)
         """That of all processes; None where it cannot be made to jump."""
         self._environment = {} if self.clock is None else self.clock.environment
         self.store = Store(os.environ | self._environment)
@@ -107,6 +117,8 @@ class Cluster:
         self._workers: dict[str, int] = {}
         """Process ids by slot, of each worker's present or last life."""
         self.fronts = Fronts("", "", "")
+        self.left: list[str] = []
+        """Workers and supervisors that had not ended when the cluster had: one line each."""
 
     @property
     def up(self) -> UpProcess:
@@ -117,23 +129,26 @@ class Cluster:
     async def __aenter__(self) -> Self:
         await self.store.start()
         await self.wire.start()
-        file = Path(self._folder.name) / "baton.toml"
-        file.write_text(_CONFIGURATION)
+        file = self.folder / "baton.toml"
+        file.write_text(_CONFIGURATION.format(more=self.configured))
         variables = {
             "BATON_REDIS_URL": self.store.url(self.wire.port),
-            "BATON_DATA_DIR": str(Path(self._folder.name) / "data"),
+            "BATON_DATA_DIR": str(self.folder / "data"),
         }
-        self._up = UpProcess("--config", str(file), env=variables | self._environment)
         try:
-            await asyncio.to_thread(self._up.wait_ready)
-            state = self._up.state
+            await asyncio.to_thread(self._start, file, variables | self._environment)
+            await self.workers()
         except BaseException as error:
             await self.__aexit__(type(error), error, None)
             raise
+        return self
+
+    def _start(self, file: Path, variables: Mapping[str, str]) -> None:
+        """Start all but the store, and wait until it serves."""
+        self._up = UpProcess("--config", str(file), env=variables)
+        state = self._up.wait_ready().state
         self._cluster_id = state.cluster_id
         self.fronts = Fronts(state.http, state.grpc, state.model)
-        await self.workers()
-        return self
 
     async def __aexit__(
         self,
@@ -141,35 +156,48 @@ class Cluster:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._up is not None:
-            # A fault that was not healed may have stopped some, and those would not end.
-            self.go_on()
-            await asyncio.to_thread(self._up.__exit__, kind, error, trace)
+        # A fault that was not healed may have stopped some, and those would not end.
+        self.go_on()
+        await asyncio.to_thread(self._end)
         await self._pages.aclose()
         await self.wire.stop()
         await self.store.stop()
         self._folder.cleanup()
+
+    def _end(self) -> None:
+        """End all but the store, in order, and list what is left."""
+        if self._up is not None:
+            self._up.__exit__(None, None, None)
+            self.left = self._actors()
+
+    def _actors(self) -> list[str]:
+        """The workers and supervisors that run: one line each."""
+        return [
+            f"process {process.pid}: {line}"
+            for process, line in told_by(self._cluster_id, _named)
+            if any(name in line for name in ACTORS)
+        ]
 
     @property
     def key_prefix(self) -> str:
         """Of the cluster's keys in the store."""
         return f"baton:{{{self._cluster_id}}}:"
 
-    @property
-    def logs(self) -> Path:
-        """The folder of the processes' logs."""
-        return self.up.logs
+    def save_logs(self, folder: Path) -> None:
+        """Copy the processes' logs to a folder."""
+        shutil.copytree(self.up.logs, folder, dirs_exist_ok=True)
 
     def pids(self) -> dict[str, int]:
         """Of routers and workers, by name; of workers those that were there when last looked."""
-        routers = {
-            name: pid for name, pid in self.up.state.processes.items() if name.startswith("router")
-        }
-        return routers | self._workers
+        return self._routers() | self._workers
+
+    def _routers(self) -> dict[str, int]:
+        processes = self.up.state.processes
+        return {name: pid for name, pid in processes.items() if name.startswith("router")}
 
     def processes(self) -> list[psutil.Process]:
         """All that belong to the cluster."""
-        return processes_of(self._cluster_id)
+        return processes_of(self._cluster_id) if self._cluster_id else []
 
     def stand_still(self) -> None:
         """SIGSTOP for every process: routers, workers, store, Ray's, supervisor and launcher."""
@@ -190,7 +218,8 @@ class Cluster:
     def _host(self) -> set[psutil.Process]:
         """Of the whole machine as the cluster's clients know it."""
         found = set(self.processes())
-        for pid in (self.up.process.pid, *self.store.pids):
+        own = () if self._up is None else (self._up.process.pid,)
+        for pid in (*own, *self.store.pids):
             with contextlib.suppress(psutil.Error):
                 found.add(psutil.Process(pid))
         return found
@@ -225,12 +254,12 @@ class Cluster:
 
     async def _all_routers_ok(self) -> bool:
         answered: set[str] = set()
-        for _ in range(_TRIES * COUNT):
+        for _ in range(_TRIES * self.routers):
             health = await self._pages.get(f"http://{self.fronts.http}/health")
             if health.json().get("status") != "ok":
                 return False
             answered.add(health.headers[ROUTER_HEADER])
-            if len(answered) == COUNT:
+            if len(answered) == self.routers:
                 return True
         return False
 
@@ -256,6 +285,10 @@ class Cluster:
 
 def _all_routable(page: str) -> bool:
     return all(series(page, "baton_routable_workers", role=role) == COUNT for role in ROLES)
+
+
+def _named(process: psutil.Process) -> tuple[psutil.Process, str]:
+    return process, " ".join(process.cmdline())
 
 
 def _clock(folder: Path) -> Clock | None:

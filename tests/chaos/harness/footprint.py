@@ -144,12 +144,12 @@ def _grown(now: Mapping[str, Size], first: Mapping[str, Size]) -> list[str]:
 
 
 def _processes(cluster: Cluster) -> list[str]:
-    """Workers and routers that are too many: one that was given up and has not ended."""
+    """Workers, supervisors and routers that are too many: given up, and not ended."""
     lines = []
     for process in cluster.processes():
         with contextlib.suppress(psutil.Error):
             lines.append(" ".join(process.cmdline()))
-    most = {"WorkerActor": COUNT * len(ROLES), "router.main": COUNT}
+    most = {"WorkerActor": COUNT * len(ROLES), "SupervisorActor": 1, "router.main": COUNT}
     counts = {name: sum(name in line for line in lines) for name in most}
     return [
         f"cluster: {count} processes {name}, expected {most[name]}"

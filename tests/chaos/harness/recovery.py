@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterable
 
@@ -45,16 +46,17 @@ async def until_answered(load: Load, struck_at: float) -> float:
 
 
 async def until_whole(cluster: Cluster, struck_at: float, faults: Iterable[Fault] = ()) -> float:
-    """Seconds from ``struck_at`` until every worker and router is there and usable, or
-    and until ``faults`` are over, by what they themselves know.
+    """Seconds from ``struck_at`` until every worker and router is there and usable, and until
+    ``faults`` are over, by what they themselves know.
 
-    ``MAX_S`` where it stays broken.
+    It waits for ``MAX_S`` from now; infinite where the cluster stays broken for so long.
     """
-    while time.monotonic() < struck_at + MAX_S:
+    until = time.monotonic() + MAX_S
+    while time.monotonic() < until:
         if await _is_whole(cluster) and all([await fault.is_over() for fault in faults]):
             return time.monotonic() - struck_at
         await asyncio.sleep(_LOOK_AT_ALL_S)
-    return MAX_S
+    return math.inf
 
 
 async def _is_whole(cluster: Cluster) -> bool:

@@ -26,6 +26,11 @@ START_S = 240.0
 END_S = 120.0
 SECRET = "planted-secret-of-clusters-in-tests"
 """The cluster's secret where processes of another launch join the shared cluster."""
+WAITS = "this one waits"
+"""What a launcher prints while another one leads the cluster."""
+LEADS_AGAIN = "leads the cluster again"
+LIVES_ON = "routers = 0\nleave_workers = true"
+"""The configuration of launchers without which the cluster serves."""
 PATIENT = {
     "BATON_ADVANCED__HANG_S": "20",
     "BATON_ADVANCED__LEASE_S": "20",
