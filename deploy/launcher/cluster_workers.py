@@ -195,16 +195,19 @@ class ClusterWorkers:
             cluster_id=self._cluster_id,
             launcher=ProcessIdentity.own(),
         )
+
+        def place_it() -> RaySupervisor:
+            # The call goes on if its caller is cancelled, and `end` must know of the supervisor.
+            self._supervisor = RaySupervisor.place(settings, self._supervisor_class)
+            return self._supervisor
+
         async with self._placing:
             while True:
                 if self._lease is not None and not self._leads:
                     await asyncio.sleep(_SUPERVISOR_AGAIN_S)
                     continue
                 try:
-                    supervisor = await self._calls.call(
-                        lambda: RaySupervisor.place(settings, self._supervisor_class)
-                    )
-                    self._supervisor = supervisor
+                    supervisor = await self._calls.call(place_it)
                     async with asyncio.timeout(_SUPERVISOR_START_S):
                         return await supervisor.ready()
                 except Exception as error:
@@ -233,9 +236,7 @@ class ClusterWorkers:
                 return
             if epoch is None:
                 return
-        if self._supervisor is not None:
-            with contextlib.suppress(Exception):
-                await self._supervisor.stop(_STOP_S, epoch)
+        await self._stop_supervisor(epoch)
         workers = await self._running()
         stops = (worker.stop(_STOP_S, epoch) for worker in workers)
         await asyncio.gather(*stops, return_exceptions=True)
@@ -255,6 +256,21 @@ class ClusterWorkers:
                 await self._lease.give_up()
         await self._client.aclose()
 
+    async def _stop_supervisor(self, epoch: int | None) -> None:
+        """Stop the supervisor that this launcher has placed, or is placing at this moment."""
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(_STOP_S):
+                # The thread makes one call after the other: a placement that has begun ends first.
+                supervisor = await self._calls.call(lambda: self._supervisor)
+            if supervisor is None:
+                return
+            with contextlib.suppress(Exception):
+                await supervisor.stop(_STOP_S, epoch)
+            if self._lease is not None:
+                # One that was still starting has ignored the order, and would replace workers.
+                async with asyncio.timeout(_STOP_S):
+                    await self._calls.call(supervisor.kill)
+
     async def _running(self) -> Sequence[RayWorker]:
         """Return all running workers, including those that the supervisor placed. If Ray does not
         answer, return only the workers that this launcher placed."""
@@ -268,8 +284,6 @@ class ClusterWorkers:
             return self._first
 
     def _kill(self, workers: Sequence[RayWorker]) -> None:
-        if self._supervisor is not None:
-            self._supervisor.kill()
         for worker in workers:
             worker.kill()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -145,3 +146,70 @@ async def test_a_launcher_that_waits_leaves_the_supervisor_of_the_leader_alone(
         with pytest.raises(asyncio.CancelledError):
             await keeping
         await workers.close()
+
+
+class Worker:
+    """Stands in for a worker that serves; notes when it is stopped."""
+
+    slot = "decode-0"
+
+    def __init__(self, ended: list[str]) -> None:
+        self._ended = ended
+
+    async def ready(self) -> dict[str, Any]:
+        return {"slot": self.slot, "process": {"pid": 18}}
+
+    async def stop(self, *_: Any) -> None:
+        self._ended.append(self.slot)
+
+    def kill(self) -> None:
+        """It has stopped."""
+
+
+class SlowRay(Ray):
+    """It takes its time to place a supervisor; notes when that one is killed."""
+
+    def __init__(self, ended: list[str]) -> None:
+        super().__init__()
+        self.asked, self.answers = threading.Event(), threading.Event()
+        self._ended = ended
+
+    def place(self, *_: Any) -> Ray:
+        self.asked.set()
+        assert self.answers.wait(60)
+        return super().place()
+
+    async def stop(self, *_: Any) -> None:
+        """It is ignored: the supervisor has not started."""
+
+    def kill(self) -> None:
+        super().kill()
+        self._ended.append("supervisor")
+
+
+async def test_a_launcher_that_ends_while_it_places_the_supervisor_ends_that_before_the_workers(
+    client: redis.asyncio.Redis, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would replace them."""
+    ended: list[str] = []
+    ray, worker = SlowRay(ended), Worker(ended)
+    monkeypatch.setattr(cluster_workers, "RaySupervisor", ray)
+    monkeypatch.setattr(cluster_workers, "find_all", lambda: [worker])
+    monkeypatch.setattr(cluster_workers, "find", lambda _: worker)
+    config = Config(model="tiny", ray_address="127.0.0.1:1", cluster_id="c", redis_url=url)
+    slots = [settings("decode", 0)]
+    workers = ClusterWorkers(config, slots, url, "c", SupervisorActor, lambda _: None)
+    async with asyncio.timeout(60):
+        await workers.lead()
+        await workers.start()
+        starting = asyncio.create_task(workers.start_supervisor())
+        await asyncio.to_thread(ray.asked.wait, 60)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        ending = asyncio.create_task(workers.end())
+        await asyncio.sleep(0.1)
+        ray.answers.set()
+        await ending
+        await workers.close()
+    assert ended == ["supervisor", "decode-0"]
