@@ -113,8 +113,8 @@ class Pod:
     @property
     def is_ready(self) -> bool:
         """Whether Services send connections to it."""
-        alive = bool(self.running) and all(one.ready for one in self.running.values())
-        return alive and not self.ending
+        serving = [self.running.get(one.name) for one in self.workload.containers]
+        return not self.ending and all(one is not None and one.ready for one in serving)
 
     def facts(self) -> Mapping[str, str]:
         """The values of the downward API."""
