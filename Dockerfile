@@ -36,10 +36,11 @@ COPY . .
 RUN pip install --no-deps --no-build-isolation --no-index .
 
 # The compiler stays: kernels are built at the first start, for the CPU that is there (and Triton
-# builds its launchers with it). tini reaps what a worker's libraries leave behind.
+# builds its launchers with it). tini reaps what a worker's libraries leave behind. KubeRay and the
+# chart's launchers need openssl for Ray's certificates.
 FROM ${PYTHON_IMAGE} AS runtime
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends 'g++=4:12.2.*' 'tini=0.19.*' \
+    && apt-get install --yes --no-install-recommends 'g++=4:12.2.*' 'openssl=3.0.*' 'tini=0.19.*' \
     && rm -rf /var/lib/apt/lists/* \
     && groupadd --gid 10001 baton \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /var/lib/baton \

@@ -13,7 +13,7 @@ CLUSTER=baton-test
 IMAGE=baton:kind
 CHART=deploy/helm/baton
 CERT_MANAGER=${CERT_MANAGER:-v1.18.2}
-KUBERAY=${KUBERAY:-1.5.1}
+KUBERAY=${KUBERAY:-1.7.0}
 WAIT=${WAIT:-20m}
 COMMON=(--set image.repository="${IMAGE%:*}" --set image.tag="${IMAGE#*:}" --set image.pullPolicy=Never)
 SMALL=(--set router.replicas=2 --set router.resources.requests.cpu=100m)
@@ -44,7 +44,8 @@ kind load docker-image "$IMAGE" --name "$CLUSTER"
 helm install cert-manager oci://quay.io/jetstack/charts/cert-manager --version "$CERT_MANAGER" \
   --namespace cert-manager --create-namespace --set crds.enabled=true --wait --timeout 5m
 helm install kuberay-operator kuberay-operator --repo https://ray-project.github.io/kuberay-helm \
-  --version "$KUBERAY" --wait --timeout 5m
+  --version "$KUBERAY" --wait --timeout 5m \
+  --set 'featureGates[0].name=RayClusterMTLS' --set 'featureGates[0].enabled=true'
 
 # install NAME VALUES ARGUMENTS…: installs a release, runs its own test, asks it, and removes it.
 install() {
@@ -67,5 +68,6 @@ install() {
 CERTIFICATES=(--set tls.insecure=false --set tls.certManager.enabled=true)
 install plain disaggregated-plain-values.yaml "${CERTIFICATES[@]}"
 install ray kuberay-plain-values.yaml "${CERTIFICATES[@]}" --set clusterSecret.existingSecret= \
-  --set redis.mode=valkey --set redis.existingSecret= --set redis.password=example-index
+  --set redis.mode=valkey --set redis.existingSecret= --set redis.password=example-index \
+  --set kuberay.tls=true
 echo "both modes were installed and answered"

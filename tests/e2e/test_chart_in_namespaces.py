@@ -12,6 +12,7 @@ prints the tables of docs/lab-notes/kubernetes.md.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import shutil
@@ -32,6 +33,7 @@ from tests.support.kubernetes.cluster import Cluster, cluster
 from tests.support.kubernetes.kuberay import expanded
 from tests.support.kubernetes.load import READY_S, Load, Story
 from tests.support.kubernetes.pod import Pod
+from tests.support.kubernetes.ray_certificates import RayCertificates
 from tests.support.models import make_tiny_model
 
 NAME = f"{RELEASE}-baton"
@@ -39,6 +41,21 @@ KEY = "example-key-of-the-test"
 STORE = "example-index"
 REFRESHED_S = 15.0
 """Until all pods have the files of a changed Secret."""
+ASK_RAY = """
+import socket, ssl, sys
+address, authority, *shown = sys.argv[1:]
+context = ssl.create_default_context(cafile=authority)
+context.set_alpn_protocols(["h2"])
+if shown:
+    context.load_cert_chain(*shown)
+try:
+    with socket.create_connection((address, 6379), 10) as plain:
+        with context.wrap_socket(plain, server_hostname=address) as sock:
+            sock.sendall(b"PRI * HTTP/2.0\\r\\n\\r\\nSM\\r\\n\\r\\n" + bytes(3) + b"\\4" + bytes(5))
+            print("answered" if sock.recv(9) else "refused")
+except (ssl.SSLError, ConnectionError):
+    print("refused")
+"""
 READ_WORKERS = """
 import asyncio, json, sys
 from baton.store.redis_client import redis_client
@@ -58,6 +75,7 @@ class Release:
         self.there = there
         self._folder, self._mode, self._password = folder, mode, STORE
         self._manager = CertificateManager(folder / "authority")
+        self.ray = RayCertificates(folder / "ray")
         self._certificates = self._manager.issue(self.rendered())
         self.load = Load(there, NAME, folder, self._manager.authority, KEY)
         self.story = Story(there, self.load)
@@ -72,7 +90,10 @@ class Release:
             for pool in pools:
                 pool["resources"] = {f"baton_{pool['name']}": 1}
             pools[1]["count"] = 2
-            more = {"gcsStore": {"mode": "valkey", "password": "example-gcs"}}
+            more = {
+                "gcsStore": {"mode": "valkey", "password": "example-gcs"},
+                "kuberay": {"tls": True},
+            }
         told = {"model": "/models/tiny", "dtype": "float32", "drain_deadline_s": 10, "pools": pools}
         digest = hashlib.sha256(KEY.encode()).hexdigest()
         key = {"name": "test", "sha256": digest, "tenant": "default"}
@@ -108,7 +129,9 @@ class Release:
     async def apply(self, **told: Any) -> None:
         """Do what ``helm upgrade`` does."""
         self._password = told.get("password", STORE)
-        await self.there.apply(self.rendered(**told) + self._certificates)
+        rendered = self.rendered(**told)
+        secrets = self._certificates + self.ray.secrets(rendered)
+        await self.there.apply(rendered + secrets)
 
     async def renew_certificates(self, **told: Any) -> None:
         """Give each role a new key and certificate."""
@@ -128,6 +151,12 @@ class Release:
         ask = "import ssl, sys; print(ssl.get_server_certificate((sys.argv[1], 8000)))"
         routers = self.there.pods_of(f"{NAME}-router")
         return {await self._on_node(ask, pod.address) for pod in routers}
+
+    async def ask_ray(self, *shown: Path) -> str:
+        """Connect to Ray's head by TLS, and return whether it answers to a certificate and key."""
+        (head,) = self.there.pods_of(f"{NAME}-ray-head")
+        paths = map(str, (self.ray.authority, *shown))
+        return await self._on_node(ASK_RAY, head.address, *paths)
 
     async def _workers(self) -> dict[str, str]:
         """Return the workers' addresses by incarnation, as the store has them."""
@@ -180,9 +209,15 @@ async def release(mode: str) -> AsyncIterator[Release]:
         async with cluster(folder / "k") as there:
             made = Release(folder, there, mode)
             await made.apply()
-            await there.until_ready(READY_S)
-            await made.load.begin()
-            yield made
+            following = asyncio.create_task(made.ray.follow(there))
+            try:
+                await there.until_ready(READY_S)
+                await made.load.begin()
+                yield made
+            finally:
+                following.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await following
 
 
 def _prepare(folder: Path) -> None:
@@ -222,6 +257,8 @@ async def test_the_disaggregated_mode_loses_no_request() -> None:
 @pytest.mark.timeout(1500)
 async def test_the_kuberay_mode_loses_no_request() -> None:
     async with release("kuberay") as made:
+        assert await made.ask_ray(*made.ray.files("worker")) == "answered"
+        assert await made.ask_ray() == "refused"
         await made.lose_each(tuple(made.there.pods.values()))
         routers = made.apply(slo_ttft_s=3.0)
         await made.story.during("upgrade of routers and launchers", routers, made.has_workers)

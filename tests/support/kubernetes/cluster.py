@@ -69,6 +69,7 @@ class Cluster:
         self._addresses: dict[str, str] = {}
         """Addresses of Services by name."""
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._refreshing = asyncio.Lock()
         self._agent: asyncio.subprocess.Process | None = None
         self._answers: dict[int, asyncio.Future[bool]] = {}
         self._questions = itertools.count(1)
@@ -93,10 +94,26 @@ class Cluster:
         for pod in self.pods.values():
             self._spawn(self._refresh(pod))
 
+    def replace(self, secret: Manifest) -> None:
+        """Replace a Secret; some time later pods have its files."""
+        name = secret["metadata"]["name"]
+        kept = (
+            one
+            for one in self.objects.all
+            if (one["kind"], one["metadata"]["name"]) != ("Secret", name)
+        )
+        self.objects = Objects((*kept, secret))
+        for pod in self.pods.values():
+            self._spawn(self._refresh(pod))
+
     async def _refresh(self, pod: Pod) -> None:
         await asyncio.sleep(random.uniform(0, _REFRESH_S))
-        if not pod.ending and pod.running:
-            await asyncio.to_thread(pod.refresh, self.objects)
+        # A pod that has just been created may have the files of before.
+        while not pod.running and not pod.ending:
+            await asyncio.sleep(_LOOK_S)
+        async with self._refreshing:
+            if not pod.ending:
+                await asyncio.to_thread(pod.refresh, self.objects)
 
     async def scale(self, name: str, replicas: int) -> None:
         """Do what ``kubectl scale`` does."""

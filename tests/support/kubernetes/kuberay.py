@@ -1,6 +1,7 @@
 """Does what the operator KubeRay does with a RayCluster: pods, variables, a Service and a token.
 
 Source: ray-operator/controllers/ray/common/pod.go of github.com/ray-project/kuberay (August 2026).
+``ray_certificates.py`` has the Secrets of ``tlsOptions``.
 Ray's pods become Deployments here. A pod's template never replaces pods there
 (``upgradeStrategy: None``), and tests do not change it.
 """
@@ -12,8 +13,14 @@ from collections.abc import Sequence
 from copy import deepcopy
 
 from tests.support.kubernetes.manifests import Manifest
+from tests.support.kubernetes.ray_certificates import has_tls, secret_of
 
 _HEAD_PORT = "6379"
+_TLS = "/etc/ray/tls"
+_WAIT_TLS = (
+    f"until openssl x509 -in {_TLS}/tls.crt -noout -text 2>/dev/null "
+    '| grep -qE "IP Address:$POD_IP([^0-9.]|$)"; do sleep 1; done'
+)
 _WAIT = "until ray health-check --address {address} >/dev/null 2>&1; do sleep 1; done"
 
 
@@ -103,11 +110,38 @@ def _pods(cluster: Manifest, group: str, told: Manifest, count: int) -> Manifest
         {"name": "RAY_PORT", "value": _HEAD_PORT},
         {"name": "RAY_ADDRESS", "value": f"{where}:{_HEAD_PORT}"},
     ]
+    if has_tls(cluster):
+        _give_certificates(template["spec"], secret_of(kind, name))
     return {
         "kind": "Deployment",
         "metadata": {"name": f"{name}-{group}"},
         "spec": {"replicas": count, "strategy": {"type": "Recreate"}, "template": template},
     }
+
+
+def _give_certificates(pod: Manifest, secret: str) -> None:
+    """Mount a Secret of certificates, and wait until it has the pod's address."""
+    pod.setdefault("volumes", []).append({"name": "ray-tls", "secret": {"secretName": secret}})
+    mount = {"name": "ray-tls", "mountPath": _TLS, "readOnly": True}
+    inits, container = pod.setdefault("initContainers", []), pod["containers"][0]
+    for one in (container, *(init for init in inits if init["name"] == "wait-gcs-ready")):
+        one["volumeMounts"] = [*one.get("volumeMounts", []), mount]
+        one["env"] += [
+            {"name": "RAY_USE_TLS", "value": "1"},
+            {"name": "RAY_TLS_SERVER_CERT", "value": f"{_TLS}/tls.crt"},
+            {"name": "RAY_TLS_SERVER_KEY", "value": f"{_TLS}/tls.key"},
+            {"name": "RAY_TLS_CA_CERT", "value": f"{_TLS}/ca.crt"},
+        ]
+    address = {"fieldRef": {"fieldPath": "status.podIP"}}
+    waiting = {
+        "name": "wait-for-tls-ip-san",
+        "command": ["sh", "-c"],
+        "args": [_WAIT_TLS],
+        "env": [{"name": "POD_IP", "valueFrom": address}],
+        "volumeMounts": [mount],
+        "securityContext": container.get("securityContext", {}),
+    }
+    inits.insert(0, waiting)
 
 
 def _start_command(kind: str, told: dict[str, str]) -> str:

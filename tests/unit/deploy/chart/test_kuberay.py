@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import ssl
+import subprocess
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cryptography import x509
 
 from deploy.workers.ranks import WORKER_RESOURCE
 from tests.support.deploy.baton_commands import parse
 from tests.support.deploy.chart import KUBERAY_SETS, Manifest, of_kind, render, the
 
 ROOT = Path(__file__).parents[4]
+_TLS = "/etc/ray/tls"
 
 
 def _cluster(value_set: str, *more: str) -> Manifest:
@@ -34,6 +41,99 @@ def test_launchers_have_the_token_that_kuberay_makes(value_set: str) -> None:
     # It is KubeRay's to make: the chart has none of that name.
     secrets = [one["metadata"]["name"] for one in of_kind(manifests, "Secret")]
     assert made["name"] not in secrets
+
+
+def test_ray_s_connections_are_encrypted_on_request() -> None:
+    def told(value: str) -> tuple[Any, Any, set[str], set[str]]:
+        manifests = render("kuberay-values.yaml", f"--set=kuberay.tls={value}")
+        (cluster,) = of_kind(manifests, "RayCluster")
+        pod = the(manifests, "Deployment", "demo-baton-launcher")["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        mounts = {one["mountPath"] for one in container["volumeMounts"]}
+        names = {one["name"] for one in container["env"] if "TLS" in one["name"]}
+        inits = [one["name"] for one in pod.get("initContainers", ())]
+        return cluster["spec"].get("tlsOptions"), inits, mounts & {_TLS, "/etc/ray/ca"}, names
+
+    variables = ("USE_TLS", "TLS_SERVER_CERT", "TLS_SERVER_KEY", "TLS_CA_CERT")
+    names = {"BATON_TLS__FOLDER"} | {f"RAY_{name}" for name in variables}
+    # The CA's key is not in the container that serves.
+    assert told("true") == ({"enabled": True}, ["ray-certificate"], {_TLS}, names)
+    assert told("false") == (None, [], set(), {"BATON_TLS__FOLDER"})
+    assert not of_kind(render("kuberay-plain-values.yaml"), "Certificate")
+
+
+@pytest.mark.parametrize("address", ["10.1.2.3", "fd00::1"])
+def test_a_launcher_signs_the_certificate_of_its_own_address(address: str, tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    manifests = render("kuberay-values.yaml")
+    authority = the(manifests, "Certificate", "demo-baton-ray-launcher-ca")["spec"]
+    assert authority["isCA"]
+    assert authority["issuerRef"]["name"] == "ray-ca-issuer-demo-baton-ray"
+    pod = the(manifests, "Deployment", "demo-baton-launcher")["spec"]["template"]["spec"]
+    (signs,), (launcher,) = pod["initContainers"], pod["containers"]
+    volumes = {one["name"]: one for one in pod["volumes"]}
+    sources = volumes["ray-launcher-ca"]["projected"]["sources"]
+    files = {
+        one["secret"]["name"]: {item["path"] for item in one["secret"]["items"]} for one in sources
+    }
+    assert files == {
+        authority["secretName"]: {"tls.crt", "tls.key"},
+        "ray-worker-secret-demo-baton-ray": {"ca.crt"},
+    }
+    assert volumes["ray-tls"]["emptyDir"]["medium"] == "Memory"
+    given, own = tmp_path / "ca", tmp_path / "tls"
+    given.mkdir()
+    own.mkdir()
+    root = _authority(given, "root", None)
+    signer = _authority(given, "tls", "root")
+    (given / "root.crt").rename(given / "ca.crt")
+    command = [*signs["command"][:-1], signs["command"][-1].replace("/etc/ray", str(tmp_path))]
+    told = {"PATH": os.environ["PATH"], "POD_IP": address, "POD_NAME": "a-launcher"}
+
+    def sign() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, env=told, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    done = sign()
+    assert done.returncode == 0, done.stderr
+    variables = {one["name"]: one.get("value") for one in launcher["env"]}
+    paths = [variables[f"RAY_TLS_{name}"] for name in ("SERVER_CERT", "SERVER_KEY", "CA_CERT")]
+    served, key, trusted = (Path(str(one).replace("/etc/ray", str(tmp_path))) for one in paths)
+    leaf, issuer = x509.load_pem_x509_certificates(served.read_bytes())
+    leaf.verify_directly_issued_by(issuer)
+    assert issuer == signer
+    assert x509.load_pem_x509_certificate(trusted.read_bytes()) == root
+    names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert [str(one) for one in names.get_values_for_type(x509.IPAddress)] == [address, "127.0.0.1"]
+    assert not leaf.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    # The CA is renewed before that.
+    assert (leaf.not_valid_after_utc - leaf.not_valid_before_utc).days == 90
+    assert int(authority["renewBefore"].removesuffix("h")) >= 90 * 24
+    assert key.stat().st_mode & 0o777 == 0o600
+    context = ssl.create_default_context(cafile=str(trusted))
+    context.load_cert_chain(served, key)
+    # A new RayCluster has another CA, while cert-manager keeps the Secret of the launchers' own.
+    before = served.read_bytes()
+    _authority(given, "ca", None)
+    done = sign()
+    assert done.returncode == 1
+    assert f"delete the Secret {authority['secretName']}" in done.stderr
+    assert served.read_bytes() == before
+
+
+def _authority(folder: Path, name: str, signer: str | None) -> x509.Certificate:
+    """Make a CA as cert-manager does."""
+    command = ["openssl", "req", "-x509", "-config", "/dev/null", "-nodes", "-subj", f"/CN={name}"]
+    command += ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-days", "180"]
+    command += ["-keyout", f"{name}.key", "-out", f"{name}.crt"]
+    command += ["-addext", "basicConstraints=critical,CA:TRUE"]
+    command += ["-addext", "keyUsage=critical,keyCertSign,cRLSign"]
+    if signer is not None:
+        command += ["-CA", f"{signer}.crt", "-CAkey", f"{signer}.key"]
+    subprocess.run(command, cwd=folder, capture_output=True, timeout=60, check=True)
+    return x509.load_pem_x509_certificate((folder / f"{name}.crt").read_bytes())
 
 
 @pytest.mark.parametrize("value_set", KUBERAY_SETS)
@@ -74,7 +174,7 @@ def test_pools_have_pods_of_their_own() -> None:
         assert joins["resource"] == [f"baton_{role}={places}"]
         assert str(joins["gpus"]) == group["rayStartParams"]["num-gpus"]
         assert str(joins["cpus"]) == group["rayStartParams"]["num-cpus"]
-        assert joins["address"] == "demo-baton-ray-head-svc:6379"
+        assert joins["address"] == "demo-baton-ray-head-svc.default.svc.cluster.local:6379"
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         assert ports[container["readinessProbe"]["tcpSocket"]["port"]] == joins["port"]
     pod = groups["decode"]["template"]["spec"]

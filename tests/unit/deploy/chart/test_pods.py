@@ -70,7 +70,7 @@ def test_every_container_says_what_it_uses(value_set: str) -> None:
 @each_set
 def test_every_container_that_serves_has_probes(value_set: str) -> None:
     # What runs once needs none, and a launcher has no listener.
-    without = ("/health", "/pull-model", "/launcher")
+    without = ("/health", "/pull-model", "/ray-certificate", "/launcher")
     for name, container in containers(render(value_set)):
         if not name.endswith(without):
             assert {"readinessProbe", "livenessProbe"} <= container.keys(), name
@@ -114,7 +114,7 @@ def test_volumes_are_there_and_used(value_set: str) -> None:
         there = {volume["name"] for volume in pod["spec"].get("volumes", ())}
         mounted = {
             mount["name"]
-            for container in pod["spec"]["containers"]
+            for container in (*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"])
             for mount in container.get("volumeMounts", ())
         }
         assert there <= mounted <= there | claimed, name

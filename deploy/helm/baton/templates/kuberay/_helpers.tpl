@@ -3,8 +3,14 @@
 {{ include "baton.fullname" . }}-ray
 {{- end }}
 
+{{/* With certificates it is the name that the head's has: the service's full one. */}}
 {{- define "baton.rayAddress" -}}
-{{ include "baton.rayName" . }}-head-svc:6379
+{{ include "baton.rayName" . }}-head-svc{{ if .Values.kuberay.tls }}.{{ .Release.Namespace }}.svc.cluster.local{{ end }}:6379
+{{- end }}
+
+{{/* The Secret with the CA of the launchers' certificates for Ray. */}}
+{{- define "baton.rayLauncherCa" -}}
+{{ include "baton.rayName" . }}-launcher-ca
 {{- end }}
 
 {{/* Ray's environment variables in every pod, in addition to those of KubeRay. */}}
