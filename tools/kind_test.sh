@@ -67,7 +67,6 @@ install() {
 
 CERTIFICATES=(--set tls.insecure=false --set tls.certManager.enabled=true)
 install plain disaggregated-plain-values.yaml "${CERTIFICATES[@]}"
-install ray kuberay-plain-values.yaml "${CERTIFICATES[@]}" --set clusterSecret.existingSecret= \
-  --set redis.mode=valkey --set redis.existingSecret= --set redis.password=example-index \
-  --set kuberay.tls=true
+install ray kuberay-plain-values.yaml "${CERTIFICATES[@]}" --set kuberay.tls=true --set clusterSecret.existingSecret= \
+  --set redis.mode=valkey --set redis.existingSecret= --set redis.password=example-index
 echo "both modes were installed and answered"
