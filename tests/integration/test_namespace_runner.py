@@ -14,13 +14,12 @@ import yaml
 
 from tests.support.kubernetes.cluster import Cluster, Connection, cluster
 
+pytestmark = pytest.mark.long
 DEADLINE_S = 90.0
 SOON_S = 0.6
 """More than a Service needs to learn which pods are ready."""
 SERVER = """
 import http.server, os, pathlib, signal, sys
-
-pytestmark = pytest.mark.long
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         ready = not pathlib.Path("/data/refuse").exists()

@@ -16,8 +16,6 @@ from loadtest.router.router_bench import RouterBenchSettings, measure_peer, meas
 
 PEER = """
 import asyncio, sys
-
-pytestmark = pytest.mark.long
 async def pipe(reader, writer):
     while data := await reader.read(65536):
         writer.write(data)
@@ -34,9 +32,10 @@ asyncio.run(main())
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-pytestmark = pytest.mark.skipif(
-    len(cores()) < 2, reason="one core for the router, one for the load"
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(len(cores()) < 2, reason="one core for the router, one for the load"),
+]
 SMALL = RouterBenchSettings(
     Path(),
     rate=100.0,

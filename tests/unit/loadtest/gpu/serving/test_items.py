@@ -14,13 +14,12 @@ import pytest
 from loadtest.gpu.serving import items
 from loadtest.gpu.serving.items import missing, serving_items
 
+pytestmark = pytest.mark.long
 DEADLINE_S = 100.0
 IMPORTS = """
 import ast, json, pathlib, sys
 import decode_worker.role, loadtest.gpu.serving.phase, loadtest.gpu.serving.worker
 import prefill_worker.role, router.main
-
-pytestmark = pytest.mark.long
 ours = {"baton", "engine", "kvtransfer", "worker", "prefill_worker", "decode_worker", "router"}
 ours.add("loadtest")
 found = set()
