@@ -110,7 +110,8 @@ class Run:
         await asyncio.sleep(_SETTLE_S)
         load.check()
         await load.pause()
-        whole_s = await until_whole(self.cluster, time.monotonic())
+        now = time.monotonic()
+        whole_s = await until_whole(self.cluster, now, healed_at=now)
         found = await self._found(first, ())
         load.resume()
         if found:
@@ -149,7 +150,11 @@ class Run:
             since = began
         feeling = asyncio.gather(until_streams_run(load, since), until_answered(load, since))
         await healing
-        whole_s = await until_whole(self.cluster, since, [one.fault for one in struck])
+        # Nothing heals without a launcher; all else heals from the fault on.
+        is_led = not any(one.strike.kind.needs_launchers for one in struck)
+        healed_at = since if is_led else time.monotonic()
+        faults = [one.fault for one in struck]
+        whole_s = await until_whole(self.cluster, since, faults, healed_at=healed_at)
         streams_s, answered_s = await feeling
         kinds = tuple(one.strike.kind.name for one in struck)
         may_reset = any(one.strike.kind.may_reset for one in struck)
@@ -201,7 +206,8 @@ class Run:
             if name.startswith(ROLES) and name not in serving and is_alive(pid):
                 found.append(f"{name}: process {pid} lives, and is not back")
                 self.cluster.signal(pid, SIGABRT)
-        await until_whole(self.cluster, time.monotonic())
+        now = time.monotonic()
+        await until_whole(self.cluster, now, healed_at=now)
         self._pids = self.cluster.pids()
         return found
 

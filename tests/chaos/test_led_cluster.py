@@ -1,4 +1,4 @@
-"""Launchers are away, each way once: no request notices, and workers obey none that is deposed."""
+"""Launchers are away, each way once: no request notices, and workers obey no former leader."""
 
 from __future__ import annotations
 

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from tests.chaos.harness import recovery
-from tests.chaos.harness.recovery import MAX_S, until_answered, until_streams_run, until_whole
+from tests.chaos.harness.recovery import until_answered, until_streams_run, until_whole
 from tests.chaos.load.call import Call, Fronts
 from tests.chaos.load.ledger import Ledger
 from tests.chaos.load.load import Load
 from tests.chaos.load.questions import questions
 
 DEADLINE_S = 60.0
+LIMIT_S = 0.2
 QUESTION = questions(0)[0]
 
 
@@ -53,16 +54,24 @@ async def test_only_an_answer_to_a_later_request_counts() -> None:
         assert await waiting >= 0.1
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
-async def test_a_cluster_may_take_its_time_after_a_fault_however_long_that_was(
-    monkeypatch: pytest.MonkeyPatch, is_whole: bool
+@pytest.mark.parametrize(
+    ("is_whole", "healed_ago", "is_in_time"),
+    [
+        (True, 0.0, True),
+        (False, 0.0, False),
+        (True, 2 * LIMIT_S, False),
+    ],
+)
+async def test_a_cluster_is_whole_in_time_from_the_moment_when_it_can_heal(
+    monkeypatch: pytest.MonkeyPatch, is_whole: bool, healed_ago: float, is_in_time: bool
 ) -> None:
     async def looked(_: object) -> bool:
         return is_whole
 
     cluster: Any = object()
     monkeypatch.setattr(recovery, "_is_whole", looked)
-    monkeypatch.setattr(recovery, "MAX_S", 0.1)
-    whole_s = await until_whole(cluster, time.monotonic() - 2 * MAX_S)
-    assert whole_s >= 2 * MAX_S
-    assert math.isinf(whole_s) is not is_whole
+    monkeypatch.setattr(recovery, "MAX_S", LIMIT_S)
+    now = time.monotonic()
+    whole_s = await until_whole(cluster, now - 9.0, healed_at=now - healed_ago)
+    assert whole_s >= 9.0
+    assert math.isfinite(whole_s) is is_in_time

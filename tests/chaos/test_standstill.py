@@ -117,7 +117,7 @@ async def test_recovery_from_a_standstill_is_counted_from_its_end(
     async def is_busy(*_: object) -> bool:
         return True
 
-    async def until(_: object, begin: float, *__: object) -> float:
+    async def until(_: object, begin: float, *__: object, **___: object) -> float:
         since.append(begin)
         return 0.0
 

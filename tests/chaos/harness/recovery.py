@@ -45,14 +45,15 @@ async def until_answered(load: Load, struck_at: float) -> float:
     return MAX_S
 
 
-async def until_whole(cluster: Cluster, struck_at: float, faults: Iterable[Fault] = ()) -> float:
+async def until_whole(
+    cluster: Cluster, struck_at: float, faults: Iterable[Fault] = (), *, healed_at: float
+) -> float:
     """Seconds from ``struck_at`` until every worker and router is there and usable, and until
     ``faults`` are over, by what they themselves know.
 
-    It waits for ``MAX_S`` from now; infinite where the cluster stays broken for so long.
+    Infinite where the cluster is not whole ``MAX_S`` after ``healed_at``: from then on it can heal.
     """
-    until = time.monotonic() + MAX_S
-    while time.monotonic() < until:
+    while time.monotonic() < healed_at + MAX_S:
         if await _is_whole(cluster) and all([await fault.is_over() for fault in faults]):
             return time.monotonic() - struck_at
         await asyncio.sleep(_LOOK_AT_ALL_S)

@@ -36,7 +36,7 @@ class StaleOrders:
 
 
 async def _give(cluster_id: str, epoch: int) -> StaleOrders:
-    import ray  # noqa: PLC0415
+    import ray  # noqa: PLC0415 - who imports this module for its class needs no Ray
 
     ray.init(
         address="auto",
