@@ -299,16 +299,15 @@ class InboundPair:
     def _over(self, copy: _Copy) -> None:
         """Process the end of a batch's copy into blocks: success, failure or cancellation."""
         self._transfers.discard(copy.ticket_id, copy.transfer)
-        try:
-            copy.transfer.poll()
-        except CancelledError:
-            self._keeper.drop_copy(copy.ticket_id)
-            self._end_copy(copy, TicketEnded(f"ticket {copy.ticket_id} has ended"))
-        except Exception as failure:
-            self._failed(copy, _as_baton_error(failure))
-        else:
+        error = copy.transfer.error
+        if error is None:
             copy.is_placed = True
             self._compare(copy)
+        elif isinstance(error, CancelledError):
+            self._keeper.drop_copy(copy.ticket_id)
+            self._end_copy(copy, TicketEnded(f"ticket {copy.ticket_id} has ended"))
+        else:
+            self._failed(copy, _as_baton_error(error))
 
     def _compare(self, copy: _Copy) -> None:
         """Count a batch as arrived once all its bytes are stored and their checksums match the
@@ -384,7 +383,7 @@ def _batch(message: transfer_pb2.AnnounceBatch, blocks: tuple[int, ...] | None) 
     return replace(batch, checksums=raw)
 
 
-def _as_baton_error(failure: Exception) -> BatonError:
+def _as_baton_error(failure: BaseException) -> BatonError:
     if isinstance(failure, BatonError):
         return failure
     log.error("a copy failed", exc_info=failure)

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import CancelledError, Executor
+from concurrent.futures import Executor
 from typing import Any
 
 import grpc.aio
@@ -432,12 +432,12 @@ class Outbound:
     def _sent(self, transfer: Transfer) -> None:
         """Break the pair if a transfer has failed. A thread of the transport calls this when a
         transfer ends."""
-        try:
-            transfer.poll()
-        except (BatonError, CancelledError) as error:
-            failure = error if isinstance(error, BatonError) else WorkerFailed("sending ended")
-            with contextlib.suppress(RuntimeError):  # the loop may be closed
-                self._loop.call_soon_threadsafe(self._break, failure)
+        error = transfer.error
+        if error is None:
+            return
+        failure = error if isinstance(error, BatonError) else WorkerFailed("sending ended")
+        with contextlib.suppress(RuntimeError):  # the loop may be closed
+            self._loop.call_soon_threadsafe(self._break, failure)
 
     # Receiving answers
 

@@ -42,6 +42,17 @@ class Transfer:
 
     # For threads that wait for the transfer
 
+    @property
+    def error(self) -> BaseException | None:
+        """Why the transfer has failed, or CancelledError; None if it has not.
+
+        Whoever keeps the transfer reads this instead of catching what ``poll`` raises: a caught
+        error refers to its frames, which refer to the transfer, and only the garbage collector
+        would free both.
+        """
+        with self._changed:
+            return self._error
+
     def poll(self) -> bool:
         """Whether the transfer is over. If it has failed or was cancelled, raises its error or
         CancelledError."""

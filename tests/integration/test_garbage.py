@@ -63,7 +63,7 @@ async def ask(cluster: MiniCluster, number: int, sampling: SamplingParams, most:
 
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("local", ["never", "always"])
-@pytest.mark.parametrize("most", [pytest.param(1, marks=pytest.mark.long), 100])
+@pytest.mark.parametrize("most", [1, 100])
 async def test_requests_leave_no_cycles(
     tiny_model: Path, redis_url: str, most: int, local: str
 ) -> None:

@@ -132,3 +132,15 @@ def test_it_ends_once_however_many_threads_give_it_up() -> None:
         for thread in threads:
             thread.join(DEADLINE_S)
         assert told == [transfer]
+
+
+def test_who_keeps_a_transfer_that_has_ended_leaves_no_cycle() -> None:
+    """Of its error it has no frames, which would have the transfer."""
+    errors: list[BaseException | None] = []
+    for end in (Transfer.finish, Transfer.cancel, lambda one: one.fail(WorkerFailed("it died"))):
+        transfer = Transfer()
+        transfer.when_over(lambda over: errors.append(over.error))
+        assert transfer.error is None
+        end(transfer)
+    assert [type(error) for error in errors] == [type(None), CancelledError, WorkerFailed]
+    assert all(error is None or error.__traceback__ is None for error in errors)
