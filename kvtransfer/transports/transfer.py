@@ -46,9 +46,9 @@ class Transfer:
     def error(self) -> BaseException | None:
         """Why the transfer has failed, or CancelledError; None if it has not.
 
-        Whoever keeps the transfer reads this instead of catching what ``poll`` raises: a caught
-        error refers to its frames, which refer to the transfer, and only the garbage collector
-        would free both.
+        A caller that keeps the transfer reads this instead of catching what ``poll`` raises. A
+        caught error refers to its frames, which refer to the transfer, and only the garbage
+        collector would free both.
         """
         with self._changed:
             return self._error
