@@ -369,6 +369,15 @@ class GeometryMismatch(HandoffError):
     code = "handoff_geometry_mismatch"
 
 
+class FingerprintGone(WorkerFailed):
+    """The last worker of the model version that began the answer has left.
+
+    Retry after the time in ``Retry-After``: the version that is served now answers from the start.
+    """
+
+    code = "fingerprint_gone"
+
+
 class NoRoom(Overloaded):
     """A decode worker has too few free blocks; ``retry_after`` estimates the wait.
 

@@ -1,4 +1,4 @@
-"""Block hashes: the names by which cached KV blocks are found.
+"""Block hashes, the names by which cached KV blocks are found; and the hash of a tokenizer.
 
 A full block's hash is a keyed BLAKE2b-128 (RFC 7693) over its parent's hash and its token ids. The
 key binds the model's fingerprint and the tenant's salt, so equal prompts of two tenants, or of two
@@ -10,11 +10,32 @@ of it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from array import array
 from collections.abc import Sequence
+from pathlib import Path
 
 HASH_BYTES = 16
+TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Files of a model's folder that determine how text becomes token ids, and which ids end an
+answer."""
+
+
+def text_hash(folder: Path) -> str:
+    """Return a hash of those of ``TEXT_FILES`` that a model's folder has: 32 hex digits."""
+    whole = hashlib.blake2b(digest_size=HASH_BYTES)
+    for name in TEXT_FILES:
+        with contextlib.suppress(FileNotFoundError):
+            content = (folder / name).read_bytes()
+            whole.update(f"{name}:{len(content)}:".encode())
+            whole.update(content)
+    return whole.hexdigest()
 
 
 def hash_key(fingerprint: str, salt: bytes = b"") -> bytes:

@@ -106,6 +106,9 @@ async def serve(settings: RouterSettings) -> None:
     )
     stats = RequestStats(metrics, genai)
     client = redis_client(settings.redis_url)
+    model = ServedModel.of(
+        settings.model_name, Path(settings.model_path), config.max_model_len, config.revision
+    )
     dispatcher = ClusterDispatcher(
         config,
         tokenizer,
@@ -116,15 +119,13 @@ async def serve(settings: RouterSettings) -> None:
         TrafficStore(client, settings.cluster_id),
         PinStore(client, settings.cluster_id),
         PoolSizes(client, settings.cluster_id),
+        model=model,
     )
     ledger = Ledger(client, settings.cluster_id, config, metrics)
     limits = RateLimits(client, settings.cluster_id, metrics, budgets=ledger.budgets)
     access = Access(config, metrics, limits, ledger)
     watch = await _watched_keys(config, access, metrics)
     await dispatcher.start()
-    model = ServedModel.of(
-        settings.model_name, Path(settings.model_path), config.max_model_len, config.revision
-    )
     application = make_application(
         dispatcher,
         InferenceService(dispatcher, tokenizer, model, stats, config, access),

@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
+import redis
 import torch
 
 from baton.errors import InvalidRequest, Unavailable, WorkerFailed
@@ -62,6 +63,9 @@ Routers read the registry four times a second. If the worker stopped sooner, the
 dead.
 """
 _POLL_S = 0.02
+_SUCCESSOR_S = 2.0
+"""Interval at which a draining worker that is the last of its fingerprint looks for another one, in
+seconds; also the time limit of a look."""
 _LAPSED = "the registry says that its lease has lapsed"
 
 
@@ -96,9 +100,12 @@ class WorkerProcess:
         self._changing = asyncio.Lock()
         self._ending: asyncio.Task[None] | None = None
         self._left_nothing = False
+        self._is_hurried = False
+        """Whether the current drain must end now."""
         self._redis = redis_client(settings.redis_url)
+        self._registry = Registry(self._redis, settings.cluster_id)
         self._entry = OwnEntry(
-            Registry(self._redis, settings.cluster_id),
+            self._registry,
             ttl_s=settings.config.advanced.registry_ttl_s,
             heartbeat_s=settings.config.advanced.heartbeat_s,
             record=self._current_record,
@@ -285,18 +292,23 @@ class WorkerProcess:
 
     # Draining, and role changes
 
-    async def drain(self, deadline_s: float) -> bool:
+    async def drain(self, deadline_s: float, *, finishes: bool = True) -> bool:
         """Accept no more work, wait until accepted work has ended, then stop the worker;
         idempotent.
 
         Returns whether all work had ended by the deadline. Remaining requests end with an error,
-        and routers place them on other workers.
+        and routers place them on other workers. If ``finishes`` is true, the deadline waits while
+        no other ready worker of the same role and fingerprint is registered, since requests could
+        go on nowhere: they then have until their own deadlines.
         """
         if self.leave_by is None:
             self.leave_by = time.monotonic() + deadline_s
         async with self._changing:
             if self._ending is None:
-                self._left_nothing = await self._empty(lambda: self.leave_by or 0.0, SEEN_S)
+                is_empty = await self._empty(lambda: self.leave_by or 0.0, SEEN_S)
+                if finishes and not is_empty:
+                    is_empty = await self._finish()
+                self._left_nothing = is_empty
                 self.drained = True
                 # A task of its own: the server that stops must still answer the caller.
                 self._ending = asyncio.create_task(self.stop(), name="stop")
@@ -304,7 +316,41 @@ class WorkerProcess:
 
     def hurry(self) -> None:
         """End the current drain now, as if its deadline had passed."""
+        self._is_hurried = True
         self.leave_by = time.monotonic()
+
+    async def _finish(self) -> bool:
+        """Wait until all accepted work has ended, as long as no other worker can take it over.
+        Returns whether all work has ended."""
+        is_empty = is_told = False
+        while not (is_empty or self._is_hurried or await self._has_successor()):
+            if not is_told:
+                is_told = True
+                log.warning(
+                    "%s is the last ready %s worker of its model version (fingerprint %s): it ends"
+                    " what it runs before it leaves",
+                    *(self.settings.slot, self.settings.pool.role),
+                    self.session.record.fingerprint,
+                )
+            if not self._is_hurried:
+                self.leave_by = time.monotonic() + _SUCCESSOR_S
+            is_empty = await self._empty(lambda: self.leave_by or 0.0, 0.0)
+        return is_empty
+
+    async def _has_successor(self) -> bool:
+        """Return whether another ready worker could take over what this one runs. False if the
+        registry cannot be read."""
+        own = self.session.record
+        try:
+            async with asyncio.timeout(_SUCCESSOR_S):
+                records, _ = await self._registry.read()
+        except (redis.RedisError, OSError, TimeoutError):
+            return False
+        return any(
+            (one.role, one.fingerprint, one.state) == (own.role, own.fingerprint, "ready")
+            for one in records.values()
+            if one.incarnation != own.incarnation
+        )
 
     async def change_role(self, role: str, deadline_s: float) -> float:
         """Change to another role, and keep weights and caches. Returns the number of seconds that

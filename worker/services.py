@@ -105,7 +105,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 class Drainable(Protocol):
     """The methods of ``WorkerProcess`` that ControlService calls."""
 
-    async def drain(self, deadline_s: float) -> bool:
+    async def drain(self, deadline_s: float, *, finishes: bool = True) -> bool:
         """Accept no more work, wait until accepted work has ended, then stop. See
         ``WorkerProcess.drain``."""
 
@@ -125,7 +125,8 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self, request: control_pb2.DrainRequest, context: Context
     ) -> control_pb2.DrainResponse:
         """Drain this worker, then stop it. See control.proto."""
-        empty = await self._process.drain(request.deadline_ms / 1e3)
+        # An operator has chosen the deadline.
+        empty = await self._process.drain(request.deadline_ms / 1e3, finishes=False)
         return control_pb2.DrainResponse(empty=empty)
 
     @guarded

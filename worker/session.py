@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import grpc.aio
 import redis.asyncio
@@ -23,6 +24,7 @@ import torch
 
 from baton.config.choices import MIB
 from baton.config.cluster import Config
+from baton.hashing import text_hash
 from baton.rpc.grpc_channel import listen
 from baton.rpc.worker_plane import WorkerPlane
 from baton.store.prefix_index import PrefixIndex
@@ -315,6 +317,7 @@ def _record(
         device=_device_name(engine.runner.device),
         drafter="" if engine.runner.drafter == "none" else engine.runner.drafter,
         config_hash=settings.config_hash,
+        tokenizer=text_hash(Path(settings.model_path)),
         shares_cores=runtime.board is not None,
         gpu=_gpu(engine.runner.device),
     )

@@ -82,6 +82,9 @@ class WorkerRecord:
     """Schema of the record and of the worker's messages."""
     config_hash: str = ""
     """Hash of the configuration that the worker was started with; empty if it is unknown."""
+    tokenizer: str = ""
+    """Hash of the tokenizer in the worker's model folder (``baton.hashing.text_hash``); empty in
+    records of Baton 0.1.0."""
 
 
 @dataclass(frozen=True, slots=True)

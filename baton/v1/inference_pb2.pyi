@@ -430,6 +430,7 @@ class GenerateResponse(_message.Message):
     STOP_STRING_FIELD_NUMBER: _builtins.int
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     text: _builtins.str
@@ -448,6 +449,10 @@ class GenerateResponse(_message.Message):
     the last part. Empty for a caller that may not read the cluster's metrics.
     """
     decode_worker: _builtins.str
+    fingerprint: _builtins.str
+    """Fingerprint of the workers that answer: of their weights, quantization and types. The same in all
+    messages of an answer.
+    """
     reasoning: _builtins.str
     """The reasoning since the last message. It comes before the text."""
     @_builtins.property
@@ -487,11 +492,12 @@ class GenerateResponse(_message.Message):
         stop_string: _builtins.str = ...,
         prefill_worker: _builtins.str = ...,
         decode_worker: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
         reasoning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "decode_worker", b"decode_worker", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prefill_worker", b"prefill_worker", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "request_id", b"request_id", "stop_string", b"stop_string", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "decode_worker", b"decode_worker", "fingerprint", b"fingerprint", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prefill_worker", b"prefill_worker", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "request_id", b"request_id", "stop_string", b"stop_string", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

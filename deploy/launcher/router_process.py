@@ -36,7 +36,7 @@ from deploy.processes.ports import choose_ports, reachable
 from deploy.processes.run_directory import ClusterMark, RunDirectory
 from deploy.store.redis_access import store_url
 from deploy.store.shared_secret import SharedSecret
-from router.workers.model_commit import commit_of
+from router.workers.model_check import commit_of
 
 _HEALTHY_S = 60.0
 _PROBE_S = 2.0

@@ -141,6 +141,8 @@ class WorkerThread:
         self._leave_by: float | None = None
         """Deadline for the worker's running requests, monotonic. It is set once this process has to
         exit; before that it is None."""
+        self._is_hurried = False
+        """Whether a second SIGTERM has ended the time for running requests."""
         self._life = threading.Thread(target=self._live, name="worker", daemon=True)
 
     def begin(self) -> None:
@@ -211,7 +213,7 @@ class WorkerThread:
             log.info("worker %s leaves (SIGTERM)", self._settings.slot)
             self.drain(self._settings.drain_s)
         else:
-            self._leave_by = time.monotonic()
+            self._leave_by, self._is_hurried = time.monotonic(), True
             loop.call_soon_threadsafe(process.hurry)
 
     @property
@@ -249,11 +251,17 @@ class WorkerThread:
                 time.monotonic(),
                 beats=process.beats if process is not None and self._serves() else None,
                 ended=not self._life.is_alive() and not self._stopping and not self._failed(),
-                leave_by=self._leave_by or (process.leave_by if process is not None else None),
+                leave_by=self._leaves_by(),
             )
             if reason is not None:
                 faulthandler.dump_traceback(self._log)
                 fail(f"worker {self._settings.slot} ends: {reason}")
+
+    def _leaves_by(self) -> float | None:
+        """Return the time by which the current drain must end; None if there is none. The last
+        worker of its model postpones it."""
+        own = None if self._process is None else self._process.leave_by
+        return self._leave_by if self._is_hurried or own is None else own
 
     def stop(self, epoch: int | None) -> None:
         """Make the worker leave in order, and wait at most 10 seconds until it has left.

@@ -140,12 +140,24 @@ class WorkerControl:
                 " force",
                 param="force",
             )
+        running = link.engine_load.running
+        if running and self._is_last(link, link.record.fingerprint):
+            raise LastWorker(
+                f"{link.record.slot} runs {running} sequences, and no other ready"
+                f" {link.record.role} worker serves its version of the model"
+                f" ({link.record.fingerprint}): {action} would end them at the deadline. Wait until"
+                " it runs none, or repeat this with force",
+                param="force",
+            )
 
-    def _is_last(self, link: WorkerLink) -> bool:
+    def _is_last(self, link: WorkerLink, fingerprint: str = "") -> bool:
+        """Return whether no other worker of the role is ready, or none of ``fingerprint``."""
+        role = link.record.role
         return not any(
-            one.record.role == link.record.role and self._is_up(one)
+            one.record.role == role and self._is_up(one)
             for one in self._links()
             if one is not link and not self._leaving[one.record.slot]
+            if one.record.fingerprint == fingerprint or not fingerprint
         )
 
     def _find(self, slot: str) -> WorkerLink:

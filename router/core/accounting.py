@@ -182,8 +182,9 @@ class RequestRecorder:
         self.cached_tokens = 0
         """Number of the request's prompt tokens that were found in a cache."""
         self.context_class = context_class
-        self._worker = ""
-        """The decode worker of the latest choice that ended."""
+        self._worker = self._fingerprint = ""
+        """The decode worker of the latest choice that ended, and the fingerprint of the workers
+        that answer; empty before they are known."""
         self._batch_size = 0.0
         """Mean batch size in the latest decode steps of the request's worker."""
         self._uncounted = 0
@@ -218,6 +219,7 @@ class RequestRecorder:
             self._span.add_event("first token", timestamp=wall_ns(now))
         self.output_tokens += len(delta.token_ids)
         self._worker = delta.decode_worker or self._worker
+        self._fingerprint = delta.fingerprint
         self._batch_size = delta.batch_size or self._batch_size
         if delta.finish_reason is not None:
             self._reasons.append(delta.finish_reason.value)
@@ -273,6 +275,7 @@ class RequestRecorder:
             "trace_id": self.trace_id,
             "cached_prompt_tokens": self.cached_tokens,
             "output_tokens": self.output_tokens,
+            "fingerprint": self._fingerprint,
             "batch_size": round(self._batch_size, 1) or None,
             **self._summary,
         }

@@ -39,6 +39,41 @@ class ScoredToken:
     """Whether the token ends the answer, so that its text is not shown."""
 
 
+class ModelBinding:
+    """The fingerprint whose workers answer a request, or all prompts of one API call.
+
+        free ─an attempt begins→ held ─output arrives→ bound
+        held ─all attempts end without output→ free
+
+    So one answer comes from one fingerprint, and until it has begun, another one may give it."""
+
+    def __init__(self, fingerprint: str = "") -> None:
+        """Create a binding to ``fingerprint``; empty: it is free."""
+        self._fingerprint = fingerprint
+        self._attempts = 0
+        self._is_bound = bool(fingerprint)
+
+    def required(self, leaving: int = 0) -> str:
+        """Return the fingerprint that the next attempt must have; empty if it may have any.
+
+        ``leaving``: number of current attempts that the next one replaces."""
+        return self._fingerprint if self._is_bound or self._attempts > leaving else ""
+
+    def begin(self, fingerprint: str) -> None:
+        """Record that an attempt at workers of ``fingerprint`` begins."""
+        assert self.required() in ("", fingerprint), "one answer comes from one fingerprint"
+        self._fingerprint = fingerprint
+        self._attempts += 1
+
+    def end(self) -> None:
+        """Record the end of an attempt."""
+        self._attempts -= 1
+
+    def bind(self) -> None:
+        """Record that output of a current attempt has arrived; idempotent."""
+        self._is_bound = True
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One prompt to be answered, checked and tokenized."""
@@ -111,6 +146,8 @@ class GenerationRequest:
     without_prefix_cache: bool = False
     """Whether the request uses no cached blocks of other requests, and others use none of its
     blocks."""
+    binding: ModelBinding = field(default_factory=ModelBinding, compare=False, repr=False)
+    """The fingerprint that answers the request. The prompts of one API call share it."""
 
     @property
     def block_salt(self) -> bytes:
@@ -173,6 +210,8 @@ class OutputDelta:
     batch_size: float = 0.0
     """Mean batch size in the latest decode steps of the choice's worker; 0 if there were none. Set
     in the last delta of a choice."""
+    fingerprint: str = ""
+    """Fingerprint of the workers that answer; the same in all deltas of a request."""
 
 
 def without_answer(delta: OutputDelta) -> OutputDelta:
@@ -187,6 +226,7 @@ def without_answer(delta: OutputDelta) -> OutputDelta:
         delta.choice,
         prompt_logprobs=delta.prompt_logprobs,
         embedding=delta.embedding,
+        fingerprint=delta.fingerprint,
     )
 
 
@@ -210,6 +250,8 @@ class Choice:
     """Slot of the choice's latest decode worker; empty until the choice has ended."""
     accepted_drafts: int = 0
     """Number of the choice's tokens that were accepted draft tokens."""
+    fingerprint: str = ""
+    """Fingerprint of the workers that answer; empty until the choice has begun."""
 
     def add(self, delta: OutputDelta, *, keep_text: bool) -> None:
         """Add a delta to the counts of the choice. Its text is stored only if ``keep_text`` is
@@ -223,6 +265,7 @@ class Choice:
         self.stop_string = delta.stop_string
         self.decode_worker = delta.decode_worker
         self.accepted_drafts += delta.accepted_drafts
+        self.fingerprint = delta.fingerprint
         self.begun = True
         if keep_text:
             self.pieces.append(delta.text)

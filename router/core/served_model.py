@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.hashing import text_hash
+
 _UNKNOWN_CONTEXT = 1 << 20
 
 
@@ -24,6 +26,8 @@ class ServedModel:
     """Number of values in an embedding."""
     revision: str = ""
     """The commit of the model's repository; empty if the model is a local folder or file."""
+    tokenizer: str = ""
+    """Hash of the tokenizer and its chat template, as ``text_hash`` computes it."""
 
     @classmethod
     def of(cls, name: str, folder: Path, max_model_len: int = 0, revision: str = "") -> ServedModel:
@@ -37,4 +41,6 @@ class ServedModel:
         # If the file omits it, the architecture's default applies, which the workers report.
         context = int(fields.get("max_position_embeddings") or _UNKNOWN_CONTEXT)
         bounded = min(context, max_model_len or context)
-        return cls(name, int(time.time()), bounded, int(fields["hidden_size"]), revision)
+        return cls(
+            name, int(time.time()), bounded, int(fields["hidden_size"]), revision, text_hash(folder)
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 
 from baton.autoscaling.traffic import TrafficCounts
@@ -25,6 +26,7 @@ from baton.telemetry.metrics import RouterMetrics
 from router.admission.admission_queue import AdmissionQueue, capacity_of
 from router.admission.capacity import Capacity
 from router.core.request import GenerationRequest, OutputDelta, Relay
+from router.core.served_model import ServedModel
 from router.dispatch.deliveries import Deliveries
 from router.dispatch.failover import Failover
 from router.dispatch.hang_detector import HangDetector
@@ -67,13 +69,15 @@ class ClusterDispatcher:
         board: TrafficStore | None = None,
         pins: PinStore | None = None,
         sizes: PoolSizes | None = None,
+        *,
+        model: ServedModel | None = None,
     ) -> None:
         """Create a dispatcher, and the parts that it needs.
 
         ``board`` shares ``traffic`` with other routers and the autoscaler; None means that it is
         not shared. ``pins`` stores the prefixes that clients have pinned; None means that clients
         cannot pin prefixes. ``sizes`` has the pool sizes that operators choose; None means that
-        they choose none."""
+        they choose none. Workers that do not serve ``model`` get no requests; None: all do."""
         self.router_id = f"router-{secrets.token_hex(6)}"
         self._config = config
         self._tokenizer = tokenizer
@@ -84,7 +88,9 @@ class ClusterDispatcher:
             plane=WorkerPlane.of(config.tls.of("router"), config.cluster_secret),
             metrics=metrics,
         )
-        self._discovery = WorkerDiscovery(config, registry, index, self._links, metrics, sizes)
+        self._discovery = WorkerDiscovery(
+            config, registry, index, self._links, metrics, sizes, model
+        )
         policy = make_policy(config.policy, route_settings(config))
         self._routing = RoutingState(policy, config.block_size, traffic)
         self._prefixes = PrefixLookup(index, metrics)
@@ -192,7 +198,10 @@ class ClusterDispatcher:
 
     def _capacity(self) -> Capacity | None:
         """Capacity of the usable workers; None while no worker can compute prompts, or decode."""
-        prefill, decode = self._links.usable("prefill"), self._links.usable("decode")
+        decode = self._links.usable("decode")
+        served = {link.record.fingerprint for link in decode}
+        every = self._links.usable("prefill")
+        prefill = [link for link in every if link.record.fingerprint in served]
         if self._config.computes_locally:
             prefill = prefill or decode
         if not prefill or not decode:
@@ -278,13 +287,14 @@ class ClusterDispatcher:
         """Return host:port of every worker's /metrics page."""
         return [link.record.metrics_address for link in self._links.all()]
 
-    def block_hashes(self, request: GenerationRequest) -> Sequence[bytes]:
-        """Return the hashes of the full blocks of a request's prompt; empty while there are no
-        workers.
+    def block_hashes(self, request: GenerationRequest) -> dict[str, Sequence[bytes]]:
+        """Return the hashes of the full blocks of a request's prompt, by each fingerprint that may
+        serve it; empty while there are no workers.
 
         Raises ContextLengthExceeded.
         """
-        return self._routes.hashes(request.prompt_ids, request.cache_salt, HashChain())
+        chains: defaultdict[str, HashChain] = defaultdict(HashChain)
+        return self._routes.hashes(request.prompt_ids, request.cache_salt, chains)
 
     def worker_records(self) -> list[WorkerRecord]:
         """Return the registry record of every worker, whether or not requests can go to it."""

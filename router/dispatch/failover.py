@@ -22,11 +22,13 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakSet
 
 from baton.config.cluster import Config
 from baton.errors import (
     BatonError,
     ContextLengthExceeded,
+    FingerprintGone,
     HandoffError,
     StepFailed,
     Unavailable,
@@ -100,6 +102,8 @@ class Failover:
         self._budget = budget
         self._quarantine = quarantine
         self._computes_locally = config.computes_locally
+        self._finishing: WeakSet[WorkerLink] = WeakSet()
+        """Draining workers whose requests cannot go on elsewhere, as logged."""
         self._verdict_s = config.advanced.registry_ttl_s + 2 * config.advanced.heartbeat_s
         """Seconds after a worker's death by which it has left the registry and the router has
         noticed that."""
@@ -127,7 +131,7 @@ class Failover:
         failure = WorkerFailed(error.message, retry_after=RETRY_AFTER_S)
         attempts = self._placement.at(name)
         ran = [attempt.target for attempt in attempts if attempt.touches(attempt.target)]
-        is_cut_off = self._links.is_cut_off()
+        is_cut_off = bool(attempts) and self._links.is_cut_off(attempts[0].fingerprint)
         has_failed = isinstance(error, WorkerFailed)
         if ran and has_failed and not is_cut_off:
             self._blame(ran[0], len(ran))
@@ -150,8 +154,10 @@ class Failover:
 
     def _leave_all(self, link: WorkerLink, what: str, decoding: str, computing: str) -> None:
         self._blame(link)
-        if not self._is_replaceable(link):
-            return
+        replaceable = {
+            fingerprint: self._is_replaceable(link, fingerprint)
+            for fingerprint in ("", link.record.fingerprint)
+        }
         name = link.record.incarnation
         failure = WorkerFailed(f"worker {name} {what}", retry_after=RETRY_AFTER_S)
         placed = [(attempt, decoding) for attempt in self._placement.at(name)]
@@ -159,6 +165,8 @@ class Failover:
             if attempt.source is not attempt.target:
                 placed.append((attempt, computing))
         for attempt, reason in placed:
+            if not replaceable[attempt.owner.request.binding.required(leaving=1)]:
+                continue
             loss = _Loss(reason, failure, (frozenset({name}),), name)
             attempt.owner.move(self._leave(attempt, link, loss))
 
@@ -166,20 +174,30 @@ class Failover:
         """Migrate the requests that decode at a draining worker, if another worker is available.
 
         A request whose handoff to the draining worker is not complete is migrated by a later
-        call."""
-        if not self._is_replaceable(link):
+        call. The last worker of its fingerprint finishes its requests."""
+        name, fingerprint = link.record.incarnation, link.record.fingerprint
+        running = [one for one in self._placement.at(name) if one.decode_began.is_set()]
+        if not self._is_replaceable(link, fingerprint):
+            if running and link not in self._finishing:
+                self._finishing.add(link)
+                log.warning(
+                    "worker %s drains, and no other worker can go on with its answers: the %d that"
+                    " run end there (fingerprint %s)",
+                    *(name, len(running), fingerprint),
+                )
             return
-        for attempt in self._placement.at(link.record.incarnation):
-            if attempt.decode_began.is_set() and not attempt.owner.moves:
+        for attempt in running:
+            if not attempt.owner.moves:
                 attempt.owner.move(self._hand_over(attempt, link))
 
-    def _is_replaceable(self, link: WorkerLink) -> bool:
-        """Return whether other workers can do the work of this worker.
+    def _is_replaceable(self, link: WorkerLink, fingerprint: str) -> bool:
+        """Return whether other workers of ``fingerprint`` (empty: of any) can do the work of this
+        worker.
 
         This check is cheap. Without it, each running request would search for another worker, even
         if there is none."""
-        prefill = any(other is not link for other in self._links.up("prefill"))
-        decode = any(other is not link for other in self._links.up("decode"))
+        prefill = any(other is not link for other in self._links.up("prefill", fingerprint))
+        decode = any(other is not link for other in self._links.up("decode", fingerprint))
         if link.record.role == "prefill":
             # The decode workers still exist: only the prefill worker must be replaced.
             return prefill or (self._computes_locally and decode)
@@ -193,7 +211,7 @@ class Failover:
             with contextlib.suppress(TimeoutError):
                 async with listening(COMMIT_GRACE_S):
                     await attempt.decode_began.wait()
-        is_cut_off = self._links.is_cut_off()
+        is_cut_off = self._links.is_cut_off(attempt.fingerprint)
         if broke and not is_cut_off:
             attempt.source.failed(time.monotonic())
         owner = attempt.owner
@@ -337,7 +355,18 @@ class Failover:
             await self._placement.place(owner, choices, avoid, moved=loss.reason)
         except (Unavailable, ContextLengthExceeded):
             # Retryable: workers with a long enough context may come back.
-            owner.fail(_with_retry(loss.failure))
+            owner.fail(self._failure_of(owner, loss))
+
+    def _failure_of(self, owner: RunningRequest, loss: _Loss) -> BatonError:
+        """Return the error of a request that no worker can take."""
+        fingerprint = owner.request.binding.required()
+        if self._links.usable("decode", fingerprint) or not self._links.usable("decode"):
+            return _with_retry(loss.failure)
+        return FingerprintGone(
+            "the last worker of the model version that began the answer has left: send the request"
+            " again, and the version that is served now answers it",
+            retry_after=RETRY_AFTER_S,
+        )
 
     async def _leave(self, attempt: Attempt, link: WorkerLink, loss: _Loss) -> None:
         """Migrate an attempt away from a worker that hangs. Nothing changes if no other worker can
@@ -377,13 +406,17 @@ class Failover:
         does not list them."""
         owner = attempt.owner
         groups = owner.groups(attempt.unfinished)
+        required = owner.request.binding.required(leaving=1)
         try:
-            found = await self._placement.find(owner, attempt.unfinished, avoid, source_worker)
+            found = await self._placement.find(
+                owner, attempt.unfinished, avoid, required, source_worker
+            )
         except (Unavailable, ContextLengthExceeded):
             # No other worker can take it, so it may end at its current one.
             return []
         has_gone = attempt not in owner.attempts or groups != owner.groups(attempt.unfinished)
-        return [] if has_gone else found
+        is_bound = owner.request.binding.required(leaving=1) != required
+        return [] if has_gone or is_bound else found
 
 
 def _broken(reason: str, failure: BatonError, name: str, *, is_cut_off: bool) -> _Loss:

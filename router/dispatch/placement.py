@@ -131,24 +131,33 @@ class Placement:
 
         ``avoid``: sets of workers to exclude. If the first set leaves no worker, the second one is
         used, and so on. Waits while the workers are cut off. Raises BatonError."""
+        binding = running.request.binding
         for position, group in enumerate(running.groups(choices)):
-            await self._links.returned(running.deadline)
-            self.begin(running, await self._route(running, position, group, avoid), moved)
+            await self._links.returned(running.deadline, binding.required())
+            route = await self._route(running, position, group, avoid, binding.required())
+            while binding.required() not in ("", route.decision.fingerprint):
+                # Another part of the request was placed meanwhile, at workers of another model.
+                route = await self._route(running, position, group, avoid, binding.required())
+            self.begin(running, route, moved)
 
     async def find(
         self,
         running: RunningRequest,
         choices: Iterable[int],
         avoid: Sequence[Names],
+        fingerprint: str,
         source_worker: str = "",
     ) -> list[Route]:
         """Find workers for choices of a request as ``place`` does, but start no attempt.
 
-        ``source_worker``: a worker that has all blocks of the choices. Raises BatonError."""
-        return [
-            await self._route(running, position, group, avoid, source_worker)
-            for position, group in enumerate(running.groups(choices))
-        ]
+        ``fingerprint``: that of the workers; empty: any. ``source_worker``: a worker that has all
+        blocks of the choices. Raises BatonError."""
+        routes: list[Route] = []
+        for position, group in enumerate(running.groups(choices)):
+            route = await self._route(running, position, group, avoid, fingerprint, source_worker)
+            fingerprint = route.decision.fingerprint
+            routes.append(route)
+        return routes
 
     async def _route(
         self,
@@ -156,6 +165,7 @@ class Placement:
         position: int,
         group: tuple[int, ...],
         avoid: Sequence[Names],
+        fingerprint: str,
         source_worker: str = "",
     ) -> Route:
         asked = running.request
@@ -163,7 +173,8 @@ class Placement:
         scored = running.awaits_prompt and position == 0
         left_s = running.left_s(time.monotonic())
         token_ids = running.token_ids(group[0])
-        hashes = self._routes.hashes(token_ids, asked.block_salt, running.chains[group[0]])
+        chains = running.chains[group[0]]
+        hashes = self._routes.hashes(token_ids, asked.block_salt, chains, fingerprint)
         request = RouteRequest(
             len(token_ids),
             self._class_of(len(asked.prompt_ids)),
@@ -177,12 +188,13 @@ class Placement:
             request,
             hashes,
             avoid,
+            total_tokens=len(asked.prompt_ids) + asked.sampling.max_tokens,
             # An embedding is that of the last token, which is always computed.
             reads_cache=not (scored and asked.scores_prompt),
             source_worker=source_worker,
             is_moved=running.next_attempt > 0,
         )
-        return Route(group, scored, request, hashes, decision)
+        return Route(group, scored, request, hashes[decision.fingerprint], decision)
 
     def begin(self, running: RunningRequest, route: Route, moved: str = "") -> None:
         """Start an attempt at the workers of ``route``. ``moved``: the reason if this is a
@@ -231,10 +243,11 @@ class Placement:
             running.request.timeline.begin(attempt.record)
         running.next_attempt += 1
         running.attempts.add(attempt)
+        running.request.binding.begin(target.record.fingerprint)
         for link in {source, target}:
             link.breaker.began(now)
         for number in route.choices:
-            running.choices[number].place(spec.attempt, source.record.slot, target.record.slot)
+            running.choices[number].place(spec.attempt, source.record, target.record)
         self._by_target[decision.decode].add(attempt)
         self._attempts[attempt] = self._links.read(
             spec.request_id,
@@ -406,6 +419,7 @@ class Placement:
         if not self._by_target[decode]:
             del self._by_target[decode]
         attempt.owner.attempts.discard(attempt)
+        attempt.owner.request.binding.end()
         now = time.monotonic()
         if moved:
             attempt.span.set_attribute("baton.moved", moved)

@@ -19,7 +19,7 @@ import math
 from collections import defaultdict
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -31,6 +31,7 @@ from baton.host.background import spawn
 from baton.logprobs import TokenLogprobs
 from baton.request import LOWEST_PRIORITY, Retention, SequenceSpec, TokenOutput, TraceContext
 from baton.rpc.grpc_errors import error_from_code
+from baton.store.registry import WorkerRecord
 from router.core.request import GenerationRequest, OutputDelta, Relay, without_answer
 from router.core.timeline import AttemptRecord
 from router.dispatch.deliveries import Deliveries
@@ -73,8 +74,9 @@ class RunningRequest:
         """Incarnations of workers that have failed while they had the request."""
         self.failures = 0
         """Number of migrations of the request that were caused by failures."""
-        self.chains: defaultdict[int, HashChain] = defaultdict(HashChain)
-        """Block hashes of each choice that has been placed."""
+        self.chains: defaultdict[int, defaultdict[str, HashChain]]
+        """Block hashes of each choice that has been placed, by fingerprint."""
+        self.chains = defaultdict(partial(defaultdict, HashChain))
         self.is_cache_counted = False
         """Whether the prompt's cache hits have been counted for the request, so that later attempts
         add none."""
@@ -219,6 +221,7 @@ class RunningRequest:
         if output.error:
             self.fail(error_from_code(output.error_code or "worker_failed", output.error))
             return
+        self.request.binding.bind()
         if self.awaits_prompt and (output.prompt_logprobs or output.embedding):
             self.awaits_prompt = False
             self._prompt_logprobs = output.prompt_logprobs
@@ -236,6 +239,7 @@ class RunningRequest:
         choice = self.choices[number]
         if attempt != choice.attempt:
             return
+        self.request.binding.bind()
         goes_on = choice.accept_tokens(index, token_ids)
         if not choice.unread or self.awaits_prompt:
             return
@@ -364,6 +368,11 @@ class Attempt:
         self.prefill = None
 
     @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the attempt's workers."""
+        return self.target.record.fingerprint
+
+    @property
     def computes(self) -> bool:
         """Whether the worker that computes the prompt is still expected to send messages."""
         wanted = not self.decode_began.is_set() or self.owner.awaits_prompt
@@ -404,6 +413,8 @@ class RunningChoice:
         self.attempt = attempt
         self.prefill_worker = self.decode_worker = ""
         """Slots of the prefill and the decode worker of the choice's latest attempt."""
+        self.fingerprint = ""
+        """Fingerprint of these workers."""
         self.batch_size = 0.0
         """Batch size in the latest decode steps of the choice's worker."""
         self.preemptions = 0
@@ -424,11 +435,12 @@ class RunningChoice:
         """Whether the choice needs no more tokens."""
         return self.worker_finished or self.processor.finished
 
-    def place(self, attempt: int, prefill_worker: str, decode_worker: str) -> None:
+    def place(self, attempt: int, source: WorkerRecord, target: WorkerRecord) -> None:
         """Record the workers at which the choice runs next. At other workers, it continues after
         its accepted tokens."""
         self.attempt = attempt
-        self.prefill_worker, self.decode_worker = prefill_worker, decode_worker
+        self.prefill_worker, self.decode_worker = source.slot, target.slot
+        self.fingerprint = target.fingerprint
         self._early.clear()
 
     def accept(self, output: TokenOutput, cached_prompt_tokens: int) -> None:
@@ -495,6 +507,7 @@ class RunningChoice:
         delta = pieces[0] if len(pieces) == 1 else _joined(pieces)
         self.is_over = delta.finish_reason is not None
         delta.choice = self.number
+        delta.fingerprint = self.fingerprint
         return delta
 
     def take_stopped(self) -> bool:

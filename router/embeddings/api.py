@@ -99,6 +99,7 @@ class EmbeddingsAnswer(ApiAnswer):
             "data": Items(data, at_once=1),
             "model": self._body.model,
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+            "system_fingerprint": self.fingerprint or None,
         }
 
 

@@ -43,3 +43,6 @@ class EmbeddingsResponse(BaseModel):
     """One for each input, in the same order."""
     model: str
     usage: EmbeddingsUsage
+    system_fingerprint: str | None
+    """Fingerprint of the workers that answered. Embeddings of different fingerprints cannot be
+    compared."""

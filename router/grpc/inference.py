@@ -255,6 +255,7 @@ def _response(name: str, delta: OutputDelta) -> inference_pb2.GenerateResponse:
         finish_reason=finish_to_proto(delta.finish_reason),
         choice=delta.choice,
         stop_string=delta.stop_string,
+        fingerprint=delta.fingerprint,
     )
 
 

@@ -42,6 +42,11 @@ class ApiAnswer(abc.ABC):
         self.stream = stream
         self.at_once = at_once
 
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the workers that answer; empty before the first delta."""
+        return next((choice.fingerprint for choice in self.choices if choice.fingerprint), "")
+
     @abc.abstractmethod
     def events(self, prompt: int, delta: OutputDelta) -> bytes:
         """Add a delta of a prompt's answer to its choice. Return the delta's server-sent events;

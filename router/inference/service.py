@@ -28,7 +28,13 @@ from router.access.access import Access
 from router.access.api_keys import Caller
 from router.billing.prices import PriceTable
 from router.core.accounting import RequestRecorder, RequestStats, Slo, count_refusal
-from router.core.request import Choice, Dispatcher, GenerationRequest, OutputDelta
+from router.core.request import (
+    Choice,
+    Dispatcher,
+    GenerationRequest,
+    ModelBinding,
+    OutputDelta,
+)
 from router.core.request_log import RequestLog
 from router.core.served_model import ServedModel
 from router.http.client import BodyReader
@@ -158,10 +164,12 @@ class InferenceService:
             await self._run_one(0, requests[0], arrival, ways, slow=slow)
             return
         begun, waiting = self._clock(), iter(enumerate(requests))
+        binding = ModelBinding()
 
         async def run_next() -> None:
             for place, request in waiting:
-                left = replace(request, deadline_s=request.deadline_s - (self._clock() - begun))
+                deadline_s = request.deadline_s - (self._clock() - begun)
+                left = replace(request, deadline_s=deadline_s, binding=binding)
                 await self._run_one(place, left, arrival, ways, slow=slow)
 
         try:

@@ -89,6 +89,7 @@ class MessagesAnswer(ApiAnswer):
             "model": self._model_id,
             "stop_reason": None,
             "stop_sequence": None,
+            "system_fingerprint": self.fingerprint or None,
         }
 
     def _stop_reason(self, choice: Choice) -> str:

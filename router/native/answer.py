@@ -96,6 +96,7 @@ class GenerateAnswer(ApiAnswer):
             latency_ms=_ms(self._ended_at[place] - self._received_at),
             optimization_used=optimization_used(choice, self._records()),
             finish_reason=choice.finish,
+            system_fingerprint=choice.fingerprint or None,
         )
 
 

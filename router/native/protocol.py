@@ -58,6 +58,8 @@ class Generated(BaseModel):
     `prefix_cache` if KV of the prompt was found, `speculation=METHOD` if drafted tokens were
     accepted, `quantization=KIND` of the weights. `none` if there were none."""
     finish_reason: Literal["stop", "length"]
+    system_fingerprint: str | None
+    """Fingerprint of the workers that answered: of their weights, quantization and types."""
     """`length`: `max_tokens` or the end of the context ended the answer."""
 
 

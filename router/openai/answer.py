@@ -67,11 +67,11 @@ class _OpenAiAnswer(ApiAnswer):
         self._created = int(time.time())
         self._options = options
         self._details = details
-        fields = {"id": name, "object": self.kind, "created": self._created, "model": model_id}
         self._usage_before: openai_protocol.Usage | None = None
         """Usage before the current choice's first delta, if chunks include usage."""
+        self._begin = ""
+        """The part of a chunk before its choice."""
         # All chunks of a request begin and end alike. Only the choice in the middle differs.
-        self._begin = to_json(fields)[:-1] + ',"choices":['
         self._end = '],"usage":null}' if options.usage else "]}"
         self._is_plain = not (details or options.continuous_usage or options.no_answer)
         """Whether the events of a choice differ in their text only, except the first and the
@@ -85,6 +85,7 @@ class _OpenAiAnswer(ApiAnswer):
         place, delta = self._placed(prompt, delta)
         choice = self.choices[place]
         first = not choice.begun
+        self._begin = self._begin or self._begin_with(delta.fingerprint)
         if self._is_plain and delta.finish_reason is None and not first:
             choice.add(delta, keep_text=False)
             if not delta.text:
@@ -96,6 +97,16 @@ class _OpenAiAnswer(ApiAnswer):
         choice.add(delta, keep_text=False)
         payloads = self._chunks(place, delta, first=first)
         return encode_events(payloads) if payloads else b""
+
+    def _begin_with(self, fingerprint: str) -> str:
+        fields = {
+            "id": self._id,
+            "object": self.kind,
+            "created": self._created,
+            "model": self._model_id,
+            "system_fingerprint": fingerprint or None,
+        }
+        return to_json(fields)[:-1] + ',"choices":['
 
     def _frame(self, place: int) -> tuple[str, str]:
         """Return the begin and the end of the events of a choice that differ in their text only."""
@@ -218,6 +229,7 @@ class ChatAnswer(_OpenAiAnswer):
                 for index, choice in enumerate(choices)
             ],
             usage=usage_of(choices),
+            system_fingerprint=self.fingerprint or None,
         )
 
 
@@ -247,4 +259,5 @@ class CompletionAnswer(_OpenAiAnswer):
                 for index, choice in enumerate(choices)
             ],
             usage=usage_of(choices),
+            system_fingerprint=self.fingerprint or None,
         )

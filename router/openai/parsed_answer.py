@@ -90,6 +90,7 @@ class ParsedChatAnswer(ChatAnswer):
             model=self._model_id,
             choices=[self._choice(index, choice) for index, choice in enumerate(choices)],
             usage=usage_of(choices),
+            system_fingerprint=self.fingerprint or None,
         )
 
     def _choice(self, index: int, choice: Choice) -> ChatChoice:

@@ -338,6 +338,8 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    system_fingerprint: str | None
+    """Fingerprint of the workers that answered: of their weights, quantization and types."""
 
 
 class CompletionChoice(BaseModel):
@@ -356,6 +358,8 @@ class Completion(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    system_fingerprint: str | None
+    """Fingerprint of the workers that answered: of their weights, quantization and types."""
 
 
 class Model(BaseModel):

@@ -24,7 +24,7 @@ from baton.request import Retention
 from baton.rpc.grpc_errors import call_errors
 from baton.store.pin_store import Pin, PinStore
 from baton.v1 import cache_pb2, cache_pb2_grpc
-from router.core.request import GenerationRequest, OutputDelta, choices_for
+from router.core.request import GenerationRequest, ModelBinding, OutputDelta, choices_for
 from router.dispatch.dispatcher import ClusterDispatcher
 from router.inference.builder import Arrival
 from router.inference.service import InferenceService
@@ -69,12 +69,13 @@ class PrefixPinning:
     async def pin(
         self, arrival: Arrival, request: GenerationRequest, ttl_s: float, name: str
     ) -> Pinned:
-        """Compute a prompt and pin its full blocks for ``ttl_s`` seconds.
+        """Compute a prompt and pin its full blocks for ``ttl_s`` seconds. While workers of several
+        fingerprints serve, it is pinned at those of one.
 
         The answer of ``request`` is discarded. Raises InvalidRequest for a prompt without a full
         block, CacheShareExceeded, and the errors of running a request.
         """
-        hashes = self._dispatcher.block_hashes(request)
+        fingerprint, hashes = next(iter(self._dispatcher.block_hashes(request).items()), ("", ()))
         if not hashes:
             self._refuse_unpinnable()
         tenant = arrival.tenant
@@ -88,7 +89,8 @@ class PrefixPinning:
         block = self._service.config.block_size
         kept = Retention(len(hashes) * block, ttl_s, pin_id, required=True)
         try:
-            cached, written = await self._compute(arrival, replace(request, retentions=(kept,)))
+            pinning = replace(request, retentions=(kept,), binding=ModelBinding(fingerprint))
+            cached, written = await self._compute(arrival, pinning)
             now = self._clock()
             before = known.get(pin_id)
             pin = Pin(

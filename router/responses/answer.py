@@ -67,13 +67,14 @@ class ResponsesAnswer(ApiAnswer):
         of it. See ``ApiAnswer``."""
         (choice,) = self.choices
         events: list[Fields] = []
-        if not choice.begun:
+        is_first = not choice.begun
+        choice.add(delta, keep_text=False)
+        if is_first:
             response = self._response("in_progress")
             events = [
                 {"type": "response.created", "response": response},
                 {"type": "response.in_progress", "response": response},
             ]
-        choice.add(delta, keep_text=False)
         last = delta.finish_reason is not None
         cut = delta.finish_reason is FinishReason.LENGTH
         return self._numbered([*events, *self._output.feed(delta.text, last=last, cut=cut)])
@@ -140,6 +141,7 @@ class ResponsesAnswer(ApiAnswer):
             "safety_identifier": None,
             "service_tier": "default",
             "store": False,
+            "system_fingerprint": self.fingerprint or None,
             "text": {"format": repeated.text_format, "verbosity": "medium"},
             "tool_choice": repeated.tool_choice,
             "tools": [_tool(tool) for tool in repeated.tools],

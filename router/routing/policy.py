@@ -43,10 +43,8 @@ class RouteRequest:
     cache_key: str = ""
     """Requests with the same cache key go to the same worker if possible. Empty means no
     preference."""
-
-    def without(self, excluded: frozenset[str]) -> RouteRequest:
-        """Return the request with exactly the incarnations ``excluded`` left out."""
-        return self if excluded == self.excluded else replace(self, excluded=excluded)
+    fingerprint: str = ""
+    """The request goes only to workers whose records have this fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +117,8 @@ class Decision:
     """Part of ``ttft_ms``: the time to compute the prompt on an otherwise idle worker."""
     missing_blocks: int = 0
     """Number of the prompt's blocks that the decode worker does not hold."""
+    fingerprint: str = ""
+    """Fingerprint of both workers."""
 
 
 class Policy(Protocol):
@@ -140,7 +140,7 @@ class Policy(Protocol):
         """
 
 
-def _no_worker(role: str) -> Unavailable:
+def no_worker(role: str) -> Unavailable:
     """Build the error of a request that needs a worker of ``role`` while none is ready."""
     return Unavailable(f"no {role} worker is ready", retry_after=RETRY_AFTER_S)
 
@@ -291,16 +291,16 @@ def predict(
 
     Raises Unavailable if a needed role has no worker that may serve the request."""
     route, hash_block = settings.of(request), settings.hash_block
-    decode = table.group("decode", route.decode)
+    decode = table.group("decode", route.decode, request.fingerprint)
     if not len(decode):
-        raise _no_worker("decode")
+        raise no_worker("decode")
     if devices_apart and route.local_prefill == "auto":
-        prefill = table.prefill_apart(route.prefill, route.decode)
+        prefill = table.prefill_apart(route.prefill, route.decode, request.fingerprint)
     else:
-        prefill = table.group("prefill", route.prefill)
+        prefill = table.group("prefill", route.prefill, request.fingerprint)
     is_remote = route.local_prefill != "always" and len(prefill) > 0
     if not is_remote and route.local_prefill == "never":
-        raise _no_worker("prefill")
+        raise no_worker("prefill")
     prompt = request.prompt_tokens
     blocks = -(-prompt // hash_block)
     # Most workers hold nothing of the prompt: their numbers are computed as if none did, and then
@@ -392,6 +392,7 @@ def remote(
         queue_ms=queue,
         prefill_ms=prefill,
         missing_blocks=missing,
+        fingerprint=seen.request.fingerprint,
     )
 
 
@@ -415,4 +416,5 @@ def local(seen: Predictions, row: int, reason: str, *, shed: bool = False) -> De
         queue_ms=queue,
         prefill_ms=float(seen.prefill_ms[row]),
         missing_blocks=int(seen.missing[row]),
+        fingerprint=seen.request.fingerprint,
     )

@@ -10,7 +10,7 @@ import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import redis
 
@@ -23,7 +23,8 @@ from baton.store.held_blocks import HeldBlocks, held_by
 from baton.store.prefix_index import PrefixIndex
 from baton.store.registry import WorkerRecord
 from baton.telemetry.metrics import RouterMetrics
-from router.routing.policy import Decision, RouteRequest
+from router.routing.policy import Decision, RouteRequest, no_worker
+from router.routing.predictive_policy import NO_ROOM
 from router.routing.routing_state import RoutingState
 from router.routing.worker_table import LoadColumns
 from router.workers.worker_link import WorkerLink
@@ -144,49 +145,66 @@ class RouteFinder:
         self._missing = metrics.prefix_blocks.labels("missing")
 
     def hashes(
-        self, token_ids: Sequence[int], cache_salt: bytes, chain: HashChain
-    ) -> Sequence[bytes]:
-        """Return the block hashes of a sequence as the workers compute them; empty while there are
-        no workers.
+        self,
+        token_ids: Sequence[int],
+        cache_salt: bytes,
+        chains: Mapping[str, HashChain],
+        fingerprint: str = "",
+    ) -> dict[str, Sequence[bytes]]:
+        """Return the block hashes of a sequence as its workers compute them, by each fingerprint
+        that may serve it: only ``fingerprint``, or if it is empty, every one with a decode worker.
 
-        ``chain`` stores the hashes while the sequence grows, so that no hash is computed twice.
-        Raises ContextLengthExceeded."""
-        self._sync.refresh(time.monotonic())
-        longest = self._sync.context_length
-        if longest is None:
-            return ()
-        if len(token_ids) >= longest:
+        ``chains`` stores the hashes of each fingerprint while the sequence grows, so that no hash
+        is computed twice. Raises ContextLengthExceeded."""
+        now = time.monotonic()
+        self._sync.refresh(now)
+        serving = [fingerprint] if fingerprint else self._sync.decoding()
+        if not serving:
+            self._sync.refresh(now, at_once=True)
+            serving = self._sync.decoding()
+        groups = self._sync.groups
+        longest = [one.max_context for f in serving if (one := groups.get(f)) is not None]
+        if longest and len(token_ids) >= max(longest):
             raise ContextLengthExceeded(
-                f"the prompt has {len(token_ids)} tokens, and the workers' context is {longest}"
+                f"the prompt has {len(token_ids)} tokens, and the workers' context is"
+                f" {max(longest)}"
             )
-        return chain.of(token_ids, self._block_size, hash_key(self._sync.fingerprint, cache_salt))
+        return {
+            name: chains[name].of(token_ids, self._block_size, hash_key(name, cache_salt))
+            for name in serving
+        }
 
     async def find(
         self,
         request: RouteRequest,
-        hashes: Sequence[bytes],
+        hashes: Mapping[str, Sequence[bytes]],
         avoid: Sequence[frozenset[str]] = (frozenset(),),
         *,
+        total_tokens: int = 0,
         reads_cache: bool = True,
         source_worker: str = "",
         is_moved: bool = False,
     ) -> Decision:
-        """Choose the workers of a request.
+        """Choose the workers of a request: all of one fingerprint. Of several fingerprints that can
+        serve it, the one with room that answers first is chosen.
 
-        ``avoid``: sets of workers to exclude. If the first set leaves no worker, the second one is
-        used, and so on. ``reads_cache``: true if cached blocks may be used. ``source_worker``: a
+        ``hashes``: the result of ``hashes``. ``avoid``: sets of workers to exclude. If the first
+        set leaves no worker, the second one is used, and so on. ``total_tokens``: maximum number of
+        tokens of prompt and answer together. Workers with a shorter context are excluded, unless
+        all are shorter. ``reads_cache``: true if cached blocks may be used. ``source_worker``: a
         worker that has all blocks, even those that the prefix index does not list yet.
         ``is_moved``: true if the request migrates; it is then not rejected for being late. Raises
         Unavailable, Overloaded."""
         asked_at = time.monotonic()
-        held = held_by({})
-        if hashes and reads_cache:
-            held = await self._prefixes.ask(hashes)
-            found = held.deepest()
-            self._found.inc(found)
-            self._missing.inc(len(hashes) - found)
-            if source_worker:
-                held = held.raised({source_worker: len(hashes)})
+        asked: list[_Asked] = []
+        for fingerprint, blocks in hashes.items():
+            held = held_by({})
+            if blocks and reads_cache:
+                held = await self._prefixes.ask(blocks)
+                if source_worker:
+                    held = held.raised({source_worker: len(blocks)})
+            short = self._sync.shorter(fingerprint, request.prompt_tokens, total_tokens)
+            asked.append(_Asked(fingerprint, blocks, held, short))
         now = time.monotonic()
         left_ms = request.deadline_ms - (now - asked_at) * 1e3
         if left_ms != request.deadline_ms:
@@ -194,24 +212,47 @@ class RouteFinder:
         *others, last = avoid
         for names in others:
             try:
-                decision = self._decide(request.without(names), hashes, held, now)
+                decision = self._decide_best(request, asked, names, now)
                 break
             except Unavailable:
                 continue
         else:
-            decision = self._decide(request.without(last), hashes, held, now)
+            decision = self._decide_best(request, asked, last, now)
+        if reads_cache:
+            (chosen,) = (one for one in asked if one.fingerprint == decision.fingerprint)
+            found = chosen.held.deepest()
+            self._found.inc(found)
+            self._missing.inc(len(chosen.hashes) - found)
         if decision.shed and not is_moved:
             raise Overloaded(
                 f"the first token would come after {decision.ttft_ms / 1e3:.1f} s, beyond the"
                 " request's deadline",
                 retry_after=max(1.0, decision.queue_ms / 1e3),
             )
-        is_forced = decision.local and not len(self._routing.table.group("prefill"))
+        prefill = self._routing.table.group("prefill", fingerprint=decision.fingerprint)
+        is_forced = decision.local and not len(prefill)
         self._metrics.route_decisions.labels(
             decision="local" if decision.local else "remote",
             reason=NO_PREFILL_WORKER if is_forced else decision.reason,
         ).inc()
         return decision
+
+    def _decide_best(
+        self, request: RouteRequest, asked: Sequence[_Asked], names: frozenset[str], now: float
+    ) -> Decision:
+        """Decide for each fingerprint, without the workers ``names``, and return the best decision.
+        Raises Unavailable if no fingerprint has all workers that the request needs."""
+        found: list[Decision] = []
+        failure = None
+        for one in asked:
+            own = replace(request, fingerprint=one.fingerprint, excluded=names | one.short)
+            try:
+                found.append(self._decide(own, one.hashes, one.held, now))
+            except Unavailable as error:
+                failure = failure or error
+        if not found:
+            raise failure or no_worker("decode")
+        return min(found, key=_cost)
 
     def _decide(
         self, asked: RouteRequest, hashes: Sequence[bytes], held: Mapping[str, int], now: float
@@ -234,6 +275,36 @@ class RouteFinder:
         return self._routing.decide(asked, hashes, held, now)
 
 
+def _cost(decision: Decision) -> tuple[bool, bool, float]:
+    """Return what the decisions for several fingerprints are compared by; the smallest is best."""
+    return decision.shed, decision.reason == NO_ROOM, decision.ttft_ms
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request as the workers of one fingerprint see it."""
+
+    fingerprint: str
+    hashes: Sequence[bytes]
+    held: HeldBlocks
+    """How many of the prompt's leading blocks each incarnation holds."""
+    short: frozenset[str]
+    """Incarnations whose context is too short for the request."""
+
+
+@dataclass(slots=True)
+class ModelGroup:
+    """The usable workers of one fingerprint."""
+
+    min_context: int
+    max_context: int
+    """Minimum and maximum context length of the workers, in tokens."""
+    decodes: bool = False
+    """Whether one of them is a decode worker. Without one, no request can be served."""
+    is_reliable: bool = False
+    """Whether one of the decode workers is up, and its circuit breaker is closed."""
+
+
 class TableSync:
     """Keeps the routing state's table of workers in sync with the links."""
 
@@ -243,11 +314,8 @@ class TableSync:
         self._seen: dict[str, tuple[WorkerRecord, LoadSnapshot]] = {}
         self._refreshed_at = float("-inf")
         self._refresh_every_s = REFRESH_S
-        self.context_length: int | None = None
-        """Minimum context length, in tokens, of the workers that are up; None while no worker is
-        up."""
-        self.fingerprint = ""
-        """Fingerprint of the workers that are up; empty while no worker is up."""
+        self.groups: dict[str, ModelGroup] = {}
+        """The usable workers, by fingerprint. While a model is replaced, there are several."""
 
     def refresh(self, now: float, *, at_once: bool = False) -> None:
         """Update the table from the links if it is too old or if ``at_once`` is true. ``now`` is in
@@ -256,7 +324,7 @@ class TableSync:
             return
         began = time.thread_time()
         self._refreshed_at = now
-        self.context_length, self.fingerprint = None, ""
+        self.groups = {}
         links = self._links.all()
         if len(links) > len(self._seen):
             # Of equally good workers, policies take the first in the table. If all routers had the
@@ -273,6 +341,28 @@ class TableSync:
         took_s = time.thread_time() - began
         self._refresh_every_s = max(REFRESH_S, took_s / REFRESH_SHARE)
 
+    def decoding(self) -> list[str]:
+        """Return the fingerprints with a reliable decode worker; if there are none, those with a
+        usable one."""
+        serving = [name for name, group in self.groups.items() if group.decodes]
+        return [name for name in serving if self.groups[name].is_reliable] or serving
+
+    def shorter(self, fingerprint: str, prompt_tokens: int, total_tokens: int) -> frozenset[str]:
+        """Return the incarnations of a fingerprint whose context is shorter than ``total_tokens``.
+        If all are, return those that cannot hold the prompt."""
+        group = self.groups.get(fingerprint)
+        if group is None:
+            return frozenset()
+        needed = total_tokens if group.max_context >= total_tokens else prompt_tokens + 1
+        if group.min_context >= needed:
+            return frozenset()
+        records = (link.record for link in self._links.all())
+        return frozenset(
+            one.incarnation
+            for one in records
+            if one.fingerprint == fingerprint and one.context_length < needed
+        )
+
     def _take(self, link: WorkerLink, loads: dict[str, LoadSnapshot], now: float) -> None:
         """Update the worker of ``link`` in the table. Add its load to ``loads`` if it is another
         one."""
@@ -287,7 +377,10 @@ class TableSync:
         up = self._links.is_usable(link)
         table.set_up(name, up, lends=link.lends(now))
         if up:
-            self.fingerprint = record.fingerprint
-            longest = self.context_length
-            if longest is None or record.context_length < longest:
-                self.context_length = record.context_length
+            context = record.context_length
+            group = self.groups.setdefault(record.fingerprint, ModelGroup(context, context))
+            group.min_context = min(group.min_context, context)
+            group.max_context = max(group.max_context, context)
+            if record.role == "decode":
+                group.decodes = True
+                group.is_reliable = group.is_reliable or self._links.is_reliable(link)

@@ -108,6 +108,7 @@ class _Worker:
     """The data of a worker in the table that are not numbers."""
 
     pool: str
+    fingerprint: str
     prefill_cost: Coefficients
     step_cost: Coefficients
     """Calibrated coefficients, with which the learned costs begin."""
@@ -184,8 +185,8 @@ class WorkerTable:
         self._rows = _RowNumbers()
         self._workers: dict[int, _Worker] = {}
         self._shapes: dict[Geometry, int] = {}
-        self._groups: dict[tuple[str, PoolFilter], Group] = {}
-        self._apart: dict[tuple[PoolFilter, PoolFilter], Group] = {}
+        self._groups: dict[tuple[str, PoolFilter, str], Group] = {}
+        self._apart: dict[tuple[PoolFilter, PoolFilter, str], Group] = {}
         self._index_names: Mapping[int, str] = {}
         self._index_rows: Rows | None = None
         """Rows of the worker numbers of ``_index_names``; None after a worker came or left."""
@@ -284,6 +285,7 @@ class WorkerTable:
         self.names[row] = record.incarnation
         self._workers[row] = _Worker(
             record.pool or record.slot.rpartition("-")[0],
+            record.fingerprint,
             record.prefill_cost,
             record.step_cost,
             record.gpu or (record.address.rpartition(":")[0] if record.shares_cores else ""),
@@ -344,31 +346,36 @@ class WorkerTable:
             self.up[row] = float(up)
             self._forget_groups()
 
-    def group(self, role: str, pools: PoolFilter = EVERY_POOL) -> Group:
-        """Return the workers of a role that are up and in one of ``pools``. The result is cached
-        until a worker joins, leaves or changes.
+    def group(self, role: str, pools: PoolFilter = EVERY_POOL, fingerprint: str = "") -> Group:
+        """Return the workers of a role and a fingerprint that are up and in one of ``pools``. The
+        result is cached until a worker joins, leaves or changes.
         """
-        found = self._groups.get((role, pools))
+        found = self._groups.get((role, pools, fingerprint))
         if found is None:
             rows = [
                 row
                 for row, worker in self._workers.items()
-                if worker.role == role and self.up[row] and pools.allows(worker.pool)
+                if worker.role == role and worker.fingerprint == fingerprint
+                if self.up[row] and pools.allows(worker.pool)
                 if self.names[row] not in pools.without
             ]
-            found = self._groups[role, pools] = self._group(rows)
+            found = self._groups[role, pools, fingerprint] = self._group(rows)
         return found
 
-    def prefill_apart(self, prefill: PoolFilter, decode: PoolFilter) -> Group:
-        """Return the prefill workers that share neither CPU cores nor a GPU with a decode worker
-        that may serve the same class. The result is cached like that of ``group``."""
-        found = self._apart.get((prefill, decode))
+    def prefill_apart(
+        self, prefill: PoolFilter, decode: PoolFilter, fingerprint: str = ""
+    ) -> Group:
+        """Return the prefill workers of a fingerprint that share neither CPU cores nor a GPU with a
+        decode worker that may serve the same request. The result is cached like that of
+        ``group``."""
+        found = self._apart.get((prefill, decode, fingerprint))
         if found is None:
-            taken = {self._workers[row].device for row in self.group("decode", decode).rows} - {""}
-            every = self.group("prefill", prefill)
+            decoding = self.group("decode", decode, fingerprint)
+            taken = {self._workers[row].device for row in decoding.rows} - {""}
+            every = self.group("prefill", prefill, fingerprint)
             rows = [row for row in every.rows.tolist() if self._workers[row].device not in taken]
             found = every if len(rows) == len(every) else self._group(rows)
-            self._apart[prefill, decode] = found
+            self._apart[prefill, decode, fingerprint] = found
         return found
 
     def _group(self, rows: list[int]) -> Group:
@@ -383,10 +390,10 @@ class WorkerTable:
         self._apart.clear()
 
     def prefill_cost(self, role: str) -> Coefficients:
-        """Return the mean coefficients of the prefill costs of a role's workers; the default ones
-        if the role has no workers."""
-        rows = self.group(role).rows
-        if not len(rows):
+        """Return the mean coefficients of the prefill costs of a role's workers that are up; the
+        default ones if the role has none."""
+        rows = [row for row, one in self._workers.items() if one.role == role and self.up[row]]
+        if not rows:
             return PREFILL_DEFAULT
         a, b, c = self.prefill_a[rows], self.prefill_b[rows], self.prefill_c[rows]
         return float(a.mean()), float(b.mean()), float(c.mean())

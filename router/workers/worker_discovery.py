@@ -21,7 +21,9 @@ from baton.store.registry import Registry
 from baton.store.supervision import PoolSizes
 from baton.telemetry.logs import ErrorRow
 from baton.telemetry.metrics import RouterMetrics
-from router.workers.model_commit import CommitCheck
+from router.core.served_model import ServedModel
+from router.workers.model_check import ModelCheck
+from router.workers.worker_link import WorkerLink
 from router.workers.worker_links import WorkerLinks
 
 log = logging.getLogger(__name__)
@@ -48,9 +50,10 @@ class WorkerDiscovery:
         links: WorkerLinks,
         metrics: RouterMetrics,
         sizes: PoolSizes | None = None,
+        model: ServedModel | None = None,
     ) -> None:
-        """``sizes`` has the pool sizes that operators choose; None: pools keep those of
-        ``config``."""
+        """``sizes`` has the pool sizes that operators choose; None: pools keep those of ``config``.
+        ``model``: the model that workers must serve; None: any."""
         self._computes_locally = config.computes_locally
         self._needs_prefill = config.needs_prefill
         self._prefill_sizes = {
@@ -63,7 +66,7 @@ class WorkerDiscovery:
         self._links = links
         self._metrics = metrics
         self._registry_calls = metrics.redis_calls("registry_read")
-        self._commit_check = CommitCheck(config.revision)
+        self._model_check = None if model is None else ModelCheck(model)
         self._logged_health = ("down", "")
         self._dead = SilenceWatch[str](COLLECT_AFTER_S)
         """Incarnations of workers that the registry lists as dead, with the time for which it has
@@ -112,7 +115,7 @@ class WorkerDiscovery:
         """
         with self._registry_calls.one():
             listed, dead = await self._registry.read()
-        records = self._commit_check.alike(listed)
+        records = listed if self._model_check is None else self._model_check.alike(listed)
         self._read_at = time.monotonic()
         if not self._can_read:
             log.info("the registry can be read again")
@@ -120,7 +123,7 @@ class WorkerDiscovery:
         self._links.update(records)
         self._has_view = True
         # Only without a prefill worker does it matter whether there should be one.
-        if self._sizes is not None and not self._links.up("prefill"):
+        if self._sizes is not None and not self._prefill_workers():
             chosen = await self._sizes.read()
             for pool in self._prefill_sizes.keys() & chosen.keys():
                 self._prefill_sizes[pool] = chosen[pool]
@@ -133,17 +136,26 @@ class WorkerDiscovery:
 
         A cluster in which no prefill worker is wanted is not degraded."""
         if not self._links.up("decode"):
-            return "down", "no decode worker is ready"
+            refused = 0 if self._model_check is None else len(self._model_check.refused)
+            others = f"; {refused} workers serve another model than this router" if refused else ""
+            return "down", f"no decode worker is ready{others}"
         if self._lacks_prefill():
             status = "degraded" if self._computes_locally else "down"
             return status, "no prefill worker is ready"
         return "ok", ""
 
+    def _prefill_workers(self) -> list[WorkerLink]:
+        """Return the prefill workers that are up, and can work with a decode worker that is up:
+        both have one fingerprint."""
+        served = {link.record.fingerprint for link in self._links.up("decode")}
+        every = self._links.up("prefill")
+        return [link for link in every if not served or link.record.fingerprint in served]
+
     def _lacks_prefill(self) -> bool:
         """Whether no prefill worker is up although there should be one: a class needs it, or a slot
         of a prefill pool has no worker. A slot whose worker has become a decode worker counts as
         filled."""
-        if self._links.up("prefill"):
+        if self._prefill_workers():
             return False
         decoding = {link.record.slot for link in self._links.all() if link.record.role == "decode"}
         return self._needs_prefill or any(

@@ -109,10 +109,9 @@ class WorkerLinks:
         # A live worker renews its entry in this time, even after Redis was flushed.
         self._missing_s = _SILENT_HEARTBEATS * heartbeat_s
         self._links: dict[str, WorkerLink] = {}
-        self._cut_off: set[str] = set()
-        """Incarnations of decode workers whose streams broke together, so that no decode worker was
-        connected."""
-        self._cut_off_at = float("-inf")
+        self._cut_off: dict[str, tuple[set[str], float]] = {}
+        """By fingerprint: the incarnations of decode workers whose streams broke together, so that
+        no decode worker of the fingerprint was connected, and the time of that."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def subscribe(
@@ -168,28 +167,35 @@ class WorkerLinks:
             return False
         return link.breaker.allows(now) or link in self.up(link.record.role)
 
-    def up(self, role: str) -> list[WorkerLink]:
-        """Return the links to the workers of a role that take new requests.
+    def is_reliable(self, link: WorkerLink) -> bool:
+        """Return whether the worker is up, and its circuit breaker is closed."""
+        now = time.monotonic()
+        return link.is_up(now, self._missing_s) and link.breaker.allows(now)
 
-        If the circuit breakers allow none, all workers that are up are returned: an unreliable
-        worker is better than none.
+    def up(self, role: str, fingerprint: str = "") -> list[WorkerLink]:
+        """Return the links to the workers of a role that take new requests. ``fingerprint``: that
+        of the workers; empty: any.
+
+        Of a fingerprint whose workers the circuit breakers all exclude, all that are up are
+        returned: an unreliable worker is better than none.
         """
         now = time.monotonic()
-        links = [link for link in self._links.values() if link.record.role == role]
-        ready = [link for link in links if link.is_up(now, self._missing_s)]
-        return [link for link in ready if link.breaker.allows(now)] or ready
+        ready = [one for one in self._of(role, fingerprint) if one.is_up(now, self._missing_s)]
+        return _first_choice([one for one in ready if one.breaker.allows(now)], ready)
 
-    def usable(self, role: str) -> list[WorkerLink]:
+    def usable(self, role: str, fingerprint: str = "") -> list[WorkerLink]:
         """Return the links to the workers of a role at which requests may be placed.
+        ``fingerprint``: that of the workers; empty: any.
 
-        If no worker is up, these are the workers that hang or have just failed. Such a worker may
-        recover in a moment, so a request may wait for it."""
+        Of a fingerprint without a worker that is up, these are the workers that hang or have just
+        failed. Such a worker may recover in a moment, so a request may wait for it."""
         now = time.monotonic()
-        return self.up(role) or [
-            link
-            for link in self._links.values()
-            if link.record.role == role and link.is_ready(now, self._missing_s)
-        ]
+        ready = [one for one in self._of(role, fingerprint) if one.is_ready(now, self._missing_s)]
+        return _first_choice(self.up(role, fingerprint), ready)
+
+    def _of(self, role: str, fingerprint: str) -> list[WorkerLink]:
+        links = [link for link in self._links.values() if link.record.role == role]
+        return [one for one in links if one.record.fingerprint == fingerprint or not fingerprint]
 
     def is_usable(self, link: WorkerLink) -> bool:
         """Return whether a link is among those that ``usable`` returns for its role."""
@@ -199,14 +205,19 @@ class WorkerLinks:
         """Return the links to all workers."""
         return list(self._links.values())
 
-    def is_cut_off(self) -> bool:
-        """Return whether all decode workers have just disconnected together, and may soon be
-        connected again.
+    def is_cut_off(self, fingerprint: str = "") -> bool:
+        """Return whether all decode workers of a fingerprint have just disconnected together, and
+        may soon be connected again. Empty: whether that is so for every fingerprint.
         """
-        if time.monotonic() - self._cut_off_at > RETURN_S:
+        if not fingerprint:
+            every = {link.record.fingerprint for link in self._links.values()}
+            return bool(self._cut_off) and all(self.is_cut_off(one) for one in every)
+        names, at = self._cut_off.get(fingerprint, (set[str](), float("-inf")))
+        if time.monotonic() - at > RETURN_S:
+            self._cut_off.pop(fingerprint, None)
             return False
-        away = (link for name in self._cut_off if (link := self._links.get(name)) is not None)
-        prefill = [link for link in self._links.values() if link.record.role == "prefill"]
+        away = (link for name in names if (link := self._links.get(name)) is not None)
+        prefill = self._of("prefill", fingerprint)
         is_without_prefill = bool(prefill) and not any(link.connected for link in prefill)
         return is_without_prefill or any(not link.connected for link in away)
 
@@ -219,15 +230,17 @@ class WorkerLinks:
             return True
         return None if not link.connected or link.hangs(time.monotonic()) else False
 
-    async def returned(self, deadline: float) -> None:
-        """Wait while all workers are cut off, at most until ``deadline`` on the monotonic clock."""
+    async def returned(self, deadline: float, fingerprint: str = "") -> None:
+        """Wait while all workers of a fingerprint are cut off (empty: of every one), at most until
+        ``deadline`` on the monotonic clock."""
         # Polling is enough: links come up in many ways, and the wait is short.
-        while self.is_cut_off() and time.monotonic() < deadline:  # noqa: ASYNC110
+        while self.is_cut_off(fingerprint) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_RETURN_POLL_S)
 
     def _note_break(self, broken: WorkerLink) -> None:
-        """Detect whether all decode workers' streams broke together with this one."""
-        decode = [link for link in self._links.values() if link.record.role == "decode"]
+        """Detect whether the streams of all decode workers of a fingerprint broke together."""
+        fingerprint = broken.record.fingerprint
+        decode = self._of("decode", fingerprint)
         together = {
             link.record.incarnation
             for link in decode
@@ -236,7 +249,7 @@ class WorkerLinks:
         # With a single worker, its death and a network failure look the same.
         is_all = len(together) > 1 or len(decode) == 1
         if is_all and not any(link.connected for link in decode):
-            self._cut_off, self._cut_off_at = together, time.monotonic()
+            self._cut_off[fingerprint] = together, time.monotonic()
 
     def _breaker_changed(self, record: WorkerRecord, is_open: bool) -> None:
         if is_open:
@@ -437,3 +450,9 @@ class WorkerLinks:
             task = spawn(self._abort(link, abort), f"abort {abort.request_id}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+
+def _first_choice(better: list[WorkerLink], every: list[WorkerLink]) -> list[WorkerLink]:
+    """Return the links in ``better``, and all links of the fingerprints that have none there."""
+    found = {link.record.fingerprint for link in better}
+    return [link for link in every if link in better or link.record.fingerprint not in found]

@@ -41,6 +41,7 @@ from decode_worker.role import DecodeRole
 from prefill_worker.role import PrefillRole
 from router.core.accounting import RequestStats
 from router.core.request import GenerationRequest, OutputDelta, ScoredToken
+from router.core.served_model import ServedModel
 from router.dispatch.dispatcher import ClusterDispatcher
 from router.text.tokenizer import Tokenizer
 from worker.follower import FollowerWorker
@@ -158,6 +159,7 @@ class MiniCluster:
             self.index,
             pins=PinStore(self.redis, self.cluster_id),
             sizes=PoolSizes(self.redis, self.cluster_id),
+            model=ServedModel.of("tiny", model),
         )
         self.workers: dict[str, WorkerProcess] = {}
         self._ranks: list[threading.Thread] = []
@@ -259,7 +261,7 @@ def _is_idle(worker: WorkerProcess) -> bool:
 
 async def collect(deltas: AsyncIterator[OutputDelta]) -> OutputDelta:
     """All deltas of an answer as one."""
-    text, cached = "", 0
+    text, cached, fingerprints = "", 0, set[str]()
     tokens: list[int] = []
     scored: list[ScoredToken] = []
     finish: FinishReason | None = None
@@ -269,9 +271,13 @@ async def collect(deltas: AsyncIterator[OutputDelta]) -> OutputDelta:
         tokens.extend(delta.token_ids)
         scored.extend(delta.scored)
         cached += delta.cached_prompt_tokens
+        fingerprints.add(delta.fingerprint)
         finish = delta.finish_reason
     assert finish is not None, "the answer ended without a finish reason"
-    return OutputDelta(text, tuple(tokens), finish, cached, scored=tuple(scored))
+    (fingerprint,) = fingerprints
+    return OutputDelta(
+        text, tuple(tokens), finish, cached, scored=tuple(scored), fingerprint=fingerprint
+    )
 
 
 def config_of(fields: Mapping[str, object]) -> Config:

@@ -23,6 +23,7 @@ def record(
     host: str = "127.0.0.1",
     shares_cores: bool = False,
     gpu: str = "",
+    fingerprint: str = "",
 ) -> WorkerRecord:
     """Of the role that the slot's name begins with."""
     return WorkerRecord(
@@ -32,7 +33,7 @@ def record(
         address=f"{host}:1",
         metrics_address="",
         model="tiny",
-        fingerprint="f",
+        fingerprint=fingerprint,
         geometry=Geometry(block_size, 2, 3, 64, "bfloat16"),
         context_length=8192,
         total_blocks=4000,

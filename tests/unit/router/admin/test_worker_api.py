@@ -66,7 +66,12 @@ async def test_the_last_worker_of_a_role_is_kept_unless_that_is_forced() -> None
 
 def fake_link(slot: str, role: str, state: str = "ready") -> WorkerLink:
     record = SimpleNamespace(
-        slot=slot, role=role, state=state, incarnation=f"{slot}:1", baton_version="1.2.3"
+        slot=slot,
+        role=role,
+        state=state,
+        incarnation=f"{slot}:1",
+        baton_version="1.2.3",
+        fingerprint="f",
     )
     load = SimpleNamespace(running=2, waiting=1)
     return cast(WorkerLink, SimpleNamespace(record=record, engine_load=load, channel=None))

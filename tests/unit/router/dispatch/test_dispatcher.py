@@ -27,6 +27,7 @@ from router.dispatch.dispatcher import ClusterDispatcher
 from router.dispatch.placement import Route
 from router.dispatch.retry_limits import MOVE_RATIO, QUARANTINE_S
 from router.dispatch.running_request import RunningRequest
+from router.routing.policy import Decision
 from tests.support.router.front_fakes import tiny_tokenizer
 
 
@@ -65,8 +66,9 @@ async def test_workers_receive_the_time_left_of_the_deadline(
     async def acquire(request: GenerationRequest) -> None:
         await asyncio.sleep(0.05)
 
-    async def find(*_: object, **__: object) -> None:
+    async def find(*_: object, **__: object) -> Decision:
         await asyncio.sleep(0.05)
+        return Decision("p", "d", 0, "test", fingerprint="f")
 
     def begin(running: RunningRequest, route: Route, moved: str) -> None:
         sent.append(running.left_s(time.monotonic()))
@@ -74,6 +76,7 @@ async def test_workers_receive_the_time_left_of_the_deadline(
 
     monkeypatch.setattr(dispatcher._queue, "acquire", acquire)
     monkeypatch.setattr(dispatcher._placement._routes, "find", find)
+    monkeypatch.setattr(dispatcher._placement._routes, "hashes", lambda *_: {"f": ()})
     monkeypatch.setattr(dispatcher._placement, "begin", begin)
     for deadline_s in (5.0, 0.06):
         request = GenerationRequest("r", (1,), SamplingParams(), Principal(), deadline_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -83,8 +83,10 @@ class Stream:
 class Link:
     """A worker."""
 
-    def __init__(self, name: str, role: str) -> None:
-        self.record = SimpleNamespace(incarnation=name, address=f"{name}:1", role=role, slot=name)
+    def __init__(self, name: str, role: str, fingerprint: str = "f") -> None:
+        self.record = SimpleNamespace(
+            incarnation=name, address=f"{name}:1", role=role, slot=name, fingerprint=fingerprint
+        )
         self.prefills = Stream()
         self.breaker = Breaker()
         self.messages = 0
@@ -191,43 +193,60 @@ class World:
     def is_up(self, link: Link) -> bool:
         return link.is_up
 
-    def is_cut_off(self) -> bool:
+    def is_cut_off(self, fingerprint: str = "") -> bool:
         return self.cut_off
 
-    async def returned(self, deadline: float) -> None:
+    async def returned(self, deadline: float, fingerprint: str = "") -> None:
         while self.cut_off and time.monotonic() < deadline:
             await asyncio.sleep(0)
 
     # As routes
 
-    def up(self, role: str) -> list[Link]:
-        return [link for link in self.links.values() if link.is_up and link.record.role == role]
+    def up(self, role: str, fingerprint: str = "") -> list[Link]:
+        links = [link for link in self.links.values() if link.is_up and link.record.role == role]
+        return [link for link in links if fingerprint in ("", link.record.fingerprint)]
 
-    def names_up(self) -> list[str]:
-        return [name for name, link in self.links.items() if link.is_up]
+    usable = up
 
-    def hashes(self, token_ids: tuple[int, ...], salt: bytes, chain: HashChain) -> list[bytes]:
-        self.hashed.append((token_ids, chain))
-        return []
+    def hashes(
+        self,
+        token_ids: tuple[int, ...],
+        salt: bytes,
+        chains: Mapping[str, HashChain],
+        fingerprint: str,
+    ) -> dict[str, list[bytes]]:
+        serving = [fingerprint] if fingerprint else dict.fromkeys(self.fingerprints())
+        for one in serving:
+            self.hashed.append((token_ids, chains[one]))
+        return {one: [] for one in serving}
+
+    def fingerprints(self) -> list[str]:
+        return [link.record.fingerprint for link in self.up("decode")]
 
     async def find(
         self,
         request: RouteRequest,
-        hashes: list[bytes],
+        hashes: dict[str, list[bytes]],
         avoid: Sequence[frozenset[str]],
+        *,
+        total_tokens: int,
         **asked: Any,
     ) -> Decision:
         self.asked.append(Asked(request, **asked))
         await asyncio.sleep(0)
         for names in avoid:
-            chosen = [
-                next((n for n in self.names_up() if n[0] == role and n not in names), None)
-                for role in "pd"
-            ]
-            source, target = chosen
-            if source and target:
-                return Decision(source, target, 0, "test")
+            for fingerprint in hashes:
+                chosen = [
+                    next((n for n in self.names(role, fingerprint) if n not in names), None)
+                    for role in ("prefill", "decode")
+                ]
+                source, target = chosen
+                if source and target:
+                    return Decision(source, target, 0, "test", fingerprint=fingerprint)
         raise Unavailable("nobody", retry_after=2.0)
+
+    def names(self, role: str, fingerprint: str) -> list[str]:
+        return [link.record.incarnation for link in self.up(role, fingerprint)]
 
     # What a test does
 

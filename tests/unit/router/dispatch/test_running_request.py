@@ -18,6 +18,7 @@ from router.core.request import GenerationRequest, OutputDelta
 from router.dispatch.deliveries import Deliveries
 from router.dispatch.running_request import RunningRequest
 from router.text.output_processor import ByteDetokenizer, OutputProcessor
+from tests.support.router.workers import record
 
 STOP = FinishReason.STOP
 
@@ -121,7 +122,7 @@ async def test_an_end_that_brings_no_new_token_is_an_end() -> None:
 
 async def test_another_attempts_tokens_are_dropped() -> None:
     running = make_running()
-    running.choices[0].place(1, "", "")
+    running.choices[0].place(1, record("prefill-0"), record("decode-0"))
     running.accept(output(0, "x", STOP, attempt=0))
     running.accept(TokenOutput("r", 0, 0, (), error="an old failure"))
     running.accept(output(0, "a", STOP, attempt=1))
@@ -243,11 +244,11 @@ def test_choices_do_not_mix(texts: list[str], data: st.DataObject) -> None:
 async def test_the_last_delta_names_the_workers_where_the_choice_was_last() -> None:
     running = make_choices(2)
     for choice in running.choices:
-        choice.place(0, "prefill-0", "decode-0")
+        choice.place(0, record("prefill-0"), record("decode-0"))
     running.accept(choice_output(0, 0, "a", ends=True))
     running.accept(choice_output(1, 0, "b"))
     first, unfinished = await running.next_delta(), await running.next_delta()
-    running.choices[1].place(1, "prefill-1", "decode-1")
+    running.choices[1].place(1, record("prefill-1"), record("decode-1"))
     running.accept(replace(choice_output(1, 1, "c", ends=True), attempt=1))
     moved = await running.next_delta()
     assert [(one.prefill_worker, one.decode_worker) for one in (first, unfinished, moved)] == [
@@ -260,7 +261,7 @@ async def test_the_last_delta_names_the_workers_where_the_choice_was_last() -> N
 async def test_tokens_that_came_early_go_with_their_attempt() -> None:
     running = make_running()
     running.accept(output(2, "x"))
-    running.choices[0].place(1, "prefill-1", "decode-1")
+    running.choices[0].place(1, record("prefill-1"), record("decode-1"))
     running.accept(output(0, "ab", attempt=1))
     assert (await running.next_delta()).text == "ab"
     running.accept(output(2, "c", STOP, attempt=1))

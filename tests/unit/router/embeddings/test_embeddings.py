@@ -63,6 +63,7 @@ async def test_each_input_has_its_vector(given: Any) -> None:
         ],
         "model": "tiny",
         "usage": dict.fromkeys(("prompt_tokens", "total_tokens"), sum(map(len, ids))),
+        "system_fingerprint": None,
     }
     assert {(code, outcome) for _, outcome, code in front.requests()} == {("", "ok")}
 

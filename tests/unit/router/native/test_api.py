@@ -33,6 +33,7 @@ async def test_a_prompt() -> None:
         "latency_ms",
         "optimization_used",
         "finish_reason",
+        "system_fingerprint",
     }
     assert answer["text"] == front.dispatcher.text
     assert answer["finish_reason"] == "stop"

@@ -20,7 +20,7 @@ from baton.telemetry.metrics import RouterMetrics
 from router.routing import route_finder
 from router.routing.policies import make_policy
 from router.routing.policy import RouteSettings
-from router.routing.route_finder import REFRESH_S, PrefixLookup, TableSync
+from router.routing.route_finder import REFRESH_S, ModelGroup, PrefixLookup, TableSync
 from router.routing.routing_state import RoutingState
 from router.workers.worker_links import WorkerLinks
 from tests.support.router.workers import BLOCK, record
@@ -46,7 +46,7 @@ async def test_workers_come_go_and_change() -> None:
         sync.refresh(now)
         table = routing.table
         assert len(table.group("prefill")) == 2
-        assert (sync.context_length, sync.fingerprint) == (8192, "f")
+        assert sync.groups == {"": ModelGroup(8192, 8192, decodes=True, is_reliable=True)}
         first = links.get("p-0")
         assert first is not None
         first.connected = False
@@ -59,7 +59,10 @@ async def test_workers_come_go_and_change() -> None:
         links.update({"p-1": replace(record("p-1"), context_length=100), "d-0": record("d-0")})
         sync.refresh(now + 1)
         assert "p-0" not in table
-        assert sync.context_length == 100
+        assert (sync.groups[""].min_context, sync.groups[""].max_context) == (100, 8192)
+        assert sync.shorter("", 10, 200) == {"p-1"}
+        assert sync.shorter("", 10, 100) == frozenset()
+        assert sync.shorter("", 10, 9000) == frozenset(), "all are too short"
 
 
 async def test_routers_list_equal_workers_in_orders_of_their_own() -> None:

@@ -17,6 +17,7 @@ from baton.store.prefix_index import PrefixIndex
 from baton.store.registry import Registry, WorkerRecord
 from baton.store.supervision import PoolSizes
 from baton.telemetry.metrics import RouterMetrics
+from router.core.served_model import ServedModel
 from router.workers import worker_discovery
 from router.workers.worker_discovery import WorkerDiscovery
 from router.workers.worker_links import WorkerLinks
@@ -61,7 +62,9 @@ class Sizes:
 
 @asynccontextmanager
 async def followed(
-    answers: Sequence[Answer | Exception], config: Config | None = None
+    answers: Sequence[Answer | Exception],
+    config: Config | None = None,
+    model: ServedModel | None = None,
 ) -> AsyncIterator[tuple[Store, WorkerLinks, WorkerDiscovery]]:
     """What is there once all answers were read."""
     store, links = Store(answers), WorkerLinks("router", heartbeat_s=1.0)
@@ -71,6 +74,7 @@ async def followed(
         cast(PrefixIndex, store),
         links,
         RouterMetrics(CollectorRegistry()),
+        model=model,
     )
     following = asyncio.create_task(discovery.run())
     try:
@@ -99,14 +103,17 @@ async def test_a_large_registry_is_read_as_often_as_it_is_written(
         assert discovery.poll_s == 0.5
 
 
-async def test_workers_of_another_commit_get_no_requests() -> None:
+async def test_workers_of_another_model_get_no_requests() -> None:
     records = {
-        slot: replace(record(slot), revision=commit)
-        for slot, commit in (("p-0", "a" * 40), ("d-0", "b" * 40))
+        slot: replace(record(slot), model=name)
+        for slot, name in (("p-0", "tiny"), ("d-0", "large"))
     }
-    async with followed([(records, set())], Config(revision="a" * 40)) as (_, links, discovery):
+    model = ServedModel("tiny", 0, 100, 8)
+    async with followed([(records, set())], model=model) as (_, links, discovery):
         assert [link.record.role for link in links.all()] == ["prefill"]
         assert discovery.has_view
+        told = "no decode worker is ready; 1 workers serve another model than this router"
+        assert discovery.health() == ("down", told)
 
 
 P, D = {"name": "prefill", "role": "prefill"}, {"name": "decode", "role": "decode"}
