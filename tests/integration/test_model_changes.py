@@ -113,7 +113,7 @@ async def test_another_quantization_is_another_fingerprint(
 async def test_the_death_of_the_last_worker_of_a_model_ends_its_answers_with_one_error(
     models: tuple[Path, Path], redis_url: str
 ) -> None:
-    old, new = models
+    _, new = models
     async with of_old_model(models, redis_url) as cluster:
         answer = await begun(cluster, PROMPT, SAMPLING)
         await add_new(cluster, new, "prefill", "decode")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from baton.errors import (
     BatonError,
     ContextLengthExceeded,
     DeadlineExceeded,
+    FingerprintGone,
     GrammarFailed,
     HandoffError,
     PoisonRequest,
@@ -37,7 +39,7 @@ from baton.request import (
 from baton.sampling_params import SamplingParams
 from baton.telemetry.metrics import RouterMetrics
 from baton.v1 import prefill_pb2
-from router.core.request import GenerationRequest
+from router.core.request import GenerationRequest, ModelBinding
 from router.dispatch import failover as failover_module
 from router.dispatch.failover import MAX_FAILURES, Failover
 from router.dispatch.hang_detector import HangDetector
@@ -256,10 +258,11 @@ class World:
         choices: int = 1,
         sampling: SamplingParams = SAMPLING,
         deadline_s: float = 60.0,
+        name: str = "r",
         **fields: Any,
     ) -> RunningRequest:
         request = GenerationRequest(
-            "r", PROMPT, sampling, Principal(), deadline_s, choices=choices, **fields
+            name, PROMPT, sampling, Principal(), deadline_s, choices=choices, **fields
         )
         processors = [
             OutputProcessor(ByteDetokenizer(lambda token: bytes([token]), {}))
@@ -332,6 +335,74 @@ async def test_an_answer_goes_on_behind_its_tokens() -> None:
     assert world.aborted == [("d0", 0, None)]
     assert world.moved("decode_failed") == 1
     world.close(running)
+
+
+def two_models() -> World:
+    """A world in which the second worker of each role serves another model than the first."""
+    world = World()
+    for name in ("p1", "d1"):
+        world.links[name].record.fingerprint = "g"
+    return world
+
+
+async def test_an_answer_that_has_begun_never_goes_on_with_another_model() -> None:
+    world = two_models()
+    running = await world.run()
+    world.tell(running, 3)
+    world.links["d0"].is_up = False
+    world.failover.worker_broken("d0", GONE)
+    await world.settle()
+    assert (await running.next_delta()).token_ids == (65, 65, 65)
+    with pytest.raises(FingerprintGone) as failure:
+        await running.next_delta()
+    assert failure.value.retry_after
+    assert not running.attempts
+
+
+async def test_an_answer_that_has_not_begun_is_given_by_another_model() -> None:
+    world = two_models()
+    running = await world.run()
+    world.links["d0"].is_up = False
+    world.failover.worker_broken("d0", GONE)
+    await world.settle()
+    assert world.at(running) == [(1, "p1", "d1")]
+    world.tell(running, 1)
+    assert (await running.next_delta()).fingerprint == "g"
+    world.close(running)
+
+
+@pytest.mark.parametrize("way", ["worker_drains", "worker_silent", "worker_stalled"])
+async def test_a_worker_without_another_of_its_model_keeps_what_has_begun(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = two_models()
+    begun, fresh = await world.run(), await world.run(name="s")
+    world.tell(begun, 3)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            getattr(world.failover, way)(world.links["d0"])
+            await world.settle()
+    assert world.at(begun) == [(0, "p0", "d0")]
+    # A drain moves what has begun alone.
+    moves = way != "worker_drains"
+    assert world.at(fresh) == ([(1, "p1", "d1")] if moves else [(0, "p0", "d0")])
+    said = [record for record in caplog.records if "no other worker can go on" in record.message]
+    assert len(said) == (0 if moves else 1)
+    world.close(begun, fresh)
+
+
+async def test_parts_of_one_call_are_placed_at_one_model() -> None:
+    world = two_models()
+    binding = ModelBinding()
+    first = await world.run(binding=binding)
+    world.links["d0"].is_up = False
+    with pytest.raises(Unavailable):
+        await world.run(binding=binding)
+    world.links["d0"].is_up = True
+    second = await world.run(binding=binding, name="s")
+    assert {attempt.fingerprint for one in (first, second) for attempt in one.attempts} == {"f"}
+    world.close(first, second)
+    assert binding.required() == "", "neither has begun"
 
 
 async def test_choices_that_have_tokens_move_one_by_one() -> None:

@@ -5,35 +5,52 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import cast
+from types import MappingProxyType
+from typing import cast, get_args
 
 import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
+from baton.config.choices import PolicyName
+from baton.config.cluster import Config
+from baton.errors import ContextLengthExceeded, Unavailable
+from baton.hashing import HashChain
 from baton.request import LoadSnapshot
+from baton.store.held_blocks import held_by
 from baton.store.prefix_index import PrefixIndex
 from baton.telemetry.metrics import RouterMetrics
 from router.routing import route_finder
 from router.routing.policies import make_policy
-from router.routing.policy import RouteSettings
-from router.routing.route_finder import REFRESH_S, ModelGroup, PrefixLookup, TableSync
+from router.routing.policy import RouteRequest, RouteSettings
+from router.routing.route_finder import (
+    REFRESH_S,
+    ModelGroup,
+    PrefixLookup,
+    RouteFinder,
+    TableSync,
+)
 from router.routing.routing_state import RoutingState
 from router.workers.worker_links import WorkerLinks
 from tests.support.router.workers import BLOCK, record
 
 
 @asynccontextmanager
-async def synced(*slots: str) -> AsyncIterator[tuple[TableSync, RoutingState, WorkerLinks]]:
+async def synced(
+    *slots: str, fingerprints: Mapping[str, str] = MappingProxyType({}), policy: str = "predictive"
+) -> AsyncIterator[tuple[TableSync, RoutingState, WorkerLinks]]:
     """Links without an answering worker, reported as connected."""
     links = WorkerLinks("r", heartbeat_s=1.0)
-    routing = RoutingState(make_policy("predictive", RouteSettings()), BLOCK)
+    routing = RoutingState(make_policy(cast(PolicyName, policy), RouteSettings()), BLOCK)
     try:
-        links.update({slot: record(slot) for slot in slots})
+        links.update({slot: record(slot, fingerprint=fingerprints.get(slot, "")) for slot in slots})
         for link in links.all():
+            assert link.follower is not None
+            link.follower.cancel()
             link.connected = True
         yield TableSync(routing, links), routing, links
     finally:
@@ -107,11 +124,11 @@ class FakeIndex:
     """Answers when the test decides."""
 
     def __init__(self) -> None:
-        self.asked: list[asyncio.Future[dict[str, int]]] = []
-        self.at_once: dict[str, int] | redis.RedisError | None = None
+        self.asked: list[asyncio.Future[Mapping[str, int]]] = []
+        self.at_once: Mapping[str, int] | redis.RedisError | None = None
 
-    async def lookup(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        answer: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
+    async def lookup(self, hashes: Sequence[bytes]) -> Mapping[str, int]:
+        answer: asyncio.Future[Mapping[str, int]] = asyncio.get_running_loop().create_future()
         self.asked.append(answer)
         if isinstance(self.at_once, redis.RedisError):
             raise self.at_once
@@ -240,3 +257,75 @@ async def test_every_question_is_counted_by_its_outcome(
         assert count("prefix_lookups_total", outcome=outcome) == 1, outcome
     assert count("redis_failures_total", **calls) == 1
     assert count("redis_call_seconds_count", **calls) == 2
+
+
+MODELS = {"p-0": "f", "d-0": "f", "d-1": "f", "p-1": "g", "d-2": "g"}
+TOKENS = tuple(range(40))
+
+
+@pytest.mark.parametrize("policy", get_args(PolicyName))
+async def test_both_workers_of_a_request_are_of_one_model(
+    policy: str, index: FakeIndex, lookup: PrefixLookup, metrics: RouterMetrics
+) -> None:
+    async with synced(*MODELS, fingerprints=MODELS, policy=policy) as (_, routing, links):
+        finder = RouteFinder(Config(), links, routing, lookup, metrics)
+        index.at_once = held_by({})
+        hashes = finder.hashes(TOKENS, b"", defaultdict(HashChain))
+        assert hashes.keys() == {"f", "g"}
+        assert hashes["f"] != hashes["g"], "no cached block serves another model"
+        for bound in ("", "f", "g"):
+            own = finder.hashes(TOKENS, b"", defaultdict(HashChain), bound)
+            for _ in range(8):
+                found = await finder.find(RouteRequest(len(TOKENS)), own)
+                pair = {MODELS[found.prefill], MODELS[found.decode]}
+                assert pair == {found.fingerprint} <= own.keys()
+
+
+async def test_the_model_that_answers_first_gets_a_request(
+    index: FakeIndex, lookup: PrefixLookup, metrics: RouterMetrics
+) -> None:
+    async with synced(*MODELS, fingerprints=MODELS) as (sync, routing, links):
+        finder = RouteFinder(Config(), links, routing, lookup, metrics)
+        prompt = tuple(range(4000))
+        hashes = finder.hashes(prompt, b"", defaultdict(HashChain))
+        for holder in ("p-0", "p-1"):
+            index.at_once = held_by({holder: 200})
+            assert (await finder.find(RouteRequest(len(prompt)), hashes)).prefill == holder
+        index.at_once = held_by({})
+        # Of a model whose decode worker hangs nothing is expected, as long as there is another one.
+        hung = links.get("d-2")
+        assert hung is not None
+        hung.suspect(time.monotonic())
+        sync.refresh(time.monotonic(), at_once=True)
+        assert sync.groups["g"] == ModelGroup(8192, 8192, decodes=True, is_reliable=False)
+        assert sync.decoding() == ["f"]
+
+
+async def test_workers_whose_context_is_too_short_get_no_part_of_an_answer(
+    index: FakeIndex, lookup: PrefixLookup, metrics: RouterMetrics
+) -> None:
+    index.at_once = held_by({})
+    async with synced("p-0", "d-0", "d-1") as (_, routing, links):
+        short = replace(record("d-0"), context_length=64)
+        links.update({"p-0": record("p-0"), "d-0": short, "d-1": record("d-1")})
+        finder = RouteFinder(Config(), links, routing, lookup, metrics)
+        request = RouteRequest(len(TOKENS))
+        hashes = finder.hashes(TOKENS, b"", defaultdict(HashChain))
+        for total in (64, 65):
+            found = {(await finder.find(request, hashes, total_tokens=total)).decode for _ in "ab"}
+            assert total == 64 or found == {"d-1"}
+        with pytest.raises(Unavailable):
+            await finder.find(request, hashes, (frozenset({"d-1"}),), total_tokens=65)
+        with pytest.raises(ContextLengthExceeded):
+            finder.hashes(tuple(range(8192)), b"", defaultdict(HashChain))
+
+
+async def test_without_a_decode_worker_no_route_is_found(
+    lookup: PrefixLookup, metrics: RouterMetrics
+) -> None:
+    async with synced("p-0") as (_, routing, links):
+        finder = RouteFinder(Config(), links, routing, lookup, metrics)
+        hashes = finder.hashes(TOKENS, b"", defaultdict(HashChain))
+        assert hashes == {}
+        with pytest.raises(Unavailable, match="no decode worker is ready"):
+            await finder.find(RouteRequest(len(TOKENS)), hashes)

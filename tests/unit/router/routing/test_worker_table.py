@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.request import LoadSnapshot
-from router.routing.worker_table import HALF_LIFE_MS, LoadColumns, PoolFilter, WorkerTable
+from router.routing.worker_table import (
+    EVERY_POOL,
+    HALF_LIFE_MS,
+    LoadColumns,
+    PoolFilter,
+    WorkerTable,
+)
 from tests.support.router.workers import BLOCK, list_worker, record, table_of
 
 
@@ -231,3 +237,14 @@ def test_a_large_table_observes_the_steps_of_each_worker_less_often() -> None:
 def test_a_full_table_grows_by_a_quarter() -> None:
     table = table_of(*(f"p-{number}" for number in range(1000)))
     assert 1000 < len(table.names) <= 1251
+
+
+def test_workers_of_another_fingerprint_are_in_no_group_of_this_one() -> None:
+    table = table_of("p-0", "d-0")
+    for slot in ("p-1", "d-1"):
+        list_worker(table, record(slot, fingerprint="g", gpu="0"))
+    assert [table.names[r] for r in table.group("prefill").rows] == ["p-0"]
+    assert [table.names[r] for r in table.group("decode", fingerprint="g").rows] == ["d-1"]
+    assert len(table.prefill_apart(EVERY_POOL, EVERY_POOL)) == 1
+    assert len(table.prefill_apart(EVERY_POOL, EVERY_POOL, "g")) == 0, "they share a GPU"
+    assert len(table.group("decode", fingerprint="h")) == 0

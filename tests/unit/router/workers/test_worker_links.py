@@ -27,6 +27,7 @@ from router.workers import worker_link, worker_links
 from router.workers.worker_link import Abort, WorkerLink
 from router.workers.worker_links import WorkerLinks
 from tests.support.certificates import Authority
+from tests.support.router.workers import record
 
 DEADLINE_S = 60.0
 OUTPUTS = [TokenOutput("r", 0, index, (index,)) for index in range(3)]
@@ -676,3 +677,49 @@ async def test_a_stream_that_cannot_be_read_is_opened_again(
         await world.until(lambda: world.heard)
         assert "worker d: its stream cannot be read" in caplog.text
         assert "worker d: the end of its stream could not be handled" in caplog.text
+
+
+async def test_each_model_keeps_its_last_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A breaker that excludes all workers of one model leaves its answers nothing else."""
+    links = WorkerLinks("router", heartbeat_s=1.0)
+    try:
+        slots = {"d-0": "f", "d-1": "f", "d-2": "g"}
+        links.update({slot: record(slot, fingerprint=name) for slot, name in slots.items()})
+        one, other, last = links.all()
+        for link in (one, other, last):
+            assert link.follower is not None
+            link.follower.cancel()
+            link.connected = True
+        monkeypatch.setattr(one.breaker, "allows", lambda _: False)
+        monkeypatch.setattr(last.breaker, "allows", lambda _: False)
+        assert links.up("decode") == [other, last]
+        assert links.up("decode", "f") == [other]
+        assert links.up("decode", "g") == [last]
+        assert [links.is_up(link) for link in (one, other, last)] == [False, True, True]
+        assert [links.is_reliable(link) for link in (one, other, last)] == [False, True, False]
+        last.suspect(time.monotonic())
+        assert links.up("decode", "g") == []
+        assert links.usable("decode", "g") == [last]
+        assert links.usable("decode") == [other, last]
+    finally:
+        await links.close()
+
+
+async def test_workers_of_one_model_that_went_away_together_are_awaited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_links, "RETURN_S", DEADLINE_S)
+    async with open_world() as one, open_world() as other:
+        links = one.links
+        links.update(
+            {"d": one.record, "e": replace(other.record, incarnation="e", fingerprint="g")}
+        )
+        await one.until(lambda: len(links.up("decode")) == 2)
+        one.decode.greets = False
+        one.decode.says.put_nowait(None)
+        await one.until(lambda: links.is_cut_off("f"))
+        assert not links.is_cut_off("g")
+        assert not links.is_cut_off(), "a request that has not begun goes to the other model"
+        one.decode.says.put_nowait(OUTPUTS[0])
+        await links.returned(time.monotonic() + DEADLINE_S, "f")
+        assert links.up("decode", "f")
