@@ -318,9 +318,16 @@ def _record(
         drafter="" if engine.runner.drafter == "none" else engine.runner.drafter,
         config_hash=settings.config_hash,
         tokenizer=text_hash(Path(settings.model_path)),
+        kv_exchange=_kv_exchange(settings.config),
         shares_cores=runtime.board is not None,
         gpu=_gpu(engine.runner.device),
     )
+
+
+def _kv_exchange(config: Config) -> str:
+    own = config.transport, config.block_size
+    usual = tuple(Config.model_fields[name].default for name in ("transport", "block_size"))
+    return "" if own == usual else f"{config.transport}/{config.block_size}"
 
 
 def _block_bytes(engine: Engine) -> int:

@@ -85,6 +85,20 @@ class WorkerRecord:
     tokenizer: str = ""
     """Hash of the tokenizer in the worker's model folder (``baton.hashing.text_hash``); empty in
     records of Baton 0.1.0."""
+    kv_exchange: str = ""
+    """What workers must agree in to exchange KV, besides the fingerprint: the configured transport
+    and block size. Empty: those that Baton has by default."""
+
+    @property
+    def kv_group(self) -> str:
+        """Name of the workers with which this one can serve a request: they serve the same model,
+        and can exchange KV."""
+        return f"{self.fingerprint} {self.kv_exchange}" if self.kv_exchange else self.fingerprint
+
+
+def fingerprint_of(kv_group: str) -> str:
+    """Return the fingerprint of the workers of a ``WorkerRecord.kv_group``."""
+    return kv_group.partition(" ")[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,9 +199,9 @@ class ClusterDispatcher:
     def _capacity(self) -> Capacity | None:
         """Capacity of the usable workers; None while no worker can compute prompts, or decode."""
         decode = self._links.usable("decode")
-        served = {link.record.fingerprint for link in decode}
+        served = {link.record.kv_group for link in decode}
         every = self._links.usable("prefill")
-        prefill = [link for link in every if link.record.fingerprint in served]
+        prefill = [link for link in every if link.record.kv_group in served]
         if self._config.computes_locally:
             prefill = prefill or decode
         if not prefill or not decode:
@@ -288,7 +288,7 @@ class ClusterDispatcher:
         return [link.record.metrics_address for link in self._links.all()]
 
     def block_hashes(self, request: GenerationRequest) -> dict[str, Sequence[bytes]]:
-        """Return the hashes of the full blocks of a request's prompt, by each fingerprint that may
+        """Return the hashes of the full blocks of a request's prompt, by each KV group that may
         serve it; empty while there are no workers.
 
         Raises ContextLengthExceeded.

@@ -194,7 +194,7 @@ class Placement:
             source_worker=source_worker,
             is_moved=running.next_attempt > 0,
         )
-        return Route(group, scored, request, hashes[decision.fingerprint], decision)
+        return Route(group, scored, request, hashes[decision.kv_group], decision)
 
     def begin(self, running: RunningRequest, route: Route, moved: str = "") -> None:
         """Start an attempt at the workers of ``route``. ``moved``: the reason if this is a

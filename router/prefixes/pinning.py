@@ -23,6 +23,7 @@ from baton.errors import BatonError, CacheShareExceeded, InvalidRequest, NotFoun
 from baton.request import Retention
 from baton.rpc.grpc_errors import call_errors
 from baton.store.pin_store import Pin, PinStore
+from baton.store.registry import fingerprint_of
 from baton.v1 import cache_pb2, cache_pb2_grpc
 from router.core.request import GenerationRequest, ModelBinding, OutputDelta, choices_for
 from router.dispatch.dispatcher import ClusterDispatcher
@@ -75,7 +76,7 @@ class PrefixPinning:
         The answer of ``request`` is discarded. Raises InvalidRequest for a prompt without a full
         block, CacheShareExceeded, and the errors of running a request.
         """
-        fingerprint, hashes = next(iter(self._dispatcher.block_hashes(request).items()), ("", ()))
+        kv_group, hashes = next(iter(self._dispatcher.block_hashes(request).items()), ("", ()))
         if not hashes:
             self._refuse_unpinnable()
         tenant = arrival.tenant
@@ -89,7 +90,9 @@ class PrefixPinning:
         block = self._service.config.block_size
         kept = Retention(len(hashes) * block, ttl_s, pin_id, required=True)
         try:
-            pinning = replace(request, retentions=(kept,), binding=ModelBinding(fingerprint))
+            pinning = replace(
+                request, retentions=(kept,), binding=ModelBinding(fingerprint_of(kv_group))
+            )
             cached, written = await self._compute(arrival, pinning)
             now = self._clock()
             before = known.get(pin_id)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from baton.config.choices import LocalPrefill
 from baton.config.cluster import Config
 from baton.errors import Unavailable
+from baton.store.registry import fingerprint_of
 from router.routing.cost_model import TransferCosts
 from router.routing.worker_table import EVERY_POOL, Floats, Group, PoolFilter, Rows, WorkerTable
 
@@ -43,8 +44,8 @@ class RouteRequest:
     cache_key: str = ""
     """Requests with the same cache key go to the same worker if possible. Empty means no
     preference."""
-    fingerprint: str = ""
-    """The request goes only to workers whose records have this fingerprint."""
+    kv_group: str = ""
+    """The request goes only to workers whose records have this ``kv_group``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +118,13 @@ class Decision:
     """Part of ``ttft_ms``: the time to compute the prompt on an otherwise idle worker."""
     missing_blocks: int = 0
     """Number of the prompt's blocks that the decode worker does not hold."""
-    fingerprint: str = ""
-    """Fingerprint of both workers."""
+    kv_group: str = ""
+    """The ``kv_group`` of both workers."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of both workers."""
+        return fingerprint_of(self.kv_group)
 
 
 class Policy(Protocol):
@@ -291,13 +297,13 @@ def predict(
 
     Raises Unavailable if a needed role has no worker that may serve the request."""
     route, hash_block = settings.of(request), settings.hash_block
-    decode = table.group("decode", route.decode, request.fingerprint)
+    decode = table.group("decode", route.decode, request.kv_group)
     if not len(decode):
         raise no_worker("decode")
     if devices_apart and route.local_prefill == "auto":
-        prefill = table.prefill_apart(route.prefill, route.decode, request.fingerprint)
+        prefill = table.prefill_apart(route.prefill, route.decode, request.kv_group)
     else:
-        prefill = table.group("prefill", route.prefill, request.fingerprint)
+        prefill = table.group("prefill", route.prefill, request.kv_group)
     is_remote = route.local_prefill != "always" and len(prefill) > 0
     if not is_remote and route.local_prefill == "never":
         raise no_worker("prefill")
@@ -392,7 +398,7 @@ def remote(
         queue_ms=queue,
         prefill_ms=prefill,
         missing_blocks=missing,
-        fingerprint=seen.request.fingerprint,
+        kv_group=seen.request.kv_group,
     )
 
 
@@ -416,5 +422,5 @@ def local(seen: Predictions, row: int, reason: str, *, shed: bool = False) -> De
         queue_ms=queue,
         prefill_ms=float(seen.prefill_ms[row]),
         missing_blocks=int(seen.missing[row]),
-        fingerprint=seen.request.fingerprint,
+        kv_group=seen.request.kv_group,
     )

@@ -151,27 +151,27 @@ class RouteFinder:
         chains: Mapping[str, HashChain],
         fingerprint: str = "",
     ) -> dict[str, Sequence[bytes]]:
-        """Return the block hashes of a sequence as its workers compute them, by each fingerprint
-        that may serve it: only ``fingerprint``, or if it is empty, every one with a decode worker.
+        """Return the block hashes of a sequence as its workers compute them, by each KV group that
+        may serve it. It has a decode worker, and ``fingerprint`` unless that is empty.
 
-        ``chains`` stores the hashes of each fingerprint while the sequence grows, so that no hash
-        is computed twice. Raises ContextLengthExceeded."""
+        ``chains`` stores the hashes of each group while the sequence grows, so that no hash is
+        computed twice. Raises ContextLengthExceeded."""
         now = time.monotonic()
         self._sync.refresh(now)
-        serving = [fingerprint] if fingerprint else self._sync.decoding()
+        serving = self._sync.serving(fingerprint)
         if not serving:
             self._sync.refresh(now, at_once=True)
-            serving = self._sync.decoding()
-        groups = self._sync.groups
-        longest = [one.max_context for f in serving if (one := groups.get(f)) is not None]
-        if longest and len(token_ids) >= max(longest):
+            serving = self._sync.serving(fingerprint)
+        longest = max((group.max_context for group in serving.values()), default=0)
+        if serving and len(token_ids) >= longest:
             raise ContextLengthExceeded(
-                f"the prompt has {len(token_ids)} tokens, and the workers' context is"
-                f" {max(longest)}"
+                f"the prompt has {len(token_ids)} tokens, and the workers' context is {longest}"
             )
         return {
-            name: chains[name].of(token_ids, self._block_size, hash_key(name, cache_salt))
-            for name in serving
+            name: chains[name].of(
+                token_ids, self._block_size, hash_key(group.fingerprint, cache_salt)
+            )
+            for name, group in serving.items()
         }
 
     async def find(
@@ -185,8 +185,8 @@ class RouteFinder:
         source_worker: str = "",
         is_moved: bool = False,
     ) -> Decision:
-        """Choose the workers of a request: all of one fingerprint. Of several fingerprints that can
-        serve it, the one with room that answers first is chosen.
+        """Choose the workers of a request: all of one KV group. Of several groups that can serve
+        it, the one with room that answers first is chosen.
 
         ``hashes``: the result of ``hashes``. ``avoid``: sets of workers to exclude. If the first
         set leaves no worker, the second one is used, and so on. ``total_tokens``: maximum number of
@@ -197,14 +197,14 @@ class RouteFinder:
         Unavailable, Overloaded."""
         asked_at = time.monotonic()
         asked: list[_Asked] = []
-        for fingerprint, blocks in hashes.items():
+        for kv_group, blocks in hashes.items():
             held = held_by({})
             if blocks and reads_cache:
                 held = await self._prefixes.ask(blocks)
                 if source_worker:
                     held = held.raised({source_worker: len(blocks)})
-            short = self._sync.shorter(fingerprint, request.prompt_tokens, total_tokens)
-            asked.append(_Asked(fingerprint, blocks, held, short))
+            short = self._sync.shorter(kv_group, request.prompt_tokens, total_tokens)
+            asked.append(_Asked(kv_group, blocks, held, short))
         now = time.monotonic()
         left_ms = request.deadline_ms - (now - asked_at) * 1e3
         if left_ms != request.deadline_ms:
@@ -219,7 +219,7 @@ class RouteFinder:
         else:
             decision = self._decide_best(request, asked, last, now)
         if reads_cache:
-            (chosen,) = (one for one in asked if one.fingerprint == decision.fingerprint)
+            (chosen,) = (one for one in asked if one.kv_group == decision.kv_group)
             found = chosen.held.deepest()
             self._found.inc(found)
             self._missing.inc(len(chosen.hashes) - found)
@@ -229,7 +229,7 @@ class RouteFinder:
                 " request's deadline",
                 retry_after=max(1.0, decision.queue_ms / 1e3),
             )
-        prefill = self._routing.table.group("prefill", fingerprint=decision.fingerprint)
+        prefill = self._routing.table.group("prefill", kv_group=decision.kv_group)
         is_forced = decision.local and not len(prefill)
         self._metrics.route_decisions.labels(
             decision="local" if decision.local else "remote",
@@ -240,12 +240,12 @@ class RouteFinder:
     def _decide_best(
         self, request: RouteRequest, asked: Sequence[_Asked], names: frozenset[str], now: float
     ) -> Decision:
-        """Decide for each fingerprint, without the workers ``names``, and return the best decision.
-        Raises Unavailable if no fingerprint has all workers that the request needs."""
+        """Decide for each KV group, without the workers ``names``, and return the best decision.
+        Raises Unavailable if no group has all workers that the request needs."""
         found: list[Decision] = []
         failure = None
         for one in asked:
-            own = replace(request, fingerprint=one.fingerprint, excluded=names | one.short)
+            own = replace(request, kv_group=one.kv_group, excluded=names | one.short)
             try:
                 found.append(self._decide(own, one.hashes, one.held, now))
             except Unavailable as error:
@@ -276,15 +276,15 @@ class RouteFinder:
 
 
 def _cost(decision: Decision) -> tuple[bool, bool, float]:
-    """Return what the decisions for several fingerprints are compared by; the smallest is best."""
+    """Return what the decisions for several KV groups are compared by; the smallest is best."""
     return decision.shed, decision.reason == NO_ROOM, decision.ttft_ms
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A request as the workers of one fingerprint see it."""
+    """A request as the workers of one KV group see it."""
 
-    fingerprint: str
+    kv_group: str
     hashes: Sequence[bytes]
     held: HeldBlocks
     """How many of the prompt's leading blocks each incarnation holds."""
@@ -293,9 +293,11 @@ class _Asked:
 
 
 @dataclass(slots=True)
-class ModelGroup:
-    """The usable workers of one fingerprint."""
+class KvGroup:
+    """The usable workers of one ``WorkerRecord.kv_group``: they serve the same model, and can
+    exchange KV."""
 
+    fingerprint: str
     min_context: int
     max_context: int
     """Minimum and maximum context length of the workers, in tokens."""
@@ -314,8 +316,9 @@ class TableSync:
         self._seen: dict[str, tuple[WorkerRecord, LoadSnapshot]] = {}
         self._refreshed_at = float("-inf")
         self._refresh_every_s = REFRESH_S
-        self.groups: dict[str, ModelGroup] = {}
-        """The usable workers, by fingerprint. While a model is replaced, there are several."""
+        self.groups: dict[str, KvGroup] = {}
+        """The usable workers, by their ``kv_group``. While a model is replaced, there are
+        several."""
 
     def refresh(self, now: float, *, at_once: bool = False) -> None:
         """Update the table from the links if it is too old or if ``at_once`` is true. ``now`` is in
@@ -341,16 +344,20 @@ class TableSync:
         took_s = time.thread_time() - began
         self._refresh_every_s = max(REFRESH_S, took_s / REFRESH_SHARE)
 
-    def decoding(self) -> list[str]:
-        """Return the fingerprints with a reliable decode worker; if there are none, those with a
-        usable one."""
-        serving = [name for name, group in self.groups.items() if group.decodes]
-        return [name for name in serving if self.groups[name].is_reliable] or serving
+    def serving(self, fingerprint: str = "") -> dict[str, KvGroup]:
+        """Return the groups of ``fingerprint`` (empty: of any) with a reliable decode worker; if
+        there are none, those with a usable one."""
+        found = {
+            name: group
+            for name, group in self.groups.items()
+            if group.decodes and fingerprint in ("", group.fingerprint)
+        }
+        return {name: group for name, group in found.items() if group.is_reliable} or found
 
-    def shorter(self, fingerprint: str, prompt_tokens: int, total_tokens: int) -> frozenset[str]:
-        """Return the incarnations of a fingerprint whose context is shorter than ``total_tokens``.
-        If all are, return those that cannot hold the prompt."""
-        group = self.groups.get(fingerprint)
+    def shorter(self, kv_group: str, prompt_tokens: int, total_tokens: int) -> frozenset[str]:
+        """Return the incarnations of a group whose context is shorter than ``total_tokens``. If all
+        are, return those that cannot hold the prompt."""
+        group = self.groups.get(kv_group)
         if group is None:
             return frozenset()
         needed = total_tokens if group.max_context >= total_tokens else prompt_tokens + 1
@@ -360,7 +367,7 @@ class TableSync:
         return frozenset(
             one.incarnation
             for one in records
-            if one.fingerprint == fingerprint and one.context_length < needed
+            if one.kv_group == kv_group and one.context_length < needed
         )
 
     def _take(self, link: WorkerLink, loads: dict[str, LoadSnapshot], now: float) -> None:
@@ -378,7 +385,9 @@ class TableSync:
         table.set_up(name, up, lends=link.lends(now))
         if up:
             context = record.context_length
-            group = self.groups.setdefault(record.fingerprint, ModelGroup(context, context))
+            group = self.groups.setdefault(
+                record.kv_group, KvGroup(record.fingerprint, context, context)
+            )
             group.min_context = min(group.min_context, context)
             group.max_context = max(group.max_context, context)
             if record.role == "decode":

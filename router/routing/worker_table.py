@@ -108,7 +108,7 @@ class _Worker:
     """The data of a worker in the table that are not numbers."""
 
     pool: str
-    fingerprint: str
+    kv_group: str
     prefill_cost: Coefficients
     step_cost: Coefficients
     """Calibrated coefficients, with which the learned costs begin."""
@@ -285,7 +285,7 @@ class WorkerTable:
         self.names[row] = record.incarnation
         self._workers[row] = _Worker(
             record.pool or record.slot.rpartition("-")[0],
-            record.fingerprint,
+            record.kv_group,
             record.prefill_cost,
             record.step_cost,
             record.gpu or (record.address.rpartition(":")[0] if record.shares_cores else ""),
@@ -346,36 +346,34 @@ class WorkerTable:
             self.up[row] = float(up)
             self._forget_groups()
 
-    def group(self, role: str, pools: PoolFilter = EVERY_POOL, fingerprint: str = "") -> Group:
-        """Return the workers of a role and a fingerprint that are up and in one of ``pools``. The
+    def group(self, role: str, pools: PoolFilter = EVERY_POOL, kv_group: str = "") -> Group:
+        """Return the workers of a role and a KV group that are up and in one of ``pools``. The
         result is cached until a worker joins, leaves or changes.
         """
-        found = self._groups.get((role, pools, fingerprint))
+        found = self._groups.get((role, pools, kv_group))
         if found is None:
             rows = [
                 row
                 for row, worker in self._workers.items()
-                if worker.role == role and worker.fingerprint == fingerprint
+                if worker.role == role and worker.kv_group == kv_group
                 if self.up[row] and pools.allows(worker.pool)
                 if self.names[row] not in pools.without
             ]
-            found = self._groups[role, pools, fingerprint] = self._group(rows)
+            found = self._groups[role, pools, kv_group] = self._group(rows)
         return found
 
-    def prefill_apart(
-        self, prefill: PoolFilter, decode: PoolFilter, fingerprint: str = ""
-    ) -> Group:
-        """Return the prefill workers of a fingerprint that share neither CPU cores nor a GPU with a
+    def prefill_apart(self, prefill: PoolFilter, decode: PoolFilter, kv_group: str = "") -> Group:
+        """Return the prefill workers of a KV group that share neither CPU cores nor a GPU with a
         decode worker that may serve the same request. The result is cached like that of
         ``group``."""
-        found = self._apart.get((prefill, decode, fingerprint))
+        found = self._apart.get((prefill, decode, kv_group))
         if found is None:
-            decoding = self.group("decode", decode, fingerprint)
+            decoding = self.group("decode", decode, kv_group)
             taken = {self._workers[row].device for row in decoding.rows} - {""}
-            every = self.group("prefill", prefill, fingerprint)
+            every = self.group("prefill", prefill, kv_group)
             rows = [row for row in every.rows.tolist() if self._workers[row].device not in taken]
             found = every if len(rows) == len(every) else self._group(rows)
-            self._apart[prefill, decode, fingerprint] = found
+            self._apart[prefill, decode, kv_group] = found
         return found
 
     def _group(self, rows: list[int]) -> Group:

@@ -146,10 +146,10 @@ class WorkerDiscovery:
 
     def _prefill_workers(self) -> list[WorkerLink]:
         """Return the prefill workers that are up, and can work with a decode worker that is up:
-        both have one fingerprint."""
-        served = {link.record.fingerprint for link in self._links.up("decode")}
+        both have one ``kv_group``."""
+        served = {link.record.kv_group for link in self._links.up("decode")}
         every = self._links.up("prefill")
-        return [link for link in every if not served or link.record.fingerprint in served]
+        return [link for link in every if not served or link.record.kv_group in served]
 
     def _lacks_prefill(self) -> bool:
         """Whether no prefill worker is up although there should be one: a class needs it, or a slot

@@ -42,6 +42,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- default 30 .Values.config.drain_deadline_s | ceil }}
 {{- end }}
 
+{{/* Seconds that the requests of a leaving worker have to end. The last worker of a model ends all that it runs. */}}
+{{- define "baton.workerDrainS" -}}
+{{- max (include "baton.drainS" . | int) (default 300 .Values.config.request_deadline_s | ceil | int) }}
+{{- end }}
+
 {{/* The pools of the configuration, as JSON; without any they are Baton's own. */}}
 {{- define "baton.pools" -}}
 {{- $own := list (dict "name" "prefill" "role" "prefill") (dict "name" "decode" "role" "decode") }}

@@ -68,7 +68,7 @@ async def test_workers_receive_the_time_left_of_the_deadline(
 
     async def find(*_: object, **__: object) -> Decision:
         await asyncio.sleep(0.05)
-        return Decision("p", "d", 0, "test", fingerprint="f")
+        return Decision("p", "d", 0, "test", kv_group="f")
 
     def begin(running: RunningRequest, route: Route, moved: str) -> None:
         sent.append(running.left_s(time.monotonic()))

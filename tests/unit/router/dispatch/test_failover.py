@@ -244,7 +244,7 @@ class World:
                 ]
                 source, target = chosen
                 if source and target:
-                    return Decision(source, target, 0, "test", fingerprint=fingerprint)
+                    return Decision(source, target, 0, "test", kv_group=fingerprint)
         raise Unavailable("nobody", retry_after=2.0)
 
     def names(self, role: str, fingerprint: str) -> list[str]:

@@ -29,7 +29,7 @@ from router.routing.policies import make_policy
 from router.routing.policy import RouteRequest, RouteSettings
 from router.routing.route_finder import (
     REFRESH_S,
-    ModelGroup,
+    KvGroup,
     PrefixLookup,
     RouteFinder,
     TableSync,
@@ -63,7 +63,7 @@ async def test_workers_come_go_and_change() -> None:
         sync.refresh(now)
         table = routing.table
         assert len(table.group("prefill")) == 2
-        assert sync.groups == {"": ModelGroup(8192, 8192, decodes=True, is_reliable=True)}
+        assert sync.groups == {"": KvGroup("", 8192, 8192, decodes=True, is_reliable=True)}
         first = links.get("p-0")
         assert first is not None
         first.connected = False
@@ -297,8 +297,9 @@ async def test_the_model_that_answers_first_gets_a_request(
         assert hung is not None
         hung.suspect(time.monotonic())
         sync.refresh(time.monotonic(), at_once=True)
-        assert sync.groups["g"] == ModelGroup(8192, 8192, decodes=True, is_reliable=False)
-        assert sync.decoding() == ["f"]
+        assert sync.groups["g"] == KvGroup("g", 8192, 8192, decodes=True, is_reliable=False)
+        assert sync.serving().keys() == {"f"}
+        assert sync.serving("g").keys() == {"g"}, "what has begun there stays"
 
 
 async def test_workers_whose_context_is_too_short_get_no_part_of_an_answer(
@@ -329,3 +330,25 @@ async def test_without_a_decode_worker_no_route_is_found(
         assert hashes == {}
         with pytest.raises(Unavailable, match="no decode worker is ready"):
             await finder.find(RouteRequest(len(TOKENS)), hashes)
+
+
+async def test_workers_with_another_transport_are_apart_and_take_over_answers(
+    index: FakeIndex, lookup: PrefixLookup, metrics: RouterMetrics
+) -> None:
+    index.at_once = held_by({})
+    slots = ("p-0", "d-0", "p-1", "d-1")
+    async with synced(*slots) as (_, routing, links):
+        links.update(
+            {
+                slot: replace(record(slot), kv_exchange="nixl/16" if slot.endswith("1") else "")
+                for slot in slots
+            }
+        )
+        finder = RouteFinder(Config(), links, routing, lookup, metrics)
+        hashes = finder.hashes(TOKENS, b"", defaultdict(HashChain))
+        assert len(hashes) == 2
+        request = RouteRequest(len(TOKENS))
+        for gone, left in (("d-0", "1"), ("d-1", "0")):
+            found = await finder.find(request, hashes, (frozenset({gone}),))
+            assert (found.prefill, found.decode) == (f"p-{left}", f"d-{left}")
+            assert found.fingerprint == "", "that of all workers here"

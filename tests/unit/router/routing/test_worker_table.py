@@ -244,7 +244,7 @@ def test_workers_of_another_fingerprint_are_in_no_group_of_this_one() -> None:
     for slot in ("p-1", "d-1"):
         list_worker(table, record(slot, fingerprint="g", gpu="0"))
     assert [table.names[r] for r in table.group("prefill").rows] == ["p-0"]
-    assert [table.names[r] for r in table.group("decode", fingerprint="g").rows] == ["d-1"]
+    assert [table.names[r] for r in table.group("decode", kv_group="g").rows] == ["d-1"]
     assert len(table.prefill_apart(EVERY_POOL, EVERY_POOL)) == 1
     assert len(table.prefill_apart(EVERY_POOL, EVERY_POOL, "g")) == 0, "they share a GPU"
-    assert len(table.group("decode", fingerprint="h")) == 0
+    assert len(table.group("decode", kv_group="h")) == 0
