@@ -267,7 +267,10 @@ class Access:
                 lines = tuple(self._ledger.prices.lines(requests, choices)) if billed else ()
                 hold = None if visit is None else visit.hold
                 agent = requests[0].agent if requests else ""
-                self._ledger.settle(caller.principal, agent, answer_id, hold, lines)
+                answered = (one.fingerprint for one in choices if one.fingerprint)
+                self._ledger.settle(
+                    caller.principal, agent, answer_id, hold, lines, next(answered, "")
+                )
 
     async def _charge(self, visit: Visit | None, requests: Sequence[GenerationRequest]) -> Charge:
         if visit is None or self._limits is None:

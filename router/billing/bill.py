@@ -43,6 +43,8 @@ class Bill:
     request holds none."""
     budgets: tuple[HeldBudget, ...]
     lines: tuple[BillLine, ...]
+    fingerprint: str = ""
+    """Fingerprint of the workers that answered; empty if none did."""
 
     @property
     def cost(self) -> int:
@@ -57,7 +59,8 @@ class Bill:
             for one in self.lines
         ]
         own = [self.answer_id, self.tenant, self.key, self.agent, self.at, self.entry]
-        return json.dumps([number, *own, held, sums], separators=(",", ":")).encode()
+        fields = [number, *own, held, sums, self.fingerprint]
+        return json.dumps(fields, separators=(",", ":")).encode()
 
 
 def number_of(line: bytes) -> int:
@@ -96,17 +99,20 @@ class Sums:
         self._places: dict[str, int] = {}
         self._usage: list[dict[str, Any]] = []
         self._numbers: dict[tuple[str, ...], int] = {}
-        """Number, from 1, of the operation in ``_usage`` for each day, tenant, key, class and
-        agent."""
+        """Number, from 1, of the operation in ``_usage`` for each day, tenant, key, class, agent
+        and fingerprint."""
         self._answers: list[dict[str, Any]] = []
         self._budgets: dict[tuple[str, ...], dict[str, Any]] = {}
 
     def add(self, line: bytes) -> None:
         """Add the bill in a line of a journal."""
-        _, answer_id, tenant, key, agent, at, entry, held, sums = json.loads(line)
+        # Bills of older routers have no fingerprint.
+        _, answer_id, tenant, key, agent, at, entry, held, sums, *more = json.loads(line)
+        fingerprint = more[0] if more else ""
         place = 0
         for context_class, *amounts in sums:
-            place = self._add_usage((tenant, key, context_class, agent), at, amounts)
+            whose = (tenant, key, context_class, agent, fingerprint)
+            place = self._add_usage(whose, at, amounts)
         if place:
             answers = self._place([answers_key(self._prefix, tenant, at)])
             day = day_of(at)
@@ -126,13 +132,14 @@ class Sums:
         return json.dumps(told, separators=(",", ":"))
 
     def _add_usage(self, whose: tuple[str, ...], at: float, amounts: Sequence[int]) -> int:
-        """Add ``amounts`` to the usage sums of ``whose`` (tenant, key, class and agent) on the day
-        of ``at``. Return the number, from 1, of the operation that adds them."""
+        """Add ``amounts`` to the usage sums of ``whose`` (tenant, key, class, agent and
+        fingerprint) on the day of ``at``. Return the number, from 1, of the operation that adds
+        them."""
         day = day_of(at)
         number = self._numbers.get((day, *whose))
         if number is None:
             own = usage_key(self._prefix, day)
-            tenant, key, context_class, agent = whose
+            tenant, key, context_class, agent, fingerprint = whose
             self._usage.append(
                 {
                     "day": self._place([own]),
@@ -141,6 +148,7 @@ class Sums:
                     "key": key,
                     "class": context_class,
                     "agent": agent,
+                    "fingerprint": fingerprint,
                     "sums": dict.fromkeys(_MEASURES, 0),
                 }
             )

@@ -18,7 +18,9 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-_SUFFIX = ".bills"
+_SUFFIX = ".bills2"
+_SUFFIXES = (_SUFFIX, ".bills")
+"""Names of journals of this version, and of Baton 0.1.0, which cannot read those of this one."""
 _PIECE_BYTES = 64 << 10
 """Maximum size of the bills that are reported together, in bytes; one bill has some 300."""
 _LARGE_BYTES = 1 << 20
@@ -62,7 +64,8 @@ class Journal:
     @classmethod
     def left(cls, folder: Path, cluster_id: str) -> Iterator[tuple[str, Journal]]:
         """Yield the journals of dead processes of a cluster, each with its writer's name."""
-        for path in sorted(folder.glob(f"{cluster_id}.*{_SUFFIX}")):
+        every = (path for suffix in _SUFFIXES for path in folder.glob(f"{cluster_id}.*{suffix}"))
+        for path in sorted(every):
             with contextlib.suppress(OSError):
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 try:
@@ -70,7 +73,7 @@ class Journal:
                 except OSError:
                     os.close(descriptor)
                     continue
-                yield path.name[len(cluster_id) + 1 : -len(_SUFFIX)], cls(path, descriptor)
+                yield path.stem[len(cluster_id) + 1 :], cls(path, descriptor)
 
     @property
     def has_more(self) -> bool:

@@ -110,10 +110,12 @@ class Ledger:
         answer_id: str,
         hold: Hold | None,
         lines: Sequence[BillLine],
+        fingerprint: str = "",
     ) -> None:
         """Write the bill of a request that ended, and release its holds. Does not wait.
 
-        ``lines`` is empty for a request that is not billed. ``hold`` is None if no budget applies
+        ``fingerprint``: that of the workers that answered. ``lines`` is empty for a request that
+        is not billed. ``hold`` is None if no budget applies
         to the request.
         """
         held = () if hold is None or not hold.amount else self._held(hold)
@@ -129,6 +131,7 @@ class Ledger:
             entry,
             held,
             tuple(lines),
+            fingerprint,
         )
         self._count(bill)
         try:

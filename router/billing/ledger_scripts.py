@@ -4,7 +4,8 @@ Redis keys, all with the cluster's hash tag:
 
     …:usage:writer:<name>           the number of the last bill of a router process that is in here,
                                     until its journal is gone
-    …:usage:<day>                   hash: sums, by [tenant, key, class, agent, measure] as JSON
+    …:usage:<day>                   hash: sums, by [tenant, key, class, agent, measure, fingerprint]
+                                    as JSON; routers of Baton 0.1.0 write no fingerprint
     …:usage:<day>:agents            hash: the agents of each tenant, and their number
     …:usage:<day>:devices           hash: milliseconds of devices, by pool
     …:usage:devices                 when devices were last counted, in milliseconds
@@ -53,8 +54,8 @@ local function text(number) return string.format('%.0f', number) end
 
 # KEYS: the writer's; then those that the operations name by position. ARGV: the number of the
 # expected last bill, that of the last new one, and the operations as JSON: usage {day, agents,
-# tenant, key, class, agent, sums}, answers {answers, day, id, usage}, and budgets {first, period,
-# cost, holds}. Returns the number of the last bill that is here now.
+# tenant, key, class, agent, fingerprint, sums}, answers {answers, day, id, usage}, and budgets
+# {first, period, cost, holds}. Returns the number of the last bill that is here now.
 SETTLE = (
     _TEXT
     + """
@@ -81,9 +82,10 @@ local told = cjson.decode(ARGV[3])
 local places = {{}}
 for i, one in ipairs(told.usage) do
   local agent = agent_of(KEYS[one.agents], one.tenant, one.agent)
-  places[i] = {{one.tenant, one.key, one.class, agent}}
+  places[i] = {{one.tenant, one.key, one.class, agent, one.fingerprint}}
   for measure, sum in pairs(one.sums) do
-    local field = cjson.encode({{one.tenant, one.key, one.class, agent, measure}})
+    local field = cjson.encode(
+      {{one.tenant, one.key, one.class, agent, measure, one.fingerprint}})
     redis.call('HINCRBY', KEYS[one.day], field, text(sum))
   end
   redis.call('EXPIRE', KEYS[one.day], {DAYS_KEPT * 86_400})
@@ -116,7 +118,7 @@ if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[4] then return 0 end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 local place = cjson.decode(ARGV[2]).place
 for measure, change in pairs(cjson.decode(ARGV[3])) do
-  local field = cjson.encode({place[1], place[2], place[3], place[4], measure})
+  local field = cjson.encode({place[1], place[2], place[3], place[4], measure, place[5]})
   redis.call('HINCRBY', KEYS[2], field, text(change))
 end
 return 1

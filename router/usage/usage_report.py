@@ -10,17 +10,17 @@ from pydantic import BaseModel, ConfigDict
 
 from baton.config.money import dollars_text
 
-Dimension = Literal["day", "tenant", "key", "class", "agent"]
+Dimension = Literal["day", "tenant", "key", "class", "agent", "fingerprint"]
 DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
 
 
 @dataclass(frozen=True, slots=True)
 class UsageEntry:
-    """One sum in the ledger: a measure's amount on one day, for one tenant, key, class and
-    agent."""
+    """One sum in the ledger: a measure's amount on one day, for one tenant, key, class, agent and
+    fingerprint."""
 
-    place: tuple[str, str, str, str, str]
-    """Day, tenant, key, class and agent of the sum, in the order of ``DIMENSIONS``."""
+    place: tuple[str, str, str, str, str, str]
+    """Day, tenant, key, class, agent and fingerprint of the sum, in the order of ``DIMENSIONS``."""
     measure: str
     """Name of the measure, one of ``router.billing.ledger_scripts.MEASURES``."""
     amount: int
@@ -36,6 +36,8 @@ class UsageRow(BaseModel):
     key: str | None = None
     class_: str | None = None
     agent: str | None = None
+    fingerprint: str | None = None
+    """Fingerprint of the workers that answered: of their weights, quantization and types."""
     requests: int = 0
     """Number of billed requests."""
     input_tokens: int = 0

@@ -69,15 +69,18 @@ class UsageStore:
                         found.append(entry)
         return found
 
-    async def _sums(self, day: str) -> AsyncIterator[tuple[tuple[str, str, str, str], str, int]]:
+    async def _sums(
+        self, day: str
+    ) -> AsyncIterator[tuple[tuple[str, str, str, str, str], str, int]]:
         seen: set[bytes] = set()
         key = usage_key(self._prefix, day)
         async for field, amount in self._client.hscan_iter(key, count=_AT_ONCE):
             # A scan may give a field twice.
             if field not in seen:
                 seen.add(field)
-                tenant, api_key, context_class, agent, letter = json.loads(field)
-                yield (tenant, api_key, context_class, agent), letter, int(amount)
+                tenant, api_key, context_class, agent, letter, *more = json.loads(field)
+                place = (tenant, api_key, context_class, agent, more[0] if more else "")
+                yield place, letter, int(amount)
 
     async def device_seconds(self, days: Sequence[str]) -> dict[str, float]:
         """Return the device seconds of each pool on the given days: the sum of the time over the

@@ -1,4 +1,4 @@
-"""`baton usage`: requests, tokens and cost, by tenant, key, class, agent or day."""
+"""`baton usage`: requests, tokens and cost, by tenant, key, class, agent, fingerprint or day."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def usage(
     by: Annotated[
         str,
         typer.Option(
-            metavar="NAMES", help="What to group by: day, tenant, key, class, agent, with commas."
+            metavar="NAMES",
+            help="What to group by: day, tenant, key, class, agent, fingerprint, with commas.",
         ),
     ] = "day",
     start: Annotated[

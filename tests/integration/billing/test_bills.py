@@ -17,12 +17,14 @@ from baton import errors
 from baton.store.redis_client import redis_client
 from router.billing import ledger as ledgers
 from router.billing import ledger_scripts
+from router.billing.bill import usage_key
 from router.core import script_queue
 from router.core.request import GenerationRequest, OutputDelta
 from tests.support.integration.billing import (
     DAY,
     DEADLINE_S,
     DOLLAR,
+    NOW,
     PROMPT,
     WHO,
     Cluster,
@@ -35,9 +37,9 @@ from tests.support.mini_cluster import free_port, valkey
 
 async def test_bills_are_added_up_by_tenant_and_class(cluster: Cluster) -> None:
     router = cluster.router()
-    router.settle((10, 4, 5), agent="writer")
-    router.settle((1, 0, 1), (2, 0, 2), agent="writer")
-    router.settle((1, 0, 1))
+    router.settle((10, 4, 5), agent="writer", fingerprint="f")
+    router.settle((1, 0, 1), (2, 0, 2), agent="writer", fingerprint="f")
+    router.settle((1, 0, 1), fingerprint="g")
     await router.close()
     entries = await router.store.entries([DAY], None)
     of_writer = {one.measure: one.amount for one in entries if one.place[4] == "writer"}
@@ -49,11 +51,30 @@ async def test_bills_are_added_up_by_tenant_and_class(cluster: Cluster) -> None:
         "cost": 9 * 1000 + 4 * 500 + 8 * 2000,
     }
     assert {one.place for one in entries} == {
-        (DAY, "acme", "k", "short", "writer"),
-        (DAY, "acme", "k", "short", ""),
+        (DAY, "acme", "k", "short", "writer", "f"),
+        (DAY, "acme", "k", "short", "", "g"),
     }
     assert await router.store.entries([DAY], "other") == []
     assert bills(cluster.folder) == [], "Redis has all of it"
+
+
+async def test_a_journal_of_an_older_router_is_reported(cluster: Cluster) -> None:
+    """Its bills name no fingerprint, and neither do its sums."""
+    folder = cluster.folder / "bills"
+    folder.mkdir()
+    bill = [1, "cmpl-1", "acme", "k", "", int(NOW), "", [], [["short", 1, 10, 4, 5, 7]]]
+    old = folder / f"{cluster.cluster_id}.0123.bills"
+    old.write_bytes(json.dumps(bill).encode() + b"\n")
+    router = cluster.router()
+    field = json.dumps(["acme", "k", "short", "", "r"], separators=(",", ":"))
+    await router.client.hset(usage_key(f"baton:{{{cluster.cluster_id}}}", DAY), field, 2)  # type: ignore[misc]
+    async with asyncio.timeout(DEADLINE_S):
+        while old.exists():
+            await asyncio.sleep(0.01)
+    entries = await router.store.entries([DAY], None)
+    requests = [one for one in entries if one.measure == "requests"]
+    assert {one.place for one in entries} == {(DAY, "acme", "k", "short", "", "")}
+    assert sum(one.amount for one in requests) == 3
 
 
 async def test_a_bill_whose_answer_is_lost_counts_once(

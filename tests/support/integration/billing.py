@@ -77,7 +77,14 @@ class Router:
     def settle(self, *tokens: tuple[int, int, int], visit: Visit | None = None, **more: Any) -> str:
         answer_id = f"cmpl-{secrets.token_hex(4)}"
         hold = None if visit is None else visit.hold
-        self.ledger.settle(WHO, more.get("agent", ""), answer_id, hold, self.lines(*tokens))
+        self.ledger.settle(
+            WHO,
+            more.get("agent", ""),
+            answer_id,
+            hold,
+            self.lines(*tokens),
+            more.get("fingerprint", ""),
+        )
         return answer_id
 
     async def admitted(self, cost: int) -> Visit:

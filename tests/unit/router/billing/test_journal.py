@@ -43,7 +43,7 @@ def test_a_part_of_a_line_that_a_killed_process_left_is_no_bill(tmp_path: Path) 
     bills = Journal.create(tmp_path, "c", "w")
     bills.append(b"[1]")
     bills.close(remove=False)
-    with (tmp_path / "c.w.bills").open("ab") as file:
+    with (tmp_path / "c.w.bills2").open("ab") as file:
         file.write(b"[2")
     ((_, found),) = Journal.left(tmp_path, "c")
     lines = found.lines()
@@ -61,7 +61,7 @@ def test_a_large_file_is_emptied_when_all_of_it_is_read(
     for _ in range(4):
         bills.append(b"[1]")
     bills.read_over(bills.lines())
-    assert (tmp_path / "c.w.bills").stat().st_size == 0
+    assert (tmp_path / "c.w.bills2").stat().st_size == 0
     bills.append(b"[2]")
     assert bills.lines() == [b"[2]\n"]
     bills.close(remove=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from router.usage.usage_report import UsageEntry, grouped
 
-PLACE = ("2026-11-23", "acme", "k", "short", "writer")
-OTHER = ("2026-11-24", "acme", "k", "long", "critic")
+PLACE = ("2026-11-23", "acme", "k", "short", "writer", "f")
+OTHER = ("2026-11-24", "acme", "k", "long", "critic", "g")
 
 
 def entries() -> list[UsageEntry]:
@@ -38,5 +38,7 @@ def test_groups_of_several_names_are_in_their_order() -> None:
         ("2026-11-23", "short"),
         ("2026-11-24", "long"),
     ]
+    rows, _ = grouped(entries(), ("fingerprint",))
+    assert [(row.fingerprint, row.requests) for row in rows] == [("f", 2), ("g", 1)]
     rows, _ = grouped(entries(), ("tenant",))
     assert [(row.tenant, row.requests) for row in rows] == [("acme", 3)]
