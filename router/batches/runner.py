@@ -32,7 +32,7 @@ from baton.liveness.silence import SilenceWatch
 from baton.telemetry.metrics import RouterMetrics
 from router.batches.batch_planner import BatchPlanner
 from router.batches.line import Line, find_faults, read_lines
-from router.batches.line_runner import expired_result
+from router.batches.line_runner import expired_result, failed_result
 from router.batches.result_writer import ResultWriter
 from router.batches.schedule.pace import Pace
 from router.batches.schedule.plan import BatchSchedule, SpeedState
@@ -167,6 +167,11 @@ class BatchRunner:
                 if str(error) != failure:
                     failure = str(error)
                     log.warning("batches cannot be read: %s", error.__cause__ or error)
+            except Exception as error:
+                # Later looks may succeed, and other batches must not wait for a restart.
+                if repr(error) != failure:
+                    failure = repr(error)
+                    log.exception("the look at the batches failed")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._poll_s):
                     await self._woken.wait()
@@ -382,6 +387,10 @@ class BatchRunner:
                 result = await self._run_line(batch, line)
             except BatchHeld:
                 return
+            except Exception as error:
+                # Whatever a line raises is its own result: the lines beside it go on.
+                log.exception("line %d of batch %s failed unexpectedly", line.number, batch.id)
+                result = failed_result(line, error)
             await writer.add(result, group)
         finally:
             self._metrics.batch_lines_in_flight.dec()
