@@ -42,16 +42,28 @@ class RayWorker:
         """Wait until the worker serves. Return its registry record and its location, as
         ``WorkerThread.record`` does.
 
-        Raises WorkerFailed with the reason if the worker failed, or what Ray raises.
+        Raises WorkerFailed with the reason if the worker failed. Raises what Ray raises if that is
+        unknown, because Ray failed.
         """
-        import ray  # noqa: PLC0415
+        from ray import exceptions  # noqa: PLC0415
 
+        failures = (
+            exceptions.RayTaskError,  # raised by the worker itself
+            exceptions.ActorDiedError,
+            exceptions.ActorUnschedulableError,
+            exceptions.ActorPlacementGroupRemoved,
+            exceptions.RuntimeEnvSetupError,
+        )
         try:
             return cast(dict[str, Any], await result(self._handle.ready.remote()))
-        except ray.exceptions.ActorUnavailableError:
-            raise
-        except Exception as error:
+        except failures as error:
             raise WorkerFailed(f"worker {self.slot}: {reason(error)}") from error
+
+    async def shared_hash(self, deadline_s: float) -> str:
+        """Return the hash of what the worker must agree in with others of its cluster, even if it
+        does not serve yet. Raises TimeoutError, or what Ray raises."""
+        async with asyncio.timeout(deadline_s):
+            return str(await result(self._handle.shared_hash.remote()))
 
     async def ping(self, unlisted_s: float, epoch: int) -> tuple[PingReply, int]:
         """Ping the worker's process. Return its answer, and the highest epoch that it has seen.

@@ -388,7 +388,7 @@ class BatchRunner:
             except BatchHeld:
                 return
             except Exception as error:
-                # Whatever a line raises is its own result: the lines beside it go on.
+                # Whatever a line raises is its own result: the other lines go on.
                 log.exception("line %d of batch %s failed unexpectedly", line.number, batch.id)
                 result = failed_result(line, error)
             await writer.add(result, group)

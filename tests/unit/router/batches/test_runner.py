@@ -263,7 +263,7 @@ async def test_a_tenant_with_many_batches_leaves_room(tmp_path: Path) -> None:
             await process.until(batch, BatchStatus.COMPLETED)
 
 
-async def test_a_line_that_raises_gets_an_error_and_the_lines_beside_it_go_on(
+async def test_a_line_that_raises_gets_an_error_and_the_other_lines_go_on(
     tmp_path: Path,
 ) -> None:
     begun: Counter[str] = Counter()

@@ -83,7 +83,7 @@ async def test_another_life_is_written_at_once() -> None:
 
 @pytest.mark.parametrize("is_there", [True, False])
 async def test_an_answer_for_an_earlier_life_says_nothing_about_this_one(is_there: bool) -> None:
-    """The life may end while its last write is under way."""
+    """The life may end while its last write is in flight."""
     worker = Worker()
     await worker.entry.write()
     if not is_there:

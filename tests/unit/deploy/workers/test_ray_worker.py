@@ -1,0 +1,55 @@
+"""What the errors of Ray say about a worker."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray import exceptions
+
+from baton.errors import WorkerFailed
+from deploy.workers.ray_worker import RayWorker
+
+
+def worker(error: Exception) -> RayWorker:
+    """A worker whose call of ``ready`` gives this error."""
+    outcome: Any = asyncio.get_running_loop().create_future()
+    outcome.set_exception(error)
+    reference = SimpleNamespace(future=lambda: outcome)
+    return RayWorker("decode-0", SimpleNamespace(ready=SimpleNamespace(remote=lambda: reference)))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        exceptions.RayTaskError("ready", "Traceback\nValueError: no such model", ValueError("no")),
+        exceptions.ActorDiedError(),
+    ],
+)
+async def test_a_worker_that_says_why_or_has_died_has_failed(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(asyncio, "wrap_future", lambda future: future)
+    with pytest.raises(WorkerFailed, match="worker decode-0: "):
+        await worker(error).ready()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        exceptions.RaySystemError("the control store does not answer"),
+        exceptions.ActorUnavailableError("try again", None),
+        exceptions.GetTimeoutError(),
+        exceptions.ObjectFetchTimedOutError("id", "owner", "stack"),
+        RuntimeError("the driver is not connected"),
+    ],
+)
+async def test_an_error_of_ray_itself_is_no_failure_of_the_worker(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The supervisor would kill a worker that serves."""
+    monkeypatch.setattr(asyncio, "wrap_future", lambda future: future)
+    with pytest.raises(type(error)):
+        await worker(error).ready()
