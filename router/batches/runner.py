@@ -29,6 +29,7 @@ from typing import BinaryIO
 from baton.errors import BatonError, NotFound
 from baton.host.background import end_tasks, spawn
 from baton.liveness.silence import SilenceWatch
+from baton.telemetry.logs import ErrorRow
 from baton.telemetry.metrics import RouterMetrics
 from router.batches.batch_planner import BatchPlanner
 from router.batches.line import Line, find_faults, read_lines
@@ -157,21 +158,19 @@ class BatchRunner:
     # Ownership
 
     async def _look_again(self) -> None:
+        # An error must not stop this loop: other batches would wait for a restart.
+        errors = ErrorRow(log, "the look at the batches failed")
         failure = ""
         while True:
-            try:
-                if self._store.used:
-                    await self._look()
-                failure = ""
-            except (sqlite3.Error, OSError, BatonError) as error:
-                if str(error) != failure:
-                    failure = str(error)
-                    log.warning("batches cannot be read: %s", error.__cause__ or error)
-            except Exception as error:
-                # Later looks may succeed, and other batches must not wait for a restart.
-                if repr(error) != failure:
-                    failure = repr(error)
-                    log.exception("the look at the batches failed")
+            with errors.caught():
+                try:
+                    if self._store.used:
+                        await self._look()
+                    failure = ""
+                except (sqlite3.Error, OSError, BatonError) as error:
+                    if str(error) != failure:
+                        failure = str(error)
+                        log.warning("batches cannot be read: %s", error.__cause__ or error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._poll_s):
                     await self._woken.wait()

@@ -24,7 +24,7 @@ def worker(error: Exception) -> RayWorker:
 @pytest.mark.parametrize(
     "error",
     [
-        exceptions.RayTaskError("ready", "Traceback\nValueError: no such model", ValueError("no")),
+        exceptions.RayTaskError("ready", "Traceback\nno such model", ValueError("no")),  # type: ignore[no-untyped-call]
         exceptions.ActorDiedError(),
     ],
 )
@@ -39,10 +39,10 @@ async def test_a_worker_that_says_why_or_has_died_has_failed(
 @pytest.mark.parametrize(
     "error",
     [
-        exceptions.RaySystemError("the control store does not answer"),
+        exceptions.RaySystemError("the control store does not answer"),  # type: ignore[no-untyped-call]
         exceptions.ActorUnavailableError("try again", None),
         exceptions.GetTimeoutError(),
-        exceptions.ObjectFetchTimedOutError("id", "owner", "stack"),
+        exceptions.ObjectFetchTimedOutError("id", None, "stack"),
         RuntimeError("the driver is not connected"),
     ],
 )
