@@ -12,6 +12,7 @@ Rank 0 starts the actors of the other ranks and owns them: Ray ends them when ra
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -87,7 +88,9 @@ def remove_places(slot: str) -> None:
 
     for group in ray.util.placement_group_table().values():
         if group["name"].startswith(f"{slot}#") and group["state"] != _REMOVED:
-            ray.util.remove_placement_group(ray.util.get_placement_group(group["name"]))
+            # The table has the groups of all clusters, and only those of this one are found.
+            with contextlib.suppress(ValueError):
+                ray.util.remove_placement_group(ray.util.get_placement_group(group["name"]))
 
 
 class RankActor:

@@ -106,6 +106,10 @@ def place(settings: ActorSettings, actor_class: type = WorkerActor) -> RayWorker
     pool = settings.own_pool()
     strategy: dict[str, Any] = {}
     if pool.ranks > 1:
+        # The places that a dead worker has left are removed. Without places a running one ends,
+        # however Ray came to say that the slot is free.
+        if is_known(settings.slot):
+            raise ValueError(f"a worker runs in {settings.slot}")
         remove_places(settings.slot)
         places, group = request_places(settings)
         settings = settings.model_copy(update={"places": places})

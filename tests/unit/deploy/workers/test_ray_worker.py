@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from ray import exceptions
 
 from baton.errors import WorkerFailed
-from deploy.workers.ray_worker import RayWorker
+from deploy.workers import ray_worker
+from deploy.workers.actor_settings import ActorSettings
+from deploy.workers.ray_worker import RayWorker, place
 
 
 def worker(error: Exception) -> RayWorker:
@@ -53,3 +55,15 @@ async def test_an_error_of_ray_itself_is_no_failure_of_the_worker(
     monkeypatch.setattr(asyncio, "wrap_future", lambda future: future)
     with pytest.raises(type(error)):
         await worker(error).ready()
+
+
+def test_the_ranks_of_a_worker_that_runs_keep_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has asked for another worker in its slot had an old view of Ray."""
+    removed: list[str] = []
+    monkeypatch.setattr(ray_worker, "is_known", lambda slot: slot == "decode-0")
+    monkeypatch.setattr(ray_worker, "remove_places", removed.append)
+    pool = SimpleNamespace(ranks=2, resources={})
+    settings = SimpleNamespace(slot="decode-0", own_pool=lambda: pool)
+    with pytest.raises(ValueError, match="a worker runs in decode-0"):
+        place(cast(ActorSettings, settings))
+    assert removed == []
