@@ -29,6 +29,7 @@ from deploy.processes.process_identity import Whereabouts
 from deploy.workers.actor_process import (
     RayPlace,
     end_others,
+    is_failure,
     reason,
     start_log,
     take_sigterm,
@@ -168,12 +169,20 @@ handle."""
 
 
 def _watch(ends: dict[Any, int], on_ended: OnEnded) -> None:
+    """Report the first rank that has ended. An error of Ray itself is no end: the connections
+    between the ranks show which one is lost."""
     import ray  # noqa: PLC0415
 
-    (first, *_), _ = ray.wait(list(ends), num_returns=1)
-    try:
-        ray.get(first)
+    left = list(ends)
+    while left:
+        (first, *_), left = ray.wait(left, num_returns=1)
         why = "it has ended"
-    except Exception as error:
-        why = reason(error)
-    on_ended(f"rank {ends[first]}: {why}")
+        try:
+            ray.get(first)
+        except Exception as error:
+            why = reason(error)
+            if not is_failure(error):
+                log.warning("Ray no longer reports the end of rank %d: %s", ends[first], why)
+                continue
+        on_ended(f"rank {ends[first]}: {why}")
+        return

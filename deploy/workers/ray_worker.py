@@ -15,7 +15,7 @@ from typing import Any, cast
 from baton.errors import WorkerFailed
 from deploy.processes.daemon_thread import DaemonThread
 from deploy.processes.process_identity import Whereabouts
-from deploy.workers.actor_process import end_other, reason
+from deploy.workers.actor_process import end_other, is_failure, reason
 from deploy.workers.actor_settings import ActorSettings
 from deploy.workers.ranks import (
     WORKER_RESOURCE,
@@ -45,18 +45,11 @@ class RayWorker:
         Raises WorkerFailed with the reason if the worker failed. Raises what Ray raises if that is
         unknown, because Ray failed.
         """
-        from ray import exceptions  # noqa: PLC0415
-
-        failures = (
-            exceptions.RayTaskError,  # raised by the worker itself
-            exceptions.ActorDiedError,
-            exceptions.ActorUnschedulableError,
-            exceptions.ActorPlacementGroupRemoved,
-            exceptions.RuntimeEnvSetupError,
-        )
         try:
             return cast(dict[str, Any], await result(self._handle.ready.remote()))
-        except failures as error:
+        except Exception as error:
+            if not is_failure(error):
+                raise
             raise WorkerFailed(f"worker {self.slot}: {reason(error)}") from error
 
     async def shared_hash(self, deadline_s: float) -> str:
