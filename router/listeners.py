@@ -6,6 +6,7 @@ States: made → serving → ending (no new connection) → ended.
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from dataclasses import dataclass
 
@@ -15,8 +16,11 @@ from baton.config.cluster import Config
 from baton.config.fields import split_host_port
 from baton.host.background import end_tasks, spawn
 from baton.security.tls import LiveContext, server_context
+from baton.telemetry.logs import ErrorRow
 from router.http.protocol import Bounds
 from router.http.server import HttpServer
+
+log = logging.getLogger(__name__)
 
 RENEWAL_POLL_S = 1.0
 STOP_GRACE_S = 2
@@ -103,9 +107,11 @@ class HttpServers:
 
 async def _take_up_renewals(certificate: LiveContext) -> None:
     """Reload the certificate regularly, so that new connections use the current file."""
+    errors = ErrorRow(log, "the look at the certificate failed")
     while True:
         await asyncio.sleep(RENEWAL_POLL_S)
-        certificate.get()
+        with errors.caught():
+            certificate.get()
 
 
 def _listen(address: str, *, shares_port: bool) -> socket.socket:

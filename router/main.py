@@ -154,7 +154,7 @@ async def serve(settings: RouterSettings) -> None:
     orphaned = asyncio.create_task(_parent_gone(settings.ends_with_parent))
     watching = [] if watch is None else [asyncio.create_task(watch.run())]
     measuring = asyncio.create_task(StoreMemory(client, metrics).run())
-    ends = [*serving, requested, orphaned, *watching]
+    ends = [*serving, requested, orphaned]
     try:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     finally:

@@ -139,9 +139,9 @@ class Config(BaseSettings):
     store, or ``auto`` for the Ray node on this machine; empty starts a Ray on this machine alone.
     With ``host:port`` this machine joins that Ray and runs no workers. It needs ``redis_url``."""
     leave_workers: bool = False
-    """With a ``ray_address``, leave the workers running when this launcher gets SIGTERM or fails.
-    They serve until another launcher of this ``cluster_id`` takes them over, however long that
-    takes. Ctrl-C ends them."""
+    """With a ``ray_address``, leave the workers running when this launcher gets SIGTERM, as they
+    are when it fails. They serve until another launcher of this ``cluster_id`` takes them over,
+    however long that takes. Ctrl-C ends them."""
     scale_command: str = ""
     """Command that changes the size of a pool where something else than Baton places the workers,
     such as ``kubectl scale deployment/{pool} --replicas={count}``. `baton scale` shows it and

@@ -3,6 +3,10 @@
 The launcher places the first incarnation of each worker. The supervisor, which it places next,
 replaces workers from then on. On a Ray cluster that the launcher did not start, workers outlive the
 launcher. Another launcher takes over the cluster's lease and its workers; it may have waited.
+
+Workers end by an operator's word: a signal, or a launcher that is started with another
+configuration. A start that fails ends what it has placed. No error of Ray or Redis ends a worker:
+it is logged, and what failed is tried again while this launcher leads.
 """
 
 from __future__ import annotations
@@ -19,17 +23,14 @@ import redis.asyncio
 from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import Config
 from baton.config.worker_fields import shared_hash
+from baton.errors import ConfigError, Unavailable
 from baton.store.pin_store import PinStore
 from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
 from baton.store.registry import Registry
 from baton.store.supervision import PoolSizes
 from deploy.processes.daemon_thread import DaemonThread
-from deploy.processes.leadership import (
-    LauncherLease,
-    forget_leaders,
-    workers_hash_key,
-)
+from deploy.processes.leadership import LauncherLease, StaleOrderError, forget_leaders
 from deploy.processes.process_identity import ProcessIdentity
 from deploy.supervisor.status_store import StatusStore
 from deploy.supervisor.supervisor_actor import RaySupervisor, SupervisorActor, SupervisorSettings
@@ -48,7 +49,11 @@ _STOP_S = 5.0
 _SUPERVISOR_START_S = 60.0
 _SUPERVISOR_AGAIN_S = 10.0
 _FIND_S = 3.0
+_ASK_S = 10.0
+"""Time that a running worker has to say with which configuration it was started, in seconds."""
 _GONE_S = 30.0
+_LEAD_AGAIN_S = 3.0
+"""Pause after a takeover that failed, in seconds. It is shorter than the lease."""
 _POLL_S = 0.1
 _FORGET_S = 5.0
 
@@ -90,10 +95,12 @@ class ClusterWorkers:
             self._lease = LauncherLease(self._client, cluster_id, secrets.token_hex(8))
         self._leads = False
         """Whether this launcher has the lease, and has ended what it had to."""
+        self._has_led = False
         self._placing = asyncio.Lock()
         """Held by what places the supervisor."""
         self._first: tuple[RayWorker, ...] = ()
-        self._serve = False
+        self._placed: list[RayWorker] = []
+        """The workers that this launcher has placed. The thread of ``_calls`` writes it."""
         self._supervisor: RaySupervisor | None = None
 
     @property
@@ -106,37 +113,74 @@ class ClusterWorkers:
 
         Workers of an earlier launcher that cannot work together with those of this one are ended.
         The supervisor replaces others that have another configuration or version, one by one.
-        Raises ``redis.RedisError`` if Redis does not answer.
+
+        Raises ``redis.RedisError`` if Redis does not answer, what Ray raises, and Unavailable if
+        Ray does not end an actor. Then this launcher does not lead. The next takeover does all of
+        it again. Raises ConfigError if this launcher has led before, and running workers have got
+        another configuration since.
         """
         if self._lease is None:
             return
-        await self._lease.take(self._tell_standby)
-        # The rest may take longer than the lease lasts.
-        keeping = asyncio.create_task(self._lease.keep())
-        try:
-            await self._take_over()
-        finally:
-            keeping.cancel()
-            self._leads = True
+        while not self._leads:
+            await self._lease.take(self._tell_standby)
+            # The rest may take longer than the lease lasts.
+            keeping = asyncio.create_task(self._lease.keep())
+            try:
+                self._leads = await self._take_over(self._lease)
+            finally:
+                keeping.cancel()
+        self._has_led = True
 
-    async def _take_over(self) -> None:
-        """End what cannot work together with this launcher."""
-        told = shared_hash(self._config)
-        before = await self._client.getset(workers_hash_key(self._cluster_id), told)
+    async def _take_over(self, lease: LauncherLease) -> bool:
+        """End what cannot work together with this launcher, and record after that what all workers
+        agree in. Returns False if another launcher has taken the lease meanwhile."""
+        epoch = await lease.order_epoch()
+        if epoch is None:
+            return False
+        agreed = shared_hash(self._config)
+        is_same = await lease.agreed_hash() == agreed
+        if self._has_led and not is_same:
+            await self._check_own(agreed)
         # The supervisor of an earlier launcher has that launcher's settings.
         await self._end_supervisor()
-        if before is None or before == told.encode():
-            return
+        if not is_same:
+            hashes = await self._hashes()
+            others = [worker for worker, told in hashes if told != agreed]
+            if others:
+                self._report(f"stopping {len(others)} workers of another configuration first")
+            await asyncio.gather(*(self._end_worker(worker, epoch) for worker in others))
+        # A takeover that has failed above is not recorded: the next launcher repeats it.
+        return await lease.record_agreed(agreed)
+
+    async def _check_own(self, agreed: str) -> None:
+        """Raise ConfigError if workers run that another launcher gave another configuration. This
+        launcher's own configuration is older, so they must not end for it."""
+        others = [
+            worker.slot for worker, told in await self._hashes() if told not in (None, agreed)
+        ]
+        if others:
+            raise ConfigError(
+                f"another launcher has given cluster {self._cluster_id} another configuration, with"
+                f" which {', '.join(sorted(others))} run: start this launcher again with that"
+                " configuration, or with its own one to replace those workers"
+            )
+
+    async def _hashes(self) -> list[tuple[RayWorker, str | None]]:
+        """Return all running workers, each with the hash of what it must agree in with others.
+
+        The hash is None if the worker does not say: it has not started yet, it hangs, or it is of
+        Baton 0.1.0. Raises what Ray raises if it does not list the workers.
+        """
         workers = await self._calls.call(find_all)
-        if workers:
-            self._report(f"stopping {len(workers)} workers of another configuration first")
-        epoch = None if self._lease is None else await self._lease.order_epoch()
-        if epoch is not None:
-            await asyncio.gather(*(self._end_worker(worker, epoch) for worker in workers))
+        return list(zip(workers, await asyncio.gather(*map(_hash_of, workers)), strict=True))
 
     async def keep_leading(self) -> None:
         """Keep the lease until cancelled. If another launcher has taken it, wait, and lead
-        again when that one is gone."""
+        again when that one is gone.
+
+        Raises ConfigError as ``lead`` does. Other errors are reported, and the takeover is tried
+        again.
+        """
         placing: asyncio.Task[int] | None = None
         try:
             while self._lease is not None:
@@ -144,16 +188,30 @@ class ClusterWorkers:
                 self._leads = False
                 if placing is not None:
                     placing.cancel()
-                try:
-                    await self.lead()
-                    self._report("this launcher leads the cluster again")
-                except redis.RedisError as error:
-                    log.warning("this launcher leads, and keeps the supervisor as it is: %s", error)
+                await self._lead_again()
                 # It finds the supervisor that runs. The lease is kept meanwhile.
                 placing = asyncio.create_task(self.start_supervisor())
         finally:
             if placing is not None:
                 placing.cancel()
+
+    async def _lead_again(self) -> None:
+        told = ""
+        while True:
+            try:
+                await self.lead()
+            except ConfigError:
+                raise
+            except Exception as error:
+                if told != (told := reason(error)):
+                    self._report(
+                        f"this launcher does not lead yet, and tries again ({told}); workers keep "
+                        "serving"
+                    )
+                await asyncio.sleep(_LEAD_AGAIN_S)
+            else:
+                self._report("this launcher leads the cluster again")
+                return
 
     def _tell_standby(self) -> None:
         self._report(
@@ -176,11 +234,13 @@ class ClusterWorkers:
 
         def worker(settings: ActorSettings) -> RayWorker:
             found = None if self._lease is None else find(settings.slot)
-            return found or place(settings, actor)
+            if found is None:
+                found = place(settings, actor)
+                self._placed.append(found)
+            return found
 
         self._first = await self._calls.call(lambda: tuple(map(worker, self._slots)))
         records = await together(worker.ready() for worker in self._first)
-        self._serve = True
         return {record["slot"]: record["process"]["pid"] for record in records}
 
     async def start_supervisor(self) -> int:
@@ -216,13 +276,16 @@ class ClusterWorkers:
                 if self._supervisor is not None and (self._lease is None or self._leads):
                     # A control store that died may have lost the actor, which would then never
                     # start. Its name would block the next one.
-                    await self._calls.call(self._supervisor.kill)
+                    with contextlib.suppress(Exception):
+                        await self._calls.call(self._supervisor.kill)
 
-    async def end(self) -> None:
-        """Make all workers exit in order, and the supervisor before them, which would replace
-        them. If they may run on several machines, then kill workers that have not exited.
+    async def end(self, *, serves: bool) -> None:
+        """Make workers exit in order, and the supervisor before them, which would replace them. If
+        they may run on several machines, then kill those that have not exited.
 
-        This does nothing if another launcher leads the cluster, or if Redis does not tell who does.
+        ``serves`` is whether the start has succeeded. Then all workers end; otherwise those that
+        this launcher has placed. This does nothing if another launcher leads the cluster, or if
+        Redis does not tell who does.
         """
         epoch = None
         if self._lease is not None:
@@ -237,15 +300,25 @@ class ClusterWorkers:
             if epoch is None:
                 return
         await self._stop_supervisor(epoch)
-        workers = await self._running()
+        placed, running = await self._running()
+        workers = placed
+        if serves:
+            workers = self._first if running is None else running
         stops = (worker.stop(_STOP_S, epoch) for worker in workers)
-        await asyncio.gather(*stops, return_exceptions=True)
+        ends = await asyncio.gather(*stops, return_exceptions=True)
         if self._lease is not None:
-            # Ray keeps running, and would keep the workers' processes.
+            # Ray keeps running, and would keep the workers' processes. A worker that refuses the
+            # order belongs to another launcher.
+            left = [
+                worker
+                for worker, end in zip(workers, ends, strict=True)
+                if not isinstance(end, StaleOrderError)
+            ]
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(_STOP_S):
-                    await self._calls.call(lambda: self._kill(workers))
-        if self._config.redis_url:
+                    await self._calls.call(lambda: self._kill(left))
+        found = len(running) > len(placed) if running is not None else self._lease is not None
+        if self._config.redis_url and (serves or not found):
             await forget_cluster(self._client, self._cluster_id)
 
     async def close(self) -> None:
@@ -271,33 +344,51 @@ class ClusterWorkers:
                 async with asyncio.timeout(_STOP_S):
                     await self._calls.call(supervisor.kill)
 
-    async def _running(self) -> Sequence[RayWorker]:
-        """Return all running workers, including those that the supervisor placed. If Ray does not
-        answer, return only the workers that this launcher placed."""
-        if not self._serve:
-            return self._first
+    async def _running(self) -> tuple[Sequence[RayWorker], Sequence[RayWorker] | None]:
+        """Return the workers that this launcher has placed, and all running workers, including
+        those that the supervisor placed. The latter is None if Ray does not list them."""
         try:
             async with asyncio.timeout(_FIND_S):
-                return await self._calls.call(find_all)
+                # The thread makes one call after the other: a placement that has begun ends first.
+                return await self._calls.call(lambda: (tuple(self._placed), find_all()))
         except Exception as error:
             log.warning("cannot list the workers: %s", reason(error))
-            return self._first
+            return tuple(self._placed), None
 
     def _kill(self, workers: Sequence[RayWorker]) -> None:
         for worker in workers:
             worker.kill()
 
     async def _end_worker(self, worker: RayWorker, epoch: int) -> None:
-        with contextlib.suppress(Exception):
+        """End a worker. Raises StaleOrderError if it belongs to another launcher by now."""
+        try:
             await worker.stop(_STOP_S, epoch)
+        except StaleOrderError:
+            raise
+        except Exception as error:
+            log.info("%s does not stop in order: %s", worker.slot, reason(error))
         await self._calls.call(worker.kill)
         await self._until_unknown(worker.slot)
 
     async def _until_unknown(self, name: str) -> None:
-        """Wait until Ray knows no actor of this name. Raises TimeoutError."""
-        async with asyncio.timeout(_GONE_S):
-            while await self._calls.call(lambda: is_known(name)):  # noqa: ASYNC110
-                await asyncio.sleep(_POLL_S)
+        """Wait until Ray knows no actor of this name. Raises Unavailable."""
+        try:
+            async with asyncio.timeout(_GONE_S):
+                while await self._calls.call(lambda: is_known(name)):  # noqa: ASYNC110
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            raise Unavailable(
+                f"Ray still lists {name} {_GONE_S:.0f} s after it was ended: its control store may "
+                "be slow"
+            ) from None
+
+
+async def _hash_of(worker: RayWorker) -> str | None:
+    try:
+        return await worker.shared_hash(_ASK_S)
+    except Exception as error:
+        log.info("%s does not say its configuration: %s", worker.slot, reason(error))
+        return None
 
 
 async def forget_cluster(client: redis.asyncio.Redis, cluster_id: str) -> None:

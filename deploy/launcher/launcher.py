@@ -2,7 +2,9 @@
 
     new → starting → ready → ending → ended
 
-A signal or a failure leads to ending from anywhere; a second signal shortens it.
+A signal or a failure leads to ending from anywhere; a second signal shortens it. ``Ending`` says
+what becomes of the workers: on a Ray cluster that the launcher did not start, they outlive a
+launcher that fails.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ import os
 import secrets
 import sys
 from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
 from pathlib import Path
 
 from baton.config.cluster import Config
-from baton.config.worker_fields import workers_hash
+from baton.config.worker_fields import shared_hash, workers_hash
 from baton.errors import BatonError
 from baton.security.cluster_secret import new_secret
 from baton.security.tls import TlsFiles
@@ -89,6 +93,17 @@ async def _run(
     return await launcher.run(), launcher.hangs
 
 
+class Ending(Enum):
+    """Why a launcher ends. On one machine all workers end with it, whatever the reason."""
+
+    SIGNAL = auto()
+    """An operator's signal. Workers end, unless it is SIGTERM and ``leave_workers`` is set."""
+    FAILED_START = auto()
+    """The cluster did not start. Workers that this launcher has placed end."""
+    FAILURE = auto()
+    """The launcher failed after its start. Workers serve on, and another launcher takes over."""
+
+
 @dataclass(slots=True)
 class _Parts:
     """The parts of the cluster that were started."""
@@ -145,9 +160,11 @@ class Launcher:
             kind = self._config.log_format
             log_file = LogFile(self._run, "launcher", kind, Service.LAUNCHER, "launcher")
         failure = await self._serve_until_stopped()
+        ending = Ending.SIGNAL
         if failure is not None:
             self._show_failure(failure)
-        await self._end()
+            ending = Ending.FAILURE if self._ready else Ending.FAILED_START
+        await self._end(ending)
         if log_file is not None:
             log_file.close()
         if failure is not None:
@@ -178,7 +195,8 @@ class Launcher:
             group.create_task(watch.keep("guardian", self._parts.guardian))
             workers, pids = await self._start(group)
             self._watch(group, watch)
-            group.create_task(self._supervise(workers, watch, pids))
+            supervise = partial(self._supervise, workers, watch, pids)
+            group.create_task(watch.again("the supervisor's watch", supervise))
             self._announce(workers)
 
     async def _start(self, lasting: asyncio.TaskGroup) -> tuple[ClusterWorkers, dict[str, int]]:
@@ -271,6 +289,7 @@ class Launcher:
             ActorSettings(
                 config=config,
                 config_hash=config_hash,
+                shared_hash=shared_hash(self._config),
                 pool=pool.name,
                 slot=f"{pool.name}-{number}",
                 model_path=str(model.model.path),
@@ -303,7 +322,8 @@ class Launcher:
     def _watch(self, group: asyncio.TaskGroup, watch: PartWatch) -> None:
         parts = self._parts
         if self._shared_secret is not None:
-            group.create_task(self._shared_secret.keep(self._config.cluster_secret))
+            keep = partial(self._shared_secret.keep, self._config.cluster_secret)
+            group.create_task(watch.again("the cluster's secret", keep))
         group.create_task(watch.ray(parts.ray))
         for router in parts.routers:
             group.create_task(watch.keep(router.name, router))
@@ -312,10 +332,12 @@ class Launcher:
                 group.create_task(watch.keep(valkey.name, valkey))
         if parts.ray.gcs is not None:
             self._pids[GCS] = parts.ray.gcs.pid
-            group.create_task(watch.keep_forever(GCS, parts.ray.gcs))
-            group.create_task(GcsWatch(parts.ray.gcs, parts.ray.ask_gcs, self._report).run())
+            group.create_task(watch.keep(GCS, parts.ray.gcs))
+            asked = GcsWatch(parts.ray.gcs, parts.ray.ask_gcs, self._report)
+            group.create_task(watch.again("the control store's watch", asked.run))
         elif self._config.ray_address:
-            group.create_task(RemoteGcsWatch(parts.ray.ask_gcs, self._report).run())
+            remote = RemoteGcsWatch(parts.ray.ask_gcs, self._report)
+            group.create_task(watch.again("the control store's watch", remote.run))
 
     async def _supervise(
         self, workers: ClusterWorkers, watch: PartWatch, pids: dict[str, int]
@@ -343,7 +365,11 @@ class Launcher:
         else:
             self._pids.pop(name, None)
         if self._ready:
-            self._save_state()
+            try:
+                self._save_state()
+            except OSError as error:
+                # A full disk, for example.
+                log.warning("cannot write the cluster's state for other commands: %s", error)
 
     def _save_state(self) -> None:
         assert self._model is not None, "it is ready"
@@ -371,8 +397,8 @@ class Launcher:
 
     def _announce(self, workers: ClusterWorkers) -> None:
         assert self._model is not None, "it is ready"
-        self._ready = True
         self._save_state()
+        self._ready = True
         text = announcement(
             http=reachable(self._config.http) if self._config.routers else "",
             grpc=reachable(self._config.grpc) if self._config.routers else "",
@@ -399,10 +425,10 @@ class Launcher:
             if tail := last_lines(self._run.log(slot), 3):
                 log.error("last lines of %s:\n%s", slot, tail)
 
-    async def _end(self) -> None:
-        """End all parts of the cluster in order, then kill those that remain. A second signal skips
-        the orderly end."""
-        in_order = asyncio.create_task(self._end_in_order())
+    async def _end(self, ending: Ending) -> None:
+        """End the parts of the cluster in order, then kill those of this launcher that remain. A
+        second signal skips the orderly end."""
+        in_order = asyncio.create_task(self._end_in_order(ending))
         hurry = asyncio.create_task(self._signals.hurry.wait())
         await asyncio.wait({in_order, hurry}, return_when=asyncio.FIRST_COMPLETED)
         hurry.cancel()
@@ -418,17 +444,22 @@ class Launcher:
             self._progress.line(f"process {process.pid} could not be ended", "red")
         await guardian.release()
 
-    async def _end_in_order(self) -> None:
+    async def _end_in_order(self, ending: Ending) -> None:
         parts = self._parts
         drains = self._signals.drains and self._ready
         drain_s = self._config.drain_deadline_s if drains else None
         stops = [router.stop(drain_s) for router in parts.routers]
         await asyncio.gather(*stops, return_exceptions=True)
-        # Workers that outlive launchers end at an operator's Ctrl-C alone, not by a failure.
-        leaves = self._config.leave_workers and not self._signals.interrupted
         if parts.workers is not None:
-            if not leaves:
-                await parts.workers.end()
+            if self._ends_workers(ending):
+                await parts.workers.end(serves=self._ready)
+            elif ending is Ending.FAILURE:
+                self._progress.line(
+                    "the workers serve on: start a launcher with the cluster_id "
+                    f"{self._mark.cluster_id}, which takes them over, or end them with `baton "
+                    "leave` on each machine",
+                    "yellow",
+                )
             await parts.workers.close()
         if not await parts.ray.stop():
             self.hangs = True
@@ -437,6 +468,13 @@ class Launcher:
         for valkey in (parts.valkey, parts.gcs_valkey):
             if valkey is not None:
                 await valkey.stop()
+
+    def _ends_workers(self, ending: Ending) -> bool:
+        if not self._config.ray_address:
+            return True  # they end with their Ray
+        if ending is Ending.SIGNAL:
+            return self._signals.interrupted or not self._config.leave_workers
+        return ending is Ending.FAILED_START
 
 
 def _text(path: Path | None) -> str:

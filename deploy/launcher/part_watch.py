@@ -1,4 +1,5 @@
-"""Watches the parts of a running cluster. A part that ends is restarted, or ends the cluster.
+"""Watches the parts of a running cluster. A part that ends is restarted, however often that is:
+workers do not end because something else does. Only a lost Ray ends the launcher.
 
 The supervisor replaces workers; the launcher shows what it reports.
 """
@@ -7,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import NoReturn, Protocol
 
 import redis
@@ -25,9 +26,11 @@ GCS = "gcs"
 """Name of Ray's control store in lists of process ids."""
 _POLL_S = 0.5
 _LONGEST_PAUSE_S = 4.0
-_MAX_DEATHS = 5
-_WINDOW_S = 60.0
-_FIRST_PAUSE_S = 0.2
+_AGAIN_S = 5.0
+_TOLD_DEATHS = 5
+"""Number of deaths without a healthy period between them after which the reason is shown again."""
+
+log = logging.getLogger(__name__)
 
 
 class Part(Protocol):
@@ -55,29 +58,18 @@ class PartWatch:
         self._note_pid = note_pid
 
     async def keep(self, name: str, part: Part) -> NoReturn:
-        """Restart ``part`` whenever it dies. Raises BatonError when it dies too often within a
-        minute."""
-        restarts = Restarts()
-        how = await part.wait()
-        while True:
-            pause = restarts.pause(time.monotonic())
-            if pause is None:
-                raise BatonError(f"{name} keeps ending, last by {how}")
-            self._report(f"{name} ended ({how}); restarting it")
-            await asyncio.sleep(pause)
-            how = await self._run_again(name, part)
-
-    async def keep_forever(self, name: str, part: Part) -> NoReturn:
         """Restart ``part`` whenever it dies, however often that is: something that the part needs
         may be unavailable for a long time."""
         deaths, began = 0, time.monotonic()
-        how = await part.wait()
+        how = await _end_of(part)
         while True:
             if time.monotonic() - began > HEALTHY_S:
                 deaths = 0
             deaths += 1
             if deaths == 1:
                 self._report(f"{name} ended ({how}); restarting it until it stays up")
+            elif deaths == _TOLD_DEATHS:
+                self._report(f"{name} keeps ending, {deaths} times so far, last by {how}")
             await asyncio.sleep(min(_LONGEST_PAUSE_S, pause_after(deaths)))
             began = time.monotonic()
             how = await self._run_again(name, part)
@@ -86,10 +78,21 @@ class PartWatch:
         """Start ``part`` and wait for its end. Returns how it ended, or why it did not start."""
         try:
             await part.start()
-        except (BatonError, OSError) as error:
-            return str(error)
+        except Exception as error:
+            return str(error) or type(error).__name__
         self._note_pid(name, part.pid)
-        return await part.wait()
+        return await _end_of(part)
+
+    async def again(self, name: str, work: Callable[[], Awaitable[None]]) -> NoReturn:
+        """Do ``work`` until cancelled. After an error, which is shown, it is done again: what only
+        watches the cluster must not end it."""
+        while True:
+            try:
+                await work()
+            except Exception as error:
+                log.exception("%s failed", name)
+                self._report(f"{name} failed, and is tried again ({type(error).__name__})")
+            await asyncio.sleep(_AGAIN_S)
 
     async def ray(self, cluster: RayCluster | JoinedRay) -> NoReturn:
         """Watch Ray. Raises BatonError when a daemon dies that cannot be restarted."""
@@ -159,19 +162,9 @@ class SlotWatch:
         return f"{slot} died; restarting it ({state.last_error})"
 
 
-class Restarts:
-    """Counts the deaths of a part within the last minute, and decides on restarts. Times are
-    monotonic, in seconds."""
-
-    def __init__(self) -> None:
-        self._deaths: deque[float] = deque()
-
-    def pause(self, now: float) -> float | None:
-        """Record a death of the part at ``now``. Return the seconds to wait before its next start,
-        or None after too many deaths."""
-        while self._deaths and now - self._deaths[0] > _WINDOW_S:
-            self._deaths.popleft()
-        self._deaths.append(now)
-        if len(self._deaths) > _MAX_DEATHS:
-            return None
-        return float(_FIRST_PAUSE_S * 2 ** (len(self._deaths) - 1))
+async def _end_of(part: Part) -> str:
+    try:
+        return await part.wait()
+    except Exception as error:
+        log.exception("a part ended, and its end could not be handled")
+        return type(error).__name__

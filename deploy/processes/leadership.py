@@ -14,8 +14,8 @@ Each order to a worker carries an epoch, a number that grows from leader to lead
 an order whose epoch is lower than one that it has seen (``Fence``), so a process that stood still
 while another took over can harm nothing. See M. Kleppmann, "How to do distributed locking", 2016.
 
-The leading launcher records a hash of what all workers of the cluster agree in (``shared_hash``).
-By it the next one knows whether it can keep them.
+The leading launcher records a hash of what all workers of the cluster agree in (``shared_hash``),
+after it has ended those that do not. By it the next one knows that it can keep them.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ if holder and holder ~= ARGV[1] then
   return 0
 end
 redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
+return 1
+"""
+_RECORD = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[2], ARGV[2])
 return 1
 """
 _GIVE_UP = """
@@ -80,6 +85,7 @@ class LauncherLease:
         self._client = client
         self._key = launcher_key(cluster_id)
         self._epoch_key = _epoch_key(cluster_id)
+        self._agreed_key = _agreed_key(cluster_id)
         self._holder = holder
 
     async def take(self, waiting: Callable[[], None]) -> None:
@@ -92,7 +98,7 @@ class LauncherLease:
             try:
                 if await self._hold():
                     return
-            except redis.RedisError as error:
+            except Exception as error:
                 log.warning("cannot ask for the launcher's lease: %s", error)
             else:
                 tell()
@@ -106,7 +112,7 @@ class LauncherLease:
             try:
                 if not await self._hold():
                     return
-            except redis.RedisError as error:
+            except Exception as error:
                 log.warning("cannot renew the launcher's lease: %s", error)
 
     async def order_epoch(self) -> int | None:
@@ -115,6 +121,18 @@ class LauncherLease:
         keys = (self._key, self._epoch_key)
         epoch = await cast(Any, self._client.eval(_ORDER, 2, *keys, self._holder, "0"))
         return int(epoch) or None
+
+    async def agreed_hash(self) -> str | None:
+        """Return the recorded ``shared_hash`` of the cluster's workers; None if there is none.
+        Raises ``redis.RedisError``."""
+        found = cast(bytes | None, await self._client.get(self._agreed_key))
+        return None if found is None else found.decode()
+
+    async def record_agreed(self, agreed: str) -> bool:
+        """Record the ``shared_hash`` of all running workers. Returns False, and records nothing,
+        if this launcher does not lead. Raises ``redis.RedisError``."""
+        keys = (self._key, self._agreed_key)
+        return bool(await cast(Any, self._client.eval(_RECORD, 2, *keys, self._holder, agreed)))
 
     async def give_up(self) -> None:
         """Free the lease if this launcher holds it. Raises ``redis.RedisError``."""
@@ -197,16 +215,15 @@ def _supervisor_key(cluster_id: str) -> str:
     return f"baton:{{{cluster_id}}}:supervisor-epoch"
 
 
+def _agreed_key(cluster_id: str) -> str:
+    return f"baton:{{{cluster_id}}}:told"
+
+
 def _epoch_key(cluster_id: str) -> str:
     return f"baton:{{{cluster_id}}}:epoch"
 
 
 async def forget_leaders(client: redis.asyncio.Redis, cluster_id: str) -> None:
     """Delete what this module has stored for a cluster that ends. Raises ``redis.RedisError``."""
-    keys = (workers_hash_key(cluster_id), _supervisor_key(cluster_id), _epoch_key(cluster_id))
+    keys = (_agreed_key(cluster_id), _supervisor_key(cluster_id), _epoch_key(cluster_id))
     await client.delete(*keys)
-
-
-def workers_hash_key(cluster_id: str) -> str:
-    """Return the Redis key under which a cluster's ``shared_hash`` is stored."""
-    return f"baton:{{{cluster_id}}}:told"

@@ -109,10 +109,10 @@ class RaySlots:
         raises."""
         for worker in await self._thread.call(find_all):
             if worker.slot not in self._incarnations:
-                self._incarnations[worker.slot] = self._observed(worker)
+                self._incarnations[worker.slot] = self._observed(worker, adopted=True)
 
-    def _observed(self, worker: RayWorker) -> _Incarnation:
-        return _Incarnation(worker, self._term, self._death.set)
+    def _observed(self, worker: RayWorker, *, adopted: bool = False) -> _Incarnation:
+        return _Incarnation(worker, self._term, self._death.set, adopted=adopted)
 
     @property
     def names(self) -> Collection[str]:
@@ -167,10 +167,13 @@ class RaySlots:
             return SlotObservation(
                 Observed.ABSENT, seen.error + self._last_words(slot, incarnation)
             )
-        if seen.observed is Observed.SILENT and (self._listed is None or slot in self._listed):
-            # A worker that the registry lists, or may list, is not silent.
-            return replace(seen, observed=Observed.SERVING)
-        return seen
+        is_listed = self._listed is None or slot in self._listed
+        # A worker that the registry lists, or may list, is not silent. One that another supervisor
+        # has started may serve although Ray does not pass on its first answer.
+        may_serve = seen.observed is Observed.SILENT or (
+            seen.observed is Observed.STARTING and incarnation.adopted
+        )
+        return replace(seen, observed=Observed.SERVING) if may_serve and is_listed else seen
 
     def _doubt(self, slot: str, incarnation: _Incarnation, now: float) -> None:
         """Query Ray's control store about a worker that does not answer pings. Either the worker is
@@ -301,9 +304,16 @@ class _Incarnation:
     """One incarnation of a worker. Its state is derived from the worker's answers to pings."""
 
     def __init__(
-        self, worker: RayWorker, term: SupervisorTerm, tell_death: Callable[[], None]
+        self,
+        worker: RayWorker,
+        term: SupervisorTerm,
+        tell_death: Callable[[], None],
+        *,
+        adopted: bool,
     ) -> None:
         self.worker = worker
+        self.adopted = adopted
+        """Whether it ran before this supervisor."""
         self._term = term
         self._tell_death = tell_death
         self.highest_epoch = 0

@@ -106,6 +106,21 @@ class RayPlace:
         )
 
 
+def is_failure(error: Exception) -> bool:
+    """Whether the error of a call says that the actor has failed or died. Otherwise Ray itself has
+    failed, and the actor may run on."""
+    from ray import exceptions  # noqa: PLC0415
+
+    failures = (
+        exceptions.RayTaskError,  # raised by the actor itself
+        exceptions.ActorDiedError,
+        exceptions.ActorUnschedulableError,
+        exceptions.ActorPlacementGroupRemoved,
+        exceptions.RuntimeEnvSetupError,
+    )
+    return isinstance(error, failures)
+
+
 def reason(error: Exception) -> str:
     """Return a message for the error of an actor, without the text and traceback that Ray adds."""
     cause = getattr(error, "cause", None) or error

@@ -23,6 +23,9 @@ class ActorSettings(BaseModel):
     config_hash: str = ""
     """Hash of the parts of the configuration that workers read; empty: workers are not compared by
     it."""
+    shared_hash: str = ""
+    """Hash of the parts of the configuration in which all workers of the cluster must agree; empty:
+    the worker does not say."""
     pool: str
     slot: str
     model_path: str

@@ -12,6 +12,7 @@ Rank 0 starts the actors of the other ranks and owns them: Ray ends them when ra
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -28,6 +29,7 @@ from deploy.processes.process_identity import Whereabouts
 from deploy.workers.actor_process import (
     RayPlace,
     end_others,
+    is_failure,
     reason,
     start_log,
     take_sigterm,
@@ -87,7 +89,9 @@ def remove_places(slot: str) -> None:
 
     for group in ray.util.placement_group_table().values():
         if group["name"].startswith(f"{slot}#") and group["state"] != _REMOVED:
-            ray.util.remove_placement_group(ray.util.get_placement_group(group["name"]))
+            # The table has the groups of all clusters, and only those of this one are found.
+            with contextlib.suppress(ValueError):
+                ray.util.remove_placement_group(ray.util.get_placement_group(group["name"]))
 
 
 class RankActor:
@@ -165,12 +169,20 @@ handle."""
 
 
 def _watch(ends: dict[Any, int], on_ended: OnEnded) -> None:
+    """Report the first rank that has ended. An error of Ray itself is no end: the connections
+    between the ranks show which one is lost."""
     import ray  # noqa: PLC0415
 
-    (first, *_), _ = ray.wait(list(ends), num_returns=1)
-    try:
-        ray.get(first)
+    left = list(ends)
+    while left:
+        (first, *_), left = ray.wait(left, num_returns=1)
         why = "it has ended"
-    except Exception as error:
-        why = reason(error)
-    on_ended(f"rank {ends[first]}: {why}")
+        try:
+            ray.get(first)
+        except Exception as error:
+            why = reason(error)
+            if not is_failure(error):
+                log.warning("Ray no longer reports the end of rank %d: %s", ends[first], why)
+                continue
+        on_ended(f"rank {ends[first]}: {why}")
+        return

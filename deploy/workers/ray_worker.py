@@ -15,7 +15,7 @@ from typing import Any, cast
 from baton.errors import WorkerFailed
 from deploy.processes.daemon_thread import DaemonThread
 from deploy.processes.process_identity import Whereabouts
-from deploy.workers.actor_process import end_other, reason
+from deploy.workers.actor_process import end_other, is_failure, reason
 from deploy.workers.actor_settings import ActorSettings
 from deploy.workers.ranks import (
     WORKER_RESOURCE,
@@ -42,16 +42,21 @@ class RayWorker:
         """Wait until the worker serves. Return its registry record and its location, as
         ``WorkerThread.record`` does.
 
-        Raises WorkerFailed with the reason if the worker failed, or what Ray raises.
+        Raises WorkerFailed with the reason if the worker failed. Raises what Ray raises if that is
+        unknown, because Ray failed.
         """
-        import ray  # noqa: PLC0415
-
         try:
             return cast(dict[str, Any], await result(self._handle.ready.remote()))
-        except ray.exceptions.ActorUnavailableError:
-            raise
         except Exception as error:
+            if not is_failure(error):
+                raise
             raise WorkerFailed(f"worker {self.slot}: {reason(error)}") from error
+
+    async def shared_hash(self, deadline_s: float) -> str:
+        """Return the hash of what the worker must agree in with others of its cluster, even if it
+        does not serve yet. Raises TimeoutError, or what Ray raises."""
+        async with asyncio.timeout(deadline_s):
+            return str(await result(self._handle.shared_hash.remote()))
 
     async def ping(self, unlisted_s: float, epoch: int) -> tuple[PingReply, int]:
         """Ping the worker's process. Return its answer, and the highest epoch that it has seen.
@@ -94,6 +99,10 @@ def place(settings: ActorSettings, actor_class: type = WorkerActor) -> RayWorker
     pool = settings.own_pool()
     strategy: dict[str, Any] = {}
     if pool.ranks > 1:
+        # The places that a dead worker has left are removed. Without places a running one ends,
+        # however Ray came to say that the slot is free.
+        if is_known(settings.slot):
+            raise ValueError(f"a worker runs in {settings.slot}")
         remove_places(settings.slot)
         places, group = request_places(settings)
         settings = settings.model_copy(update={"places": places})

@@ -397,6 +397,7 @@ class WorkerActor:
         log_file = start_log(config, share.log_file, Service.WORKER, settings.slot)
         # Ray sets 1 for an actor without CPUs; OpenMP reads the variable when torch is loaded.
         os.environ["OMP_NUM_THREADS"] = str(share.threads)
+        self._shared_hash = settings.shared_hash
         self._life = WorkerThread(settings, share, place.node, log_file, self.build)
         take_sigterm(self._life.on_sigterm)
         self._life.begin()
@@ -409,6 +410,10 @@ class WorkerActor:
         Raises the error that prevented its start, or TimeoutError.
         """
         return self._life.record(START_S)
+
+    def shared_hash(self) -> str:
+        """Return the hash of the configuration in which the worker must agree with others."""
+        return self._shared_hash
 
     def ping(self, unlisted_s: float, epoch: int) -> tuple[str, int]:
         """Show that the process runs and Ray reaches it: returns a ``PingReply``, and the highest

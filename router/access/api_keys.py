@@ -23,6 +23,7 @@ from baton.config.choices import DEFAULT_TENANT
 from baton.config.keys_file import read_keys
 from baton.errors import ConfigError, InvalidRequest, Unauthenticated
 from baton.request import Principal
+from baton.telemetry.logs import ErrorRow
 from baton.telemetry.metrics import RouterMetrics
 from router.access.audit import note_keys
 from router.access.visit import Visit
@@ -195,9 +196,12 @@ class KeyWatch:
 
     async def run(self) -> None:
         """Reload the file of API keys whenever it changes, until cancelled."""
+        # An error must not stop this loop: revoked keys would stay valid.
+        errors = ErrorRow(log, "the look at the file of API keys failed")
         while True:
             await asyncio.sleep(KEY_FILE_POLL_S)
-            await self.poll()
+            with errors.caught():
+                await self.poll()
 
     async def poll(self) -> None:
         """Reload the file of API keys if it has changed."""

@@ -417,8 +417,9 @@ class RateLimits:
                 calls = [self._call(visit, 0, 0, visit.hold.amount or None) for visit in together]
                 try:
                     await call_together(self._client, calls)
-                except redis.RedisError as error:
-                    log.warning("rate limits: running requests are renewed later: %s", error)
+                except Exception as error:
+                    # No error may stop the renewals: limits would count too few requests.
+                    log.warning("rate limits: running requests are renewed later: %r", error)
                     break
 
     def _keys(self, key: KeyConfig) -> list[str]:

@@ -25,6 +25,7 @@ import redis.asyncio
 from baton.autoscaling.traffic_store import TrafficStore
 from baton.errors import Overloaded
 from baton.host.background import end_tasks, spawn
+from baton.telemetry.logs import ErrorRow
 
 log = logging.getLogger(__name__)
 
@@ -130,15 +131,17 @@ class RouterQuestions:
         return f"{self._key}:{question_id}"
 
     async def _run(self) -> NoReturn:
+        errors = ErrorRow(log, "the answers to other routers failed")
         is_failing = False
         while True:
-            try:
-                await self.look()
-                is_failing = False
-            except (redis.RedisError, OSError) as error:
-                if not is_failing:
-                    log.info("questions of other routers cannot be read: %s", error)
-                is_failing = True
+            with errors.caught():
+                try:
+                    await self.look()
+                    is_failing = False
+                except (redis.RedisError, OSError) as error:
+                    if not is_failing:
+                        log.info("questions of other routers cannot be read: %s", error)
+                    is_failing = True
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:

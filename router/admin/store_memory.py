@@ -9,6 +9,7 @@ from typing import NoReturn
 import redis
 import redis.asyncio
 
+from baton.telemetry.logs import ErrorRow
 from baton.telemetry.metrics import RouterMetrics
 
 POLL_S = 15.0
@@ -26,11 +27,13 @@ class StoreMemory:
 
     async def run(self) -> NoReturn:
         """Keep the metrics up to date until cancelled."""
+        errors = ErrorRow(log, "the look at the memory of Redis failed")
         while True:
-            try:
-                await self.look()
-            except (redis.RedisError, OSError) as error:
-                log.debug("cannot read the memory of Redis: %s", error)
+            with errors.caught():
+                try:
+                    await self.look()
+                except (redis.RedisError, OSError) as error:
+                    log.debug("cannot read the memory of Redis: %s", error)
             await asyncio.sleep(POLL_S)
 
     async def look(self) -> None:

@@ -28,7 +28,7 @@ from router.access.api_keys import Caller
 from router.batches.line import Line
 from router.batches.slots import LineSlots
 from router.batches.storage.batch import Batch, LineResult
-from router.http.errors import error_object
+from router.http.errors import error_object, internal_error
 from router.inference.endpoint import Endpoint
 
 MAX_FAILURES = 5
@@ -128,6 +128,14 @@ def result_of(line: Line, answer: LineAnswer) -> LineResult:
         cached_tokens=details.get("cached_tokens", 0),
         completion_tokens=usage.get(f"{completion}_tokens", 0),
     )
+
+
+def failed_result(line: Line, error: Exception) -> LineResult:
+    """Build the result of a request line that raised ``error``, which names only the type of an
+    error that clients do not know."""
+    told = error if isinstance(error, BatonError) else internal_error(error)
+    answer = LineAnswer(told.http_status, secrets.token_hex(16), error_object(told))
+    return result_of(line, answer)
 
 
 def expired_result(line: Line) -> LineResult:

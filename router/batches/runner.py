@@ -29,10 +29,11 @@ from typing import BinaryIO
 from baton.errors import BatonError, NotFound
 from baton.host.background import end_tasks, spawn
 from baton.liveness.silence import SilenceWatch
+from baton.telemetry.logs import ErrorRow
 from baton.telemetry.metrics import RouterMetrics
 from router.batches.batch_planner import BatchPlanner
 from router.batches.line import Line, find_faults, read_lines
-from router.batches.line_runner import expired_result
+from router.batches.line_runner import expired_result, failed_result
 from router.batches.result_writer import ResultWriter
 from router.batches.schedule.pace import Pace
 from router.batches.schedule.plan import BatchSchedule, SpeedState
@@ -157,16 +158,19 @@ class BatchRunner:
     # Ownership
 
     async def _look_again(self) -> None:
+        # An error must not stop this loop: other batches would wait for a restart.
+        errors = ErrorRow(log, "the look at the batches failed")
         failure = ""
         while True:
-            try:
-                if self._store.used:
-                    await self._look()
-                failure = ""
-            except (sqlite3.Error, OSError, BatonError) as error:
-                if str(error) != failure:
-                    failure = str(error)
-                    log.warning("batches cannot be read: %s", error.__cause__ or error)
+            with errors.caught():
+                try:
+                    if self._store.used:
+                        await self._look()
+                    failure = ""
+                except (sqlite3.Error, OSError, BatonError) as error:
+                    if str(error) != failure:
+                        failure = str(error)
+                        log.warning("batches cannot be read: %s", error.__cause__ or error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._poll_s):
                     await self._woken.wait()
@@ -382,6 +386,10 @@ class BatchRunner:
                 result = await self._run_line(batch, line)
             except BatchHeld:
                 return
+            except Exception as error:
+                # Whatever a line raises is its own result: the other lines go on.
+                log.exception("line %d of batch %s failed unexpectedly", line.number, batch.id)
+                result = failed_result(line, error)
             await writer.add(result, group)
         finally:
             self._metrics.batch_lines_in_flight.dec()

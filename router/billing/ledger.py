@@ -22,6 +22,7 @@ import redis.asyncio
 from baton.config.cluster import Config
 from baton.host.background import end_tasks, spawn
 from baton.request import Principal
+from baton.telemetry.logs import ErrorRow
 from baton.telemetry.metrics import RouterMetrics
 from router.billing.bill import Bill, HeldBudget, Sums, number_of
 from router.billing.budgets import Budget, Budgets, Hold
@@ -168,33 +169,50 @@ class Ledger:
                     series.inc(cost / 1e9)
 
     async def _report(self) -> None:
+        # An error must not stop this loop: no bill would be reported any more.
+        errors = ErrorRow(log, "the report of bills failed")
         found = False
         while True:
-            try:
-                if not found:
-                    await self._report_left()
-                    found = True
-                await self._woken.wait()
-                await asyncio.sleep(PAUSE_S)
-                self._woken.clear()
-                if self._journal is not None:
-                    await self._report_all(self._journal, self._writer)
-            except (redis.RedisError, OSError) as error:
-                log.warning("bills are reported later: %s", error)
+            pause_s = AWAY_S
+            with errors.caught():
+                try:
+                    if not found:
+                        await self._report_left()
+                        found = True
+                    await self._woken.wait()
+                    await asyncio.sleep(PAUSE_S)
+                    self._woken.clear()
+                    if self._journal is not None:
+                        await self._report_all(self._journal, self._writer)
+                    pause_s = 0.0
+                except (redis.RedisError, OSError) as error:
+                    log.warning("bills are reported later: %s", error)
+            if pause_s:
                 self._woken.set()
-                await asyncio.sleep(AWAY_S)
+            await asyncio.sleep(pause_s)
 
     async def _report_left(self) -> None:
-        """Report the journals of dead processes. Raises ``redis.RedisError``, OSError."""
+        """Report the journals of dead processes. Raises ``redis.RedisError``, OSError.
+
+        A journal with a bill that cannot be read stays, and holds back no others.
+        """
         for writer, journal in Journal.left(self._folder, self._cluster_id):
             remove = False
             try:
                 await self._report_all(journal, writer)
                 remove = True
                 log.info("reported the bills of a router that died")
+            except (ValueError, TypeError, LookupError):
+                log.exception(
+                    "a journal in %s has a bill that cannot be read: %s.%s.bills stays there",
+                    self._folder,
+                    self._cluster_id,
+                    writer,
+                )
             finally:
                 journal.close(remove=remove)
-            await self._forget_writer(writer)
+            if remove:
+                await self._forget_writer(writer)
 
     async def _forget_writer(self, writer: str) -> None:
         """Delete from Redis the number of a process's last bill, once its journal is gone and no

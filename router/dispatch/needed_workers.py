@@ -23,6 +23,7 @@ from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import Config
 from baton.host.background import end_tasks, spawn
 from baton.store.registry import DRAINING, WorkerRecord
+from baton.telemetry.logs import ErrorRow
 from baton.telemetry.metrics import RouterMetrics
 
 log = logging.getLogger(__name__)
@@ -72,11 +73,13 @@ class NeededWorkers:
             self._gauge.labels(role).set(balance.need[role])
 
     async def _run(self) -> None:
+        errors = ErrorRow(log, "the look at the traffic failed")
         while True:
-            try:
-                await self.look(time.monotonic())
-            except (redis.RedisError, OSError) as error:
-                log.debug("the traffic cannot be read: %s", error)
+            with errors.caught():
+                try:
+                    await self.look(time.monotonic())
+                except (redis.RedisError, OSError) as error:
+                    log.debug("the traffic cannot be read: %s", error)
             await asyncio.sleep(self._interval_s)
 
 

@@ -14,6 +14,7 @@ import redis
 from baton.autoscaling.traffic import RouterTraffic, TrafficCounts
 from baton.autoscaling.traffic_store import TELL_S, TrafficStore
 from baton.host.background import end_tasks, spawn
+from baton.telemetry.logs import ErrorRow
 
 log = logging.getLogger(__name__)
 
@@ -45,14 +46,19 @@ class TrafficReport:
             with contextlib.suppress(redis.RedisError, OSError):
                 await self._board.remove([self._router_id])
 
+    async def _report_once(self) -> None:
+        try:
+            await self._board.write(self._router_id, RouterTraffic(self._beat, self._counts))
+            self._is_failing = False
+        except (redis.RedisError, OSError) as error:
+            if not self._is_failing:
+                log.info("the traffic report cannot be written: %s", error)
+            self._is_failing = True
+
     async def _report(self) -> None:
+        errors = ErrorRow(log, "the traffic report failed")
         while True:
             self._beat += 1
-            try:
-                await self._board.write(self._router_id, RouterTraffic(self._beat, self._counts))
-                self._is_failing = False
-            except (redis.RedisError, OSError) as error:
-                if not self._is_failing:
-                    log.info("the traffic report cannot be written: %s", error)
-                self._is_failing = True
+            with errors.caught():
+                await self._report_once()
             await asyncio.sleep(TELL_S)

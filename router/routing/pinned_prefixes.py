@@ -15,6 +15,7 @@ import redis
 
 from baton.request import Retention
 from baton.store.pin_store import Pin, PinStore
+from baton.telemetry.logs import ErrorRow
 
 log = logging.getLogger(__name__)
 
@@ -45,15 +46,17 @@ class PinnedPrefixes:
         unavailable, the last known pins stay valid."""
         if self._store is None:
             return
+        errors = ErrorRow(log, "the read of the pinned prefixes failed")
         is_away = False
         while True:
-            try:
-                self.show(await self._store.read())
-                is_away = False
-            except redis.RedisError as error:
-                if not is_away:
-                    log.warning("pinned prefixes cannot be read: %s", error)
-                is_away = True
+            with errors.caught():
+                try:
+                    self.show(await self._store.read())
+                    is_away = False
+                except redis.RedisError as error:
+                    if not is_away:
+                        log.warning("pinned prefixes cannot be read: %s", error)
+                    is_away = True
             await asyncio.sleep(REFRESH_S)
 
     def show(self, pins: Iterable[Pin]) -> None:

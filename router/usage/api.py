@@ -18,6 +18,7 @@ from baton.config.cluster import Config
 from baton.config.money import dollars_text
 from baton.errors import BatonError, InvalidRequest, NotFound
 from baton.host.background import end_tasks, spawn
+from baton.telemetry.logs import ErrorRow
 from router.access.access import Access
 from router.access.api_keys import Caller
 from router.billing.bill import day_of
@@ -222,13 +223,15 @@ class UsageApi:
         )
 
     async def _count_devices(self) -> None:
+        errors = ErrorRow(log, "the count of the time of devices failed")
         while True:
             pools: Counter[str] = Counter()
             for link in self._workers.all():
                 pools[link.record.pool or link.record.role] += link.record.ranks
-            if pools:
+            with errors.caught():
                 try:
-                    await self._store.count_devices(pools)
+                    if pools:
+                        await self._store.count_devices(pools)
                 except BatonError as error:
                     log.debug("the time of devices cannot be counted: %s", error.message)
             await asyncio.sleep(DEVICES_S)

@@ -19,6 +19,8 @@ from tests.support.e2e.cluster import LEADS_AGAIN, LIVES_ON, WAITS
 from tests.support.e2e.network import BATON, END_S, START_S, Network, network, workers_on
 from tests.support.machines import Machine
 
+SLOW_S = 20.0
+"""How long Ray's control store stands still, in seconds: longer than a launcher's lease."""
 AWAY_S = float(os.environ.get("BATON_TEST_AWAY_S", "45"))
 """How long there is no launcher, in seconds."""
 LOAD = """
@@ -144,6 +146,56 @@ def test_workers_outlive_launchers_and_a_store_that_forgets() -> None:
         net.until_ready(last, "again")
         third.interrupt(last)
         assert last.wait(END_S) == 0, net.text("again")
+        net.until(lambda: not workers(*nodes), "workers are left")
+
+
+def named(machine: Machine, name: str) -> psutil.Process:
+    """A process of Ray on a machine."""
+    return next(process for process in machine.processes() if process.name() == name)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_workers_outlive_a_launcher_that_leads_again_while_ray_is_slow_and_then_fails() -> None:
+    """Without ``leave_workers``: only an operator's signal ends them."""
+    with network(5, Network) as net:
+        leader, standby, *nodes = net.others
+        net.start_head()
+        for machine, name in zip(nodes, ("prefill", "decode"), strict=True):
+            net.join(machine, name, f"baton_{name}")
+        net.configure(decode=1, more="routers = 0")
+        router(net)
+        first = launcher(net, leader, "leader")
+        net.until_ready(first, "leader")
+        launcher(net, standby, "standby")
+        net.until(lambda: WAITS in net.text("standby"), "it does not wait")
+        living = workers(*nodes)
+        assert len(living) == 2
+        load = Load(net)
+        leader.suspend(first)
+        net.until(lambda: "ready in" in net.text("standby"), "it does not take over")
+        leader.resume(first)
+        net.until(lambda: WAITS in net.text("leader"), "it does not notice")
+        control_store = named(net.head, "gcs_server")
+        control_store.suspend()
+        standby.power_off()
+        time.sleep(SLOW_S)
+        assert first.poll() is None, net.text("leader")
+        assert workers(*nodes) == living
+        control_store.resume()
+        net.until(lambda: LEADS_AGAIN in net.text("leader"), "it does not lead")
+        assert workers(*nodes) == living
+        # It loses its own part of Ray, and cannot go on.
+        named(leader, "raylet").kill()
+        assert first.wait(END_S) == 1, net.text("leader")
+        assert "the workers serve on" in net.text("leader")
+        assert workers(*nodes) == living
+        last = launcher(net, leader, "last")
+        net.until_ready(last, "last")
+        assert workers(*nodes) == living
+        assert load.end() > 0
+        leader.interrupt(last)
+        assert last.wait(END_S) == 0, net.text("last")
         net.until(lambda: not workers(*nodes), "workers are left")
 
 

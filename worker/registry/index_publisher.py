@@ -17,8 +17,6 @@ from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Protocol
 
-import redis
-
 from baton.store.prefix_index import BATCH, PrefixIndex
 
 log = logging.getLogger(__name__)
@@ -145,8 +143,8 @@ async def keep_published(
     timed: Callable[[], AbstractContextManager[None]],
     report: Callable[[int, float], None],
 ) -> None:
-    """Publish changes to the prefix index until cancelled. While Redis is unreachable, this retries
-    every ``heartbeat_s`` seconds.
+    """Publish changes to the prefix index until cancelled. After an error, such as while Redis is
+    unreachable, this retries after ``heartbeat_s`` seconds.
 
     ``publisher`` returns the current session's publisher. ``timed`` wraps each call of the index.
     ``report`` receives the number of unpublished blocks, and the seconds since all blocks were
@@ -166,8 +164,9 @@ async def keep_published(
             published_at = time.monotonic()
             took = published_at - began
             report(present.pending_blocks, took)
-        except redis.RedisError as error:
-            log.warning("the prefix index cannot be reached: %s", error)
+        except Exception as error:
+            # No error on the way to Redis may end a worker that serves.
+            log.warning("the prefix index cannot be reached: %s", str(error) or repr(error))
             report(present.pending_blocks, time.monotonic() - published_at)
             await asyncio.sleep(heartbeat_s)
         # Many workers may keep the server busy; then each sends less often.

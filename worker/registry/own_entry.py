@@ -23,8 +23,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-import redis
-
 from baton.store.registry import Registry, WorkerRecord
 from worker.registry.own_lease import OwnLease
 
@@ -107,7 +105,8 @@ class OwnEntry:
         self._woken.set()
 
     async def write(self) -> None:
-        """Write this worker's record to the registry. Never raises an error of Redis.
+        """Write this worker's record to the registry. Never raises: no error on the way to Redis
+        may end a worker that serves.
 
         Has no effect after ``remove``: the worker would otherwise be listed until the entry lapses.
         """
@@ -121,8 +120,8 @@ class OwnEntry:
                 with self._timed():
                     async with asyncio.timeout(CALL_S):
                         is_there = await self._registry.put(record, self._ttl_s, renew=renew)
-            except (redis.RedisError, TimeoutError) as error:
-                log.warning("the registry cannot be reached: %s", error)
+            except Exception as error:
+                log.warning("the registry cannot be reached: %s", str(error) or repr(error))
                 return
         if record.incarnation != self._record().incarnation:
             return
@@ -136,12 +135,11 @@ class OwnEntry:
         self._on_lost(self._lease.stood_still)
 
     async def remove(self) -> None:
-        """Remove the entry, so that routers see at once that the worker is gone. Ignores errors of
-        Redis.
+        """Remove the entry, so that routers see at once that the worker is gone. Never raises.
 
         Afterwards ``write`` has no effect until ``begin`` is called.
         """
         self._is_removed = True
-        with contextlib.suppress(redis.RedisError, TimeoutError):
+        with contextlib.suppress(Exception):
             async with asyncio.timeout(FAREWELL_S), self._turn:
                 await self._registry.remove(self._record().incarnation)

@@ -124,6 +124,24 @@ async def test_the_bills_of_a_router_that_died_are_reported_by_the_next_one(
     assert not await cluster.client.keys("*:usage:writer:*")
 
 
+async def test_a_journal_that_cannot_be_read_holds_back_no_other_bills(cluster: Cluster) -> None:
+    folder = cluster.folder / "bills"
+    folder.mkdir()
+    odd = folder / f"{cluster.id}.0dd.bills"
+    odd.write_text("[1, of another version]\n")
+    dead = cluster.router()
+    await dead.die()
+    dead.settle((1, 0, 1))
+    await dead.die()
+    cluster.routers.remove(dead)
+    router = cluster.router()
+    router.settle((1, 0, 1))
+    await until_reported(router)
+    assert (await cluster.sums())["requests"] == 2
+    await router.close()
+    assert bills(cluster.folder) == [odd]
+
+
 async def test_bills_wait_for_redis(client: redis.asyncio.Redis, tmp_path: Path) -> None:
     port = free_port()
     away = redis_client(f"redis://127.0.0.1:{port}/0")

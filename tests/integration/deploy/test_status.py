@@ -27,7 +27,6 @@ from deploy.cli.operate.status import (
     table,
 )
 from deploy.launcher.announcement import announcement
-from deploy.launcher.part_watch import Restarts
 from deploy.processes import cluster_state
 from deploy.processes.cluster_state import ClusterState, running_clusters
 from deploy.processes.process_identity import ProcessIdentity
@@ -203,15 +202,6 @@ def test_keeping_the_logs_removes_all_else(run: RunDirectory) -> None:
     assert sorted(entry.name for entry in run.path.iterdir()) == ["logs"]
     assert (logs / "router.log").read_text() == "why\n"
     assert (logs / "ray" / "raylet.out").read_text() == "because\n"
-
-
-def test_restarts_slow_down_and_end_when_they_come_too_fast() -> None:
-    restarts = Restarts()
-    pauses = [restarts.pause(now) for now in range(6)]
-    assert pauses[:5] == sorted(pause for pause in pauses[:5] if pause is not None)
-    assert pauses[5] is None
-    calm = Restarts()
-    assert {calm.pause(now * 61.0) for now in range(20)} == {pauses[0]}
 
 
 def test_the_curl_line_survives_a_quote_in_the_models_name() -> None:

@@ -36,26 +36,65 @@ class Mayfly:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part_watch, "_LONGEST_PAUSE_S", 0.001)
+    for name in ("_LONGEST_PAUSE_S", "_AGAIN_S"):
+        monkeypatch.setattr(part_watch, name, 0.001)
 
 
-@pytest.mark.parametrize("failure", [None, PermissionError("not now"), BatonError("no")])
-async def test_some_parts_are_started_again_for_ever_and_that_is_said_once(
+@pytest.mark.parametrize(
+    "failure", [None, PermissionError("not now"), BatonError("no"), KeyError("a bug")]
+)
+async def test_parts_are_started_again_for_ever_and_that_is_said_twice(
     failure: Exception | None,
 ) -> None:
+    """The rest of the cluster serves meanwhile."""
     lines: list[str] = []
     pids: dict[str, int] = {}
     part = Mayfly()
     part.failure = failure
     watch = PartWatch(lines.append, pids.__setitem__)
-    keeping = asyncio.create_task(watch.keep_forever("gcs", part))
+    keeping = asyncio.create_task(watch.keep("gcs", part))
     async with asyncio.timeout(60):
         while part.starts < 20:
             await asyncio.sleep(0.001)
     assert not keeping.done()
-    assert lines == ["gcs ended (end 0); restarting it until it stays up"]
+    first, later = lines
+    assert first == "gcs ended (end 0); restarting it until it stays up"
+    assert later.startswith("gcs keeps ending, 5 times so far, last by ")
     assert bool(pids) is (failure is None)
     await end_tasks([keeping])
+
+
+async def test_a_part_whose_end_cannot_be_handled_is_started_again() -> None:
+    class Odd(Mayfly):
+        async def wait(self) -> str:
+            raise OSError("no space for its metrics")
+
+    part = Odd()
+    watch = PartWatch(lambda line: None, lambda name, pid: None)
+    keeping = asyncio.create_task(watch.keep("router", part))
+    async with asyncio.timeout(60):
+        while part.starts < 3:
+            await asyncio.sleep(0.001)
+    assert not keeping.done()
+    await end_tasks([keeping])
+
+
+async def test_what_only_watches_is_done_again_after_an_error() -> None:
+    lines: list[str] = []
+    tries = 0
+
+    async def look() -> None:
+        nonlocal tries
+        tries += 1
+        raise KeyError("a field of another version")
+
+    looking = asyncio.create_task(PartWatch(lines.append, lambda *_: None).again("the look", look))
+    async with asyncio.timeout(60):
+        while tries < 3:
+            await asyncio.sleep(0.001)
+    assert not looking.done()
+    assert lines[0] == "the look failed, and is tried again (KeyError)"
+    await end_tasks([looking])
 
 
 def test_deaths_returns_and_the_supervisors_own_return_are_logged_once() -> None:

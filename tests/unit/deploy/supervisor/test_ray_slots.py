@@ -33,8 +33,11 @@ class FakeWorker:
         self.stuck = False
         self.highest_epoch = 0
         self.config_hash: str | None = "new"
+        self.failure: Exception | None = None
 
     async def ready(self) -> dict[str, Any]:
+        if self.failure is not None:
+            raise self.failure
         process = {"pid": 7, "start_ticks": 1, "space": "elsewhere"}
         hashes = {} if self.config_hash is None else {"config_hash": self.config_hash}
         return {"process": process, "node": "ab", "other_ranks": [], **hashes}
@@ -90,10 +93,13 @@ class Scene:
 
 @asynccontextmanager
 async def begun(
-    monkeypatch: pytest.MonkeyPatch, registry_ttl_s: float = 4.0, config_hash: str | None = "new"
+    monkeypatch: pytest.MonkeyPatch,
+    registry_ttl_s: float = 4.0,
+    config_hash: str | None = "new",
+    scene: Scene | None = None,
 ) -> AsyncIterator[tuple[Scene, RaySlots]]:
     """``config_hash`` is that of the worker in decode-1; new workers have "new"."""
-    scene = Scene()
+    scene = scene or Scene()
     scene.workers[1].config_hash = config_hash
     monkeypatch.setattr(ray_slots_module, "find_all", lambda: scene.workers)
     monkeypatch.setattr(ray_slots_module, "is_known", scene.is_known)
@@ -107,7 +113,8 @@ async def begun(
     )
     await slots.find_running()
     try:
-        await scene.until(slots, lambda: bool(scene.workers[0].unlisted))
+        if scene.workers[0].failure is None:
+            await scene.until(slots, lambda: bool(scene.workers[0].unlisted))
         yield scene, slots
     finally:
         slots.close()
@@ -142,6 +149,29 @@ async def test_a_supervisor_that_was_stopped_marks_no_worker_dead(
         scene.now += 500.0
         scene.listed = ("decode-1",)
         assert await scene.pass_time(slots, 1) < 10
+
+
+async def test_a_running_worker_whose_first_answer_ray_loses_serves_by_the_registry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another supervisor has started it: it must not end as one that does not start."""
+    scene = Scene()
+    for worker in scene.workers:
+        worker.failure = RuntimeError("Ray is slow")
+    async with begun(monkeypatch, scene=scene) as (_, slots):
+        for listed, seen in (
+            (("decode-0", "decode-1"), Observed.SERVING),
+            (None, Observed.SERVING),
+            (("decode-1",), Observed.STARTING),
+        ):
+            scene.listed = listed
+            scene.now += 1000.0
+            await slots.refresh()
+            for _ in range(3):
+                assert (await slots.observe("decode-0")).observed is seen
+                await asyncio.sleep(0)
+        scene.workers[0].failure = None
+        await scene.until(slots, lambda: bool(scene.workers[0].unlisted))
 
 
 async def test_a_leaving_worker_is_noticed_and_drained(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import hashlib
 import json
@@ -17,6 +18,7 @@ from baton.config.access import KeyConfig
 from baton.config.cluster import Config, load_config
 from baton.config.keys_file import hash_of, read_keys, write_keys
 from baton.errors import ConfigError, Unauthenticated
+from baton.host.background import end_tasks
 from baton.security.cluster_secret import cache_salt
 from baton.telemetry.metrics import RouterMetrics
 from deploy.cli.main import app
@@ -119,6 +121,32 @@ async def test_a_key_is_created_used_and_revoked_without_a_restart(tmp_path: Pat
         assert await status(third) == 200
         baton_keys("revoke", "ann", "--file", file)
         assert await status(third) == 401
+
+
+async def test_a_look_at_the_file_that_fails_does_not_end_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.access.api_keys.KEY_FILE_POLL_S", 0.001)
+    file = str(tmp_path / "keys.json")
+    baton_keys("create", "ann", "--file", file)
+    front = make_front(keys_file=file)
+    taken: list[int] = []
+    watch = KeyWatch(Path(file), (), lambda keys: taken.append(len(keys)), front.metrics)
+    await watch.begin()
+    poll, odd = watch.poll, iter([True])
+
+    async def once() -> None:
+        if next(odd, False):
+            raise MemoryError
+        await poll()
+
+    monkeypatch.setattr(watch, "poll", once)
+    watching = asyncio.create_task(watch.run())
+    baton_keys("create", "bob", "--file", file)
+    async with asyncio.timeout(60):
+        while taken != [1, 2]:
+            await asyncio.sleep(0.001)
+    await end_tasks([watching])
 
 
 def _put(file: str, text: str | None) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from baton.errors import Unavailable
 from router.batches.line import Line
-from router.batches.storage.batch import BatchStatus
+from router.batches.storage.batch import Batch, BatchStatus, LineResult
 from router.batches.storage.database import Database
 from router.batches.storage.quota import Quota
 from tests.support.router.batches_runner import (
@@ -260,17 +263,64 @@ async def test_a_tenant_with_many_batches_leaves_room(tmp_path: Path) -> None:
             await process.until(batch, BatchStatus.COMPLETED)
 
 
-async def test_a_line_that_breaks_does_not_lose_the_batch(
+async def test_a_line_that_raises_gets_an_error_and_the_other_lines_go_on(
+    tmp_path: Path,
+) -> None:
+    begun: Counter[str] = Counter()
+
+    async def one_has_a_bug(line: Line) -> bool:
+        begun[line.custom_id] += 1
+        if line.custom_id == "line-3":
+            raise KeyError("what the prompt says")
+        if line.custom_id == "line-4":
+            raise Unavailable("no worker is ready")
+        await asyncio.sleep(0.05)
+        return True
+
+    async with running(Process(tmp_path, Lines(one_has_a_bug))) as process:
+        batch = await process.until(await process.begin(12), BatchStatus.COMPLETED)
+        assert (batch.completed, batch.failed) == (10, 2)
+        assert set(begun.values()) == {1}
+        assert batch.error_file_id is not None
+        file = await process.store.ask(Database.file, batch.error_file_id, "acme")
+        async with process.store.reading(file) as rows:
+            bug, busy = (json.loads(row) for row in rows)
+        assert bug["custom_id"] == "line-3"
+        assert bug["response"]["status_code"] == 500
+        assert bug["response"]["body"]["error"]["message"] == "internal error: KeyError"
+        assert "what the prompt says" not in json.dumps(bug)
+        assert (busy["custom_id"], busy["response"]["status_code"]) == ("line-4", 503)
+
+
+async def test_a_store_that_fails_does_not_lose_the_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.batches.runner._REST_S", 0.05)
-    broken = iter([True])
+    async with running(Process(tmp_path)) as process:
+        add_results, broken = process.store.add_results, iter([True])
 
-    async def once(line: Line) -> bool:
-        if next(broken, False):
-            raise OSError("the disk is full")
-        return True
+        async def once(held: Batch, results: Sequence[LineResult]) -> None:
+            if next(broken, False):
+                raise OSError("the disk is full")
+            await add_results(held, results)
 
-    async with running(Process(tmp_path, Lines(once))) as process:
+        monkeypatch.setattr(process.store, "add_results", once)
         batch = await process.until(await process.begin(5), BatchStatus.COMPLETED)
         assert batch.completed == 5
+
+
+async def test_a_look_that_fails_does_not_stop_all_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(Process(tmp_path)) as process:
+        collect, broken = process.store.collect, iter([True])
+
+        async def once() -> None:
+            if next(broken, False):
+                raise KeyError("a column of another version")
+            await collect()
+
+        monkeypatch.setattr(process.store, "collect", once)
+        batch = await process.until(await process.begin(2), BatchStatus.COMPLETED)
+        assert batch.completed == 2
+        assert not next(broken, False), "a look failed"

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import cast
+
+import pytest
+
+from baton.host.background import end_tasks
+from baton.store.pin_store import Pin, PinStore
+from router.routing import pinned_prefixes
 from router.routing.pinned_prefixes import PinnedPrefixes
 from tests.support.router.pins import pin
 
@@ -34,3 +42,22 @@ def test_a_pin_that_is_gone_is_kept_no_longer() -> None:
     pins.show([pin(HASHES[:2], expires_at=160.0)])
     pins.show([])
     assert pins.retentions_of(HASHES) == ()
+
+
+async def test_a_pin_that_cannot_be_read_ends_no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned_prefixes, "REFRESH_S", 0.001)
+
+    class Store:
+        reads = 0
+
+        async def read(self) -> list[Pin]:
+            self.reads += 1
+            good = pin(HASHES[:2], expires_at=160.0)
+            return [good.model_copy(update={"last_hash": "not hex"}) if self.reads == 1 else good]
+
+    pins = PinnedPrefixes(cast(PinStore, Store()), 16, clock=lambda: 100.0)
+    reading = asyncio.create_task(pins.run())
+    async with asyncio.timeout(60):
+        while not pins.retentions_of(HASHES):
+            await asyncio.sleep(0.001)
+    await end_tasks([reading])
