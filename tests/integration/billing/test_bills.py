@@ -63,11 +63,11 @@ async def test_a_journal_of_an_older_router_is_reported(cluster: Cluster) -> Non
     folder = cluster.folder / "bills"
     folder.mkdir()
     bill = [1, "cmpl-1", "acme", "k", "", int(NOW), "", [], [["short", 1, 10, 4, 5, 7]]]
-    old = folder / f"{cluster.cluster_id}.0123.bills"
+    old = folder / f"{cluster.id}.0123.bills"
     old.write_bytes(json.dumps(bill).encode() + b"\n")
     router = cluster.router()
     field = json.dumps(["acme", "k", "short", "", "r"], separators=(",", ":"))
-    await router.client.hset(usage_key(f"baton:{{{cluster.cluster_id}}}", DAY), field, 2)  # type: ignore[misc]
+    await router.client.hset(usage_key(f"baton:{{{cluster.id}}}", DAY), field, 2)  # type: ignore[misc]
     async with asyncio.timeout(DEADLINE_S):
         while old.exists():
             await asyncio.sleep(0.01)
@@ -242,7 +242,11 @@ async def test_a_client_that_leaves_pays_for_what_it_got(cluster: Cluster) -> No
 
     router = cluster.router(endless)
     request = GenerationRequest("r", (1, 2), cast(Any, SimpleNamespace(max_tokens=9)), WHO, 60.0)
-    choices = [SimpleNamespace(begun=True, prompt_tokens=2, cached_tokens=0, completion_tokens=5)]
+    choices = [
+        SimpleNamespace(
+            begun=True, prompt_tokens=2, cached_tokens=0, completion_tokens=5, fingerprint="f"
+        )
+    ]
     caller = router.access.owner_of(WHO)
     assert caller is not None
 
