@@ -7,8 +7,8 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
+from baton.config_fields import ConfigFields
 from baton.errors import ConfigError
-from engine.checkpoint.config_fields import ConfigFields
 from engine.checkpoint.families import family_of
 
 WEIGHTS = "model.safetensors"
