@@ -95,6 +95,8 @@ def load_chat_template(
             raise ConfigError(f"{file} has more than {MAX_SOURCE_CHARACTERS} characters")
         try:
             return ChatTemplate(file.read_text(encoding="utf-8"), special_tokens)
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error.message}") from error
         except (OSError, ValueError) as error:
             raise ConfigError(f"{file} cannot be read: {error}") from error
     if isinstance(settings.get("chat_template"), list):
@@ -110,7 +112,10 @@ def load_chat_template(
         source, tool_use = sources.get("default"), sources.get("tool_use")
     else:
         source, tool_use = settings.text("chat_template"), None
-    return ChatTemplate(source, special_tokens, tool_use) if source else None
+    try:
+        return ChatTemplate(source, special_tokens, tool_use) if source else None
+    except ConfigError as error:
+        raise ConfigError(f"{settings.path}: chat_template: {error.message}") from error
 
 
 def _special_tokens(settings: ConfigFields) -> dict[str, str]:
