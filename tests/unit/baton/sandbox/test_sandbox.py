@@ -1,4 +1,4 @@
-"""Sandboxed children: bounds, replacements, and ends, with a program that does what it is told."""
+"""Sandboxed children: bounds, replacements and ends. The program obeys its requests."""
 
 from __future__ import annotations
 
