@@ -18,7 +18,7 @@ _FILES = (
     "generation_config.json",
     "chat_template.jinja",
 )
-_NASTY = (
+_NASTY: tuple[Any, ...] = (
     *(0, -1, 1, 7, 2**20, 10**8, 2**31 - 1, 2**32 - 2, 2**32, 2**63, 10**30),
     *(1.5, 1e308, True, False, None, "", "x", "a" * 99, "(a*)*$", "\\p{L}+", "(a|a?){99}"),
     *([], {}, [0], ["x", 1], {"a": 0}, {"String": "a"}, {"Regex": "(a*)*b"}, [[[[]]]]),
@@ -69,8 +69,8 @@ def _grammar() -> Callable[[bytes], None]:
     from baton.grammar import Grammar, GrammarKind
 
     follow = _follower()
-    kinds = (GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.LARK)
-    kinds += (GrammarKind.CHOICE, GrammarKind.STRUCTURAL_TAG)
+    kinds = [GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.LARK]
+    kinds += [GrammarKind.CHOICE, GrammarKind.STRUCTURAL_TAG]
 
     def one(data: bytes) -> None:
         if data:
@@ -155,7 +155,7 @@ def _tokenizer() -> Callable[[bytes], None]:
     # One prepared process serves all inputs: it forks again after each that ends a child.
     bounds = Bounds(2.0, 256 << 20, 10.0, 512 << 20)
     shared = Sandbox("router.text.tokenizer_program", dict, bounds)
-    tokenizer_files.Sandbox = lambda *args: shared  # type: ignore[misc, assignment]
+    setattr(tokenizer_files, "Sandbox", lambda *args: shared)  # noqa: B010
     whole = tiny_backend().to_str()
 
     def one(data: bytes) -> None:

@@ -39,8 +39,9 @@ def test_an_input_that_costs_much_is_a_fault(cost: Callable[[], int], why: str) 
         if data == b"expensive":
             cost()
 
-    limits = {"max_cpu_s": 0.01 if "CPU" in why else 5.0, "max_memory_mib": 32}
-    judge = judged(Target("t", (), lambda: one, lambda: [b"cheap"], **limits))
+    cpu_s = 0.01 if "CPU" in why else 5.0
+    target = Target("t", (), lambda: one, lambda: [b"cheap"], max_cpu_s=cpu_s, max_memory_mib=32)
+    judge = judged(target)
     judge(b"cheap")
     with pytest.raises(AssertionError, match=why):
         judge(b"expensive")
