@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -178,10 +179,14 @@ def test_processes_end_with_the_process_that_asks() -> None:
     asking = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     with asking:
         assert asking.stdout is not None
-        child = int(asking.stdout.readline())
-        parent = psutil.Process(child).ppid()
+        child = psutil.Process(int(asking.stdout.readline()))
+        parent = child.ppid()
         asking.kill()
-        until(lambda: has_ended(child) and has_ended(parent))
+        try:
+            until(lambda: has_ended(child.pid) and has_ended(parent))
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
 
 
 def test_many_threads_share_one_prepared_process() -> None:
