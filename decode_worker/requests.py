@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 
@@ -16,7 +15,6 @@ from baton.errors import (
     BatonError,
     DeadlineExceeded,
     HandoffError,
-    Overloaded,
     TicketEnded,
     Unavailable,
     WorkerFailed,
@@ -116,9 +114,7 @@ class DecodeRequests:
             offer.deadline = time.monotonic() + offer.spec.deadline_s
         ticket = self.receiver.reserve(offer, self.clock())
         if offer.spec.sampling.grammar is not None:
-            # If too many other grammars wait to be compiled, the commit starts this one.
-            with contextlib.suppress(Overloaded):
-                self.context.grammars.begin(offer.spec.sampling.grammar, offer.spec.cache_salt)
+            self.context.grammars.begin(offer.spec.sampling.grammar, offer.spec.cache_salt)
         if not self.has_work_of(offer.spec.router_id, but=ticket.ticket_id):
             # From now on, the router's stream needs keepalives more often.
             self.sequences.outbox(offer.spec.router_id).hurry()

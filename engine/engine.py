@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from baton.errors import ConfigError
+from baton.grammar import TokenMatcher
 from baton.grammars.compiled_grammars import CompiledGrammars
 from baton.hashing import hash_key
 from baton.request import SequenceSpec
@@ -90,7 +91,7 @@ class Engine:
     lossiest KV type of the workers that share it, and a drafter's weights if it has KV. In
     deterministic mode, it also covers the hardware and software that compute the KV. Engines with
     different fingerprints share no KV."""
-    grammars: CompiledGrammars
+    grammars: CompiledGrammars[TokenMatcher]
     """Compiles and keeps grammars for the tokens of the model's tokenizer.json."""
     storage: Storage | None = None
     """Number of bytes per weight, and per token of KV; None if there are no weights."""

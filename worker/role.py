@@ -11,6 +11,7 @@ from typing import Protocol
 import grpc.aio
 
 from baton.errors import InvalidRequest, Unavailable
+from baton.grammar import TokenMatcher
 from baton.grammars.grammar_gate import GrammarGate
 from baton.request import SequenceSpec
 from baton.telemetry.worker_metrics import WorkerMetrics
@@ -95,7 +96,7 @@ class WorkerContext:
         )
 
     @cached_property
-    def grammars(self) -> GrammarGate:
+    def grammars(self) -> GrammarGate[TokenMatcher]:
         """The gate that holds sequences back until their grammars are compiled."""
         seconds = self.metrics.grammar_compile_seconds.labels(role=self.settings.pool.role)
         return GrammarGate(self.engine.grammars, seconds.observe)

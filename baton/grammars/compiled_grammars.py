@@ -1,4 +1,4 @@
-"""Cache of the grammars that a process has compiled, bounded in number and in bytes.
+"""Cache of the grammars that a process has compiled or proven, bounded in number and in bytes.
 
 Like the KV cache, it is separate for each cache salt, so a tenant cannot infer another tenant's
 grammars from compile times. Evictions take from the salt that holds the most.
@@ -6,44 +6,48 @@ grammars from compile times. Evictions take from the salt that holds the most.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, Self, TypeVar
 
-from baton.errors import InvalidGrammar
-from baton.grammar import Grammar, TokenMatcher, reason_in
+from baton.grammar import Grammar, TokenMatcher
+from baton.grammars.grammar_prover import GrammarProver, Proven, unsupported
 
-Compile = Callable[[Grammar], TokenMatcher]
+
+class _Copyable(Protocol):
+    def deep_copy(self) -> Self: ...
+
+
+M = TypeVar("M", bound=_Copyable)
+"""What a grammar is compiled to: a ``TokenMatcher``, or ``Proven`` in a process that needs none."""
+Compile = Callable[[Grammar], M]
 """Function that compiles a grammar. It raises InvalidGrammar."""
 
 
 @dataclass(slots=True)
-class _Share:
+class _Share(Generic[M]):
     """The compiled grammars of one cache salt, least recently used first."""
 
-    kept: OrderedDict[Grammar, TokenMatcher] = field(default_factory=OrderedDict)
+    kept: OrderedDict[Grammar, M] = field(default_factory=OrderedDict)
     size: int = 0
     """Size of the grammars' texts, in bytes."""
 
 
-class CompiledGrammars:
-    """Compiles and keeps grammars.
-
-    Thread-safe: one grammar compiles at a time, and only its callers wait.
-    """
+class CompiledGrammars(Generic[M]):
+    """Compiles and keeps grammars. Thread-safe: callers wait for their own grammars alone."""
 
     def __init__(
         self,
-        load: Callable[[], Compile],
+        load: Callable[[], Compile[M]],
         vocab_size: int,
         *,
         max_grammars: int = 64,
         max_bytes: int = 2 << 20,
     ) -> None:
-        """Create an empty cache. ``load`` returns the compiler. It is called by ``prepare``, or
-        else for the first grammar.
+        """Create an empty cache. ``load`` returns the compiler. It is called for the first
+        grammar.
 
         The token masks of matchers have ``vocab_size`` bits.
 
@@ -54,42 +58,28 @@ class CompiledGrammars:
         self._load = load
         self._max_grammars = max_grammars
         self._max_bytes = max_bytes
-        self._compile: Compile | None = None
-        self._shares: OrderedDict[bytes, _Share] = OrderedDict()
+        self._compile: Compile[M] | None = None
+        self._shares: OrderedDict[bytes, _Share[M]] = OrderedDict()
         """Compiled grammars by cache salt, least recently used salt first."""
         self._lock = threading.Lock()
-        self._compiling = threading.Lock()
+        self._loading = threading.Lock()
 
-    def prepare(self) -> None:
-        """Load the grammar library, which holds the interpreter lock for 0.3 s or more.
-
-        An error is raised when the first grammar is compiled.
-        """
-        with self._compiling:
-            if self._compile is None:
-                with contextlib.suppress(InvalidGrammar):
-                    self._compile = self._load()
-
-    def kept(self, grammar: Grammar, cache_salt: bytes = b"") -> TokenMatcher | None:
+    def kept(self, grammar: Grammar, cache_salt: bytes = b"") -> M | None:
         """Return a new matcher of a grammar, at the start of a text, if the cache has the grammar;
         else None."""
         found = self._find(grammar, cache_salt)
         return None if found is None else found.deep_copy()
 
-    def matcher(self, grammar: Grammar, cache_salt: bytes = b"") -> TokenMatcher:
+    def matcher(self, grammar: Grammar, cache_salt: bytes = b"") -> M:
         """Return a new matcher of a grammar, at the start of a text. If the cache does not have the
         grammar, compile it.
 
         Raises InvalidGrammar.
         """
-        found = self._find(grammar, cache_salt)
-        if found is None:
-            with self._compiling:
-                # Another thread may have compiled the grammar while this one waited.
-                found = self._find(grammar, cache_salt) or self._compiled(grammar, cache_salt)
+        found = self._find(grammar, cache_salt) or self._compiled(grammar, cache_salt)
         return found.deep_copy()
 
-    def _find(self, grammar: Grammar, cache_salt: bytes) -> TokenMatcher | None:
+    def _find(self, grammar: Grammar, cache_salt: bytes) -> M | None:
         with self._lock:
             share = self._shares.get(cache_salt)
             found = None if share is None else share.kept.get(grammar)
@@ -98,11 +88,16 @@ class CompiledGrammars:
                 share.kept.move_to_end(grammar)
             return found
 
-    def _compiled(self, grammar: Grammar, cache_salt: bytes) -> TokenMatcher:
-        if self._compile is None:
-            self._compile = self._load()
+    def _compiled(self, grammar: Grammar, cache_salt: bytes) -> M:
+        with self._loading:
+            if self._compile is None:
+                self._compile = self._load()
         matcher = self._compile(grammar)
         with self._lock:
+            share = self._shares.get(cache_salt)
+            if share is not None and grammar in share.kept:
+                # Another thread has compiled the grammar meanwhile.
+                return share.kept[grammar]
             while not self._fits(grammar):
                 self._drop_oldest()
             share = self._shares.setdefault(cache_salt, _Share())
@@ -136,20 +131,36 @@ class CompiledGrammars:
 
 def grammars_of(
     tokenizer_json: Callable[[], str], vocab_size: int, eos_ids: Sequence[int]
-) -> CompiledGrammars:
-    """Create a cache of grammars that are compiled for the tokens of one tokenizer. See
-    ``baton.grammars.grammar_library``."""
+) -> CompiledGrammars[TokenMatcher]:
+    """Create a cache of grammars that are compiled for the tokens of one tokenizer, each after its
+    proof. See ``baton.grammars.grammar_library``."""
+    prover = GrammarProver(tokenizer_json, vocab_size, eos_ids)
 
-    def load() -> Compile:
+    def load() -> Compile[TokenMatcher]:
+        # The sandbox gets the tokenizer first.
+        prover.start()
         try:
             # Imported here alone: the library and its tables take memory, and a machine may lack
             # it.
             from baton.grammars.grammar_library import GrammarCompiler  # noqa: PLC0415
 
-            return GrammarCompiler(tokenizer_json(), vocab_size, eos_ids).compile
+            compiler = GrammarCompiler(tokenizer_json(), vocab_size, eos_ids)
         except (ImportError, OSError, ValueError) as error:
-            raise InvalidGrammar(
-                f"this model's tokenizer does not support grammars: {reason_in(str(error))}"
-            ) from None
+            raise unsupported(error) from None
+
+        def proven_first(grammar: Grammar) -> TokenMatcher:
+            prover.prove(grammar)
+            return compiler.compile(grammar)
+
+        return proven_first
 
     return CompiledGrammars(load, vocab_size)
+
+
+def proofs_of(
+    tokenizer_json: Callable[[], str], vocab_size: int, eos_ids: Sequence[int]
+) -> CompiledGrammars[Proven]:
+    """Create a cache of grammars that are proven for the tokens of one tokenizer. Nothing is
+    compiled in this process."""
+    prover = GrammarProver(tokenizer_json, vocab_size, eos_ids)
+    return CompiledGrammars(lambda: prover.prove, vocab_size)

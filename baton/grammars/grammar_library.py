@@ -1,8 +1,10 @@
 """Grammars compiled by llguidance, for one tokenizer.
 
-Compiling takes about a millisecond, and finding which tokens may follow about ten microseconds.
-Import this module when the first grammar arrives: the tokenizer that the library keeps takes 60 MiB
-for 49 thousand tokens.
+Compiling takes about a millisecond, and finding which tokens may follow about ten microseconds. The
+tokenizer that the library keeps takes 60 MiB for 49 thousand tokens, so this module is imported
+when the first grammar arrives.
+
+Compiling has no bounds of its own. Grammars of clients are proven first (grammar_prover).
 """
 
 from __future__ import annotations
@@ -11,18 +13,16 @@ import json
 import re
 from collections.abc import Sequence
 
-import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from baton.errors import InvalidGrammar
 from baton.grammar import Grammar, GrammarKind, reason_in
-from baton.grammars.json_schema import WHITESPACE, closed_text
+from baton.grammars.json_schema import LIBRARY_OPTIONS, closed_text
 from baton.grammars.structural_tag import structural_lark
 
 MAX_GRAMMAR_BYTES = 128 << 10
-"""Maximum size of a grammar's text, in bytes of UTF-8. The slowest grammar to compile within this
-limit was a schema of 4000 optional properties; it took 0.8 s."""
+"""Maximum size of a grammar's text, in bytes of UTF-8."""
 _MAX_GBNF_BYTES = 8 << 10
 """Maximum size of a GBNF grammar, in bytes. Its conversion time grows with the square of its
 length: 0.3 s for this size."""
@@ -44,7 +44,6 @@ class GrammarCompiler:
         ValueError for a tokenizer that the library cannot use.
         """
         self._has_end = bool(eos_ids)
-        self._words = -(-vocab_size // 32)
         self._tokenizer = LLTokenizer(
             tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_ids) or None
         )
@@ -65,8 +64,7 @@ class GrammarCompiler:
             raise InvalidGrammar(reason_in(str(error))) from None
         if not matcher.is_error():
             # A grammar that no text matches fails only when the first token is requested.
-            mask = np.empty(self._words, np.int32)
-            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            matcher.compute_bitmask()
         if matcher.is_error():
             raise InvalidGrammar(reason_in(matcher.get_error()))
         return matcher
@@ -104,4 +102,4 @@ def _lark(text: str) -> str:
 
 
 def _schema(text: str) -> str:
-    return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
+    return LLMatcher.grammar_from_json_schema(text, overrides=LIBRARY_OPTIONS)

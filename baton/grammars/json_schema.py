@@ -14,6 +14,9 @@ from typing import Any
 WHITESPACE = r"(?: |\n[ \t]{0,40})?"
 """Whitespace between the parts of JSON: none, a space, or a new line and its indentation. It is
 bounded, because models that may write whitespace forever sometimes do."""
+LIBRARY_OPTIONS: Any = {"whitespace_pattern": WHITESPACE, "coerce_one_of": True}
+"""Options of the grammar library. It refuses a ``oneOf`` unless it can prove that a value matches
+one schema at most; ``coerce_one_of`` takes such a ``oneOf`` as an ``anyOf``, as vLLM does."""
 _MAX_DEPTH = 256
 """Maximum depth that is processed. The grammar library refuses schemas half as deep."""
 _SAYS_OTHERS = frozenset({"additionalProperties", "unevaluatedProperties"})

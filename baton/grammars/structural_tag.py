@@ -11,9 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from baton.grammars.json_schema import WHITESPACE, closed_schema
-
-_STYLE = {"whitespace_pattern": WHITESPACE}
+from baton.grammars.json_schema import LIBRARY_OPTIONS, closed_schema
 
 
 def structural_lark(text: str) -> str:
@@ -59,9 +57,8 @@ def _tags(structures: Sequence[Mapping[str, Any]], triggers: Sequence[str]) -> d
         trigger = trigger_of(begin, triggers)
         if trigger is None:
             continue
-        value = (
-            f"%json {json.dumps({'x-guidance': _STYLE, **closed_schema(one.get('schema', {}))})}"
-        )
+        schema = {"x-guidance": LIBRARY_OPTIONS, **closed_schema(one.get("schema", {}))}
+        value = f"%json {json.dumps(schema)}"
         parts = (_quoted(begin[len(trigger) :]), value, _quoted(end))
         tags.setdefault(trigger, []).append(" ".join(part for part in parts if part))
     return tags

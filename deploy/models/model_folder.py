@@ -7,8 +7,8 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
+from baton.config_fields import ConfigFields
 from baton.errors import ConfigError
-from engine.checkpoint.config_fields import ConfigFields
 from engine.checkpoint.families import family_of
 
 WEIGHTS = "model.safetensors"
@@ -72,7 +72,7 @@ def shards(index: Path) -> list[str]:
     """
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{index} cannot be read: {error}") from error
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise ConfigError(f"{index} names no files of its folder")

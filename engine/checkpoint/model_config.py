@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.config_fields import ConfigFields
 from baton.errors import ConfigError
-from engine.checkpoint.config_fields import ConfigFields
 from engine.checkpoint.families import (
     ACTIVATIONS,
     Activation,
@@ -110,7 +110,7 @@ def load_model_config(folder: Path, max_model_len: int = 0) -> ModelConfig:
     ropes, layer_ropes = _ropes(fields, family, sliding, head_dim, context)
     return ModelConfig(
         architecture=architecture,
-        vocab_size=fields.size("vocab_size"),
+        vocab_size=fields.vocab_size() or fields.size("vocab_size"),
         hidden_size=hidden,
         intermediate_size=fields.size("intermediate_size"),
         layers=layers,
@@ -211,8 +211,5 @@ def _experts(fields: ConfigFields, names: ExpertNames) -> ExpertsConfig:
 
 
 def _eos_ids(folder: Path, whole: ConfigFields, fields: ConfigFields) -> tuple[int, ...]:
-    generation = folder / "generation_config.json"
-    found = ConfigFields.read(generation).get("eos_token_id") if generation.is_file() else None
-    if found is None:
-        found = whole.get("eos_token_id", fields.get("eos_token_id", []))
-    return tuple(found) if isinstance(found, list) else (int(found),)
+    generation = ConfigFields.read_if_any(folder / "generation_config.json")
+    return generation.eos_ids() or whole.eos_ids() or fields.eos_ids()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from baton.config_fields import ConfigFields
 from baton.errors import ConfigError
-from engine.checkpoint.config_fields import ConfigFields
 
 _KNOWN = "default, linear, llama3, longrope, yarn"
 

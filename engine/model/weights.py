@@ -298,7 +298,7 @@ def _files(folder: Path) -> list[Path]:
 def _shards(index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{index} cannot be read: {error}") from error
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise ConfigError(f"{index} must name files of its own folder")

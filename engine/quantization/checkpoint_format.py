@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from baton.config_fields import ConfigFields
 from baton.errors import ConfigError
 from engine.quantization.formats import (
     NATIVE_CONFIG,
@@ -88,16 +88,9 @@ def _served() -> str:
 
 
 def _quantization_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        whole = json.loads(path.read_text())
-        config = whole.get("quantization_config") or whole.get("compression_config") or {}
-        if not isinstance(config, dict):
-            raise TypeError("quantization_config is not an object")
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    return config
+    whole = ConfigFields.read_if_any(path)
+    name = "quantization_config" if whole.get("quantization_config") else "compression_config"
+    return dict(whole.object(name).values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.config_fields import ConfigFields
 from baton.hashing import text_hash
 
 _UNKNOWN_CONTEXT = 1 << 20
@@ -31,16 +31,15 @@ class ServedModel:
 
     @classmethod
     def of(cls, name: str, folder: Path, max_model_len: int = 0, revision: str = "") -> ServedModel:
-        """Read the model from the ``config.json`` of a Hugging Face folder.
+        """Read the model from the ``config.json`` of a Hugging Face folder. Raises ConfigError.
 
         ``max_model_len``: the maximum context length in tokens; 0 means the model's own. The
         workers may report a smaller one."""
-        whole = json.loads((folder / "config.json").read_text())
+        whole = ConfigFields.read(folder / "config.json")
         # A model for text and images has a separate section for text.
-        fields = whole.get("text_config") or whole
+        fields = whole.object("text_config") if whole.get("text_config") else whole
         # If the file omits it, the architecture's default applies, which the workers report.
-        context = int(fields.get("max_position_embeddings") or _UNKNOWN_CONTEXT)
+        context = fields.size("max_position_embeddings", _UNKNOWN_CONTEXT)
         bounded = min(context, max_model_len or context)
-        return cls(
-            name, int(time.time()), bounded, int(fields["hidden_size"]), revision, text_hash(folder)
-        )
+        size = fields.size("hidden_size")
+        return cls(name, int(time.time()), bounded, size, revision, text_hash(folder))

@@ -10,9 +10,12 @@ from typing import Any
 from baton.errors import InvalidRequest
 from router.dialects.tools import Tool
 
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_JSON_STYLE = {
+    **{"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+    "coerce_one_of": True,
+}
 """Options of llguidance that allow one way to write each JSON value: a small model may otherwise
-write white space forever."""
+write white space forever. A ``oneOf`` counts as an ``anyOf`` (``baton.grammars.json_schema``)."""
 
 _KEPT_OF_OBJECTS = frozenset(
     {"type", "properties", "required", "additionalProperties", "title", "description", "$schema"}

@@ -17,9 +17,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from starlette.types import Receive
 
 from baton.errors import InvalidRequest, RequestTooLarge, UnsupportedParameter
+from baton.host.turns import FairTurns
 from baton.liveness.listening import listening
 from router.access.api_keys import Caller
-from router.core.turns import FairTurns
 from router.http.errors import from_validation
 
 SMALL_BYTES = 64 << 10

@@ -25,6 +25,7 @@ from baton.errors import (
     ModelNotFound,
 )
 from baton.grammars.grammar_gate import GrammarGate
+from baton.grammars.grammar_prover import Proven
 from baton.request import NO_TRACE, TraceContext
 from baton.security.cluster_secret import cache_salt
 from router.access.api_keys import Caller
@@ -149,7 +150,7 @@ class RequestBuilder:
         tokenizer: Tokenizer,
         model: ServedModel,
         config: Config,
-        grammars: GrammarGate,
+        grammars: GrammarGate[Proven],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._dispatcher = dispatcher

@@ -19,7 +19,8 @@ import pydantic_core
 from baton.config.cluster import Config
 from baton.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest
 from baton.host.background import INLINE, off_loop
-from router.core.turns import FairTurns
+from baton.host.turns import FairTurns
+from baton.sandbox.sandbox import MAX_WAIT_S
 from router.dialects.formats import ToolFormat
 from router.dialects.tools import ToolUse
 from router.inference.sampling_input import (
@@ -29,7 +30,7 @@ from router.inference.sampling_input import (
     check_token_ids,
     kept_tokens,
 )
-from router.text.chat_template import MAX_WAIT_S, ChatTemplate
+from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
 
 Turn = Mapping[str, Any]

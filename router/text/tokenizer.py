@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,15 +12,16 @@ from typing import Any
 
 import tokenizers
 
-from baton.errors import ConfigError, InvalidRequest
-from baton.grammars.compiled_grammars import grammars_of
-from router.text.chat_template import ChatTemplate, load_chat_template
+from baton.errors import InvalidRequest
+from baton.grammars.compiled_grammars import proofs_of
+from router.text.chat_template import ChatTemplate
 from router.text.output_processor import (
     ByteDetokenizer,
     Detokenizer,
     MarkerDetokenizer,
     WindowDetokenizer,
 )
+from router.text.tokenizer_files import read_tokenizer_files
 
 PIECE_CHARACTERS = 1 << 18
 """Size of the pieces of a long text, in characters. The tokens of such a text are counted piece by
@@ -53,43 +53,30 @@ class Tokenizer:
         self._template = chat_template
         self.eos_ids = frozenset(eos_ids)
         self.vocab_size = vocab_size or backend.get_vocab_size(with_added_tokens=True)
-        # The router compiles grammars to check them; workers compile those that they receive.
-        self.grammars = grammars_of(backend.to_str, self.vocab_size, sorted(self.eos_ids))
+        # The router proves grammars; workers compile those that they receive.
+        self.grammars = proofs_of(backend.to_str, self.vocab_size, sorted(self.eos_ids))
         added = backend.get_added_tokens_decoder()
         self._added = frozenset(added)
         self._special = frozenset(number for number, token in added.items() if token.special)
-        layout = json.loads(backend.to_str())
-        self._byte_level = _is_byte_level(layout.get("decoder"))
+        self._byte_level = _is_byte_level(_layout_of(backend.decoder))
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[bool, dict[int, str]] = {False: {}, True: {}}
         """Text of each token that is whole characters, with and without the names of special
         tokens."""
         strips = any(token.lstrip or token.rstrip for token in added.values())
-        shrinks = layout.get("normalizer") is not None or strips
+        shrinks = backend.normalizer is not None or strips
         self._longest = 0 if shrinks else max(map(len, backend.get_vocab(True)), default=0)
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Read the tokenizer from a model's folder. Raises ConfigError with the name of a bad
-        file."""
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            raise ConfigError(f"{folder} has no tokenizer.json")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
-            raise ConfigError(f"{file} cannot be read: {error}") from error
-        settings = _read_json(folder / "tokenizer_config.json")
-        model = _read_json(folder / "config.json")
-        special = _special_tokens(settings)
-        generation = _read_json(folder / "generation_config.json")
-        eos = [*_ids(generation.get("eos_token_id")), *_ids(model.get("eos_token_id"))]
-        named = backend.token_to_id(special.get("eos_token", ""))
+        """Read the tokenizer from a model's folder. Raises ConfigError with the names of a bad file
+        and field."""
+        files = read_tokenizer_files(folder)
         return cls(
-            backend,
-            eos_ids=eos if named is None else [*eos, named],
-            vocab_size=model.get("vocab_size"),
-            chat_template=load_chat_template(folder, settings, special),
+            files.backend,
+            eos_ids=files.eos_ids,
+            vocab_size=files.vocab_size,
+            chat_template=files.chat_template,
         )
 
     def encode(
@@ -165,13 +152,12 @@ class Tokenizer:
         return ids if ids and self._added.issuperset((ids[0], ids[-1])) else None
 
     async def start(self) -> None:
-        """Start the chat template's process, if the model has a template, and load grammars.
+        """Start the chat template's process, if the model has a template.
 
         Raises ConfigError if the template does not compile, BatonError if no process starts.
         """
         if self._template is not None:
             await self._template.start()
-        await asyncio.to_thread(self.grammars.prepare)
 
     def render_chat(
         self,
@@ -276,38 +262,15 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_alphabet()
 
 
+def _layout_of(decoder: tokenizers.decoders.Decoder | None) -> dict[str, Any] | None:
+    """Return the layout of a decoder, as in tokenizer.json. The layout of the whole tokenizer would
+    take memory for each id that no token has."""
+    return None if decoder is None else json.loads(decoder.__getstate__())
+
+
 def _is_byte_level(decoder: Mapping[str, Any] | None) -> bool:
     if decoder is None:
         return False
     if decoder["type"] == "Sequence":
         return len(decoder["decoders"]) == 1 and _is_byte_level(decoder["decoders"][0])
     return bool(decoder["type"] == "ByteLevel")
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file} must contain a JSON object")
-    return content
-
-
-def _ids(value: int | list[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return [value] if isinstance(value, int) else list(value)
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the text of each special token that a tokenizer_config.json names, by its name, such
-    as ``bos_token``."""
-    tokens = {}
-    for name, value in settings.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(content, str):
-            tokens[name] = content
-    return tokens

@@ -10,6 +10,7 @@ import sys
 
 import atheris
 
+from tests.fuzz.target import judged
 from tests.fuzz.targets import TARGETS
 
 
@@ -18,7 +19,7 @@ def main() -> None:
     target = TARGETS[sys.argv[1]]
     logging.disable(logging.CRITICAL)
     with atheris.instrument_imports(include=list(target.rooms)):
-        one = target.prepare()
+        one = judged(target)
     atheris.Setup([sys.argv[0], *sys.argv[2:]], one)
     atheris.Fuzz()
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from tests.fuzz.sandboxed_targets import SANDBOXED
 from tests.fuzz.target import Target
 
 
@@ -155,38 +156,6 @@ def _protobuf_seeds() -> list[bytes]:
     ]
 
 
-def _chat_template() -> Callable[[bytes], None]:
-    from baton.errors import ConfigError, InvalidRequest
-    from router.text.chat_template import ChatTemplate
-
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-
-    def one(data: bytes) -> None:
-        with suppress(ConfigError, InvalidRequest):
-            template = ChatTemplate(data.decode(errors="replace"), {"eos_token": "</s>"})
-            text = template.render(messages, 10_000, tools).result()
-            assert len(text) <= 10_000
-
-    return one
-
-
-def _chat_template_seeds() -> list[bytes]:
-    texts = [
-        "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m.content | trim }}{% endfor %}",
-        "{% macro f(x) %}{{ x * 3 }}{{ f(x) }}{% endmacro %}{{ f('a') }}",
-        "{% set ns = namespace(a=[]) %}{% for i in range(9) %}{% set ns.a = [ns.a, ns.a] %}"
-        "{% endfor %}{{ ns.a }}{{ ns.a | tojson }}",
-        "{% set x = 'a' %}{% for i in range(99) %}{% set x = x ~ x %}{% endfor %}{{ x }}",
-        "{{ '%9d' % 1 }}{{ '{:>9}'.format(1) }}{{ 'a'.center(9) }}{{ 2 ** 9 }}{{ 'a' * 9 }}",
-        "{{ [1, 2] | join('x') }}{{ 'a' | indent(9) | replace('', 'b') | wordwrap(9) }}",
-        "{% for i in range(9) recursive %}{{ loop([i]) }}{% endfor %}"
-        "{{ tools | tojson(indent=9) }}",
-        "{% generation %}{{ lipsum(9) }}{% endgeneration %}{{ dict(a=1) | dictsort | list }}",
-    ]
-    return [text.encode() for text in texts]
-
-
 _MODEL = "tiny"
 _SEEDS = 8
 """Bodies of each path."""
@@ -309,40 +278,6 @@ def _handoff_seeds() -> list[bytes]:
     return [b"\x00" + frame.finish(7), *made]
 
 
-def _grammar() -> Callable[[bytes], None]:
-    from baton.errors import InvalidGrammar
-    from baton.grammar import Grammar, GrammarKind
-    from baton.grammars.grammar_library import GrammarCompiler
-    from tests.support.router.front_fakes import EOS, tiny_backend
-
-    backend = tiny_backend()
-    compiler = GrammarCompiler(
-        backend.to_str(), backend.get_vocab_size(), [backend.token_to_id(EOS) or 0]
-    )
-    kinds = (GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.LARK)
-
-    def one(data: bytes) -> None:
-        if data:
-            with suppress(InvalidGrammar):
-                text = data[1:].decode(errors="replace")
-                compiler.compile(Grammar(kinds[data[0] % len(kinds)], text))
-
-    return one
-
-
-def _grammar_seeds() -> list[bytes]:
-    schema = {"type": "object", "properties": {"a": {"enum": [1, "b"]}}, "minProperties": 1}
-    texts = (
-        (0, json.dumps(schema)),
-        (0, '{"$ref": "#/$defs/a", "$defs": {"a": {"items": {"$ref": "#/$defs/a"}}}}'),
-        (0, '{"type": "string", "pattern": "^a{3,9}$", "maxLength": 9}'),
-        (1, "(a{1,9}){1,9}b|[^c]*"),
-        (2, 'start: a+\na: "x" | /y{2}/ | start'),
-        (2, 'root ::= "a" | [b-c]*'),
-    )
-    return [bytes([kind]) + text.encode() for kind, text in texts]
-
-
 TARGETS = {
     target.name: target
     for target in (
@@ -355,11 +290,8 @@ TARGETS = {
             _sse_seeds,
         ),
         Target("protobuf", ("baton.rpc.convert", "router"), _protobuf, _protobuf_seeds),
-        Target(
-            "chat-template", ("router.text.chat_template",), _chat_template, _chat_template_seeds
-        ),
         Target("http-body", ("router", "baton"), _http_body, _http_body_seeds),
         Target("handoff", ("kvtransfer",), _handoff, _handoff_seeds),
-        Target("grammar", ("baton.grammars.grammar_library",), _grammar, _grammar_seeds),
+        *SANDBOXED,
     )
 }

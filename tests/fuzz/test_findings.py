@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,20 +14,37 @@ from baton.rpc import convert
 from baton.v1 import worker_pb2
 from deploy.models.gguf_convert import convert as convert_gguf
 from kvtransfer.transports import shm_transport
+from tests.fuzz.target import Target, judged
 from tests.fuzz.targets import TARGETS
 from tests.support.deploy.tiny_gguf import write_gguf
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS.keys())
 def test_every_target_takes_its_seeds(target: object) -> None:
-    from tests.fuzz.target import Target
-
     assert isinstance(target, Target)
-    one = target.prepare()
+    one = judged(target)
     for seed in target.seeds():
         one(seed)
         one(seed[: len(seed) // 2])
     one(b"")
+
+
+@pytest.mark.parametrize(
+    ("cost", "why"),
+    [(lambda: sum(range(10**7)), "s of CPU time"), (lambda: len(bytearray(64 << 20)), "MiB")],
+    ids=["time", "memory"],
+)
+def test_an_input_that_costs_much_is_a_fault(cost: Callable[[], int], why: str) -> None:
+    def one(data: bytes) -> None:
+        if data == b"expensive":
+            cost()
+
+    cpu_s = 0.01 if "CPU" in why else 5.0
+    target = Target("t", (), lambda: one, lambda: [b"cheap"], max_cpu_s=cpu_s, max_memory_mib=32)
+    judge = judged(target)
+    judge(b"cheap")
+    with pytest.raises(AssertionError, match=why):
+        judge(b"expensive")
 
 
 def test_log_probabilities_without_their_tokens() -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.config_fields import ConfigFields
 from baton.errors import ConfigError
-from engine.checkpoint.config_fields import ConfigFields
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.rope_spec import read_rope_specs
 

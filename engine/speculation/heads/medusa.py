@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
+from baton.config_fields import ConfigFields
 from baton.errors import ConfigError
-from engine.checkpoint.config_fields import ConfigFields
 from engine.checkpoint.model_config import ModelConfig
 from engine.cpu.library import CoreShare
 from engine.model.layers import Linear

@@ -189,5 +189,5 @@ def _tokens(folder: Path) -> dict[int, str]:
         found = {int(id_): str(text) for text, id_ in pairs}
         added = content.get("added_tokens") or []
         return found | {int(token["id"]): str(token["content"]) for token in added}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error

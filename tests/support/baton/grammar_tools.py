@@ -50,7 +50,7 @@ def vocab_size() -> int:
 
 
 @functools.cache
-def small_grammars() -> CompiledGrammars:
+def small_grammars() -> CompiledGrammars[TokenMatcher]:
     return grammars_of(small_tokenizer().to_str, vocab_size(), [end_id()])
 
 
@@ -88,19 +88,21 @@ def allowed_in(state: AnswerState) -> set[int]:
 
 
 class SlowGrammars:
-    """Compiles when it is let; a text that begins with "bad" is refused."""
+    """Compiles when it is let; a text that begins with "bad" is refused, and "held" waits alone."""
 
     def __init__(self, max_grammars: int = 64) -> None:
         self.may_go = threading.Event()
+        self.release_held = threading.Event()
         self.compiled: list[str] = []
         self.seconds: list[float] = []
-        self.grammars = CompiledGrammars(
+        self.grammars = CompiledGrammars[TokenMatcher](
             lambda: self.compile, vocab_size(), max_grammars=max_grammars
         )
         self.gate = GrammarGate(self.grammars, self.seconds.append)
 
     def compile(self, grammar: Grammar) -> TokenMatcher:
-        assert self.may_go.wait(WAIT_S)
+        may_go = self.release_held if grammar.text == "held" else self.may_go
+        assert may_go.wait(WAIT_S)
         self.compiled.append(grammar.text)
         if grammar.text.startswith("bad"):
             raise InvalidGrammar("it is bad")

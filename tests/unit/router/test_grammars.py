@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ import pytest
 
 from baton.errors import InvalidGrammar
 from baton.grammar import Grammar, GrammarKind
+from baton.grammars import grammar_prover
 from baton.v1 import inference_pb2, sampling_pb2
 from router.inference.sampling_input import SamplingInput, final_sampling
 from router.openai.structural_tag import structural_tag
@@ -157,6 +159,50 @@ async def test_what_does_not_compile_is_refused_with_the_reason(
     assert why in error["message"]
     assert not front.dispatcher.requests
     assert front.requests() == {("unknown", "error", InvalidGrammar.code): 1}
+
+
+INTERSECTION = "start: A\nA: " + " & ".join(f"/.*w{n}.*/" for n in range(24))
+"""287 bytes. Without bounds, they take more than 40 s of CPU time and 6 GiB."""
+
+
+@pytest.fixture
+def tight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds with which tests take a second each."""
+    monkeypatch.setattr(grammar_prover, "MAX_CPU_S", 1.0)
+    monkeypatch.setattr(grammar_prover, "MAX_MEMORY_BYTES", 128 << 20)
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"guided_grammar": INTERSECTION}, "guided_grammar"),
+        ({"structured_outputs": {"grammar": INTERSECTION}}, "structured_outputs.grammar"),
+    ],
+)
+async def test_a_grammar_that_costs_too_much_is_one_clients_400(
+    asked: dict[str, Any], param: str, tight: None
+) -> None:
+    front = make_front()
+    app = front.app()
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://baton") as client:
+        warm = await client.post(CHAT, json={**HELLO, "guided_regex": "a"})
+        assert warm.status_code == 200
+        cpu = time.process_time()
+        response = await client.post(CHAT, json={**HELLO, **asked})
+        assert time.process_time() - cpu < 0.5
+        error = check_error(response, 400, param)
+        assert error["code"] == InvalidGrammar.code
+        assert "to compile; simplify it" in error["message"]
+        again = await client.post(CHAT, json={**HELLO, "guided_regex": "b"})
+        assert again.status_code == 200
+
+
+async def test_a_grammar_that_costs_too_much_over_grpc(tight: None) -> None:
+    front = make_front()
+    error = await refused(front, asking(sampling_pb2.Grammar(lark=INTERSECTION)))
+    assert error.code().name == "INVALID_ARGUMENT"
+    assert "simplify it" in (error.details() or "")
 
 
 async def test_each_is_compiled_once_and_counted() -> None:

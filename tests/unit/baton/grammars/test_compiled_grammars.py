@@ -23,7 +23,7 @@ class CountingCompiler:
         self.compiled: Counter[str] = Counter()
         self.may_go = threading.Event()
         self.may_go.set()
-        self.began = threading.Event()
+        self.all_began = threading.Semaphore(0)
 
     def load(self) -> CountingCompiler:
         self.loads += 1
@@ -31,7 +31,7 @@ class CountingCompiler:
 
     def __call__(self, grammar: Grammar) -> TokenMatcher:
         self.compiled[grammar.text] += 1
-        self.began.set()
+        self.all_began.release()
         assert self.may_go.wait(WAIT_S)
         if grammar.text == "bad":
             raise InvalidGrammar("it is bad")
@@ -54,23 +54,14 @@ def test_each_is_compiled_once(compiler: CountingCompiler) -> None:
     assert grammars.kept(regex("a")) is not None
 
 
-def test_the_library_is_loaded_before_the_first_grammar(compiler: CountingCompiler) -> None:
-    grammars = CompiledGrammars(compiler.load, vocab_size())
-    grammars.prepare()
-    assert (compiler.loads, compiler.compiled) == (1, {})
-    grammars.matcher(regex("a"))
-    grammars.prepare()
-    assert compiler.loads == 1
-
-
-def test_a_library_that_cannot_be_loaded_fails_the_first_grammar() -> None:
+def test_a_library_that_cannot_be_loaded_fails_each_grammar() -> None:
     def load() -> CountingCompiler:
         raise InvalidGrammar("no memory")
 
-    grammars = CompiledGrammars(load, vocab_size())
-    grammars.prepare()
-    with pytest.raises(InvalidGrammar, match="no memory"):
-        grammars.matcher(regex("a"))
+    grammars = CompiledGrammars[TokenMatcher](load, vocab_size())
+    for _ in range(2):
+        with pytest.raises(InvalidGrammar, match="no memory"):
+            grammars.matcher(regex("a"))
 
 
 def test_matchers_of_one_grammar_do_not_disturb_each_other(compiler: CountingCompiler) -> None:
@@ -122,22 +113,24 @@ def test_what_is_refused_is_not_kept(compiler: CountingCompiler) -> None:
     assert compiler.compiled == {"bad": 2}
 
 
-def test_threads_that_want_the_same_compile_it_once(compiler: CountingCompiler) -> None:
-    """And who wants one that is kept does not wait for them."""
+def test_threads_wait_for_their_own_grammars_alone(compiler: CountingCompiler) -> None:
     grammars = CompiledGrammars(compiler.load, vocab_size())
-    grammars.matcher(regex("kept"))
-    compiler.began.clear()
     compiler.may_go.clear()
-    threads = [threading.Thread(target=grammars.matcher, args=[regex("a")]) for _ in range(3)]
+    threads = [
+        threading.Thread(target=grammars.matcher, args=[regex(text)]) for text in ("a", "b", "a")
+    ]
     for thread in threads:
         thread.start()
-    assert compiler.began.wait(WAIT_S)
-    grammars.matcher(regex("kept"))
+    assert compiler.all_began.acquire(timeout=WAIT_S)
+    assert compiler.all_began.acquire(timeout=WAIT_S)
+    assert compiler.all_began.acquire(timeout=WAIT_S)
     compiler.may_go.set()
     for thread in threads:
         thread.join(WAIT_S)
         assert not thread.is_alive()
-    assert compiler.compiled == {"kept": 1, "a": 1}
+    assert grammars.kept(regex("a")) is not None
+    assert grammars.kept(regex("b")) is not None
+    assert compiler.loads == 1
 
 
 def test_a_tokenizer_that_is_not_there() -> None:

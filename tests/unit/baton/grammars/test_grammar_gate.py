@@ -8,10 +8,15 @@ import time
 import pytest
 
 from baton.errors import DeadlineExceeded, InvalidGrammar, Overloaded
-from baton.grammars.grammar_gate import MAX_OF_TENANT, MAX_WAITING
+from baton.grammars.grammar_gate import MAX_OF_TENANT
 from tests.support.baton.grammar_tools import WAIT_S, SlowGrammars, encode, regex
 
 SALT, OTHER = b"", b"other"
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
 
 
 def soon() -> float:
@@ -94,34 +99,47 @@ async def test_one_that_gives_up_does_not_end_it_for_others() -> None:
 async def test_a_tenant_has_a_share_of_the_places_and_others_have_theirs() -> None:
     slow = SlowGrammars()
     texts = [f"a{n}" for n in range(MAX_OF_TENANT + 1)]
-    waiting = [asyncio.create_task(slow.gate.ready(regex(texts[0]), SALT, soon()))]
-    await asyncio.sleep(0.01)
-    waiting += [asyncio.create_task(slow.gate.ready(regex(t), SALT, soon())) for t in texts[1:]]
-    await asyncio.sleep(0)
+    waiting = [asyncio.create_task(slow.gate.ready(regex(t), SALT, soon())) for t in texts]
+    await settle()
     with pytest.raises(Overloaded, match=f"{MAX_OF_TENANT} new grammars") as refused:
         await slow.gate.ready(regex("b"), SALT, soon())
     assert refused.value.retry_after
     waiting.append(asyncio.create_task(slow.gate.ready(regex("b"), OTHER, soon())))
-    await asyncio.sleep(0)
+    await settle()
     slow.may_go.set()
     await asyncio.gather(*waiting)
     await slow.gate.ready(regex("b"), SALT, soon())
-    # One compiled when the other tenant came, and one stood first.
-    assert slow.compiled.index("b") <= 2
     assert len(slow.compiled) == len(texts) + 2
 
 
-async def test_places_are_shared_by_the_tenants_that_wait() -> None:
+async def test_a_grammar_is_ready_while_one_of_another_tenant_compiles() -> None:
     slow = SlowGrammars()
-    salts = [bytes([number]) for number in range(MAX_WAITING)]
-    for salt in salts:
-        slow.gate.begin(regex("a"), salt)
-    slow.gate.begin(regex("a"), b"one more")
-    with pytest.raises(Overloaded):
-        slow.gate.begin(regex("b"), salts[0])
+    held = asyncio.create_task(slow.gate.ready(regex("held"), SALT, soon()))
+    next_of_tenant = asyncio.create_task(slow.gate.ready(regex("a"), SALT, soon()))
+    await settle()
     slow.may_go.set()
-    await slow.gate.ready(regex("a"), b"one more", soon())
-    assert len(slow.compiled) == MAX_WAITING + 1
+    await slow.gate.ready(regex("b"), OTHER, soon())
+    assert slow.compiled == ["b"]
+    assert not held.done()
+    assert not next_of_tenant.done()
+    slow.release_held.set()
+    await asyncio.gather(held, next_of_tenant)
+    assert slow.compiled == ["b", "held", "a"]
+
+
+async def test_a_grammar_begun_in_vain_is_begun_by_the_request() -> None:
+    slow = SlowGrammars()
+    for n in range(MAX_OF_TENANT + 1):
+        slow.gate.begin(regex(f"a{n}"), SALT)
+    await settle()
+    slow.gate.begin(regex("b"), SALT)
+    await settle()
+    slow.may_go.set()
+    while not slow.gate.idle:
+        await asyncio.sleep(0.001)
+    assert "b" not in slow.compiled
+    await slow.gate.ready(regex("b"), SALT, soon())
+    assert slow.compiled[-1] == "b"
 
 
 async def test_what_one_tenant_has_compiled_is_not_ready_for_another() -> None:
@@ -139,12 +157,25 @@ async def test_what_one_tenant_has_compiled_is_not_ready_for_another() -> None:
 async def test_what_nothing_waits_for_any_more_is_not_compiled() -> None:
     slow = SlowGrammars()
     first = asyncio.create_task(slow.gate.ready(regex("a"), SALT, soon()))
-    await asyncio.sleep(0.01)
+    await settle()
     left = asyncio.create_task(slow.gate.ready(regex("b"), SALT, soon()))
-    await asyncio.sleep(0)
+    await settle()
     left.cancel()
     await asyncio.wait([left])
     last = asyncio.create_task(slow.gate.ready(regex("c"), SALT, soon()))
     slow.may_go.set()
     await asyncio.gather(first, last)
     assert slow.compiled == ["a", "c"]
+
+
+async def test_a_dropped_grammar_can_be_requested_again_at_once() -> None:
+    slow = SlowGrammars()
+    first = asyncio.create_task(slow.gate.ready(regex("a"), SALT, soon()))
+    await settle()
+    with pytest.raises(DeadlineExceeded):
+        await slow.gate.ready(regex("b"), SALT, time.monotonic())
+    again = asyncio.create_task(slow.gate.ready(regex("b"), SALT, soon()))
+    slow.may_go.set()
+    assert await again is not None
+    assert await first is not None
+    assert slow.compiled == ["a", "b"]

@@ -33,6 +33,13 @@ PERSON = schema(
         }
     )
 )
+KINDS = [
+    {"type": "object", "properties": {"kind": {"const": kind}, name: {"type": "integer"}}}
+    for kind, name in (("a", "x"), ("b", "y"))
+]
+UNION = schema(json.dumps({"oneOf": KINDS}))
+"""A discriminated union. Nothing requires ``kind``, so the library cannot prove that no value
+matches both schemas."""
 COMPILE_S = 20.0
 """A generous bound on a machine that does other work; a second is what was seen."""
 
@@ -59,6 +66,9 @@ def lark(text: str) -> Grammar:
         (PERSON, '{"name": "Ada", "age": 36, "more": 1}', False),
         (PERSON, '{"name": "Ada", "age": 3', False),
         (PERSON, '{"name":     "Ada", "age": 36}', False),
+        (UNION, '{"kind": "a", "x": 1}', True),
+        (UNION, '{"kind": "b", "y": 1}', True),
+        (UNION, '{"kind": "b", "x": 1}', False),
         (regex(r"[0-9]{3}-x+"), "123-xx", True),
         (regex(r"[0-9]{3}-x+"), "123-", False),
         (regex(r"[0-9]{3}-x+"), "a123-x", False),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
+from baton.config_fields import MAX_VOCAB
 from baton.errors import ConfigError
 from engine.checkpoint.families import FAMILIES
 from engine.checkpoint.model_config import ExpertsConfig, ModelConfig, load_model_config
@@ -177,6 +178,20 @@ def test_ends_of_sequence(
     expected: tuple[int, ...],
 ) -> None:
     assert load(tmp_path, generation, eos_token_id=own).eos_ids == expected
+
+
+@pytest.mark.parametrize("value", [["x"], ["x", 1], "x", [None], True, [-1], 1.5, 2**40])
+@pytest.mark.parametrize("file", ["config", "generation_config"])
+def test_ends_of_sequence_that_are_none_are_named(tmp_path: Path, file: str, value: Any) -> None:
+    generation = {"eos_token_id": value} if file == "generation_config" else {}
+    own = {"eos_token_id": value} if file == "config" else {}
+    with pytest.raises(ConfigError, match=rf"{file}\.json: eos_token_id"):
+        load(tmp_path, generation, **own)
+
+
+def test_a_vocabulary_beyond_all_published_ones_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json: vocab_size"):
+        load(tmp_path, vocab_size=MAX_VOCAB + 1)
 
 
 def test_a_folder_without_a_config(tmp_path: Path) -> None:

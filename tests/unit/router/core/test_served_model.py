@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from baton.errors import ConfigError
 from router.core.served_model import ServedModel
 
 
@@ -28,3 +29,19 @@ def test_the_context_is_the_models_own_or_its_bound(
     model = ServedModel.of("tiny", tmp_path, bound, "1234abcd")
     assert (model.id, model.context_length, model.embedding_size) == ("tiny", context, 8)
     assert model.revision == "1234abcd"
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        ({}, "hidden_size"),
+        ({"hidden_size": "x"}, "hidden_size"),
+        ({"hidden_size": 8, "max_position_embeddings": [1]}, "max_position_embeddings"),
+        ({"hidden_size": 8, "text_config": 5}, "text_config"),
+        ([], "JSON object"),
+    ],
+)
+def test_a_malformed_config_is_named(tmp_path: Path, config: Any, field: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=rf"config\.json.*{field}"):
+        ServedModel.of("tiny", tmp_path)

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from baton.errors import InvalidRequest, Overloaded, RequestTooLarge
-from router.core.turns import FairTurns
+from baton.host.turns import FairTurns
 from router.http import client
 from router.http.client import (
     LARGE_AT_ONCE,

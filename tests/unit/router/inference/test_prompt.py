@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from baton.config.cluster import Config
+from baton.config_fields import ConfigFields
 from baton.errors import InvalidRequest
 from baton.host.background import INLINE
 from router.dialects.families import FORMATS, format_for
@@ -25,7 +26,8 @@ from router.inference.prompt import (
     result_turn,
 )
 from router.inference.sampling_input import SamplingInput
-from router.text.chat_template import ChatTemplate, load_chat_template
+from router.text.chat_template import ChatTemplate
+from router.text.tokenizer_files import load_chat_template
 from tests.support.router.front_fakes import TEMPLATE, tiny_tokenizer
 
 WAIT_S = 20.0
@@ -146,7 +148,8 @@ def test_smollm3_calls_its_tools_otherwise() -> None:
 
 def test_tools_select_the_template_for_tools(tmp_path: Path) -> None:
     templates = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": KNOWS}]
-    template = load_chat_template(tmp_path, {"chat_template": templates}, {})
+    settings = ConfigFields(tmp_path, {"chat_template": templates})
+    template = load_chat_template(tmp_path, settings, {})
     assert template is not None
     assert not template.knows_tools
     assert template.for_tools.knows_tools

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tokenizers
 
 from baton.errors import ConfigError, InvalidRequest
+from router.text import tokenizer_files
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import PIECE_CHARACTERS, Tokenizer
+from router.text.tokenizer_files import MAX_TOKENIZER_BYTES
 from tests.support.router.front_fakes import EOS, TEMPLATE, tiny_backend, tiny_tokenizer
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads the tokenizer without its sandbox, which the test is not about."""
+
+    def load(file: Path) -> tokenizers.Tokenizer:
+        return tokenizers.Tokenizer.from_file(str(file))
+
+    monkeypatch.setattr(tokenizer_files, "load_backend", load)
+
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -62,11 +76,139 @@ def test_a_bad_model_folder_names_the_file(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
     path = folder(tmp_path, {})
     (path / "config.json").write_text("[")
-    with pytest.raises(ConfigError, match="is not JSON"):
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
         Tokenizer.load(path)
     (path / "config.json").write_text("[]")
-    with pytest.raises(ConfigError, match="must contain a JSON object"):
+    with pytest.raises(ConfigError, match=r"config\.json is not a JSON object"):
         Tokenizer.load(path)
+
+
+def vocabulary(ids: dict[str, Any], **fields: Any) -> str:
+    """A tokenizer.json with these tokens."""
+    model = {"type": "BPE", "vocab": ids, "merges": []}
+    return json.dumps({"version": "1.0", "added_tokens": [], "model": model, **fields})
+
+
+HOSTILE_TOKENIZERS = {
+    "a hole": (vocabulary({"a": 0, "b": 4_294_967_294}), r"model\.vocab has the id 4294967294"),
+    "a smaller hole": (vocabulary({"a": 0, "b": 10**8}), r"model\.vocab has the id 100000000"),
+    "a hole before an added token": (
+        vocabulary({"a": 0}, added_tokens=[{"id": 10**9, "content": "b"}]),
+        "added_tokens has the id 1000000000",
+    ),
+    "an id that is no number": (vocabulary({"a": "x"}), r"model\.vocab has the id 'x'"),
+    "an id below 0": (vocabulary({"a": -1}), r"model\.vocab has the id -1"),
+    "no vocabulary": (vocabulary(cast(Any, 5)), r"model\.vocab must be"),
+    "no model": ("{}", "model must be an object"),
+    "added tokens that are none": (vocabulary({}, added_tokens=[5]), "added_tokens must be"),
+    "deep": ("[" * 100_000, "recursion"),
+    "not Unicode": ("\udcff", "utf-8"),
+    "a normalizer that multiplies": (
+        vocabulary(
+            {"a": 0},
+            normalizer={
+                "type": "Sequence",
+                "normalizers": [
+                    {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 99}
+                ]
+                * 6,
+            },
+        ),
+        "to load it needs more than",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_TOKENIZERS)
+def test_a_hostile_tokenizer_is_refused_with_the_field_and_this_process_lives(
+    name: str, tmp_path: Path
+) -> None:
+    text, why = HOSTILE_TOKENIZERS[name]
+    path = folder(tmp_path, {}, config={}, generation_config={})
+    (path / "tokenizer.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ConfigError, match=why) as caught:
+        Tokenizer.load(path)
+    assert str(path / "tokenizer.json") in caught.value.message
+    # In KiB.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 32 << 10
+
+
+def test_a_tokenizer_file_is_bounded(tmp_path: Path) -> None:
+    path = folder(tmp_path, {})
+    with (path / "tokenizer.json").open("r+b") as file:
+        file.truncate(MAX_TOKENIZER_BYTES + 1)
+    with pytest.raises(ConfigError, match="the limit is"):
+        Tokenizer.load(path)
+
+
+def test_a_vocabulary_may_leave_some_ids_out(tmp_path: Path) -> None:
+    path = folder(tmp_path, {})
+    (path / "tokenizer.json").write_text(vocabulary({"a": 0, "b": 200_000}))
+    assert Tokenizer.load(path).encode("b") == (200_000,)
+
+
+MALFORMED: list[tuple[str, dict[str, Any], str]] = [
+    *(
+        (file, {"eos_token_id": value}, "eos_token_id")
+        for file in ("config", "generation_config")
+        for value in (["x"], ["x", 1], "x", [[1]], [None], True, [-1], 1.5, {"a": 1}, 2**40)
+    ),
+    *(("config", {"vocab_size": value}, "vocab_size") for value in (0, -1, "x", [1], 2**40, 1.5)),
+    *(
+        ("tokenizer_config", {"chat_template": value}, "chat_template")
+        for value in (5, True, {"a": "b"}, [5], ["x"])
+    ),
+    ("tokenizer_config", {"chat_template": [{"name": 5, "template": "x"}]}, "name"),
+    ("tokenizer_config", {"chat_template": [{"name": "default", "template": 5}]}, "template"),
+    ("tokenizer_config", {"chat_template": "{% for %}"}, "chat_template"),
+    *(
+        ("tokenizer_config", {name: value}, name)
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+        for value in (5, ["x"], {"content": 5}, {})
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "field"), MALFORMED)
+def test_a_malformed_field_is_named_with_its_file(
+    name: str, fields: dict[str, Any], field: str, tmp_path: Path, quick: None
+) -> None:
+    path = folder(tmp_path, {})
+    (path / f"{name}.json").write_text(json.dumps(fields))
+    with pytest.raises(ConfigError) as caught:
+        Tokenizer.load(path)
+    assert field in caught.value.message
+    assert str(path / f"{name}.json") in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["config", "generation_config", "tokenizer_config"])
+@pytest.mark.parametrize("text", ["", "[]", "5", "{", "[" * 100_000, "\udcff", "9" * 5000])
+def test_a_malformed_file_is_named(name: str, text: str, tmp_path: Path, quick: None) -> None:
+    path = folder(tmp_path, {})
+    (path / f"{name}.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ConfigError, match=rf"{name}\.json"):
+        Tokenizer.load(path)
+
+
+def test_a_malformed_template_file_is_named(tmp_path: Path, quick: None) -> None:
+    path = folder(tmp_path, {})
+    for text in (b"\xff", b"{% for %}"):
+        (path / "chat_template.jinja").write_bytes(text)
+        with pytest.raises(ConfigError, match=r"chat_template\.jinja"):
+            Tokenizer.load(path)
+
+
+def test_a_null_field_counts_as_absent(tmp_path: Path) -> None:
+    path = folder(
+        tmp_path,
+        {"eos_token": None, "bos_token": None, "chat_template": None, "add_bos_token": True},
+        config={"eos_token_id": None, "vocab_size": None},
+        generation_config={"eos_token_id": None},
+    )
+    tokenizer = Tokenizer.load(path)
+    assert not tokenizer.eos_ids
+    assert not tokenizer.has_chat_template
 
 
 def test_a_template_that_does_not_compile() -> None:

@@ -10,6 +10,10 @@ from typing import Any
 
 from baton.errors import ConfigError
 
+MAX_VOCAB = 1 << 24
+"""Maximum number of token ids of a model. The largest published vocabularies have 2^18."""
+_MAX_FILE_BYTES = 16 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class ConfigFields:
@@ -21,13 +25,22 @@ class ConfigFields:
 
     @classmethod
     def read(cls, path: Path) -> ConfigFields:
+        """Read a file. Raises ConfigError for a file that is not a JSON object, or has more than
+        16 MiB."""
         try:
-            values = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+            if path.stat().st_size > _MAX_FILE_BYTES:
+                raise ConfigError(f"{path} has more than {_MAX_FILE_BYTES} bytes")
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"{path} is not a JSON object")
         return cls(path, values)
+
+    @classmethod
+    def read_if_any(cls, path: Path) -> ConfigFields:
+        """Read a file as ``read`` does. A file that does not exist has no fields."""
+        return cls.read(path) if path.is_file() else cls(path, {})
 
     def over(self, defaults: Mapping[str, Any]) -> ConfigFields:
         """Return a copy in which absent fields have the values of ``defaults``. A null field stays
@@ -81,3 +94,32 @@ class ConfigFields:
         if not isinstance(value, dict):
             raise ConfigError(f"{self.path}: {name} must be an object, and is {value!r}")
         return ConfigFields(self.path, value)
+
+    def text(self, name: str) -> str:
+        """Return a text field; empty if the field is absent."""
+        value = self.get(name, "")
+        if not isinstance(value, str):
+            raise ConfigError(f"{self.path}: {name} must be a text, and is {value!r}")
+        return value
+
+    def vocab_size(self) -> int | None:
+        """Return the number of token ids; None if the field is absent."""
+        if self.get("vocab_size") is None:
+            return None
+        size = self.size("vocab_size")
+        if size > MAX_VOCAB:
+            raise ConfigError(f"{self.path}: vocab_size {size} exceeds {MAX_VOCAB}")
+        return size
+
+    def eos_ids(self) -> tuple[int, ...]:
+        """Return the ids of tokens that end an answer, one id or a list in the file; empty if the
+        field is absent."""
+        value = self.get("eos_token_id", [])
+        ids = value if isinstance(value, list) else [value]
+        for one in ids:
+            if not isinstance(one, int) or isinstance(one, bool) or not 0 <= one < MAX_VOCAB:
+                raise ConfigError(
+                    f"{self.path}: eos_token_id must be token ids (0 to {MAX_VOCAB - 1}), and has"
+                    f" {one!r}"
+                )
+        return tuple(ids)

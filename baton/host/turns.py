@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Hashable
 from contextlib import asynccontextmanager
 
 from baton.errors import Overloaded
@@ -44,12 +44,12 @@ class FairTurns:
         self._max_share = at_once - 1
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s
-        self._held: Counter[str] = Counter()
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._held: Counter[Hashable] = Counter()
+        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
         """Waiting futures by tenant, in the order of the tenants' next turns. No deque is empty."""
 
     @asynccontextmanager
-    async def turn(self, tenant: str) -> AsyncIterator[None]:
+    async def turn(self, tenant: Hashable) -> AsyncIterator[None]:
         """Wait until the tenant may run an operation, and hold this turn during the block. Raises
         Overloaded if too many operations of the tenant wait, or if the wait is too long."""
         if not self._take(tenant):
@@ -59,17 +59,17 @@ class FairTurns:
         finally:
             self._give_back(tenant)
 
-    def _take(self, tenant: str) -> bool:
+    def _take(self, tenant: Hashable) -> bool:
         if tenant in self._waiting or not self._may_have(tenant):
             return False
         self._free -= 1
         self._held[tenant] += 1
         return True
 
-    def _may_have(self, tenant: str) -> bool:
+    def _may_have(self, tenant: Hashable) -> bool:
         return self._free > 0 and self._held[tenant] < self._max_share
 
-    async def _wait(self, tenant: str) -> None:
+    async def _wait(self, tenant: Hashable) -> None:
         line = self._waiting.setdefault(tenant, deque())
         if len(line) >= self._max_waiting:
             raise Overloaded(
@@ -94,14 +94,14 @@ class FairTurns:
                 ) from None
             raise
 
-    def _leave(self, tenant: str, mine: asyncio.Future[None]) -> None:
+    def _leave(self, tenant: Hashable, mine: asyncio.Future[None]) -> None:
         line = self._waiting.get(tenant)
         if line is not None and mine in line:
             line.remove(mine)
             if not line:
                 del self._waiting[tenant]
 
-    def _give_back(self, tenant: str) -> None:
+    def _give_back(self, tenant: Hashable) -> None:
         self._free += 1
         self._held[tenant] -= 1
         if not self._held[tenant]:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from baton.errors import Overloaded
-from router.core.turns import FairTurns
+from baton.host.turns import FairTurns
 
 
 class Work:
