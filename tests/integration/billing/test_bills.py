@@ -67,7 +67,7 @@ async def test_a_journal_of_an_older_router_is_reported(cluster: Cluster) -> Non
     old.write_bytes(json.dumps(bill).encode() + b"\n")
     router = cluster.router()
     field = json.dumps(["acme", "k", "short", "", "r"], separators=(",", ":"))
-    await router.client.hset(usage_key(f"baton:{{{cluster.id}}}", DAY), field, 2)  # type: ignore[misc]
+    await router.client.hset(usage_key(f"baton:{{{cluster.id}}}", DAY), field, 2)
     async with asyncio.timeout(DEADLINE_S):
         while old.exists():
             await asyncio.sleep(0.01)
