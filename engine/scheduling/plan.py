@@ -92,10 +92,10 @@ class StepPlan:
     def tokens(self) -> int:
         return sum([row.count for row in self.rows])
 
-    @property
+    @cached_property
     def decodes_only(self) -> bool:
         """Whether every row computes one token, so that the step is short."""
-        return self.tokens == len(self.rows)
+        return all(row.count == 1 for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
