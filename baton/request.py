@@ -122,6 +122,17 @@ class SequenceSpec:
     """The router's number of ``choice``, by which ``PackedTokens`` name it. The number of
     ``choice + n`` is higher by n. 0: the router does not read packed tokens."""
 
+    @property
+    def max_token_id(self) -> int:
+        """The largest token id in any field; -1 if there is no token id."""
+        sampling, span = self.sampling, self.reasoning
+        biased = [token for token, _ in sampling.logit_bias]
+        runs = [self.token_ids, sampling.stop_token_ids, sampling.allowed_token_ids, biased]
+        runs += sampling.bad_words
+        if span is not None:
+            runs += [*span.ends, span.start, span.forced]
+        return max([max(run) for run in runs if run], default=-1)
+
 
 @dataclass(slots=True)
 class PackedTokens:

@@ -89,7 +89,8 @@ class DecodeRequests:
         """Reserve blocks for an offer as soon as there is room and all earlier offers are answered.
 
         A caller that cancels the future leaves the queue. Raises Unavailable if the worker accepts
-        no more work, and what ``ReserveQueue.add`` raises.
+        no more work, InvalidRequest for a token id that the model lacks, and what
+        ``ReserveQueue.add`` raises.
         """
         if self.closing.is_set():
             raise stopping()
@@ -99,6 +100,7 @@ class DecodeRequests:
             asked.set_result(self.reserve(offer))
             return asked
         self.context.intake.check()
+        self.context.check_token_ids(offer.spec)
         self.receiver.check_offer(offer)
         offer.deadline = time.monotonic() + offer.spec.deadline_s
         return self.reserves.add(offer)
@@ -167,6 +169,9 @@ class DecodeRequests:
         HandoffError, TicketEnded.
         """
         now = time.monotonic()
+        vocab_size = self.context.engine.config.vocab_size
+        if any(first.token_id >= vocab_size for first in firsts):
+            raise HandoffError("the writer has sent a first token that the model does not have")
         offer, ticket = self.receiver.commit(ticket_id, writer, self.clock())
         spec, blocks = offer.spec, ticket.pinned + ticket.missing
         deadline = self._deadlines.pop((spec.request_id, spec.attempt))

@@ -102,8 +102,8 @@ class WorkerContext:
         return GrammarGate(self.engine.grammars, seconds.observe)
 
     def check_prompt(self, spec: SequenceSpec) -> None:
-        """Raise InvalidRequest if the prompt is too long for this worker, or leaves no token to
-        generate."""
+        """Raise InvalidRequest if the prompt is too long for this worker, leaves no token to
+        generate, or has an unknown token id."""
         context = self.engine.context_length
         if not 0 < spec.prompt_length <= len(spec.token_ids) < context:
             raise InvalidRequest(
@@ -112,6 +112,19 @@ class WorkerContext:
         if len(spec.token_ids) - spec.prompt_length >= spec.sampling.max_tokens:
             raise InvalidRequest(
                 f"max_tokens is {spec.sampling.max_tokens}: no token is left to generate"
+            )
+        self.check_token_ids(spec)
+
+    def check_token_ids(self, spec: SequenceSpec) -> None:
+        """Raise InvalidRequest if a request has a token id for which the model has no row.
+
+        The engine would fail the step of all its requests, or read foreign memory on a GPU. Routers
+        check ids, too, but the port of a worker is open to other callers.
+        """
+        vocab_size = self.engine.config.vocab_size
+        if (largest := spec.max_token_id) >= vocab_size:
+            raise InvalidRequest(
+                f"the model has no token id {largest}: its ids end at {vocab_size - 1}"
             )
 
 

@@ -342,7 +342,8 @@ def tokens_to_proto(tokens: PackedTokens) -> decode_pb2.PackedTokens:
     return decode_pb2.PackedTokens(
         numbers=tokens.numbers,
         indexes=tokens.indexes,
-        counts=() if len(tokens.token_ids) == len(tokens.numbers) else tokens.counts,
+        # Without counts, each run has one token.
+        counts=() if set(tokens.counts) == {1} else tokens.counts,
         token_ids=tokens.token_ids,
     )
 

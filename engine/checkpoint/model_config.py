@@ -105,12 +105,13 @@ def load_model_config(folder: Path, max_model_len: int = 0) -> ModelConfig:
             f"{path}: num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}"
         )
     layers, head_dim = fields.size("num_hidden_layers"), fields.size("head_dim", hidden // heads)
+    vocab_size = fields.vocab_size() or fields.size("vocab_size")
     context = fields.size("max_position_embeddings", 2048)
     sliding = family.sliding_layers(fields)
     ropes, layer_ropes = _ropes(fields, family, sliding, head_dim, context)
     return ModelConfig(
         architecture=architecture,
-        vocab_size=fields.vocab_size() or fields.size("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=fields.size("intermediate_size"),
         layers=layers,
@@ -120,7 +121,8 @@ def load_model_config(folder: Path, max_model_len: int = 0) -> ModelConfig:
         context_length=_bounded(path, context, max_model_len),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         tied_embeddings=fields.flag("tie_word_embeddings"),
-        eos_ids=_eos_ids(folder, whole, fields),
+        # The model never draws a token for which it has no row.
+        eos_ids=tuple(n for n in _eos_ids(folder, whole, fields) if 0 <= n < vocab_size),
         activation=_activation(fields),
         norm_offset=family.norm_offset,
         norm_placement=family.norm_placement,

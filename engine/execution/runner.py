@@ -73,6 +73,8 @@ class ModelRunner:
         began = time.perf_counter()
         self._take_news(plan)
         plan, left_out = self._computable(plan)
+        if not plan.rows:
+            return nothing_computed(plan.step, left_out)
         rows = self._drafted(plan.rows)
         result = self._compute(plan.step, rows)
         if self.device.type == "cuda":
@@ -179,8 +181,7 @@ class ModelRunner:
         the removed rows.
 
         Such a row was planned while a step was in flight that then failed. It needs a token that
-        was never sampled, or a sequence that the runner does not know. Raises RuntimeError if no
-        row is left.
+        was never sampled, or a sequence that the runner does not know.
         """
         known = self._known
         left_out = tuple(
@@ -194,8 +195,6 @@ class ModelRunner:
         if not left_out:
             return plan, ()
         rows = tuple(row for place, row in enumerate(plan.rows) if place not in left_out)
-        if not rows:
-            raise RuntimeError("the step before this one failed")
         return replace(plan, rows=rows), left_out
 
     def _failed(self, rows: tuple[PlanRow, ...]) -> tuple[tuple[int, str], ...]:
@@ -379,6 +378,11 @@ def step_of(
     """Make the model's input for the plan's rows."""
     greedy = not work.needs_logits
     return StepInput(rows, work.token_ids, work.outputs, greedy, hidden_layers)
+
+
+def nothing_computed(step: int, left_out: tuple[int, ...]) -> StepResult:
+    """Make the result of a step of which no row can be computed."""
+    return StepResult(step, ((),) * len(left_out), left_out=left_out)
 
 
 def with_left_out(result: StepResult, left_out: tuple[int, ...]) -> StepResult:

@@ -6,7 +6,8 @@ known, and awaited at once, since its result determines where the next step begi
 
 A step may fail when it starts or ends, for example because memory ran out, and other steps
 continue. No sequence keeps a placeholder whose token will not arrive: it is removed from the
-sequence. A later step with one of these sequences fails.
+sequence. A later step leaves this sequence out. Only a step that is started before the failure is
+known may fail with the same error.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from engine.execution.runner import (
     ModelRunner,
     accepted_of,
     in_plan_order,
+    nothing_computed,
     step_of,
     with_left_out,
 )
@@ -58,6 +60,9 @@ class _Step:
     seconds: float | None = None
     """Duration of the step in seconds, from the end of the previous step, or from this step's start
     if that was later. None until the step has ended."""
+    has_failed: bool = False
+    """Whether the step's end was an error. The thread that waits for the result sets it, before it
+    reports the error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +148,12 @@ class GpuRunner(ModelRunner):
         # First: new sequences arrive only once, and must not be lost with an earlier step.
         self._take_news(plan)
         self._learn_costs()
+        if any(unsettled.step.has_failed for unsettled in self._unsettled):
+            self._cut_off()
         self._settle(running)
         plan, left_out = self._computable(plan)
+        if not plan.rows:
+            return partial(nothing_computed, plan.step, left_out)
         places = self._order.arrange(plan.rows)
         arranged = replace(plan, rows=tuple([plan.rows[place] for place in places]))
         ending = self._begin_rows(arranged, began)
@@ -180,7 +189,12 @@ class GpuRunner(ModelRunner):
         self._name_tokens(step, started, work.draws)
 
         def ending() -> StepResult:
-            token_ids = tuple(by_row(plan.rows, started.token_ids()))
+            try:
+                drawn = started.token_ids()
+            except Exception:
+                step.has_failed = True
+                raise
+            token_ids = tuple(by_row(plan.rows, drawn))
             return StepResult(plan.step, token_ids, self._ended(step), failed)
 
         return ending

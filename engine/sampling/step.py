@@ -90,6 +90,9 @@ class StepWork:
     """For each row that samples, its number of draws."""
     scored: list[Scored] = field(default_factory=list)
     """Prompt tokens whose log probabilities are wanted."""
+    one_each: bool = True
+    """Whether draw k uses output k, for each output. Equal numbers of outputs and draws do not
+    prove this: a step may score a prompt token and draw two choices from another output."""
     needs_logits: bool = False
     """Whether the step must return logits, because the most likely tokens are not enough."""
     needs_host: bool = False
@@ -104,6 +107,7 @@ class StepWork:
         prompt token that follows it. The caller must have added the row's tokens to ``token_ids``
         just before."""
         self.needs_logits = True
+        self.one_each = False
         begin = len(self.token_ids) - row.count
         for n in range(row.scored):
             self.scored.append(Scored(len(self.outputs), known[row.start + n + 1], top))
@@ -135,6 +139,7 @@ class StepWork:
 
     def draw_choices(self, draws: Sequence[SampleRow]) -> None:
         """Add several draws that all use the logits of the step's last token."""
+        self.one_each = False
         self.draw_rows += [len(self.outputs)] * len(draws)
         self.outputs.append(len(self.token_ids) - 1)
         self._add(draws)
@@ -154,11 +159,11 @@ class StepWork:
 
         If true, each output has one draw and no score, and nothing is embedded.
         """
-        return not (self.needs_host or self.embedded) and len(self.outputs) == len(self.draws)
+        return self.one_each and not (self.needs_host or self.embedded)
 
     def draw_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Select a row of logits for each draw from [outputs, vocab_size]."""
-        if len(self.outputs) == len(self.draws):
+        if self.one_each:
             return logits
         return logits[torch.tensor(self.draw_rows, dtype=torch.int64, device=logits.device)]
 
@@ -194,8 +199,6 @@ def result_of(
 
 def by_row(rows: Sequence[PlanRow], drawn: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Split drawn tokens by row. Each row that samples must have one draw; other rows get none."""
-    if len(drawn) == len(rows):
-        return zip(drawn)
     tokens = iter(drawn)
     return ((next(tokens),) if row.sample else () for row in rows)
 

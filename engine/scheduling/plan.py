@@ -92,10 +92,10 @@ class StepPlan:
     def tokens(self) -> int:
         return sum([row.count for row in self.rows])
 
-    @property
+    @cached_property
     def decodes_only(self) -> bool:
         """Whether every row computes one token, so that the step is short."""
-        return self.tokens == len(self.rows)
+        return all(row.count == 1 for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +122,8 @@ class StepResult:
     embeddings: tuple[tuple[float, ...] | None, ...] = ()
     """Embedding of each row that wants one, fp32 [hidden_size]; empty if no row does."""
     left_out: tuple[int, ...] = ()
-    """Indexes of rows that were not computed, because an earlier step failed and their sequences
-    lack that step's tokens."""
+    """Indexes of rows that were not computed, because an earlier step failed and the engine lacks
+    that step's tokens of their sequences."""
 
 
 @dataclass(slots=True)
@@ -169,9 +169,11 @@ class ScheduledStep:
         "_landed",
         "_limits",
         "copied",
+        "is_alone",
         "rows",
         "sequences",
         "stayed",
+        "taken",
     )
 
     def __init__(self, limits: SchedulerLimits, bounds: SequenceBounds) -> None:
@@ -181,11 +183,17 @@ class ScheduledStep:
         """The sequences of the step, in the order of the plan."""
         self.rows: list[PlanRow] = []
         """The row of each sequence."""
-        self.copied: list[int] = []
-        """Blocks that the plan copies from. They stay pinned until the step has ended."""
+        self.copied: dict[Sequence, int] = {}
+        """For each sequence with a copied block, the block that the plan copies from. It stays
+        pinned until the step has ended."""
         self.stayed: list[Sequence] = []
-        """Sequences that had not left the scheduler when their results were applied, and the
-        siblings that they started."""
+        """Sequences that had not left the scheduler when the step ended for them."""
+        self.taken: list[Sequence] = []
+        """Sequences whose results were applied, perhaps in part, and the siblings that they
+        started."""
+        self.is_alone = False
+        """Whether the step has one sequence, and no other step was in flight when it was planned.
+        If it fails, the error belongs to that sequence."""
         self._highest: list[int] = []
         """``Sequence.highest`` after the step, for each row; empty if the engine drafts no
         tokens."""
@@ -234,15 +242,16 @@ class ScheduledStep:
 
     def make_plan(self, step: int, dropped: tuple[int, ...]) -> StepPlan:
         """Make the step plan. Sequences do not change until ``mark_planned`` is called."""
-        new, copies = [], []
+        new, copies, copied = [], [], {}
         for sequence, row in zip(self.sequences, self.rows, strict=True):
             if sequence.copy_of is not None:
                 own = row.block_table[row.start // self._limits.block_size]
                 copies.append((sequence.copy_of, own))
+                copied[sequence] = sequence.copy_of
             if not sequence.known_to_engine:
                 new.append(_introduced(sequence))
         self._highest = self._highest_of_rows() if self._limits.draft_tokens else []
-        self.copied = [source for source, _ in copies]
+        self.copied = copied
         return StepPlan(step, tuple(new), dropped, tuple(self.rows), tuple(copies))
 
     def _highest_of_rows(self) -> list[int]:

@@ -14,6 +14,14 @@ States of a sequence:
 
     running ─prefill_only, first token sampled→ held (its blocks are being sent) ─release→ gone
 
+    running, waiting ─its step failed→ isolated, in its state before that step;
+    isolated ─a step of its own ends well→ running;  ─a step of its own fails→ gone
+
+A step may fail because of one of its rows. So after a failed step, each of its sequences runs in a
+step of its own, with no other step in flight. Only the sequences whose own steps fail end. The
+engine gets an isolated sequence again, as after a preemption. Its blocks stay: the step that failed
+has only written to slots after the computed tokens.
+
 Blocks of a sequence that ends are released when no plan in flight names it any more: until then the
 engine may still write to them. Plain Python, owned by the engine core; up to two plans are in
 flight.
@@ -61,6 +69,11 @@ class Scheduler:
         """
         self._handed_back: list[Sequence] = []
         self._expired: list[Sequence] = []
+        self._isolated: dict[Sequence, None] = {}
+        """Sequences that run alone next, in this order."""
+        self._rewinding: set[Sequence] = set()
+        """Isolated sequences that a plan in flight still names. The results of these plans are
+        built on a failed step, and are not applied."""
         self._dropped: list[int] = []
         self._step = 0
         self._plans: dict[int, ScheduledStep] = {}
@@ -104,6 +117,11 @@ class Scheduler:
             if len(s.token_ids) + s.pending - s.scheduled > 1:
                 return s.scheduled
         return None
+
+    @property
+    def is_isolating(self) -> bool:
+        """Whether sequences of a failed step have to run alone next."""
+        return bool(self._isolated)
 
     def is_idle(self) -> bool:
         return not (self.waiting or self.running or self.held or self._plans or self._leaving)
@@ -166,6 +184,8 @@ class Scheduler:
             self.preemptions += 1
             sequence.preempted = True
         self.held.discard(sequence)
+        self._isolated.pop(sequence, None)
+        self._rewinding.discard(sequence)
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
@@ -209,6 +229,10 @@ class Scheduler:
         budget = self.limits.chunk_tokens
         chunks = budget if max_prompt_tokens is None else max_prompt_tokens
         self._release_all_idle()
+        if self._isolated:
+            alone = self._schedule_alone(min(budget, chunks), returns_here)
+            if alone is not None or self._isolated:
+                return alone
         preemptions = self.preemptions
         rows = ScheduledStep(self.limits, self._bounds)
         # ``_left``, without a call for each sequence.
@@ -241,8 +265,41 @@ class Scheduler:
             self._admit(rows, chunks)
         return self._send(rows) if rows else None
 
+    def _schedule_alone(self, most: int, returns_here: ReturnsHere | None) -> StepPlan | None:
+        """Plan a step of at most ``most`` tokens for the first isolated sequence. None if another
+        step is in flight.
+
+        An isolated sequence without room for a step is no longer isolated: it waits as others do.
+        """
+        if self._plans:
+            return None
+        while self._isolated:
+            sequence = next(iter(self._isolated))
+            if self._may_run_alone(sequence, returns_here):
+                rows = ScheduledStep(self.limits, self._bounds)
+                rows.add(sequence, most)
+                return self._send(rows)
+            self._isolated.pop(sequence, None)
+        return None
+
+    def _may_run_alone(self, sequence: Sequence, returns_here: ReturnsHere | None) -> bool:
+        if sequence in self.running:
+            return self._may_step(sequence, returns_here)
+        has_place = len(self.running) < self.limits.max_sequences
+        if sequence.returning or not (has_place and self._take_blocks(sequence)):
+            return False
+        self._start(sequence)
+        return True
+
+    def _start(self, sequence: Sequence) -> None:
+        """Move a queued sequence that has its blocks to the running ones."""
+        self.waiting.remove(sequence)
+        sequence.preempted = False
+        self.running.append(sequence)
+
     def _send(self, rows: ScheduledStep) -> StepPlan:
         """Make the step plan from ``rows``, and record the plan as in flight."""
+        rows.is_alone = len(rows.rows) == 1 and not self._plans
         plan = rows.make_plan(self._step + 1, tuple(self._dropped))
         rows.mark_planned()
         self._step += 1
@@ -347,9 +404,7 @@ class Scheduler:
             sequence = self._next_in_line(prompts=chunks > 0)
             if sequence is None:
                 break
-            self.waiting.remove(sequence)
-            sequence.preempted = False
-            self.running.append(sequence)
+            self._start(sequence)
             is_chunk = _left(sequence) > 1
             count = rows.add(sequence, min(budget, chunks) if is_chunk else budget)
             budget -= count
@@ -399,8 +454,9 @@ class Scheduler:
         """Apply a step's result. Sequences that have left the scheduler since the step was planned
         are not reported.
 
-        If this method raises, no result of the step has been reported, and the caller must end the
-        step with ``fail``.
+        A sequence whose own result cannot be applied ends, with ``SequenceUpdate.error``. If this
+        method raises, no result of the step has been reported, and the caller must end the step
+        with ``fail``.
         """
         updates: list[SequenceUpdate] = []
         flight = self._plans[plan.step]
@@ -412,29 +468,56 @@ class Scheduler:
         while (place := flight.land(self._leaving)) is not None:
             sequence, row = flight.sequences[place], flight.rows[place]
             left = sequence in self._leaving
-            if not left and all_computed and _is_steady(sequence, row):
-                logprobs = (result.logprobs[place] if result.logprobs else None) or ()
-                tokens = result.token_ids[place]
-                updates.append(self._apply_steady(sequence, tokens, logprobs))
-            elif not left and sequence in failures:
-                self.remove(sequence)
-                updates.append(SequenceUpdate(sequence, (), 0, failure=failures[sequence]))
-            elif not left and place in result.left_out:
-                self.remove(sequence)
-                updates.append(SequenceUpdate(sequence, (), 0, lost=True))
-            elif not left:
-                if row.choices > 1:
-                    flight.stayed += sequence.siblings
-                self._count(sequence, row, token_s)
-                updates += self._apply(sequence, row, result, place)
+            if left:
+                pass
+            elif sequence in self._rewinding or place in result.left_out:
+                self.isolate(sequence)
+            else:
+                begun = len(flight.taken)
+                flight.taken.append(sequence)
+                try:
+                    if all_computed and _is_steady(sequence, row):
+                        logprobs = (result.logprobs[place] if result.logprobs else None) or ()
+                        tokens = result.token_ids[place]
+                        updates.append(self._apply_steady(sequence, tokens, logprobs))
+                    else:
+                        why = failures.get(sequence, "")
+                        updates += self._apply_row(flight, place, result, token_s, why)
+                except Exception as error:
+                    # The results of other rows may be right.
+                    updates.append(self._end_with(flight.taken[begun:], error))
             if self._giving_back:
                 self._release_if_idle(sequence)
+        if self._isolated:
+            for sequence in flight.taken:
+                self._isolated.pop(sequence, None)
         del self._plans[plan.step]
         return updates
 
+    def _apply_row(
+        self, flight: ScheduledStep, place: int, result: StepResult, token_s: float, why: str
+    ) -> list[SequenceUpdate]:
+        """Apply the result of one row, whatever it computes. ``why`` is the reason if its grammar
+        has failed."""
+        sequence, row = flight.sequences[place], flight.rows[place]
+        if why:
+            self.remove(sequence)
+            return [SequenceUpdate(sequence, (), 0, failure=why)]
+        if row.choices > 1:
+            flight.taken += sequence.siblings
+        self._count(sequence, row, token_s)
+        return self._apply(sequence, row, result, place)
+
+    def _end_with(self, sequences: list[Sequence], error: Exception) -> SequenceUpdate:
+        """End a sequence, and the siblings that it has started, because its result could not be
+        applied."""
+        for sequence in sequences:
+            self.remove(sequence)
+        return SequenceUpdate(sequences[0], (), 0, error=error)
+
     def _unpin(self, flight: ScheduledStep) -> None:
-        self.pool.release(flight.copied)
-        flight.copied = []
+        self.pool.release(list(flight.copied.values()))
+        flight.copied = {}
 
     def _count(self, sequence: Sequence, row: PlanRow, token_s: float) -> None:
         if row.start < len(sequence.spec.token_ids):
@@ -442,13 +525,24 @@ class Scheduler:
             sequence.compute_s += row.count * token_s
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
-        """End the sequences of a failed step. Returns the sequences that had not left the scheduler
-        earlier."""
+        """End a failed step. Returns the sequences that have ended with it, and had not left the
+        scheduler earlier.
+
+        These are the sequence of a step that ran alone, and sequences whose results were already
+        being applied. All others are isolated.
+        """
         flight = self._plans[plan.step]
         while flight.land(self._leaving) is not None:
             pass
-        for sequence in flight.stayed:
+        ended = flight.stayed if flight.is_alone else flight.taken
+        for sequence in ended:
             self.remove(sequence)
+        for sequence in flight.stayed:
+            if sequence in self.running or sequence in self.waiting:
+                if sequence in flight.copied:
+                    # The step may have failed before it copied.
+                    sequence.copy_of = flight.copied.pop(sequence)
+                self.isolate(sequence)
         self._unpin(flight)
         self._release_all_idle()
         # The engine may not have dropped these, so they are dropped again, except for sequences
@@ -457,7 +551,31 @@ class Scheduler:
         known = {sequence.sequence_id for sequence in every if sequence.known_to_engine}
         self._dropped += [number for number in plan.dropped if number not in known]
         del self._plans[plan.step]
-        return flight.stayed
+        return ended
+
+    def isolate(self, sequence: Sequence, *, first: bool = False) -> None:
+        """Let a sequence run alone next, from its computed tokens on. It must run or wait.
+
+        With ``first``, it runs before other isolated sequences.
+        """
+        self._rewinding.add(sequence)
+        if first:
+            self._isolated = {sequence: None} | self._isolated
+        else:
+            self._isolated[sequence] = None
+        self._rewind_if_idle(sequence)
+
+    def _rewind_if_idle(self, sequence: Sequence) -> None:
+        """Take an isolated sequence back to its computed tokens, unless a plan in flight names it.
+        The engine drops it, and gets it again."""
+        if sequence.in_flight:
+            return
+        self._rewinding.discard(sequence)
+        sequence.scheduled = sequence.computed
+        sequence.steady_until = 0
+        if sequence.known_to_engine:
+            self._dropped.append(sequence.sequence_id)
+            sequence.known_to_engine = False
 
     def _apply_steady(
         self, sequence: Sequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]

@@ -206,10 +206,11 @@ class SequenceUpdate:
     """Why the last of ``token_ids`` has ended the sequence; None if it has not. The sequence itself
     may have ended in a later step when the update is read."""
     failure: str = ""
-    """Why the sequence could not continue and has ended; empty if it did not fail."""
-    lost: bool = False
-    """Whether the sequence has ended because an earlier step failed and the sequence lacks that
-    step's tokens."""
+    """Why the sequence's grammar could not continue, so that the sequence has ended; empty if it
+    did not fail."""
+    error: Exception | None = None
+    """Error with which the sequence has ended, because its result could not be applied; None if it
+    was."""
 
 
 SCORED_TOKENS = 128

@@ -232,12 +232,14 @@ class PromptEncoder:
         last = kept_tokens(sampling, context)
         if last is None:
             self._check_size(text, param)
-        return self._tokenizer.encode(
+        ids = self._tokenizer.encode(
             text,
             add_special_tokens=special,
             last=last,
             check=lambda count: check_prompt_length(count, context, param),
         )
+        self._tokenizer.check_embedded(ids, param)
+        return ids
 
     def _check_size(self, text: str, param: str) -> None:
         """Reject a text that is too long for the context, before seconds are spent on tokenizing

@@ -370,5 +370,7 @@ def banned_runs(tokenizer: Tokenizer, words: Iterable[str] | None) -> tuple[tupl
         if not bare:
             raise InvalidRequest(f"bad_words[{place}] must not be empty", param="bad_words")
         for text in (bare, f" {bare}"):
-            runs.add(tuple(tokenizer.encode(text, add_special_tokens=False)))
+            run = tokenizer.encode(text, add_special_tokens=False)
+            tokenizer.check_embedded(run, f"bad_words[{place}]")
+            runs.add(run)
     return tuple(sorted(runs))

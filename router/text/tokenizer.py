@@ -45,14 +45,17 @@ class Tokenizer:
         vocab_size: int | None = None,
         chat_template: ChatTemplate | None = None,
     ) -> None:
-        """Create a tokenizer. ``vocab_size`` is the size of the model's vocabulary, if it exceeds
-        the tokenizer's."""
+        """Create a tokenizer. ``vocab_size`` is the number of rows of the model's embeddings; None
+        means that the tokenizer's ids have one row each."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._template = chat_template
-        self.eos_ids = frozenset(eos_ids)
-        self.vocab_size = vocab_size or backend.get_vocab_size(with_added_tokens=True)
+        largest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.vocab_size = vocab_size or largest + 1
+        self._exceeds_model = largest >= self.vocab_size
+        # The model never draws a token for which it has no row.
+        self.eos_ids = frozenset(number for number in eos_ids if 0 <= number < self.vocab_size)
         # The router proves grammars; workers compile those that they receive.
         self.grammars = proofs_of(backend.to_str, self.vocab_size, sorted(self.eos_ids))
         added = backend.get_added_tokens_decoder()
@@ -146,10 +149,29 @@ class Tokenizer:
     def marker_ids(self, text: str) -> tuple[int, ...] | None:
         """Return the token ids of a marker if they do not depend on the text around it, or None.
 
-        They are fixed if the marker begins and ends with added tokens.
+        They are fixed if the marker begins and ends with added tokens. None also if the model has
+        no embedding for one of them.
         """
         ids = self.encode(text, add_special_tokens=False)
-        return ids if ids and self._added.issuperset((ids[0], ids[-1])) else None
+        if not ids or max(ids) >= self.vocab_size:
+            return None
+        return ids if self._added.issuperset((ids[0], ids[-1])) else None
+
+    def check_embedded(self, token_ids: Sequence[int], param: str) -> None:
+        """Check that the model has an embedding for each token of a text. Raises InvalidRequest.
+
+        Some tokenizers have added tokens beyond the model's embeddings. For any other tokenizer,
+        nothing is searched. ``param``: the name of the client's field that has the text.
+        """
+        if not self._exceeds_model or not token_ids or max(token_ids) < self.vocab_size:
+            return
+        bad = next(number for number in token_ids if number >= self.vocab_size)
+        raise InvalidRequest(
+            f"{param} contains the text of the token {json.dumps(self.spell(bad))} (id {bad}), for"
+            f" which the model has no embedding: its ids end at {self.vocab_size - 1}; remove that"
+            " text",
+            param=param,
+        )
 
     async def start(self) -> None:
         """Start the chat template's process, if the model has a template.

@@ -45,11 +45,13 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     special = _special_tokens(settings)
     model = ConfigFields.read_if_any(folder / "config.json")
     generation = ConfigFields.read_if_any(folder / "generation_config.json")
+    # A model for text and images has a separate section for text.
+    section = model.object("text_config") if model.get("text_config") else model
     named = backend.token_to_id(special.get("eos_token", ""))
     return TokenizerFiles(
         backend,
         (*generation.eos_ids(), *model.eos_ids(), *([] if named is None else [named])),
-        model.vocab_size(),
+        section.vocab_size() or model.vocab_size(),
         load_chat_template(folder, settings, special),
     )
 

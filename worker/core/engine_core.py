@@ -13,10 +13,11 @@
 Only the engine core owns the scheduler and the block pool. Everything except the run happens on the
 worker's event loop, and nothing there blocks.
 
-A step that fails ends its sequences, with one error each. Their blocks are released once no plan in
-flight names them. A step whose result cannot be applied counts as failed, too. If scheduling fails,
-no sequence ends: the next ``schedule_steps`` tries again. ``steps`` counts successful steps alone.
-Too many failures in a row end the worker (``worker/core/failed_steps.py``).
+After a step that fails, each of its sequences runs alone, from its state before the step. Sequences
+that fail alone end, with one error each; the others go on. A step whose result cannot be applied
+counts as failed, too. If scheduling fails, no sequence ends: the next ``schedule_steps`` tries
+again. ``steps`` counts successful steps alone. Too many failures in a row end the worker
+(``worker/core/failed_steps.py``).
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from baton.errors import BatonError, GrammarFailed, StepFailed, WorkerFailed
 from baton.host.process_end import Fail
 from baton.liveness.silence import SilenceWatch
-from baton.request import LoadSnapshot
+from baton.request import LoadSnapshot, SequenceSpec
+from baton.sampling_params import SamplingParams
 from baton.telemetry.logs import ErrorRow
-from engine.engine import Engine
+from engine.engine import Engine, make_sequence
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.retention import RetentionBook
 from engine.scheduling.sequence import Sequence, SequenceUpdate
@@ -76,11 +78,8 @@ class StepListener(Protocol):
         """Receive the tokens and other results of one step; called once per step."""
 
     def on_fail(self, sequences: list[Sequence], error: BatonError) -> None:
-        """Receive sequences that have ended because their step failed.
-
-        ``error`` is StepFailed if the step of these sequences failed itself, and WorkerFailed if an
-        earlier step failed.
-        """
+        """Receive sequences that have ended because a step failed that each of them had to itself,
+        or because their results could not be applied."""
 
     def on_expire(self, sequences: list[Sequence]) -> None:
         """Receive sequences that have ended because their deadlines passed.
@@ -153,7 +152,10 @@ class EngineCore:
         self._thread = EngineThread(engine.runner, self._on_run, board, fail=fail)
         self._failed_steps = FailedSteps()
         self._broken: list[tuple[StepPlan, Exception]] = []
-        """Failed steps with their errors. The sequences of these steps have not ended yet."""
+        """Failed steps with their errors. The scheduler has not ended these steps yet."""
+        self._probe: Sequence | None = None
+        """Sequence of the worker's own, which shows whether the engine computes anything; None
+        unless requests in a row have failed."""
         self._planned = 0
         """Number of the step that was planned last."""
         self._submitted_at: dict[int, float] = {}
@@ -171,8 +173,7 @@ class EngineCore:
         passed are ended."""
         try:
             now = time.monotonic()
-            if self._broken:
-                self._end_broken_steps()
+            self._end_broken_steps()
             expired = self.scheduler.expire(now)
             if expired:
                 for listener in self._listeners:
@@ -186,7 +187,7 @@ class EngineCore:
                 self._note_plan(plan, now)
         except Exception as error:
             log.exception("no step could be scheduled")
-            self._count_failure(self._planned + 1, frozenset(), error)
+            self._count_shared(self._planned + 1, error)
         # An error here concerns no request, so it must not end the worker either.
         with self._upkeep_errors.caught():
             self._gauges.refresh(self.scheduler, self.pool)
@@ -206,18 +207,20 @@ class EngineCore:
         wall_s = ended_at - max(self._ended_at, self._submitted_at.pop(plan.step))
         self._ended_at = ended_at
         updates: list[SequenceUpdate] = []
+        rerun = False
         if not isinstance(result, Exception):
             try:
+                rerun = self.scheduler.is_isolating
+                # A result that is built on an earlier failed step must not be applied.
+                self._end_broken_steps()
                 updates = self.scheduler.complete(plan, result)
             except Exception as error:
                 log.exception("the result of step %d could not be applied", plan.step)
                 result = error
         if isinstance(result, Exception):
             self._broken.append((plan, result))
-        else:
-            self.steps += 1
-            if self._failed_steps.count:
-                self._failed_steps.end_row()
+        elif len(result.left_out) < len(plan.rows):
+            updates = self._count_result(updates, rerun=rerun)
             self._observe(plan, result, updates, wall_s)
             # Schedules before it emits: the engine computes meanwhile.
             self.schedule_steps()
@@ -225,41 +228,76 @@ class EngineCore:
         self.schedule_steps()
 
     def _emit(self, updates: list[SequenceUpdate]) -> None:
-        ended = [update for update in updates if update.lost or update.failure]
+        ended = [update for update in updates if update.error or update.failure]
         if ended:
-            self._emit_failures(ended)
-            updates = [update for update in updates if not (update.lost or update.failure)]
+            updates = [update for update in updates if not (update.error or update.failure)]
+        for update in ended:
+            error = _error_of(update.error) if update.error else GrammarFailed(update.failure)
+            for listener in self._listeners:
+                listener.on_fail([update.sequence], error)
         for listener in self._listeners:
             listener.on_emit(updates)
 
-    def _emit_failures(self, ended: list[SequenceUpdate]) -> None:
-        lost = [update.sequence for update in ended if update.lost]
-        for listener in self._listeners:
-            if lost:
-                error = WorkerFailed("the worker's engine failed in an earlier step")
-                listener.on_fail(lost, error)
-            for update in ended:
-                if update.failure:
-                    listener.on_fail([update.sequence], GrammarFailed(update.failure))
+    # Failed steps
 
     def _end_broken_steps(self) -> None:
         while self._broken:
             plan, error = self._broken[0]
-            lost = self.scheduler.fail(plan)
+            ended = self.scheduler.fail(plan)
             del self._broken[0]
-            requests = {sequence.spec.request_id for sequence in lost}
-            self._count_failure(plan.step, requests, error)
+            if not ended:
+                self._count_shared(plan.step, error)
+                continue
+            others = [sequence for sequence in ended if sequence is not self._probe]
             for listener in self._listeners:
-                listener.on_fail(lost, _error_of(error))
+                listener.on_fail(others, _error_of(error))
+            self._count_alone(error, has_probe=len(others) < len(ended))
 
-    def _count_failure(self, step: int, requests: Set[str], error: Exception) -> None:
+    def _count_result(self, updates: list[SequenceUpdate], *, rerun: bool) -> list[SequenceUpdate]:
+        """Count a step whose result was applied. Returns the updates for the listeners, without
+        that of the probe.
+
+        ``rerun``: true if sequences of a failed step run alone.
+        """
+        errors = [update.error for update in updates if update.error]
+        own = [update for update in updates if update.sequence is self._probe]
+        if errors and len(errors) == len(updates):
+            self._count_alone(errors[-1], has_probe=bool(own))
+        else:
+            self.steps += 1
+            self._failed_steps.count_success(rerun=rerun)
+        if own:
+            self._probe = None
+            updates = [update for update in updates if update not in own]
+        return updates
+
+    def _count_shared(self, step: int, error: Exception) -> None:
+        """Count a step that has failed for several sequences, or that could not be planned."""
+        self._note_error(error)
+        if self._failed_steps.count_shared(step, self._planned):
+            self._fail_with(self._failed_steps.shared, error)
+
+    def _count_alone(self, error: Exception, *, has_probe: bool) -> None:
+        """Count a step that has failed for one sequence alone. Start a probe if the engine may be
+        at fault. ``has_probe``: true if the sequence was the probe itself."""
+        self._note_error(error)
+        must_probe = self._failed_steps.count_alone()
+        if has_probe:
+            self._fail_with(self._failed_steps.alone, error)
+        elif must_probe and self._probe is None:
+            greedy = SamplingParams(temperature=0.0, max_tokens=1)
+            spec = SequenceSpec("probe", 0, "", (0,), 1, greedy)
+            probe = make_sequence(self.engine, self.next_sequence_id(), spec)
+            self.scheduler.add(probe)
+            self._probe = probe
+            self.scheduler.isolate(probe, first=True)
+
+    def _note_error(self, error: Exception) -> None:
         if is_out_of_memory(error):
             self._gauges.out_of_memory()
-        if self._failed_steps.add(step, self._planned, requests):
-            self._fail(
-                f"{self._failed_steps.count} steps in a row have failed, the last one with"
-                f" {described(error)}"
-            )
+
+    def _fail_with(self, count: int, error: Exception) -> None:
+        self._fail(f"{count} steps in a row have failed, the last one with {described(error)}")
 
     # Start and end
 

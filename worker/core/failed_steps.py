@@ -1,51 +1,60 @@
 """When failed steps end a worker: an engine that fails step after step serves no request.
 
-One step may fail because of one request, and a worker that serves others must survive that. So
-failed steps count only if they are in a row, without a successful step between them. They do not
-count while they all have a request in common: routers place such a request again, until it has
-failed too often. A step that was planned before the failure was known does not count either, since
-it lacks the failed step's result.
+A step may fail because of one request, and a worker that serves others must survive that. So the
+sequences of a failed step run alone next, and those whose own steps fail end. Two counts decide:
+
+- ``shared``: failed steps of several sequences in a row, none of which fails alone. Only a step
+  that is no such rerun resets it, or a sequence that fails alone, since it explains the failure.
+- ``alone``: sequences in a row that failed alone. Either each of their requests is at fault, or the
+  engine fails for every request. A probe, a step of the worker's own, tells these cases apart.
+
+A step that was planned before the failure was known does not count, since it lacks the failed
+step's result.
 
 Pure. Owned by the engine core.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
-
 MAX_FAILED_STEPS = 3
-"""Number of failed steps in a row that ends the worker."""
+"""Number of failed steps in a row after which the worker ends, or probes its engine."""
 
 
 class FailedSteps:
     """Counts the failed steps in a row, and decides when they end the worker."""
 
     def __init__(self) -> None:
-        self.count = 0
-        """Number of failed steps in a row, without steps that were planned before the last counted
-        failure was known."""
+        self.shared = 0
+        """Number of failed steps in a row that no sequence explains, or that could not be
+        planned."""
+        self.alone = 0
+        """Number of sequences in a row that failed in steps of their own."""
         self._planned = 0
         """Number of the latest step that was already planned when the last failure was counted.
-        Failures of steps up to this one do not count."""
-        self._common: Set[str] | None = None
-        """Requests that were in every failed step of the current row. None if no failed step has
-        ended a request."""
+        Shared failures of steps up to this one do not count."""
 
-    def end_row(self) -> None:
-        """Reset the count of failed steps, because a step has succeeded."""
-        self.count = 0
-        self._common = None
+    def count_success(self, *, rerun: bool) -> None:
+        """Record a step that has succeeded. ``rerun``: true if it ran one sequence of a failed step
+        alone."""
+        self.alone = 0
+        if not rerun:
+            self.shared = 0
 
-    def add(self, step: int, planned: int, requests: Set[str]) -> bool:
-        """Count step ``step`` as failed. ``planned`` is the number of the latest planned step.
+    def count_shared(self, step: int, planned: int) -> bool:
+        """Record that step ``step`` has failed or could not be planned, and that its sequences run
+        alone next. ``planned`` is the number of the latest planned step.
 
-        ``requests`` are the requests that the failure has ended. It is empty if all of them had
-        ended before. Returns whether the worker has to end.
+        Returns whether the worker has to end.
         """
-        if self.count and step <= self._planned:
+        if self.shared and step <= self._planned:
             return False
-        if requests:
-            self._common = requests if self._common is None else self._common & requests
-        self.count += 1
+        self.shared += 1
         self._planned = planned
-        return self.count >= MAX_FAILED_STEPS and not self._common
+        return self.shared >= MAX_FAILED_STEPS
+
+    def count_alone(self) -> bool:
+        """Record that a sequence has failed in a step of its own. Returns whether the engine has to
+        be probed."""
+        self.shared = 0
+        self.alone += 1
+        return self.alone >= MAX_FAILED_STEPS

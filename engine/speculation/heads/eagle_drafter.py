@@ -155,7 +155,7 @@ class EagleDrafter(CachedDrafter):
         found = self._steps.run(step)
         assert found.hidden is not None
         behind = found.hidden[:, 0]
-        if len(step.outputs) < len(behind):
+        if step.outputs != list(range(len(behind))):
             behind = behind[step.outputs]
         if found.best is not None:
             return self._draws.named(found.best), behind

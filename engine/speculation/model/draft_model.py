@@ -104,9 +104,9 @@ class DraftModel(CachedDrafter):
         greedy = all(draw.sampling.greedy and not draw.adjusted for draw in work.draws)
         found = self._steps.run(StepInput(tuple(rows), work.token_ids, work.outputs, greedy))
         if found.best is not None:
-            return found.best
+            return work.draw_best(found.best)
         assert found.logits is not None, "a step returns tokens or logits"
-        return self._sampler(found.logits, work.draws)
+        return self._sampler(work.draw_logits(found.logits), work.draws)
 
     def computed(
         self, rows: Sequence[ComputedRow], hidden: torch.Tensor | None, *, prompts: bool

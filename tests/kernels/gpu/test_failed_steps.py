@@ -127,13 +127,14 @@ def test_one_whose_end_fails_leaves_no_names(built: Engine) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         first()
     assert second().token_ids[1] == answers(built, 1, 1)[0][0]
-    # What it cannot settle keeps this one from beginning, but not its orders.
-    with pytest.raises(torch.OutOfMemoryError):
-        runner.start(StepPlan(3, (new(2),), (0,), (decode(1, 0), prompt(2))))
-    assert not has_names(runner)
+    # The failure is known: it does not keep this one from beginning, without what lacks tokens.
+    third = runner.start(StepPlan(3, (new(2),), (0,), (decode(1, 0), prompt(2))))()
+    assert third.left_out == (0,)
+    assert third.token_ids == ((), answers(built, 2, 1)[0][0])
+    assert not has_names(runner) or not runner._known[1].token_ids[-1] < 0
     assert sorted(runner._known) == [1, 2]
-    with pytest.raises(RuntimeError, match="the step before this one failed"):
-        runner.start(StepPlan(4, (), (), (decode(1, 1),)))
+    fourth = runner.start(StepPlan(4, (), (), (decode(1, 1),)))()
+    assert (fourth.token_ids, fourth.left_out) == (((),), (0,))
     ending = runner.start(StepPlan(5, (new(0),), (1, 2), (prompt(0),)))
     following = runner.start(StepPlan(6, (), (), (decode(0, 0),)))
     assert [ending().token_ids, following().token_ids] == answers(built, 0, 2)

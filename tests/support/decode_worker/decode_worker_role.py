@@ -39,6 +39,7 @@ BLOCK_BYTES = 64
 
 
 ROUTER = "router"
+VOCAB = 100
 
 
 class Control:
@@ -109,6 +110,7 @@ class World:
                 scheduler=scheduler,
                 pool=self.pool,
                 fingerprint="model",
+                config=SimpleNamespace(vocab_size=VOCAB),
                 cache=SimpleNamespace(geometry=GEOMETRY, block_size=4),
                 runner=SimpleNamespace(takes_prompt=lambda: False),
             ),
@@ -117,6 +119,7 @@ class World:
             intake=Intake(),
             incarnation="decode-0:1",
             make_sequence=self.make_sequence,
+            check_token_ids=lambda spec: None,
         )
         self.role = DecodeRole(cast(WorkerContext, context))
         self.core.role = self.role

@@ -24,7 +24,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import SchedulerLimits
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.transports.transport import Peer
-from tests.support.engine.fake_engine import FakeEngine
+from tests.support.engine.fake_engine import VOCAB, FakeEngine
 from worker.core import engine_core
 from worker.core.engine_core import EngineCore
 from worker.core.gauges import WorkerGauges
@@ -108,7 +108,7 @@ class ManualWorker:
             pool=self.pool,
             fingerprint="model",
             context_length=limits.context_length,
-            config=SimpleNamespace(eos_ids=()),
+            config=SimpleNamespace(eos_ids=(), vocab_size=VOCAB),
             cache=SimpleNamespace(block_size=SIZE, geometry=GEOMETRY),
             runner=runner,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -25,7 +26,7 @@ from decode_worker import role as role_module
 from decode_worker.receiver import Offer
 from decode_worker.role import DecodeRole
 from kvtransfer.transports.transport import Peer
-from tests.support.engine.fake_engine import answer, kv_of
+from tests.support.engine.fake_engine import VOCAB, answer, kv_of
 from tests.support.worker.manual_worker import (
     BLOCK_BYTES,
     GEOMETRY,
@@ -201,6 +202,18 @@ async def test_prompts_and_waiting_reserves_take_turns(world: World) -> None:
     for name in ("large", "another"):
         world.role.abort((name, 0))
     await world.drain()
+
+
+async def test_ids_that_the_model_lacks_are_refused_before_any_block_is_taken(
+    world: World,
+) -> None:
+    """They would fail the step of every request aboard."""
+    bad = replace(spec_of("bad", length=6), token_ids=(1, 2, 3, VOCAB, 5, 6))
+    assert isinstance(await world.refusal(bad), InvalidRequest)
+    with pytest.raises(InvalidRequest):
+        world.role.request_reserve(Offer("model", GEOMETRY, INCARNATION, "writer", bad))
+    assert not world.thread.plans
+    world.check_nothing_is_held()
 
 
 async def test_a_prompt_takes_its_blocks_before_others_are_promised_any(world: World) -> None:

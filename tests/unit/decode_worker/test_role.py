@@ -12,7 +12,7 @@ from baton.request import (
     FirstToken,
 )
 from decode_worker.requests import ROUTER_GRACE_S
-from tests.support.decode_worker.decode_worker_role import BLOCK_BYTES, ROUTER, World, token
+from tests.support.decode_worker.decode_worker_role import BLOCK_BYTES, ROUTER, VOCAB, World, token
 
 
 @pytest.fixture
@@ -98,6 +98,17 @@ async def test_a_writer_gives_up_what_it_has_committed_without_knowing(world: Wo
     world.now += 5.0
     await world.role.heartbeat()
     assert [bool(output.error) for output in world.told()] == [True]
+    world.check_nothing_is_held()
+
+
+async def test_a_first_token_that_the_model_lacks_is_not_committed(world: World) -> None:
+    """The writer can still give up; nothing runs."""
+    ticket_id = world.reserve()
+    world.receive(ticket_id)
+    with pytest.raises(HandoffError, match="does not have"):
+        world.role.commit(ticket_id, "writer", [FirstToken(VOCAB)])
+    assert world.core.scheduler.schedule() is None
+    world.role.abort_handoff(("r", 0))
     world.check_nothing_is_held()
 
 

@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("llama"), "llama", num_hidden_layers=1)
 
 
-def run(runner: ModelRunner) -> list[StepResult]:
+def run(runner: ModelRunner, choices: int) -> list[StepResult]:
     """A prompt in two scored chunks with a plain sequence, its forks, and a step of them all."""
     scored = NewSequence(0, PROMPT, 12, WARM, ())
     beside = NewSequence(1, BESIDE, 4, PLAIN, ())
@@ -35,9 +35,8 @@ def run(runner: ModelRunner) -> list[StepResult]:
         (),
         (PlanRow(0, 0, 7, (1,), False, scored=7), PlanRow(1, 0, 4, (2,), True)),
     )
-    second = StepPlan(
-        2, (), (), (PlanRow(1, 4, 1, (2,), True), PlanRow(0, 7, 5, (1,), True, choices=3, scored=4))
-    )
+    last = PlanRow(0, 7, 5, (1,), True, choices=choices, scored=4)
+    second = StepPlan(2, (), (), (PlanRow(1, 4, 1, (2,), True), last))
     found = [runner.run(first), runner.run(second)]
     tokens = found[1].token_ids[1]
     forks = tuple(NewSequence(10 + n, (*PROMPT, tokens[n]), 12, WARM, (), choice=n) for n in (1, 2))
@@ -56,16 +55,18 @@ def near(one: TokenLogprobs, other: TokenLogprobs) -> None:
     assert [token for token, _ in one.top] == [token for token, _ in other.top]
 
 
-def test_the_same_as_the_reference(folder: Path) -> None:
+@pytest.mark.parametrize("choices", [3, 5])
+def test_the_same_as_the_reference(folder: Path, choices: int) -> None:
+    """With 5 choices, a step has as many draws as rows of logits, and they differ all the same."""
     plain_steps = reference(load(folder))
-    expected = run(ModelRunner(plain_steps.model, plain_steps.cache, DEVICE))
+    expected = run(ModelRunner(plain_steps.model, plain_steps.cache, DEVICE), choices)
     steps = gpu(load(folder), capture=Recorder())
-    found = run(GpuRunner(steps.model, steps.cache, DEVICE))
+    found = run(GpuRunner(steps.model, steps.cache, DEVICE), choices)
     assert [result.token_ids for result in found] == [result.token_ids for result in expected]
-    assert len(found[1].token_ids[1]) == 3
+    assert len(found[1].token_ids[1]) == choices
     assert [len(scores) for scores in found[0].prompt_logprobs] == [7, 0]
     assert [len(scores) for scores in found[1].prompt_logprobs] == [0, 4]
-    assert [scores and len(scores) for scores in found[1].logprobs] == [None, 3]
+    assert [scores and len(scores) for scores in found[1].logprobs] == [None, choices]
     assert [scores and len(scores) for scores in found[2].logprobs] == [1, 1, None, 1]
     for one, other in zip(found, expected, strict=True):
         for scores, others in zip(

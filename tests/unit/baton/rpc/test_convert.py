@@ -180,7 +180,7 @@ def test_outputs(output: TokenOutput) -> None:
     assert convert.output_from_proto(worker_pb2.TokenOutput.FromString(wire)) == output
 
 
-RUNS = st.lists(st.tuples(U64, U32, st.lists(U32, min_size=1, max_size=4).map(tuple)))
+RUNS = st.lists(st.tuples(U64, U32, st.lists(U32, max_size=4).map(tuple)))
 
 
 def packed(runs: Iterable[tuple[int, int, tuple[int, ...]]]) -> decode_pb2.PackedTokens:

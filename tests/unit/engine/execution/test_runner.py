@@ -18,8 +18,11 @@ from baton.sampling_params import SamplingParams
 from engine.build import build_engine
 from engine.engine import Engine, EngineSettings, warm_up
 from engine.execution.runner import ModelRunner
+from engine.gpu.runner import GpuRunner
 from engine.offline import OfflineOutput, generate
 from engine.scheduling.plan import NewSequence, PlanRow, StepPlan
+from engine.scheduling.sequence import SCORED_TOKENS
+from tests.kernels.gpu.torch_steps import TorchSteps
 from tests.support.models import EOS, VOCAB, make_tiny_model
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -150,16 +153,15 @@ def test_sequences_are_dropped_before_new_ones_come(
     result = runner.run(StepPlan(1, (back,), (1,), (PlanRow(1, 0, 10, (4,), True),)))
     assert result.token_ids == ((likeliest(longer),),)
     runner.forget(1)
-    with pytest.raises(RuntimeError, match="the step before this one failed"):
-        runner.run(plan(PlanRow(1, 10, 1, (4,), True)))
+    assert runner.run(plan(PlanRow(1, 10, 1, (4,), True))).left_out == (0,)
 
 
-def test_a_step_behind_a_failed_one_fails_too(runner: ModelRunner) -> None:
+def test_a_step_behind_a_failed_one_computes_nothing(runner: ModelRunner) -> None:
     """It was planned for a token that the failed one never drew."""
     tokens = some_tokens(9)
     runner.run(plan(PlanRow(1, 0, 9, (0,), True), arrivals=(new(1, tokens),)))
-    with pytest.raises(RuntimeError, match="before this one failed"):
-        runner.run(plan(PlanRow(1, 10, 1, (0,), True)))
+    result = runner.run(plan(PlanRow(1, 10, 1, (0,), True)))
+    assert (result.token_ids, result.left_out) == (((),), (0,))
 
 
 def test_the_border_between_prompt_and_answer_is_kept(runner: ModelRunner) -> None:
@@ -199,6 +201,51 @@ def answers(engine: Engine, **changes: Any) -> list[OfflineOutput]:
     prompts = [tuple(some_tokens(count, seed=count)) for count in (1, 15, 16, 17, 70)]
     specs = [SequenceSpec("", 0, "", p, len(p), replace(sampling, **changes)) for p in prompts]
     return generate(engine, specs)
+
+
+def on_overlapping_steps(engine: Engine) -> Engine:
+    """The same engine with a GPU's runner, whose step model is torch."""
+    steps: Any = TorchSteps(engine.runner.model, 8)
+    return replace(engine, runner=GpuRunner(steps, engine.cache, engine.runner.device))
+
+
+@pytest.mark.parametrize("runs", [lambda engine: engine, on_overlapping_steps], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("length", "choices"),
+    [(SCORED_TOKENS + 2, 2), (SCORED_TOKENS + 3, 3), (2 * SCORED_TOKENS + 4, 4)],
+)
+def test_a_scored_prompt_changes_none_of_its_choices(
+    folder: Path, runs: Callable[[Engine], Engine], temperature: float, length: int, choices: int
+) -> None:
+    """The prompt's last step scores as many tokens as it starts further choices."""
+    prompt = tuple(some_tokens(length, seed=length))
+    plain = replace(GREEDY, temperature=temperature, seed=5, max_tokens=4, ignore_eos=True)
+    found = []
+    for sampling in (plain, replace(plain, prompt_logprobs=1)):
+        spec = SequenceSpec("", 0, "", prompt, length, sampling, choices=choices)
+        found.append(generate(runs(build(folder)), [spec]))
+    assert [one.token_ids for one in found[1]] == [one.token_ids for one in found[0]]
+    assert [len(one.prompt_logprobs) for one in found[1]] == [length - 1] + [0] * (choices - 1)
+
+
+@pytest.mark.parametrize("runs", [lambda engine: engine, on_overlapping_steps], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("scored", [1, 2, 5])
+def test_a_scored_prompt_changes_no_other_request_of_its_step(
+    folder: Path, runs: Callable[[Engine], Engine], scored: int
+) -> None:
+    """One prompt scores k tokens, the next starts k + 1 choices, and a third one decodes."""
+    warm = replace(GREEDY, temperature=0.8, seed=5, max_tokens=4, ignore_eos=True)
+    others = [
+        SequenceSpec("b", 0, "", tuple(some_tokens(9, seed=1)), 9, warm, choices=scored + 1),
+        SequenceSpec("c", 0, "", tuple(some_tokens(5, seed=2)), 5, replace(warm, temperature=0.0)),
+    ]
+    expected = generate(runs(build(folder)), others)
+    prompt, sampling = tuple(some_tokens(scored + 1)), replace(warm, prompt_logprobs=0)
+    first = SequenceSpec("a", 0, "", prompt, scored + 1, sampling)
+    found = generate(runs(build(folder)), [first, *others])
+    assert len(found[0].prompt_logprobs) == scored
+    assert found[1:] == expected
 
 
 @pytest.mark.parametrize(
@@ -319,8 +366,7 @@ def test_a_sequence_that_was_not_learned_fails_its_steps_alone(
         runner.run(
             StepPlan(1, tuple(prompts[n] for n in (1, 2, 3)), (), tuple(rows[n] for n in (1, 2, 3)))
         )
-    with pytest.raises(RuntimeError, match="the step before this one failed"):
-        runner.run(StepPlan(2, (), (), (PlanRow(3, 4, 1, (3,), True),)))
+    assert runner.run(StepPlan(2, (), (), (PlanRow(3, 4, 1, (3,), True),))).left_out == (0,)
     plan = StepPlan(3, (prompts[4], prompts[5]), (1, 2, 3), (rows[4], rows[5]))
     assert len(runner.run(plan).token_ids) == 2
     assert sorted(runner._known) == [4, 5]

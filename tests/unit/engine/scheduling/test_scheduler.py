@@ -14,6 +14,7 @@ from baton.errors import InvalidRequest
 from baton.hashing import block_hashes
 from baton.request import FinishReason, SequenceSpec
 from baton.sampling_params import SamplingParams
+from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.sequence import SchedulerLimits
 from tests.support.engine.fake_engine import answer, kv_of
 from tests.support.engine.scheduler import (
@@ -257,19 +258,71 @@ def test_aborted_in_flight_keeps_its_blocks_until_the_step_has_ended() -> None:
     world.check_idle()
 
 
-def test_a_broken_step_ends_its_sequences_and_no_others() -> None:
+def alone(plan: StepPlan | None) -> int:
+    """The only sequence of a step."""
+    assert plan is not None
+    (row,) = plan.rows
+    return row.sequence_id
+
+
+def test_after_a_broken_step_each_of_its_sequences_runs_alone() -> None:
+    """Only the one that breaks its own step ends. One that comes meanwhile waits for them."""
     world = make_world(16, 2)
-    broken = [world.add(make_spec([number], max_tokens=3)) for number in (1, 2)]
-    gone = world.add(make_spec([3], max_tokens=3))
+    broken = [world.add(make_spec([number], max_tokens=3)) for number in (1, 2, 3)]
+    gone = world.add(make_spec([4], max_tokens=3))
     world.schedule()
     world.remove(gone)
-    other = world.add(make_spec([4], max_tokens=3))
+    other = world.add(make_spec([5], max_tokens=3))
     world.execute(fail=True)
-    step = world.steps.popleft()
-    assert world.scheduler.fail(step.plan) == broken
-    world.ended.update(dict.fromkeys(broken))
+    assert world.deliver() == []
+    for sequence in broken:
+        assert sequence not in world.ended
+        assert alone(world.schedule()) == sequence.sequence_id
+        assert world.schedule() is None, "another step would be in flight"
+        bad = sequence is broken[1]
+        world.execute(fail=bad)
+        world.deliver()
+        assert (sequence in world.ended) == bad
+    world.ended.pop(broken[1])
+    del world.sequences[broken[1].sequence_id]
     run_without_a_pause(world)
-    assert world.ended[other] is FinishReason.LENGTH
+    assert world.ended[other] is world.ended[broken[0]] is FinishReason.LENGTH
+
+
+def test_what_was_planned_behind_a_broken_step_is_not_applied() -> None:
+    """A chunk that was computed over the KV of a chunk that is not there."""
+    world = make_world(32, 2, chunk=4)
+    world.add(make_spec([1], max_tokens=1))
+    sequence = world.add(make_spec([1, 2, 3, 4, 5, 6, 7, 8, 9], max_tokens=2))
+    first, second = world.schedule(), world.schedule()
+    assert first is not None
+    assert second is not None
+    assert [row.start for row in second.rows] == [first.rows[1].count]
+    assert world.scheduler.fail(first) == []
+    assert world.schedule() is None
+    world.engine.run(first)
+    assert world.scheduler.complete(second, world.engine.run(second)) == []
+    world.steps.clear()
+    assert sequence.computed == 0
+    run_without_a_pause(world)
+
+
+def test_a_row_that_cannot_be_applied_ends_its_sequence_alone() -> None:
+    world = make_world(16, 2)
+    good, bad, last = (world.add(make_spec([number], max_tokens=3)) for number in (1, 2, 3))
+    plan = world.schedule()
+    assert plan is not None
+    found = world.engine.run(plan).token_ids
+    result = StepResult(plan.step, (found[0], ("no token",), found[2]))  # type: ignore[arg-type]
+    bad.stop_ids = None  # type: ignore[assignment]
+    updates = world.scheduler.complete(plan, result)
+    world.steps.clear()
+    assert [update.sequence for update in updates] == [good, bad, last]
+    assert [type(update.error) for update in updates] == [type(None), TypeError, type(None)]
+    for update in (updates[0], updates[2]):
+        world.note(update)
+    del world.sequences[bad.sequence_id]
+    run_without_a_pause(world)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from baton.config.cluster import Config
 from baton.config_fields import ConfigFields
@@ -27,10 +28,12 @@ from router.inference.prompt import (
 )
 from router.inference.sampling_input import SamplingInput
 from router.text.chat_template import ChatTemplate
+from router.text.tokenizer import Tokenizer
 from router.text.tokenizer_files import load_chat_template
-from tests.support.router.front_fakes import TEMPLATE, tiny_tokenizer
+from tests.support.router.front_fakes import TEMPLATE, tiny_backend, tiny_tokenizer
 
 WAIT_S = 20.0
+BEYOND = "<|beyond|>"
 TOOL = Tool("look_up", "Finds a word.", {"type": "object", "properties": {}})
 USE = ToolUse((TOOL,), frozenset({"look_up"}))
 KNOWS = (
@@ -204,3 +207,29 @@ async def test_arguments_as_a_template_takes_them(written: str, expected: str) -
     encoder = PromptEncoder(tokenizer, FORMATS["hermes"], Config(), lambda: 4096)
     turn = calls_turn("", [("1", "look_up", '{"word": "é"}')])
     assert tokenizer.decode(await encoder.chat_ids("t", [turn])) == f"{expected}tool"
+
+
+@pytest.mark.parametrize("text", [f"a {BEYOND} b", BEYOND, f"{'a ' * 40}{BEYOND}"])
+async def test_no_text_reaches_a_plan_with_a_token_beyond_the_embeddings(text: str) -> None:
+    """Whatever field it comes from."""
+    backend = tokenizers.Tokenizer.from_str(tiny_backend().to_str())
+    rows = backend.get_vocab_size(with_added_tokens=True)
+    backend.add_special_tokens([BEYOND])
+    tokenizer = Tokenizer(backend, vocab_size=rows, chat_template=ChatTemplate(KNOWS, {}))
+    encoder = PromptEncoder(tokenizer, FORMATS["hermes"], Config(), lambda: 4096)
+    turns = [{"role": "user", "content": text}]
+    calls = {
+        "prompt": encoder.prompt_ids("t", ["good", text], SamplingInput(), "prompt"),
+        "input": encoder.prompt_ids("t", [text], SamplingInput(), "input"),
+        "messages": encoder.chat_ids("t", turns),
+        "bad_words[1]": encoder.banned_runs("t", ["good", text]),
+    }
+    for param, call in calls.items():
+        with pytest.raises(InvalidRequest, match="has no embedding") as caught:
+            await call
+        assert caught.value.param == param
+        assert BEYOND in caught.value.message
+    assert await encoder.prompt_ids("t", ["good"], SamplingInput(), "prompt")
+    # Tokens that are cut off do not matter.
+    end = SamplingInput(truncate=3)
+    assert await encoder.prompt_ids("t", [f"{text} the capital of France"], end, "prompt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,6 +40,15 @@ def folder(path: Path, settings: dict[str, Any], **files: Any) -> Path:
     return path
 
 
+def add_token(path: Path, text: str, number: int) -> None:
+    """Add a token to the tokenizer.json of a folder, under any id."""
+    file = path / "tokenizer.json"
+    layout = json.loads(file.read_text())
+    rules = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    layout["added_tokens"].append({"id": number, "content": text, "special": True, **rules})
+    file.write_text(json.dumps(layout))
+
+
 def test_ends_of_sequence_come_from_every_file(tmp_path: Path) -> None:
     eos = tiny_backend().token_to_id(EOS)
     path = folder(
@@ -51,6 +61,51 @@ def test_ends_of_sequence_come_from_every_file(tmp_path: Path) -> None:
     assert tokenizer.eos_ids == {7, 8, 9, eos}
     assert tokenizer.vocab_size == 1000
     assert tokenizer.detokenizer().step(999) == ""
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_text_with_a_token_beyond_the_embeddings_is_refused(tmp_path: Path, nested: bool) -> None:
+    """Fine-tunes add tokens and do not resize the embeddings."""
+    path = folder(tmp_path, {"eos_token": EOS})
+    rows = tiny_backend().get_vocab_size(with_added_tokens=True)
+    add_token(path, "<|beyond|>", rows)
+    config = {"vocab_size": rows, "eos_token_id": [1, rows]}
+    config = {"text_config": config, "eos_token_id": [rows]} if nested else config
+    (path / "config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.load(path)
+    assert tokenizer.vocab_size == rows
+    assert max(tokenizer.eos_ids) < rows, "the model never draws this end"
+    tokenizer.check_embedded(tokenizer.encode("a b"), "prompt")
+    tokenizer.check_embedded((), "prompt")
+    with pytest.raises(InvalidRequest) as caught:
+        tokenizer.check_embedded(tokenizer.encode("a <|beyond|> b"), "prompt")
+    assert caught.value.param == "prompt"
+    assert caught.value.message == (
+        f'prompt contains the text of the token "<|beyond|>" (id {rows}), for which the model'
+        f" has no embedding: its ids end at {rows - 1}; remove that text"
+    )
+    assert tokenizer.marker_ids("<|beyond|>") is None
+    assert tokenizer.marker_ids(EOS) == (1,)
+
+
+def test_a_tokenizer_within_the_embeddings_is_never_searched(tmp_path: Path) -> None:
+    class Unread(Sequence[int]):
+        def __len__(self) -> int:
+            raise AssertionError("it was read")
+
+        def __getitem__(self, place: Any) -> Any:
+            raise AssertionError("it was read")
+
+    path = folder(tmp_path, {}, config={"vocab_size": 1000})
+    Tokenizer.load(path).check_embedded(Unread(), "prompt")
+
+
+def test_the_largest_id_counts_and_not_the_number_of_tokens() -> None:
+    words = {"near": 0, "far": 900}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="near"))
+    assert Tokenizer(backend).vocab_size == 901
+    with pytest.raises(InvalidRequest, match="its ids end at 899"):
+        Tokenizer(backend, vocab_size=900).check_embedded((0, 900), "prompt")
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from baton.errors import BatonError, StepFailed, WorkerFailed
 from baton.request import SequenceSpec
+from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.sequence import Sequence, SequenceUpdate
-from tests.support.engine.fake_engine import kv_of, next_token
+from tests.support.engine.fake_engine import answer, kv_of, next_token
 from tests.support.worker.manual_worker import SIZE, ManualWorker, settle, spec_of
 from worker.core.step_planner import MIN_TOKENS, PrefillBudget
 from worker.costs.step_costs import StepCosts
@@ -44,9 +46,11 @@ class World(ManualWorker):
         self.listener = Listener()
         self.core.subscribe(self.listener)
         self.core.start()
+        self.made: list[Sequence] = []
 
     def make(self, spec: SequenceSpec, deadline: float = math.inf) -> Sequence:
-        return self.context.make_sequence(spec, arrived=self.now, deadline=deadline)
+        self.made.append(self.context.make_sequence(spec, arrived=self.now, deadline=deadline))
+        return self.made[-1]
 
     def add(self, spec: SequenceSpec, deadline: float = math.inf) -> Sequence:
         sequence = self.make(spec, deadline)
@@ -229,21 +233,91 @@ async def test_blocks_of_a_failed_step_stay_while_a_plan_names_them(world: World
     assert world.listener.lost == [sequence]
     assert "no memory left" in world.listener.errors[0].message
     assert world.pool.counts().used == blocks
-    world.thread.end(RuntimeError("the step before this one failed"))
+    world.thread.end(StepResult(2, ((),), left_out=(0,)))
     await settle()
     assert world.listener.lost == [sequence]
     world.check_nothing_is_held()
     assert not world.reasons
 
 
-async def test_failed_steps_in_a_row_end_the_worker(world: World) -> None:
-    for number in range(3):
-        assert not world.reasons
-        world.add(spec_of(f"r{number}", length=8))
+async def test_a_sequence_keeps_its_blocks_and_tokens_until_its_own_step_fails(
+    world: World,
+) -> None:
+    one = await world.hand_in(spec_of("one", max_tokens=20))
+    two = await world.hand_in(spec_of("two", first=3, max_tokens=20))
+    await world.step()
+    await world.step()
+    assert [len(plan.rows) for plan in world.thread.plans] == [2, 2]
+    blocks = world.pool.counts().used
+    await world.fail()
+    assert len(world.thread.plans) == 1, "nothing else is planned yet"
+    await world.fail()
+    assert not world.listener.lost
+    assert world.pool.counts().used == blocks
+    (plan,) = world.thread.plans
+    assert [new.token_ids for new in plan.new] == [tuple(one.token_ids)]
+    await world.step()
+    (plan,) = world.thread.plans
+    assert [row.sequence_id for row in plan.rows] == [two.sequence_id]
+    await world.fail()
+    assert world.listener.lost == [two]
+    world.core.remove(one)
+    await world.drain()
+    world.check_nothing_is_held()
+
+
+def breaks(*bad: str) -> Callable[[World, StepPlan], bool]:
+    """A step fails if one of these requests is aboard."""
+
+    def fails(world: World, plan: StepPlan) -> bool:
+        numbers = {row.sequence_id for row in plan.rows}
+        return any(one.sequence_id in numbers and one.spec.request_id in bad for one in world.made)
+
+    return fails
+
+
+async def run_all(world: World, fails: Callable[[World, StepPlan], bool]) -> None:
+    """Run steps until nothing is left, or the worker has ended."""
+    while world.thread.plans and not world.reasons:
+        if fails(world, world.plan()):
+            await world.fail()
+        else:
+            await world.step()
+
+
+async def test_a_bad_request_ends_alone_and_the_others_get_their_tokens(world: World) -> None:
+    good = [world.add(spec_of(f"good {n}", length=7, first=n, max_tokens=9)) for n in range(5)]
+    await world.step()
+    bad = [world.add(spec_of(f"bad {n}", length=5, first=n, max_tokens=9)) for n in range(4)]
+    await run_all(world, breaks("bad 0", "bad 1", "bad 2", "bad 3"))
+    assert world.listener.lost == bad
+    assert {error.code for error in world.listener.errors} == {StepFailed.code}
+    for sequence in good:
+        assert sequence.token_ids == answer(sequence.spec, (), 64)[0]
+        found = [u.token_ids for u in world.listener.updates if u.sequence is sequence]
+        assert [token for tokens in found for token in tokens] == sequence.token_ids[7:]
+    assert not world.reasons
+    world.check_nothing_is_held()
+
+
+async def test_an_engine_that_fails_for_every_request_ends_the_worker(world: World) -> None:
+    for number in range(6):
+        world.add(spec_of(f"r{number}", length=4, first=number))
+    while world.thread.plans and not world.reasons:
         world.thread.end(LookupError("a bug\nand where it is"))
         await settle()
     (reason,) = world.reasons
-    assert reason == "3 steps in a row have failed, the last one with LookupError: a bug"
+    assert reason == "4 steps in a row have failed, the last one with LookupError: a bug"
+    assert len(world.listener.lost) == 3, "the probe runs before the other requests"
+
+
+async def test_a_step_that_fails_only_for_several_requests_ends_the_worker(world: World) -> None:
+    for number in range(3):
+        world.add(spec_of(f"r{number}", length=4, first=number, max_tokens=50))
+    await run_all(world, lambda _, plan: len(plan.rows) > 1)
+    (reason,) = world.reasons
+    assert reason.startswith("3 steps in a row have failed, the last one with RuntimeError")
+    assert not world.listener.lost
 
 
 async def test_a_step_that_ends_well_begins_another_row(world: World) -> None:
@@ -257,30 +331,15 @@ async def test_a_step_that_ends_well_begins_another_row(world: World) -> None:
     assert world.core.load().engine_steps == 3
 
 
-async def test_one_request_that_fails_its_steps_ends_no_worker(world: World) -> None:
-    """Its router places it again, here since there is no other worker."""
-    for _ in range(8):
-        world.add(spec_of("bad", length=8))
-        world.thread.end(LookupError("what it asks for"))
-        await settle()
+async def test_bad_requests_without_company_end_no_worker(world: World) -> None:
+    """One after another, and the same ones again. Probes show that the engine works."""
+    for number in range(12):
+        world.add(spec_of(f"bad {number % 5}", length=8))
+        await run_all(world, breaks(*(f"bad {n}" for n in range(5))))
     assert not world.reasons
+    assert len(world.listener.lost) == 12
+    assert not world.listener.updates, "the probe is not a request"
     world.check_nothing_is_held()
-
-
-async def test_an_engine_whose_steps_all_fail_makes_no_progress(world: World) -> None:
-    """As a hang it ends the worker after a minute, where one request fails all the steps."""
-
-    async def one_second() -> None:
-        world.now += 1.0
-        world.add(spec_of("bad", length=8))
-        world.core.beat(world.now)
-        world.thread.end(LookupError("a bug"))
-        await settle()
-
-    for _ in range(61):
-        await one_second()
-    with pytest.raises(WorkerFailed, match="engine"):
-        await one_second()
 
 
 async def test_gauges_that_cannot_be_refreshed_end_no_worker(

@@ -2,53 +2,49 @@
 
 from __future__ import annotations
 
-import pytest
-
 from worker.core.failed_steps import MAX_FAILED_STEPS, FailedSteps
 
 
-def test_steps_of_several_requests_end_it() -> None:
+def test_shared_failures_in_a_row_end_it() -> None:
+    """Each of their sequences succeeds alone in between."""
     failed = FailedSteps()
-    ends = [failed.add(step, step, {f"r{step}", "r0" if step < 3 else ""}) for step in range(1, 4)]
-    assert ends == [False, False, True]
-    assert failed.count == MAX_FAILED_STEPS
+    for step in range(1, MAX_FAILED_STEPS):
+        assert not failed.count_shared(10 * step, 10 * step)
+        failed.count_success(rerun=True)
+    assert failed.count_shared(100, 100)
+    assert failed.shared == MAX_FAILED_STEPS
 
 
-def test_a_step_between_them_that_ended_well_begins_a_new_row() -> None:
+def test_a_step_of_all_that_ends_well_begins_a_new_row() -> None:
     failed = FailedSteps()
     for step in range(1, 100, 3):
-        assert not failed.add(step, step, {f"r{step}"})
-        assert not failed.add(step + 1, step + 1, {f"r{step + 1}"})
-        failed.end_row()
+        assert not failed.count_shared(step, step)
+        assert not failed.count_shared(step + 1, step + 1)
+        failed.count_success(rerun=False)
 
 
-def test_one_request_in_all_of_them_is_to_blame() -> None:
-    """Others come and go with it; the worker ends with the first failure without it."""
+def test_a_sequence_that_fails_alone_explains_the_shared_failure() -> None:
     failed = FailedSteps()
-    for step in range(1, 20):
-        assert not failed.add(step, step, {"bad", f"r{step}"})
-    assert failed.add(20, 20, {"r20"})
+    for step in range(1, 100):
+        assert not failed.count_shared(step, step)
+        failed.count_success(rerun=True)
+        assert not failed.count_alone()
 
 
 def test_what_was_planned_before_the_failure_was_known_does_not_count() -> None:
     failed = FailedSteps()
     # Each failure of a step takes along the one that was planned behind it.
-    assert not failed.add(1, 2, {"a"})
-    assert not failed.add(2, 2, {"a", "b"})
-    assert not failed.add(3, 4, {"c"})
-    assert not failed.add(4, 4, {"c", "d"})
-    assert failed.count == 2
-    assert failed.add(5, 6, {"e"})
+    assert not failed.count_shared(1, 2)
+    assert not failed.count_shared(2, 2)
+    assert not failed.count_shared(3, 4)
+    assert not failed.count_shared(4, 4)
+    assert failed.shared == 2
+    assert failed.count_shared(5, 6)
 
 
-@pytest.mark.parametrize("last", [{"a"}, {"b"}])
-def test_steps_whose_sequences_had_left_blame_no_request(last: set[str]) -> None:
+def test_failures_alone_in_a_row_ask_for_a_probe() -> None:
     failed = FailedSteps()
-    assert not failed.add(1, 1, set())
-    assert not failed.add(2, 2, {"a"})
-    assert failed.add(3, 3, last) == (last == {"b"})
-
-
-def test_failed_steps_without_sequences_end_it() -> None:
-    failed = FailedSteps()
-    assert [failed.add(step, step, set()) for step in range(3)] == [False, False, True]
+    asked = [failed.count_alone() for _ in range(MAX_FAILED_STEPS + 1)]
+    assert asked == [False] * (MAX_FAILED_STEPS - 1) + [True, True]
+    failed.count_success(rerun=True)
+    assert not failed.count_alone()
