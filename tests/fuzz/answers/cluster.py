@@ -91,6 +91,8 @@ class FuzzedCluster:
         """What was done to the cluster, and when: seconds of the round."""
         self.leaks: list[str] = []
         """What workers that were drained have left in use."""
+        self.excuses: list[float] = []
+        """When answers may have lost the last worker of their model: seconds of the round."""
         self._began = time.monotonic()
         self._fingerprints: dict[str, str] = {}
         self._models: dict[str, str] = {}
@@ -117,6 +119,11 @@ class FuzzedCluster:
         return self._fingerprints.get(delta.decode_worker or delta.prefill_worker, "")
 
     # Workers
+
+    def excuse(self) -> None:
+        """Note that a worker is lost to its requests, if it may be the last one of its model."""
+        if len({self._models[slot] for slot in self.mini.workers}) > 1:
+            self.excuses.append(self.now)
 
     def free(self, role: Role | None = None) -> list[str]:
         """Return the slots that a fault may strike, of the pool of ``role`` or of both."""
@@ -146,6 +153,7 @@ class FuzzedCluster:
     async def kill(self, slot: str) -> None:
         """End a worker and all that it runs, and start it again with its model."""
         self.log(f"kill {slot}")
+        self.excuse()
         role = self._role(slot)
         await self.mini.workers.pop(slot).stop()
         await self.start(role, slot, self._models[slot])

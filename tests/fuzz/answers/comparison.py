@@ -245,7 +245,9 @@ def _same(found: TokenLogprobs, expected: TokenLogprobs) -> bool:
     return (
         abs(found.logprob - expected.logprob) <= TOLERANCE
         and [token for token, _ in found.top] == [token for token, _ in expected.top]
-        and all(abs(a - b) <= TOLERANCE for (_, a), (_, b) in zip(found.top, expected.top, strict=True))
+        and all(
+            abs(a - b) <= TOLERANCE for (_, a), (_, b) in zip(found.top, expected.top, strict=True)
+        )
     )
 
 

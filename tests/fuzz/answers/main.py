@@ -39,6 +39,8 @@ _CANCELS = 0.25
 """Share of the requests whose client leaves."""
 _QUIET_S = 1.5
 """Seconds at a round's end in which no fault begins."""
+_EXCUSED_S = 5.0
+"""Seconds after the loss of a model's last worker in which its requests may fail."""
 _SHOWN_S = 3.0
 """Seconds before a wrong answer whose events are shown with it."""
 
@@ -58,6 +60,14 @@ class Found:
     by_model: Counter[str] = field(default_factory=Counter)
     """Answers by the fingerprint that they name."""
     faults: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        errors = ", ".join(f"{count} {code}" for code, count in self.errors.items()) or "none"
+        return (
+            f"{self.seconds / 60:.1f} minutes, {self.compared} whole answers and {self.begun} begun"
+            f" ones compared, {self.strikes} faults struck, errors: {errors},"
+            f" by model {sorted(self.by_model.values())}, found: {len(self.faults)}"
+        )
 
 
 @dataclass(slots=True)
@@ -126,8 +136,9 @@ class _Round:
 class _Judge:
     """Compares answers with references, by fingerprint."""
 
-    def __init__(self, known: dict[str, Reference], found: Found) -> None:
+    def __init__(self, known: dict[str, Reference], excuses: Sequence[float], found: Found) -> None:
         self._known = known
+        self._excuses = excuses
         self._found = found
 
     def judge(self, request: GenerationRequest, answer: Answer, broken: str) -> str:
@@ -142,7 +153,9 @@ class _Judge:
         if not any(is_beginning(answer, one) for one in expected):
             tokens = [one.token_ids for one in answer.choices]
             return f"{answer.error or 'the client left'}: no model's answer begins with {tokens}"
-        return "" if answer.error is None else self._judge_error(request, answer.error, expected)
+        if answer.error is None or any(type(one.error) is type(answer.error) for one in expected):
+            return ""
+        return self._judge_error(request, answer, answer.error)
 
     def _judge_whole(self, request: GenerationRequest, answer: Answer) -> str:
         self._found.compared += 1
@@ -157,16 +170,14 @@ class _Judge:
         told = [difference(request, answer, one.answer(request)) for one in named]
         return "" if "" in told else told[0]
 
-    def _judge_error(
-        self, request: GenerationRequest, error: BatonError, expected: Sequence[Answer]
-    ) -> str:
+    def _judge_error(self, request: GenerationRequest, answer: Answer, error: BatonError) -> str:
         if request.own_deadline and isinstance(error, DeadlineExceeded | DeadlineUnreachable):
             return ""
-        if any(type(one.error) is type(error) for one in expected):
-            return ""
         self._found.errors[error.code] += 1
-        # What a router may say while too few workers are left. All else is a fault of the cluster.
-        return "" if isinstance(error, Unavailable) else f"{type(error).__name__}: {error}"
+        excused = any(answer.began - _EXCUSED_S <= at <= answer.ended for at in self._excuses)
+        if excused and isinstance(error, Unavailable):
+            return ""
+        return f"{type(error).__name__}: {error}"
 
 
 class _Errors(logging.Handler):
@@ -200,7 +211,7 @@ async def run_round(
             left = await cluster.left_over()
     finally:
         logging.getLogger().removeHandler(errors)
-    judge = _Judge(known, found)
+    judge = _Judge(known, cluster.excuses, found)
     told = []
     for request, answer, broken in one.asked:
         wrong = judge.judge(request, answer, broken)
@@ -209,13 +220,13 @@ async def run_round(
     told += [f"left over: {line}" for line in left]
     told += [f"logged: {line}" for line in errors.lines]
     replay = f"python -m tests.fuzz answers --seed {seed} --minutes {seconds / 60:g}"
+    if set(kinds) != set(KINDS):
+        replay += "".join(f' --only "{kind}"' for kind in kinds)
     found.faults += [f"seed {seed}: {line}\n  again: {replay}" for line in told]
     found.seconds += time.monotonic() - began
 
 
-def _report(
-    cluster: FuzzedCluster, request: GenerationRequest, answer: Answer, wrong: str
-) -> str:
+def _report(cluster: FuzzedCluster, request: GenerationRequest, answer: Answer, wrong: str) -> str:
     since, until = answer.began - _SHOWN_S, answer.ended
     events = [f"    {at:6.2f} s {event}" for at, event in cluster.events if since <= at <= until]
     head = f"request {request.request_id}, {answer.began:.2f} to {answer.ended:.2f} s: {wrong}"
@@ -250,7 +261,5 @@ async def _fuzz(seconds: float, seed: int, folder: Path, kinds: Sequence[str]) -
     rounds = max(1, round(seconds / ROUND_S))
     for number in range(rounds):
         with valkey() as url:
-            await run_round(
-                seed + number, seconds / rounds, models, known, url, found, kinds
-            )
+            await run_round(seed + number, seconds / rounds, models, known, url, found, kinds)
     return found

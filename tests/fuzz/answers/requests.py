@@ -16,7 +16,7 @@ from engine.scheduling.sequence import SCORED_TOKENS
 from router.core.request import GenerationRequest, ReasoningMarkers
 from router.core.timeline import Timeline
 
-DEADLINE_S = 120.0
+DEADLINE_S = 60.0
 """Deadline of a request whose client sets none, in seconds. A request that reaches it is lost."""
 _VOCAB = 300
 _PREFIXES = tuple(tuple(3 + (j * 7 + k) % 250 for j in range(96)) for k in range(3))
@@ -50,9 +50,9 @@ def make_request(seed: int, number: int) -> GenerationRequest:
     if draw < 0.18:
         sampling = replace(sampling, grammar=_grammar(source))
     elif draw < 0.28:
-        span, markers = _span(source), _MARKERS
+        span, markers = _span(source.choice((0, 3, 10))), _MARKERS
     elif draw < 0.36:
-        span, markers = _span(source), _MARKERS
+        span, markers = _span(source.choice((None, 0, 3, 10))), _MARKERS
         sampling = replace(sampling, grammar=_grammar(source))
     elif draw < 0.48:
         sampling = replace(sampling, prompt_logprobs=source.choice((0, 1, 3)))
@@ -65,6 +65,9 @@ def make_request(seed: int, number: int) -> GenerationRequest:
     elif draw < 0.62:
         stop = source.choice((("e",), ("e", "qz"), ("a", "ab", "abc"), ("zz",)))
         sampling = replace(sampling, stop=stop)
+    elif draw < 0.67:
+        # The router refuses it with a grammar, and with a budget.
+        sampling = replace(sampling, allowed_token_ids=tuple(range(40, 120)))
     own_deadline = source.random() < 0.06
     return GenerationRequest(
         f"q{number}",
@@ -100,7 +103,13 @@ def _without_answer(source: random.Random) -> GenerationRequest:
     embeds = source.random() < 0.7
     sampling = SamplingParams(temperature=0.0, max_tokens=1)
     return GenerationRequest(
-        "e", _prompt(source), sampling, Principal(), DEADLINE_S, embeds=embeds, prompt_only=not embeds
+        "e",
+        _prompt(source),
+        sampling,
+        Principal(),
+        DEADLINE_S,
+        embeds=embeds,
+        prompt_only=not embeds,
     )
 
 
@@ -128,7 +137,6 @@ def _sampling(source: random.Random) -> SamplingParams:
         (0.15, {"min_tokens": min(5, fields["max_tokens"])}),
         (0.15, {"stop_token_ids": tuple(source.sample(range(_VOCAB), 8))}),
         (0.1, {"bad_words": ((50,), (51, 52))}),
-        (0.05, {"allowed_token_ids": tuple(range(40, 120))}),
         (0.3, {"ignore_eos": True}),
         (0.2, {"logprobs": source.choice((0, 2))}),
     )
@@ -147,7 +155,6 @@ def _grammar(source: random.Random) -> Grammar:
     return Grammar(kind, source.choice(_CHOICES))
 
 
-def _span(source: random.Random) -> ReasoningSpan:
-    budget = source.choice((None, 0, 3, 10))
+def _span(budget: int | None) -> ReasoningSpan:
     forced = () if budget is None else (70, *_END)
     return ReasoningSpan(ends=(_END, _END_OF_TWO), budget=budget, forced=forced)
