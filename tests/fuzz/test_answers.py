@@ -131,5 +131,5 @@ def test_a_planted_bug_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plant(monkeypatch)
-    found = fuzz(0.25, 5, tmp_path, kinds or ("pair breaks",))
+    found = fuzz(0.5, 5, tmp_path, kinds or ("pair breaks",))
     assert any(re.search(told, fault) for fault in found.faults), str(found)

@@ -149,7 +149,9 @@ def _processes(cluster: Cluster) -> list[str]:
     for process in cluster.processes():
         with contextlib.suppress(psutil.Error):
             lines.append(" ".join(process.cmdline()))
-    most = {"WorkerActor": COUNT * len(ROLES), "SupervisorActor": 1, "router.main": COUNT}
+    count = COUNT * len(ROLES)
+    most = {"WorkerActor": count, "baton worker": count}
+    most |= {"SupervisorActor": 1, "router.main": COUNT}
     counts = {name: sum(name in line for line in lines) for name in most}
     return [
         f"cluster: {count} processes {name}, expected {most[name]}"

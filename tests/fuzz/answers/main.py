@@ -39,6 +39,8 @@ _CANCELS = 0.25
 """Share of the requests whose client leaves."""
 _QUIET_S = 1.5
 """Seconds at a round's end in which no fault begins."""
+_MOST = 0.8
+"""Share of a client's own deadline after which an error may say what the request waited for."""
 _EXCUSED_S = 5.0
 """Seconds after the loss of a model's last worker in which its requests may fail."""
 _SHOWN_S = 3.0
@@ -174,6 +176,9 @@ class _Judge:
         if request.own_deadline and isinstance(error, DeadlineExceeded | DeadlineUnreachable):
             return ""
         self._found.errors[error.code] += 1
+        waited = answer.ended - answer.began >= _MOST * request.deadline_s
+        if request.own_deadline and waited and isinstance(error, Unavailable):
+            return ""
         excused = any(answer.began - _EXCUSED_S <= at <= answer.ended for at in self._excuses)
         if excused and isinstance(error, Unavailable):
             return ""
