@@ -76,7 +76,7 @@ def forget_penalties(patch: pytest.MonkeyPatch) -> None:
 
 
 def skip_checksums(patch: pytest.MonkeyPatch) -> None:
-    """Blocks arrive damaged now and then, and nobody compares their checksums."""
+    """Blocks arrive damaged now and then, and their checksums are not compared."""
     numbers = itertools.count()
     patch.setattr(cluster, "shape_of", lambda source: {"transport": "grpc"})
 

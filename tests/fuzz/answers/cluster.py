@@ -200,7 +200,7 @@ class FuzzedCluster:
     # The end
 
     async def left_over(self) -> list[str]:
-        """Wait until nothing runs. Return what workers hold that nobody uses, a line each, and why
+        """Wait until nothing runs. Return what workers hold without a use, a line each, and why
         workers have ended by themselves."""
         workers = self.mini.workers
         with contextlib.suppress(TimeoutError):

@@ -122,6 +122,10 @@ class Reference:
             self._known[request] = self._answer(request)
         return self._known[request]
 
+    def forget(self) -> None:
+        """Forget all answers."""
+        self._known.clear()
+
     def _answer(self, request: GenerationRequest) -> Answer:
         answer = Answer.empty(request)
         try:

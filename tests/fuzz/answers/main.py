@@ -151,11 +151,14 @@ class _Judge:
         if answer.is_whole:
             return self._judge_whole(request, answer)
         found.begun += 1
-        expected = [reference.answer(request) for reference in self._known.values()]
-        if not any(is_beginning(answer, one) for one in expected):
+        for reference in self._known.values():
+            expected = reference.answer(request)
+            if is_beginning(answer, expected):
+                break
+        else:
             tokens = [one.token_ids for one in answer.choices]
             return f"{answer.error or 'the client left'}: no model's answer begins with {tokens}"
-        if answer.error is None or any(type(one.error) is type(answer.error) for one in expected):
+        if answer.error is None or type(answer.error) is type(expected.error):
             return ""
         return self._judge_error(request, answer, answer.error)
 
@@ -216,6 +219,8 @@ async def run_round(
             left = await cluster.left_over()
     finally:
         logging.getLogger().removeHandler(errors)
+    for reference in known.values():
+        reference.forget()
     judge = _Judge(known, cluster.excuses, found)
     told = []
     for request, answer, broken in one.asked:

@@ -1,4 +1,4 @@
-"""Random requests. A request is a pure function of a seed and a number, but for its id."""
+"""Random requests. A request is a pure function of a seed and a number, except for its id."""
 
 from __future__ import annotations
 
