@@ -21,7 +21,9 @@ from router.dispatch.running_request import RunningRequest
 from tests.fuzz.answers import cluster
 from tests.fuzz.answers.main import Found, fuzz
 
-SEEDS = (0, 1)
+SEEDS = (126, 308)
+"""The first one begins with a worker that is killed and pairs that break, the second one with a
+change of the model."""
 SECONDS = 5.0
 LONG_MINUTES = 10.0
 LONG_SEED = 1000

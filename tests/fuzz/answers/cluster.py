@@ -7,6 +7,7 @@ Owned by one event loop.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 import time
@@ -36,6 +37,7 @@ EXACT = {"dtype": "bfloat16", "deterministic": True}
 """With these, equal means equal bit for bit."""
 IDLE_S = 20.0
 """Seconds after which a worker that still holds something has leaked it."""
+_LOOK_S = 0.02
 _TIMES = {"lease_s": 3.0, "heartbeat_s": 0.3, "hang_s": 6.0, "registry_ttl_s": 4.0}
 
 
@@ -112,11 +114,13 @@ class FuzzedCluster:
     def fingerprint_of(self, delta: OutputDelta) -> str:
         """Return the fingerprint that the last delta of a choice names; "" if it names none.
 
-        Until deltas name one, it is that of the worker that was the last to have the choice."""
+        Until deltas name one, it is that of both workers that were the last to have the choice, and
+        no fingerprint where they differ."""
         named: str | None = getattr(delta, "fingerprint", None)
         if named is not None:
             return named
-        return self._fingerprints.get(delta.decode_worker or delta.prefill_worker, "")
+        slots = [slot for slot in (delta.prefill_worker, delta.decode_worker) if slot]
+        return " and ".join(sorted({self._fingerprints[slot] for slot in slots}))
 
     # Workers
 
@@ -169,10 +173,15 @@ class FuzzedCluster:
         self.leaks += _held(slot, worker)
         self.log(f"{slot} has left")
 
-    async def replace(self, slot: str, deadline_s: float) -> None:
-        """Start another worker of the role and the current model, and drain the one at ``slot``."""
+    async def replace(self, slot: str, deadline_s: float, *, patient: bool = False) -> None:
+        """Start another worker of the role and the current model, and drain the one at ``slot``.
+
+        ``patient``: only once no other worker of the role is struck, as rollouts do."""
         fresh = await self.start(self._role(slot))
-        self.log(f"{fresh} serves {self.model}")
+        self.log(f"{fresh} serves the {self.model} model")
+        role = self._role(slot)
+        while patient and any(one != slot and role in one for one in self.busy):
+            await asyncio.sleep(_LOOK_S)
         await self.retire(slot, deadline_s)
 
     def _role(self, slot: str) -> Role:

@@ -125,7 +125,7 @@ async def change_model(cluster: FuzzedCluster, source: random.Random) -> None:
     for slot in slots:
         if slot in cluster.free():
             with _kept(cluster, slot):
-                await cluster.replace(slot, _FINISH_S)
+                await cluster.replace(slot, _FINISH_S, patient=True)
 
 
 Strike = Callable[[FuzzedCluster, random.Random], Awaitable[None]]
