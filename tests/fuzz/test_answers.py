@@ -71,8 +71,10 @@ def forget_penalties(patch: pytest.MonkeyPatch) -> None:
         spec: SequenceSpec = sound(self, *args, **more)  # type: ignore[arg-type]
         if not spec.attempt:
             return spec
-        plain = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-        return replace(spec, sampling=replace(spec.sampling, **plain))
+        plain = replace(
+            spec.sampling, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0
+        )
+        return replace(spec, sampling=plain)
 
     patch.setattr(RunningRequest, "sequence_spec", sequence_spec)
 

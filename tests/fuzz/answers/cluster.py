@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -33,12 +34,17 @@ ROLES: tuple[Role, ...] = ("prefill", "decode")
 COUNT = 2
 """Workers of each role."""
 MODELS = ("first", "second")
-EXACT = {"dtype": "bfloat16", "deterministic": True}
+EXACT: Mapping[str, Any] = {"dtype": "bfloat16", "deterministic": True}
 """With these, equal means equal bit for bit."""
 IDLE_S = 20.0
 """Seconds after which a worker that still holds something has leaked it."""
 _LOOK_S = 0.02
-_TIMES = {"lease_s": 3.0, "heartbeat_s": 0.3, "hang_s": 6.0, "registry_ttl_s": 4.0}
+_TIMES: Mapping[str, Any] = {
+    "lease_s": 3.0,
+    "heartbeat_s": 0.3,
+    "hang_s": 6.0,
+    "registry_ttl_s": 4.0,
+}
 
 
 def make_models(folder: Path) -> dict[str, Path]:
@@ -63,7 +69,7 @@ def references(models: Mapping[str, Path]) -> dict[str, Reference]:
     return {one.engine.fingerprint: one for one in found}
 
 
-def shape_of(source: random.Random) -> dict[str, object]:
+def shape_of(source: random.Random) -> dict[str, Any]:
     """Draw what a round's cluster is made of."""
     return {
         "prefill_pool": {"kv_pool_mib": source.choice((1, 2, 8))},
@@ -246,7 +252,7 @@ async def fuzzed_cluster(
 ) -> AsyncIterator[FuzzedCluster]:
     """Run a cluster whose shape follows ``seed``."""
     shape = shape_of(random.Random(f"shape {seed}"))
-    fixed = {"prefill": COUNT, "decode": COUNT, **EXACT, **_TIMES}
+    fixed: dict[str, Any] = {"prefill": COUNT, "decode": COUNT, **EXACT, **_TIMES}
     async with mini_cluster(models[MODELS[0]], redis_url, **fixed, **shape) as mini:
         cluster = FuzzedCluster(mini, models)
         cluster.log(f"{shape}")

@@ -88,8 +88,8 @@ class _Round:
         quiet_at = self.seconds - _QUIET_S
         faults = strike_on(self.cluster, source, tuple(kinds), quiet_at)
         clients = [self._ask_on(number) for number in range(CLIENTS)]
-        struck, *_ = await asyncio.gather(faults, *clients)
-        return int(struck)
+        struck, _ = await asyncio.gather(faults, asyncio.gather(*clients))
+        return struck
 
     async def _ask_on(self, number: int) -> None:
         source = random.Random(f"client {self.seed} {number}")
@@ -178,7 +178,7 @@ class _Judge:
     def _judge_error(self, request: GenerationRequest, answer: Answer, error: BatonError) -> str:
         if request.own_deadline and isinstance(error, DeadlineExceeded | DeadlineUnreachable):
             return ""
-        self._found.errors[error.code] += 1
+        self._found.errors[error.code or type(error).__name__] += 1
         waited = answer.ended - answer.began >= _MOST * request.deadline_s
         if request.own_deadline and waited and isinstance(error, Unavailable):
             return ""
