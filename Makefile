@@ -22,7 +22,8 @@ ARGS ?=
 # Parts run three at a time on two cores, since they often wait. Each has one thread: more threads would
 # wait for one another. Whole clusters run one after another: two at a time keep two cores busy with starts.
 TESTS ?=
-CLUSTERS = tests/e2e tests/chaos/test_chaos.py tests/chaos/test_led_cluster.py
+CLUSTERS = tests/e2e tests/chaos/test_chaos.py tests/chaos/test_led_cluster.py \
+  tests/chaos/test_model_changes.py
 PARTS = tests/unit tests/kernels tests/transports tests/integration tests/fuzz \
   $(filter-out $(CLUSTERS),$(wildcard tests/chaos/test_*.py))
 # The slowest are shown, so that they stay in view.

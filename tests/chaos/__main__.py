@@ -14,12 +14,17 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from tests.chaos.faults.kinds import BY_NAME, KINDS, LAUNCHER_KINDS, Kind, away_for
+from baton.config.cluster import Config
+from tests.chaos.faults.faults import FAULTS
+from tests.chaos.faults.kinds import BY_NAME, KINDS, LAUNCHER_KINDS, MODEL_KINDS, Kind, away_for
+from tests.chaos.faults.rollout_faults import RolledOut
 from tests.chaos.harness.cluster import Cluster
 from tests.chaos.harness.led_cluster import LedCluster
+from tests.chaos.harness.plain_cluster import PlainCluster, Served, all_served
 from tests.chaos.load.questions import questions
 from tests.chaos.load.reference import engine_reference
 from tests.chaos.report import Report
@@ -39,15 +44,30 @@ async def run(
     ``logs``: a folder into which the cluster's go. Raises ``WrongBeforeFaults``.
     """
     asked = questions(seed)
-    reference = await engine_reference(asked)
-    cluster = LedCluster() if any(kind.needs_launchers for kind in kinds) else Cluster()
-    async with cluster:
-        try:
-            report = await Run(cluster, seed, kinds, asked, reference).go(minutes, max_rounds)
-        finally:
-            if logs is not None:
-                cluster.save_logs(logs)
+    with _models(kinds) as served:
+        configs = [one.config for one in served] or [Config(deterministic=True)]
+        reference = await engine_reference(asked, configs)
+        cluster = _cluster(kinds, served)
+        async with cluster:
+            try:
+                report = await Run(cluster, seed, kinds, asked, reference).go(minutes, max_rounds)
+            finally:
+                if logs is not None:
+                    cluster.save_logs(logs)
     return replace(report, left=tuple(cluster.left))
+
+
+def _models(kinds: Sequence[Kind]) -> AbstractContextManager[Sequence[Served]]:
+    """What plain workers may serve; nothing, where the kinds need none."""
+    faults = [FAULTS[kind.name] for kind in kinds]
+    names = {one.to for one in faults if issubclass(one, RolledOut)}
+    return all_served(names) if names else nullcontext(())
+
+
+def _cluster(kinds: Sequence[Kind], served: Sequence[Served]) -> Cluster:
+    if served:
+        return PlainCluster(served)
+    return LedCluster() if any(kind.needs_launchers for kind in kinds) else Cluster()
 
 
 def main() -> int:
@@ -62,14 +82,24 @@ def main() -> int:
     parser.add_argument(
         "--launchers", action="store_true", help="the kinds that need two launchers"
     )
+    parser.add_argument(
+        "--models", action="store_true", help="the kinds that change what workers serve"
+    )
     parser.add_argument("--away-s", type=float, help="how long launchers are away, in seconds")
     parser.add_argument("--rounds", type=int, help="end after so many rounds of faults")
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    kinds: Sequence[Kind] = LAUNCHER_KINDS if asked.launchers else KINDS
+    kinds: Sequence[Kind] = KINDS
+    if asked.launchers:
+        kinds = LAUNCHER_KINDS
+    elif asked.models:
+        kinds = MODEL_KINDS
     if asked.only:
         kinds = [BY_NAME[name] for name in asked.only]
+    needs_launchers = any(kind.needs_launchers for kind in kinds)
+    if needs_launchers and any(kind.needs_plain_workers for kind in kinds):
+        parser.error("kinds with launchers and kinds of plain workers need different clusters")
     if asked.away_s is not None:
         kinds = [away_for(kind, asked.away_s) for kind in kinds]
     report = asyncio.run(

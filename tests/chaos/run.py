@@ -150,9 +150,11 @@ class Run:
             since = began
         feeling = asyncio.gather(until_streams_run(load, since), until_answered(load, since))
         await healing
-        # Nothing heals without a launcher; all else heals from the fault on.
-        is_led = not any(one.strike.kind.needs_launchers for one in struck)
-        healed_at = since if is_led else time.monotonic()
+        # Nothing heals without a launcher, and a rollout takes its time; all else heals from the
+        # fault on.
+        kinds_now = [one.strike.kind for one in struck]
+        waits = any(one.needs_launchers or one.needs_plain_workers for one in kinds_now)
+        healed_at = time.monotonic() if waits else since
         faults = [one.fault for one in struck]
         whole_s = await until_whole(self.cluster, since, faults, healed_at=healed_at)
         streams_s, answered_s = await feeling

@@ -1,6 +1,9 @@
 """Fuzzes Baton's entrances one after another, and says what came of it.
 
 make fuzz MINUTES=5; or python -m tests.fuzz --minutes 5 gguf sse
+
+``answers`` fuzzes no entrance: it compares the answers of a cluster under faults with those of one
+engine.
 """
 
 from __future__ import annotations
@@ -11,22 +14,27 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.fuzz import router
+from tests.fuzz.answers import main as answers
+from tests.fuzz.answers.faults import KINDS as FAULTS
 from tests.fuzz.openapi import fuzz_openapi, router_model
 from tests.fuzz.router_inputs import KINDS
 from tests.fuzz.targets import TARGETS
 
-OPENAPI, ROUTER = "openapi", "router"
-NAMES = (*TARGETS, OPENAPI, ROUTER)
+OPENAPI, ROUTER, ANSWERS = "openapi", "router", "answers"
+NAMES = (*TARGETS, OPENAPI, ROUTER, ANSWERS)
 
 _TIMEOUT_S = 120
 """A single input that takes longer is a fault, in seconds. CPU time has its own bound
 (``Target``)."""
 _MEMORY_MIB = 3072
 _START_S = 180
+_SHOWN = 5
+"""Faults of answers that are printed; all are in the target's folder."""
 _EDGES = re.compile(r"cov: (\d+)")
 _RUNS = re.compile(r"stat::number_of_executed_units:\s+(\d+)")
 _LAST_RUN = re.compile(r"^#(\d+)\s", re.MULTILINE)
@@ -36,7 +44,8 @@ _LAST_RUN = re.compile(r"^#(\d+)\s", re.MULTILINE)
 class Figures:
     """What one target's run came to; of ``openapi`` cases and operations.
 
-    Of ``router``: inputs and the longest hold of its event loop, in milliseconds of CPU time.
+    Of ``router``: inputs and the longest hold of its event loop, in milliseconds of CPU time. Of
+    ``answers``: answers and faults.
     """
 
     name: str
@@ -48,7 +57,7 @@ class Figures:
 
 
 def fuzz(name: str, minutes: float, out: Path) -> Figures:
-    """Run one target; what it finds stays in ``out``."""
+    """Run one target but ``answers``; what it finds stays in ``out``."""
     folder = out / name
     if name == OPENAPI:
         executions, edges, faulty = fuzz_openapi(minutes, folder)
@@ -97,6 +106,17 @@ def _fuzz_router(minutes: float, folder: Path) -> Figures:
     return Figures(ROUTER, minutes, found.inputs, held_ms, fault)
 
 
+def _fuzz_answers(minutes: float, folder: Path, seed: int, kinds: Sequence[str]) -> Figures:
+    found = answers.fuzz(minutes, seed, folder, kinds)
+    log = folder / "faults.txt"
+    log.write_text("\n\n".join(found.faults))
+    for fault in found.faults[:_SHOWN]:
+        print(f"answers: {fault}", file=sys.stderr)
+    print(f"answers: {found}", file=sys.stderr)
+    fault = f"{len(found.faults)} in {log}" if found.faults else ""
+    return Figures(ANSWERS, minutes, found.compared + found.begun, found.strikes, fault)
+
+
 def _replay(given: str, out: Path) -> int:
     kind, _, number = given.partition(":")
     if kind not in KINDS or not number.isdecimal():
@@ -115,6 +135,10 @@ def main() -> int:
     parser.add_argument(
         "--input", default="", metavar="KIND:NUMBER", help="Send one input of router again."
     )
+    parser.add_argument("--seed", type=int, default=0, help="Of the first round of answers.")
+    parser.add_argument(
+        "--only", action="append", choices=FAULTS, help="A kind of fault of answers; repeatable."
+    )
     given = parser.parse_args()
     unknown = [name for name in given.targets if name not in NAMES]
     if unknown:
@@ -125,7 +149,11 @@ def main() -> int:
     print("| target | minutes | executions | edges | found |\n|---|---|---|---|---|", flush=True)
     found = False
     for name in given.targets or NAMES:
-        figures = fuzz(name, given.minutes, out)
+        if name == ANSWERS:
+            kinds = given.only or tuple(FAULTS)
+            figures = _fuzz_answers(given.minutes, out / name, given.seed, kinds)
+        else:
+            figures = fuzz(name, given.minutes, out)
         found |= bool(figures.fault)
         print(
             f"| {name} | {figures.minutes:g} | {figures.executions} | {figures.edges} |"

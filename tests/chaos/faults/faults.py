@@ -11,6 +11,7 @@ from tests.chaos.faults import (
     partition_faults,
     pool_faults,
     resource_faults,
+    rollout_faults,
     signal_faults,
     store_faults,
 )
@@ -63,5 +64,7 @@ FAULTS: dict[str, type[Fault]] = {
     "both launchers away": launcher_faults.BothAwayOneWorkerDead,
     "both launchers away, store failed over": launcher_faults.BothAwayStoreFailedOver,
     "both launchers away, store emptied": launcher_faults.BothAwayStoreEmptied,
+    "model changes": rollout_faults.ModelChanged,
+    "quantization changes": rollout_faults.QuantizationChanged,
 }
 """By the names of ``tests.chaos.faults.kinds``."""

@@ -28,6 +28,8 @@ class Kind:
     nowhere else. Nothing else is done meanwhile, and recovery is counted from its end."""
     needs_launchers: bool = False
     """Whether it needs a cluster of two launchers (``tests.chaos.harness.led_cluster``)."""
+    needs_plain_workers: bool = False
+    """Whether it needs workers without a launcher (``tests.chaos.harness.plain_cluster``)."""
 
 
 KINDS = (
@@ -96,4 +98,9 @@ LAUNCHER_KINDS = (
     _away("both launchers away, store emptied", "store"),
 )
 """Those of a cluster of two launchers, whose workers outlive both."""
-BY_NAME = {kind.name: kind for kind in (*KINDS, *LAUNCHER_KINDS)}
+MODEL_KINDS = (
+    Kind("model changes", "cluster", may_restart=True, needs_plain_workers=True),
+    Kind("quantization changes", "cluster", may_restart=True, needs_plain_workers=True),
+)
+"""Those that change what the workers serve, one by one, and change it back."""
+BY_NAME = {kind.name: kind for kind in (*KINDS, *LAUNCHER_KINDS, *MODEL_KINDS)}

@@ -31,6 +31,8 @@ _MORE_BYTES = {"router": 64 << 20, "prefill": 128 << 20, "decode": 128 << 20}
 _POOL = "memfd:baton-kv"
 """What a worker's pool of blocks is called where it is mapped."""
 _DRAWN = re.compile(r"[0-9a-f]{8,}$")
+_SLOT = re.compile(r":(prefill|decode)-\d+")
+"""In a rollout each worker's slot has a number of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ async def _of_routers(cluster: Cluster) -> list[str]:
 async def _keys(cluster: Cluster) -> dict[str, int]:
     names = await cluster.store.keys(cluster.key_prefix)
     bare = (_DRAWN.sub("*", name.removeprefix(cluster.key_prefix)) for name in names)
-    return Counter(bare)
+    return Counter(_SLOT.sub(r":\1-*", name) for name in bare)
 
 
 def _more_keys(now: Mapping[str, int], first: Mapping[str, int]) -> list[str]:
@@ -149,7 +151,9 @@ def _processes(cluster: Cluster) -> list[str]:
     for process in cluster.processes():
         with contextlib.suppress(psutil.Error):
             lines.append(" ".join(process.cmdline()))
-    most = {"WorkerActor": COUNT * len(ROLES), "SupervisorActor": 1, "router.main": COUNT}
+    count = COUNT * len(ROLES)
+    most = {"WorkerActor": count, "baton worker": count}
+    most |= {"SupervisorActor": 1, "router.main": COUNT}
     counts = {name: sum(name in line for line in lines) for name in most}
     return [
         f"cluster: {count} processes {name}, expected {most[name]}"

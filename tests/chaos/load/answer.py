@@ -22,6 +22,8 @@ class AnswerSoFar:
     """An answer while it comes; owned by the call that reads it."""
 
     choices: list[ChoiceSoFar]
+    fingerprint: str = field(default="", compare=False)
+    """The fingerprint that the answer names; empty until it has."""
 
     @classmethod
     def empty(cls, choices: int) -> AnswerSoFar:

@@ -132,9 +132,16 @@ class Call:
             if "error" in event:
                 self._fail_with(event["error"])
                 return
+            self._name(event.get("system_fingerprint"))
             for choice in event["choices"]:
                 self._take_http(choice)
             self._hear()
+
+    def _name(self, fingerprint: str | None) -> None:
+        """Note the fingerprint that a piece names. An answer that names two is wrong."""
+        known = self.answer.fingerprint
+        if fingerprint and fingerprint != known:
+            self.answer.fingerprint = f"{known} and {fingerprint}" if known else fingerprint
 
     def _fail_with(self, error: dict[str, Any]) -> None:
         self._fail(str(error.get("code") or error["type"]), str(error["message"]))
@@ -173,6 +180,7 @@ class Call:
             self._fail(RESET if is_reset else UNCLEAR, f"{status.name}: {error.details()}")
 
     def _take_grpc(self, response: inference_pb2.GenerateResponse) -> None:
+        self._name(getattr(response, "fingerprint", None))
         choice = self.answer.choices[response.choice]
         choice.tokens += response.token_ids
         choice.text += response.text

@@ -102,7 +102,7 @@ class Load:
             await asyncio.sleep(_LOOK_S)
         self.calls.discard(call)
         await end_tasks([task])
-        expected = self._reference[question.name, way]
+        expected = self._reference.expected(call)
         self._ledger.endings.append(
             Ending(
                 question=question.name,
@@ -119,14 +119,13 @@ class Load:
 
     async def _ask(self, question: Question, way: Way) -> bool:
         """Whether it was answered."""
-        expected = self._reference[question.name, way]
         first = last = await self._call(question, way)
         if first.error == RESET:
             # What a client does whose router has gone: it connects again, once. Not at once: the
             # kernel takes a while to close all sockets of a process that was killed.
             await asyncio.sleep(_RETRY_S)
             last = await self._call(question, way)
-            if not first.answer.is_beginning_of(expected):
+            if not first.answer.is_beginning_of(self._reference.expected(first)):
                 last = first
         lost = last.error in NOT_CLEAR
         if not last.error:
@@ -138,7 +137,7 @@ class Load:
                 began=first.began,
                 ended=last.ended,
                 answer=last.answer,
-                expected=expected,
+                expected=self._reference.expected(last),
                 error="" if lost else last.error,
                 text=last.error_text or first.error_text,
                 says_when=last.says_when,

@@ -1,7 +1,8 @@
-"""The right answers: those of one engine in this process, which no fault meets.
+"""The right answers: those of an engine in this process, which no fault meets.
 
-The engine has the cluster's model and settings, no prefill worker, no speculation and no batch. Its
-tokens become answers by the fronts' own code, so that texts and tool calls can be compared as well.
+There is one for each fingerprint that the cluster may serve. The engine has the cluster's model
+and settings, no prefill worker, no speculation and no batch. Its tokens become answers by the
+fronts' own code, so that texts and tool calls can be compared as well.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -35,8 +36,26 @@ from tests.support.router.front_fakes import add_grpc, create_app, serve
 
 _KV_POOL_BYTES = 128 << 20
 
-Reference = Mapping[tuple[str, Way], AnswerSoFar]
+Answers = Mapping[tuple[str, Way], AnswerSoFar]
 """By a question's name and the way it was asked: finish reasons have other names over gRPC."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The right answers by fingerprint. The cluster begins with the first one."""
+
+    answers: Mapping[str, Answers]
+
+    def expected(self, call: Call) -> AnswerSoFar:
+        """What a call must get from the fingerprint that its answer names.
+
+        An answer that names none must be that of one fingerprint from its beginning to its end."""
+        asked, named = (call.question.name, call.way), call.answer.fingerprint
+        if named:
+            known = self.answers.get(named)
+            return AnswerSoFar.empty(call.question.choices) if known is None else known[asked]
+        found = [known[asked] for known in self.answers.values()]
+        return next((one for one in found if call.answer.is_beginning_of(one)), found[0])
 
 
 class WrongBeforeFaults(Exception):
@@ -101,9 +120,13 @@ def _of_choice(delta: OutputDelta, choice: int) -> OutputDelta:
     return replace(delta, choice=choice)
 
 
-async def engine_reference(questions: Sequence[Question]) -> Reference:
-    """What one engine with the demo model answers. Raises BatonError."""
-    config = Config(deterministic=True)
+async def engine_reference(questions: Sequence[Question], configs: Sequence[Config]) -> Reference:
+    """What one engine of each configuration answers. Raises BatonError."""
+    return Reference(dict([await _answers(questions, config) for config in configs]))
+
+
+async def _answers(questions: Sequence[Question], config: Config) -> tuple[str, Answers]:
+    """The fingerprint of a configuration's engine, and its answers."""
     model = await asyncio.to_thread(resolve, config.model, lambda _: None, config.quantization)
     settings = EngineSettings(
         model.path,
@@ -117,7 +140,7 @@ async def engine_reference(questions: Sequence[Question]) -> Reference:
     )
     engine = await asyncio.to_thread(build_engine, settings)
     async with _fronts_of(engine, model.path, model.name) as fronts:
-        return {
+        return engine.fingerprint, {
             (question.name, way): await _ask(fronts, Call.of(question, way))
             for question in questions
             for way in WAYS
@@ -147,8 +170,9 @@ async def ask_undisturbed(
     """Each question is asked alone. Raises WrongBeforeFaults."""
     for number, question in enumerate(questions):
         way = WAYS[number % len(WAYS)]
-        answer = await _ask(fronts, Call.of(question, way))
-        expected = reference[question.name, way]
+        call = Call.of(question, way)
+        answer = await _ask(fronts, call)
+        expected = reference.expected(call)
         if answer != expected:
             raise WrongBeforeFaults(
                 f"{question.name} over {way}: the cluster says {answer}, the engine {expected}"

@@ -49,13 +49,15 @@ class UpProcess:
         env: Mapping[str, str] | None = None,
         program: Sequence[str] = (BATON, "serve"),
         folder: Path | None = None,
+        has_fronts: bool = True,
     ) -> None:
         """Start it with ``arguments``, and on free ports unless these name some.
 
-        ``folder`` is its current folder; None: that of the tests.
+        ``folder`` is its current folder; None: that of the tests. ``has_fronts``: whether clients
+        reach it, as they do not reach a worker.
         """
         command = [*program, *arguments]
-        for flag in ("--http", "--grpc"):
+        for flag in ("--http", "--grpc") if has_fronts else ():
             if flag not in arguments:
                 command += [flag, "127.0.0.1:0"]
         self.output: list[str] = []
