@@ -47,15 +47,11 @@ class Reference:
     answers: Mapping[str, Answers]
 
     def expected(self, call: Call) -> AnswerSoFar:
-        """What a call must get from the fingerprint that its answer names.
-
-        An answer that names none must be that of one fingerprint from its beginning to its end."""
-        asked, named = (call.question.name, call.way), call.answer.fingerprint
-        if named:
-            known = self.answers.get(named)
-            return AnswerSoFar.empty(call.question.choices) if known is None else known[asked]
-        found = [known[asked] for known in self.answers.values()]
-        return next((one for one in found if call.answer.is_beginning_of(one)), found[0])
+        """What a call must get from the fingerprint that its answer names; nothing if it names
+        none."""
+        known = self.answers.get(call.answer.fingerprint)
+        asked = call.question.name, call.way
+        return AnswerSoFar.empty(call.question.choices) if known is None else known[asked]
 
 
 class WrongBeforeFaults(Exception):

@@ -23,7 +23,6 @@ from baton.config.choices import Role
 from baton.store.pin_store import PinStore
 from baton.telemetry.metrics import RouterMetrics
 from engine.engine import EngineSettings
-from router.core.request import OutputDelta
 from router.dispatch.dispatcher import ClusterDispatcher
 from tests.fuzz.answers.comparison import Reference
 from tests.support.mini_cluster import MiniCluster, mini_cluster
@@ -102,11 +101,10 @@ class FuzzedCluster:
         self.excuses: list[float] = []
         """When answers may have lost the last worker of their model: seconds of the round."""
         self._began = time.monotonic()
-        self._fingerprints: dict[str, str] = {}
         self._models: dict[str, str] = {}
         self._number = COUNT
         for slot in mini.workers:
-            self._note(slot, self.model)
+            self._models[slot] = self.model
 
     @property
     def now(self) -> float:
@@ -116,17 +114,6 @@ class FuzzedCluster:
     def log(self, event: str) -> None:
         """Add to ``events``."""
         self.events.append((self.now, event))
-
-    def fingerprint_of(self, delta: OutputDelta) -> str:
-        """Return the fingerprint that the last delta of a choice names; "" if it names none.
-
-        Until deltas name one, it is that of both workers that were the last to have the choice, and
-        no fingerprint where they differ."""
-        named: str | None = getattr(delta, "fingerprint", None)
-        if named is not None:
-            return named
-        slots = [slot for slot in (delta.prefill_worker, delta.decode_worker) if slot]
-        return " and ".join(sorted({self._fingerprints[slot] for slot in slots}))
 
     # Workers
 
@@ -151,14 +138,8 @@ class FuzzedCluster:
         self.mini.model = self.models[model]
         starting = self.mini.start_worker(pool, slot)
         await starting
-        self._note(slot, model)
-        return slot
-
-    def _note(self, slot: str, model: str) -> None:
-        context = self.mini.workers[slot].context
-        assert context is not None
-        self._fingerprints[slot] = context.engine.fingerprint
         self._models[slot] = model
+        return slot
 
     async def kill(self, slot: str) -> None:
         """End a worker and all that it runs, and start it again with its model."""

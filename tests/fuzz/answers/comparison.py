@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -64,9 +64,8 @@ class Answer:
         """Whether every choice has ended."""
         return all(one.finish_reason is not None for one in self.choices)
 
-    def add(self, delta: OutputDelta, fingerprint: str = "") -> None:
-        """Add a delta. ``fingerprint``: that of the delta's choice, with its last delta. Raises
-        Malformed."""
+    def add(self, delta: OutputDelta) -> None:
+        """Add a delta. Raises Malformed."""
         choice = self.choices[delta.choice]
         if choice.finish_reason is not None:
             raise Malformed(f"choice {delta.choice} has a delta after its finish reason")
@@ -79,7 +78,9 @@ class Answer:
         choice.scored += delta.scored
         choice.reasoning_tokens += delta.reasoning_tokens
         choice.finish_reason, choice.stop_string = delta.finish_reason, delta.stop_string
-        choice.fingerprint = fingerprint
+        if choice.fingerprint not in ("", delta.fingerprint):
+            raise Malformed(f"{choice.fingerprint} and {delta.fingerprint} give one choice")
+        choice.fingerprint = delta.fingerprint
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
         self.embedding = self.embedding or delta.embedding
         if delta.cached_prompt_tokens:
@@ -88,14 +89,13 @@ class Answer:
     async def read(
         self,
         deltas: AsyncIterator[OutputDelta],
-        fingerprint_of: Callable[[OutputDelta], str],
         max_deltas: int | None = None,
     ) -> None:
         """Add the deltas, until the answer has ended or ``max_deltas`` have come. Raises Malformed
         for a stream that ends before the answer has."""
         count = 0
         async for delta in deltas:
-            self.add(delta, "" if delta.finish_reason is None else fingerprint_of(delta))
+            self.add(delta)
             count += 1
             if count == max_deltas:
                 return

@@ -122,7 +122,7 @@ class _Round:
                 asyncio.timeout(leaves_after_s or DEADLINE_S + 10),
                 aclosing(router.generate(sent_now(request))) as deltas,
             ):
-                await answer.read(deltas, self.cluster.fingerprint_of, leaves_after)
+                await answer.read(deltas, leaves_after)
         except TimeoutError:
             return "" if leaves_after_s else "the answer neither ends nor fails"
         except Malformed as error:
@@ -151,13 +151,19 @@ class _Judge:
         if answer.is_whole:
             return self._judge_whole(request, answer)
         found.begun += 1
-        for reference in self._known.values():
+        named = {one.fingerprint for one in answer.choices} - {""}
+        for name, reference in self._known.items():
+            if named - {name}:
+                continue
             expected = reference.answer(request)
             if is_beginning(answer, expected):
                 break
         else:
             tokens = [one.token_ids for one in answer.choices]
-            return f"{answer.error or 'the client left'}: no model's answer begins with {tokens}"
+            return (
+                f"{answer.error or 'the client left'}: no answer of {named or 'any model'} begins"
+                f" with {tokens}"
+            )
         if answer.error is None or type(answer.error) is type(expected.error):
             return ""
         return self._judge_error(request, answer, answer.error)
@@ -168,12 +174,10 @@ class _Judge:
         if len(names) > 1:
             return f"the choices are of several fingerprints: {sorted(names)}"
         (name,) = names
-        if name not in self._known and (name or not (request.embeds or request.prompt_only)):
+        if name not in self._known:
             return f"no model of the round has the fingerprint {name!r}"
         self._found.by_model[name] += 1
-        named = [self._known[name]] if name else self._known.values()
-        told = [difference(request, answer, one.answer(request)) for one in named]
-        return "" if "" in told else told[0]
+        return difference(request, answer, self._known[name].answer(request))
 
     def _judge_error(self, request: GenerationRequest, answer: Answer, error: BatonError) -> str:
         if request.own_deadline and isinstance(error, DeadlineExceeded | DeadlineUnreachable):

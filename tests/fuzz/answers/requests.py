@@ -13,7 +13,7 @@ from baton.reasoning import ReasoningSpan
 from baton.request import Principal, Retention
 from baton.sampling_params import SamplingParams
 from engine.scheduling.sequence import SCORED_TOKENS
-from router.core.request import GenerationRequest, ReasoningMarkers
+from router.core.request import GenerationRequest, ModelBinding, ReasoningMarkers
 from router.core.timeline import Timeline
 
 DEADLINE_S = 60.0
@@ -94,9 +94,9 @@ def make_request(seed: int, number: int) -> GenerationRequest:
 
 
 def sent_now(request: GenerationRequest) -> GenerationRequest:
-    """Return the same request with an id and a timeline of its own."""
+    """Return the same request with an id, a timeline and a model of its own."""
     name = f"{request.request_id}-{secrets.token_hex(4)}"
-    return replace(request, request_id=name, timeline=Timeline())
+    return replace(request, request_id=name, timeline=Timeline(), binding=ModelBinding())
 
 
 def _without_answer(source: random.Random) -> GenerationRequest:
