@@ -322,7 +322,7 @@ def _rows(config: Mapping[str, Any]) -> int | None:
     """Return the number of rows of the model's embeddings, from a config.json; None if it does not
     say. A model for text and images has a separate section for text."""
     text = config.get("text_config")
-    fields = config | text if isinstance(text, dict) else config
+    fields = {**config, **text} if isinstance(text, dict) else config
     return fields.get("vocab_size")
 
 
