@@ -287,7 +287,7 @@ class WorkerFailed(Unavailable):
 
 
 class StepFailed(WorkerFailed):
-    """A step that had the request failed at a worker, and the worker goes on.
+    """A step that had this request alone failed at a worker, and the worker goes on.
 
     Retry as for ``worker_failed``, which is what clients get. A router counts this error
     against the request.

@@ -255,3 +255,9 @@ class Geometry:
     tensor_parallel: int = 1
     drafter: GroupShape | None = None
     """The drafter's part, which lies after the target's; None: there is none."""
+
+
+def fingerprint_of(kv_group: str) -> str:
+    """Return the fingerprint of the workers of a KV group (``WorkerRecord.kv_group`` of
+    ``baton.store.registry``)."""
+    return kv_group.partition(" ")[0]

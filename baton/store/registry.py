@@ -96,11 +96,6 @@ class WorkerRecord:
         return f"{self.fingerprint} {self.kv_exchange}" if self.kv_exchange else self.fingerprint
 
 
-def fingerprint_of(kv_group: str) -> str:
-    """Return the fingerprint of the workers of a ``WorkerRecord.kv_group``."""
-    return kv_group.partition(" ")[0]
-
-
 @dataclass(frozen=True, slots=True)
 class RefusedRecord:
     """A record of a live worker that this process cannot use."""

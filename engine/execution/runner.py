@@ -381,7 +381,7 @@ def step_of(
 
 
 def nothing_computed(step: int, left_out: tuple[int, ...]) -> StepResult:
-    """Make the result of a step of which no row can be computed."""
+    """Make the result of a step without a row that can be computed."""
     return StepResult(step, ((),) * len(left_out), left_out=left_out)
 
 

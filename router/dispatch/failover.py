@@ -80,7 +80,7 @@ class _Loss:
     """Whether all workers became unreachable together. In that case no worker is blamed, and
     requests wait."""
     proved: bool = False
-    """Whether the worker itself reported that a step with the request failed."""
+    """Whether the worker itself reported that a step of this request alone failed."""
 
 
 class Failover:
@@ -226,7 +226,8 @@ class Failover:
                 self._blame(attempt.source)
             loss = _broken(PREFILL_FAILED, failure, source, is_cut_off=is_cut_off)
         elif isinstance(failure, StepFailed):
-            self._blame(attempt.source)
+            # The request had that step to itself, so either may be at fault.
+            self._blame(attempt.source, doubtful=True)
             loss = _Loss(PREFILL_FAILED, failure, (frozenset({source}),), source, proved=True)
         else:
             # The source answered, so it is alive. Either worker may be at fault.
@@ -248,10 +249,11 @@ class Failover:
         if not isinstance(failure, Unavailable):
             attempt.owner.fail(failure)
             return
-        if isinstance(failure, WorkerFailed):
-            self._blame(attempt.target)
-        name = attempt.target.record.incarnation
         proved = isinstance(failure, StepFailed)
+        if isinstance(failure, WorkerFailed):
+            # The request had a failed step to itself, so either may be at fault.
+            self._blame(attempt.target, doubtful=proved)
+        name = attempt.target.record.incarnation
         loss = _Loss(DECODE_FAILED, failure, (frozenset({name}),), name, proved=proved)
         self._lost(attempt, loss, deadly=proved)
 

@@ -79,8 +79,9 @@ class FailedWorkers:
 
     Workers are distinguished by incarnation. Two incarnations of one slot are two workers, so that
     a cluster with one worker is protected, too. A worker failed under a request if it reports that
-    a step with the request failed, or if it died while it had the request. A broken stream does not
-    prove a death. The worker may reconnect, which clears the request, or leave the registry."""
+    a step of this request alone failed, or if it died while it had the request. A broken stream
+    does not prove a death. The worker may reconnect, which clears the request, or leave the
+    registry."""
 
     def __init__(self) -> None:
         self._proved: dict[str, bool] = {}
@@ -91,7 +92,7 @@ class FailedWorkers:
     def note(self, worker: str, place: int, *, proved: bool) -> None:
         """Record that ``worker`` failed or became unreachable when the answer had ``place`` tokens.
 
-        ``proved``: true if the worker itself reported that a step with the request failed."""
+        ``proved``: true if the worker itself reported that a step of this request alone failed."""
         if place >= self._place + PROGRESS_TOKENS:
             self._proved.clear()
         if not self._proved:

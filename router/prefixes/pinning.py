@@ -20,10 +20,9 @@ from typing import NoReturn
 import redis
 
 from baton.errors import BatonError, CacheShareExceeded, InvalidRequest, NotFound, Unavailable
-from baton.request import Retention
+from baton.request import Retention, fingerprint_of
 from baton.rpc.grpc_errors import call_errors
 from baton.store.pin_store import Pin, PinStore
-from baton.store.registry import fingerprint_of
 from baton.v1 import cache_pb2, cache_pb2_grpc
 from router.core.request import GenerationRequest, ModelBinding, OutputDelta, choices_for
 from router.dispatch.dispatcher import ClusterDispatcher

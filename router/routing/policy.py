@@ -17,7 +17,7 @@ import numpy.typing as npt
 from baton.config.choices import LocalPrefill
 from baton.config.cluster import Config
 from baton.errors import Unavailable
-from baton.store.registry import fingerprint_of
+from baton.request import fingerprint_of
 from router.routing.cost_model import TransferCosts
 from router.routing.worker_table import EVERY_POOL, Floats, Group, PoolFilter, Rows, WorkerTable
 

@@ -3,8 +3,9 @@
 A step may fail because of one request, and a worker that serves others must survive that. So the
 sequences of a failed step run alone next, and those whose own steps fail end. Two counts decide:
 
-- ``shared``: failed steps of several sequences in a row, none of which fails alone. Only a step
-  that is no such rerun resets it, or a sequence that fails alone, since it explains the failure.
+- ``shared``: failed steps of several sequences in a row, although each sequence succeeds alone. It
+  is reset by a step that is no such rerun, and by a sequence that fails alone, since that sequence
+  explains the failure.
 - ``alone``: sequences in a row that failed alone. Either each of their requests is at fault, or the
   engine fails for every request. A probe, a step of the worker's own, tells these cases apart.
 

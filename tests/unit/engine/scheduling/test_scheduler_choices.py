@@ -162,7 +162,7 @@ class ChoiceWorld(World):
         """A block may be pinned as what a fork is filled from: its owner writes behind that."""
         references = self.pool._references
         flights = self.scheduler._plans.values()
-        pins = Counter(source for flight in flights for source in flight.copied)
+        pins = Counter(source for flight in flights for source in flight.copied.values())
         pins.update(s.copy_of for s in self.sequences.values() if s.copy_of is not None)
         for block, count in pins.items():
             assert references[block] >= count, "what is copied from is not pinned"

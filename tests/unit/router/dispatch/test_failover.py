@@ -645,6 +645,23 @@ async def test_failed_steps_on_two_workers_are_poison() -> None:
     world.close(running)
 
 
+@pytest.mark.parametrize("error", [StepFailed, WorkerFailed])
+async def test_a_step_that_fails_for_one_request_is_doubtful_evidence_against_its_worker(
+    monkeypatch: pytest.MonkeyPatch, error: type[WorkerFailed]
+) -> None:
+    """Else some bad texts would make routers leave a healthy worker out."""
+    doubts: list[bool] = []
+
+    def broke(_: object, now: float, streams: int = 1, *, doubtful: bool = False) -> None:
+        doubts.append(doubtful)
+
+    monkeypatch.setattr(Breaker, "broke", broke)
+    world = World()
+    running = await failed_steps(world, error)
+    assert doubts == [error is StepFailed] * 2
+    world.close(running)
+
+
 async def test_workers_that_end_a_request_for_another_reason_are_no_evidence() -> None:
     """They stop, or lack the tokens of an earlier step."""
     world = World()
