@@ -43,6 +43,7 @@ from router.routing.routing_state import RoutingState
 from router.text.output_processor import OutputProcessor
 from router.text.reasoning_counter import reasoning_counter
 from router.text.tokenizer import Tokenizer
+from router.workers.model_check import ModelCheck
 from router.workers.worker_discovery import WorkerDiscovery
 from router.workers.worker_links import WorkerLinks
 
@@ -88,8 +89,9 @@ class ClusterDispatcher:
             plane=WorkerPlane.of(config.tls.of("router"), config.cluster_secret),
             metrics=metrics,
         )
+        check = None if model is None else ModelCheck(model.id, model.tokenizer)
         self._discovery = WorkerDiscovery(
-            config, registry, index, self._links, metrics, sizes, model
+            config, registry, index, self._links, metrics, sizes, check
         )
         policy = make_policy(config.policy, route_settings(config))
         self._routing = RoutingState(policy, config.block_size, traffic)

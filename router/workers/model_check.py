@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from baton.store.registry import WorkerRecord
-from router.core.served_model import ServedModel
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +32,10 @@ class ModelCheck:
     """Excludes workers that serve a model under another name than the router, or with another
     tokenizer. Logs each such worker once."""
 
-    def __init__(self, model: ServedModel) -> None:
-        self._model = model
+    def __init__(self, model: str, tokenizer: str) -> None:
+        """``model`` is the served name, and ``tokenizer`` the hash of the router's tokenizer
+        (``baton.hashing.text_hash``)."""
+        self._model, self._tokenizer = model, tokenizer
         self.refused: set[str] = set()
         """Incarnations of the workers that were excluded last."""
 
@@ -57,13 +58,12 @@ class ModelCheck:
 
     def _difference(self, record: WorkerRecord) -> str:
         """Return what differs between a worker and this router; empty if nothing does."""
-        model = self._model
-        if record.model != model.id:
-            return f"it serves {record.model!r}, and the router serves {model.id!r}"
+        if record.model != self._model:
+            return f"it serves {record.model!r}, and the router serves {self._model!r}"
         # Workers of Baton 0.1.0 do not report it.
-        if record.tokenizer and record.tokenizer != model.tokenizer:
+        if record.tokenizer and record.tokenizer != self._tokenizer:
             return (
                 f"its tokenizer or chat template is {record.tokenizer}, and the router has"
-                f" {model.tokenizer}"
+                f" {self._tokenizer}"
             )
         return ""

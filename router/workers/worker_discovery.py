@@ -21,7 +21,6 @@ from baton.store.registry import Registry
 from baton.store.supervision import PoolSizes
 from baton.telemetry.logs import ErrorRow
 from baton.telemetry.metrics import RouterMetrics
-from router.core.served_model import ServedModel
 from router.workers.model_check import ModelCheck
 from router.workers.worker_link import WorkerLink
 from router.workers.worker_links import WorkerLinks
@@ -50,10 +49,10 @@ class WorkerDiscovery:
         links: WorkerLinks,
         metrics: RouterMetrics,
         sizes: PoolSizes | None = None,
-        model: ServedModel | None = None,
+        model_check: ModelCheck | None = None,
     ) -> None:
         """``sizes`` has the pool sizes that operators choose; None: pools keep those of ``config``.
-        ``model``: the model that workers must serve; None: any."""
+        ``model_check`` says which workers serve the router's model; None: all do."""
         self._computes_locally = config.computes_locally
         self._needs_prefill = config.needs_prefill
         self._prefill_sizes = {
@@ -66,7 +65,7 @@ class WorkerDiscovery:
         self._links = links
         self._metrics = metrics
         self._registry_calls = metrics.redis_calls("registry_read")
-        self._model_check = None if model is None else ModelCheck(model)
+        self._model_check = model_check
         self._logged_health = ("down", "")
         self._dead = SilenceWatch[str](COLLECT_AFTER_S)
         """Incarnations of workers that the registry lists as dead, with the time for which it has

@@ -9,12 +9,10 @@ from typing import Any, cast
 import pytest
 
 from baton.store.registry import WorkerRecord
-from router.core.served_model import ServedModel
 from router.workers.model_check import ModelCheck, commit_of
 from tests.support.router.workers import record
 
 OLD, NEW = "a" * 40, "b" * 40
-MODEL = ServedModel("tiny", 0, 100, 8, tokenizer="t")
 
 
 def workers(*commits: str) -> dict[str, WorkerRecord]:
@@ -48,7 +46,7 @@ def test_during_a_rollout_the_commit_of_most_workers_is_taken() -> None:
 def test_workers_of_another_model_are_left_out(
     changes: dict[str, str], told: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    check = ModelCheck(MODEL)
+    check = ModelCheck("tiny", "t")
     other = replace(record("d-1"), **cast(Any, changes))
     listed = {"d-0": replace(record("d-0"), tokenizer="t"), "d-1": other, "d-2": record("d-2")}
     with caplog.at_level(logging.ERROR):
@@ -63,4 +61,4 @@ def test_workers_of_another_model_are_left_out(
 def test_other_weights_are_no_other_model() -> None:
     listed = workers(OLD, NEW)
     listed["d-0"] = replace(listed["d-0"], fingerprint="another", quantization="int8")
-    assert ModelCheck(MODEL).alike(listed) == listed
+    assert ModelCheck("tiny", "t").alike(listed) == listed

@@ -17,8 +17,8 @@ from baton.store.prefix_index import PrefixIndex
 from baton.store.registry import Registry, WorkerRecord
 from baton.store.supervision import PoolSizes
 from baton.telemetry.metrics import RouterMetrics
-from router.core.served_model import ServedModel
 from router.workers import worker_discovery
+from router.workers.model_check import ModelCheck
 from router.workers.worker_discovery import WorkerDiscovery
 from router.workers.worker_links import WorkerLinks
 from tests.support.router.workers import record
@@ -64,7 +64,7 @@ class Sizes:
 async def followed(
     answers: Sequence[Answer | Exception],
     config: Config | None = None,
-    model: ServedModel | None = None,
+    check: ModelCheck | None = None,
 ) -> AsyncIterator[tuple[Store, WorkerLinks, WorkerDiscovery]]:
     """What is there once all answers were read."""
     store, links = Store(answers), WorkerLinks("router", heartbeat_s=1.0)
@@ -74,7 +74,7 @@ async def followed(
         cast(PrefixIndex, store),
         links,
         RouterMetrics(CollectorRegistry()),
-        model=model,
+        model_check=check,
     )
     following = asyncio.create_task(discovery.run())
     try:
@@ -108,8 +108,8 @@ async def test_workers_of_another_model_get_no_requests() -> None:
         slot: replace(record(slot), model=name)
         for slot, name in (("p-0", "tiny"), ("d-0", "large"))
     }
-    model = ServedModel("tiny", 0, 100, 8)
-    async with followed([(records, set())], model=model) as (_, links, discovery):
+    check = ModelCheck("tiny", "")
+    async with followed([(records, set())], check=check) as (_, links, discovery):
         assert [link.record.role for link in links.all()] == ["prefill"]
         assert discovery.has_view
         told = "no decode worker is ready; 1 workers serve another model than this router"
