@@ -43,6 +43,9 @@ class RouteRequest:
     cache_key: str = ""
     """Requests with the same cache key go to the same worker if possible. Empty means no
     preference."""
+    held_room: str = ""
+    """Incarnation of the decode worker that holds room for the request: it is the only candidate.
+    Empty if none does."""
 
     def without(self, excluded: frozenset[str]) -> RouteRequest:
         """Return the request with exactly the incarnations ``excluded`` left out."""
@@ -119,6 +122,9 @@ class Decision:
     """Part of ``ttft_ms``: the time to compute the prompt on an otherwise idle worker."""
     missing_blocks: int = 0
     """Number of the prompt's blocks that the decode worker does not hold."""
+    has_room: bool = True
+    """Whether the decode worker is expected to have room. If not, no worker that the request may
+    use is."""
 
 
 class Policy(Protocol):
@@ -219,7 +225,8 @@ class Predictions:
     tpot_ms: Floats
     """For each worker: milliseconds of a decode step with one more sequence."""
     fits: npt.NDArray[np.bool_]
-    """For each worker: whether it has room for one more sequence and for the missing blocks."""
+    """For each worker: whether it has room for one more sequence and for the missing blocks, and
+    has refused none for lack of room."""
 
     def uncached_tokens(self, row: int) -> int:
         """Return the number of the prompt's tokens that the worker in ``row`` would have to
@@ -294,6 +301,8 @@ def predict(
     decode = table.group("decode", route.decode)
     if not len(decode):
         raise _no_worker("decode")
+    if request.held_room:
+        decode = table.one_of(decode, request.held_room)
     if devices_apart and route.local_prefill == "auto":
         prefill = table.prefill_apart(route.prefill, route.decode)
     else:
@@ -321,6 +330,7 @@ def predict(
         most = table.best_of_shape(rows, depths * table.lends[rows])
     room = missing <= table.available_blocks
     room &= table.sequences < table.max_sequences
+    room &= table.refusals == 0
     tpot_ms = table.sequences + 1.0
     tpot_ms *= table.step_b
     tpot_ms += table.step_a
@@ -392,6 +402,7 @@ def remote(
         queue_ms=queue,
         prefill_ms=prefill,
         missing_blocks=missing,
+        has_room=bool(seen.fits[target]),
     )
 
 
@@ -415,4 +426,5 @@ def local(seen: Predictions, row: int, reason: str, *, shed: bool = False) -> De
         queue_ms=queue,
         prefill_ms=float(seen.prefill_ms[row]),
         missing_blocks=int(seen.missing[row]),
+        has_room=bool(seen.fits[row]),
     )

@@ -227,6 +227,7 @@ class WorkerTable:
             column("reported_blocks"),
         )
         self.promised_blocks = column("promised_blocks")
+        self.refusals = column("refusals")
         self.per_block = column("per_block", 1.0)
         self.shape = column("shape", -1.0)
         self.stepped_at = column("stepped_at", -math.inf)
@@ -324,6 +325,7 @@ class WorkerTable:
             self.available_blocks,
             self.reported_blocks,
             self.promised_blocks,
+            self.refusals,
             self.up,
             self.lends,
         ):
@@ -370,6 +372,12 @@ class WorkerTable:
             found = every if len(rows) == len(every) else self._group(rows)
             self._apart[prefill, decode] = found
         return found
+
+    def one_of(self, group: Group, name: str) -> Group:
+        """Return the group of one worker of ``group``; ``group`` itself if the worker is not in
+        it."""
+        row = self._rows.get(name)
+        return self._group([row]) if row is not None and row in group.rows else group
 
     def _group(self, rows: list[int]) -> Group:
         members = np.array(sorted(rows), dtype=np.intp)
@@ -425,6 +433,13 @@ class WorkerTable:
         for place in np.flatnonzero(self.stepped_at[rows] <= now_ms - every_ms).tolist():
             self._learn_step(each[place], loads.loads[place], now_ms)
         self._sum_up(rows)
+
+    def set_refusals(self, name: str, refusals: int) -> None:
+        """Set how many requests of this router wait for room at a decode worker that has refused
+        them. While there are any, the worker has no room for others."""
+        row = self._rows.get(name)
+        if row is not None:
+            self.refusals[row] = float(refusals)
 
     def _sum_up(self, rows: Rows) -> None:
         self.sequences[rows] = np.maximum(self.reported_sequences[rows], self.own_sequences[rows])

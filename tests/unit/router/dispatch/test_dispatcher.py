@@ -27,6 +27,7 @@ from router.dispatch.dispatcher import ClusterDispatcher
 from router.dispatch.placement import Route
 from router.dispatch.retry_limits import MOVE_RATIO, QUARANTINE_S
 from router.dispatch.running_request import RunningRequest
+from router.routing.policy import Decision
 from tests.support.router.front_fakes import tiny_tokenizer
 
 
@@ -65,8 +66,9 @@ async def test_workers_receive_the_time_left_of_the_deadline(
     async def acquire(request: GenerationRequest) -> None:
         await asyncio.sleep(0.05)
 
-    async def find(*_: object, **__: object) -> None:
+    async def find(*_: object, **__: object) -> Decision:
         await asyncio.sleep(0.05)
+        return Decision("p", "d", 0, "test")
 
     def begin(running: RunningRequest, route: Route, moved: str) -> None:
         sent.append(running.left_s(time.monotonic()))
@@ -128,7 +130,7 @@ class Cluster:
     def _release(self, request_id: str, *, finished: bool, held_s: float) -> None:
         self.held_s.append(held_s)
 
-    async def _place(self, running: RunningRequest, choices: object) -> None:
+    async def _place(self, running: RunningRequest, choices: object, **_: object) -> None:
         self.begun += 1
         self.running = running
         self._decode(0)
