@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from baton.request import LoadSnapshot
 
 
 class BatonError(Exception):
@@ -379,12 +382,15 @@ class FingerprintGone(WorkerFailed):
 
 
 class NoRoom(Overloaded):
-    """A decode worker has too few free blocks; ``retry_after`` estimates the wait.
+    """A decode worker has too few free blocks, or no place in its batch. Routers then search for
+    another worker, or let the request wait. Clients do not get this error.
 
     Retry after the time in ``Retry-After``.
     """
 
     code = "no_decode_room"
+    load: LoadSnapshot | None = None
+    """Load of the worker that has no room; None if it is not known."""
 
 
 def classes_by_code() -> dict[str | None, type[BatonError]]:

@@ -4,28 +4,28 @@
     admitted, queued ─no room, cancelled, aborted, deadline, failure→ ended
 
 A prompt takes all its blocks before it is queued, by the same rule as a handoff's ticket. So blocks
-that are reserved for tickets stay available. Owned by the worker's event loop.
+that are reserved for tickets stay available. A prompt without room is refused at once, before it is
+read if counts show that. Owned by the worker's event loop.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from baton.errors import HandoffError, NoRoom, TicketEnded
 from baton.hashing import last_hashes
 from baton.request import FirstToken, SequenceSpec
 from baton.v1 import prefill_pb2
-from decode_worker.receiver import HandoffReceiver
-from decode_worker.room import RETRY_AFTER_S
+from decode_worker.receiver import HandoffReceiver, asker_of
 from engine.scheduling.sequence import Sequence
 from worker.prefill.flow import PromptUpdates, attempt_of, deadline_passed, first_of
 from worker.role import WorkerContext
 
 
 class LocalPrefill:
-    """Opens the sinks of prompts that are computed on this decode worker. If reserves wait for
-    room, local prompts and reserves take turns."""
+    """Opens the sinks of prompts that are computed on this decode worker."""
 
     def __init__(
         self,
@@ -34,22 +34,16 @@ class LocalPrefill:
         *,
         keep: Callable[[Sequence], None],
         end: Callable[[Sequence], None],
-        turn: Callable[[], int | None],
+        no_room: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """``keep`` receives each sequence before it is queued. ``end`` ends a sequence that is
-        still on this worker.
-
-        ``turn`` returns how many waiting reserves were answered so far. It returns None if no
-        reserve waits.
-        """
+        still on this worker. ``no_room`` adds the worker's load to a NoRoom that is raised within
+        its context."""
         self.context = context
         self.receiver = receiver
         self.keep = keep
         self.end = end
-        self._turn = turn
-        self._placed_at: int | None = None
-        """Value of ``turn`` when a local prompt last went ahead of the waiting reserves. None if no
-        reserve waited then."""
+        self.no_room = no_room
 
     def open(
         self,
@@ -75,18 +69,6 @@ class LocalPrefill:
             raise TicketEnded(f"request {spec.request_id} attempt {spec.attempt} is already placed")
         return LocalSink(self, updates, deadline)
 
-    def check_turn(self, spec: SequenceSpec) -> None:
-        """Raise NoRoom if a waiting reserve must be answered before the next local prompt.
-        Preempted sequences are never refused here."""
-        turn = self._turn()
-        if turn is not None and turn == self._placed_at and not spec.preemptions:
-            raise NoRoom("reserves wait for room here", retry_after=RETRY_AFTER_S)
-
-    def take_turn(self) -> None:
-        """Record that a local prompt goes ahead of the waiting reserves, so that a reserve is
-        answered before the next local prompt."""
-        self._placed_at = self._turn()
-
 
 class LocalSink:
     """Implements ``worker.prefill.flow.Sink``: the sequence continues on this worker.
@@ -110,12 +92,15 @@ class LocalSink:
 
         Does not wait: returns 0. Raises NoRoom, HandoffError.
         """
-        spec, now = sequence.spec, self._receiver.blocks.clock()
-        self._prompts.check_turn(spec)
-        # Checks the count first, before the prompt is hashed.
-        self._receiver.check_count(spec.choices - 1, spec, now)
-        held = self._held(sequence)
-        self._receiver.check_room(self._missing(sequence, held), held, spec, now)
+        prompt = self._missing(sequence, [])
+        self._receiver.check_ever(prompt)
+        asker = asker_of(sequence.spec)
+        with self._prompts.no_room():
+            # Checks the count first, before the prompt is hashed.
+            self._receiver.check_room(asker)
+            held = self._held(sequence)
+            count = prompt - len(held) + self._pool.evictable(held)
+            self._receiver.check_room(asker, count)
         return 0.0
 
     def _held(self, sequence: Sequence) -> list[int]:
@@ -167,13 +152,13 @@ class LocalSink:
             self._pool.release(leading)
             leading = held
         missing = self._missing(sequence, leading)
+        now = self._receiver.blocks.clock()
         try:
-            now = self._receiver.blocks.clock()
-            self._receiver.check_room(missing, [], sequence.spec, now)
+            with self._prompts.no_room():
+                self._receiver.take_room(asker_of(sequence.spec), missing)
         except NoRoom:
             self._pool.release(leading)
             raise
-        self._prompts.take_turn()
         # An attempt is placed only once: a late reserve for it is refused.
         self._receiver.blocks.book.bury(attempt_of(sequence), now)
         sequence.cached_tokens = len(leading) * self._limits.block_size
@@ -188,6 +173,8 @@ class LocalSink:
         self._queued = None
 
     async def close(self) -> None:
-        """End the sequence unless it was committed."""
-        if self._queued is not None:
-            self._prompts.end(self._queued)
+        """End the sequence unless it was committed or has told its router a token: the router then
+        expects more of them, even if its stream of prefills has ended."""
+        queued = self._queued
+        if queued is not None and not queued.has_begun:
+            self._prompts.end(queued)

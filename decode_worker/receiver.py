@@ -1,26 +1,20 @@
 """The receiving end of handoffs: checks offers, reserves blocks, commits sequences.
 
-``kvtransfer.tickets`` has the states of a ticket. A reserve that finds no room waits:
-
-    waiting ─at the head of the queue, and there is room→ served
-    waiting ─its caller leaves, its attempt ends, the worker takes nothing more→ ended
-
-Preempted sequences come first. Only the head of the queue is checked. So a queue of any length
-costs no more than one entry, and small prompts cannot always overtake a large one. Owned by the
-event loop; ``now`` is passed in.
+``kvtransfer.tickets`` has the states of a ticket. A reserve that finds no room is refused at once
+(``decode_worker.room``). Owned by the event loop; ``now`` is passed in.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.errors import BatonError, ContextLengthExceeded, HandoffError, NoRoom, TicketEnded
+from baton.errors import BatonError, ContextLengthExceeded, HandoffError, TicketEnded
 from baton.hashing import block_hashes, hash_key, last_hashes
 from baton.request import AttemptName, Geometry, SequenceSpec
+from baton.v1 import worker_pb2
 from decode_worker.room import Room
+from decode_worker.room_turns import Asker, Grant, RoomTurns
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.scheduler import Scheduler
 from kvtransfer.pairs.pair import Identity, check_peer
@@ -30,10 +24,7 @@ from worker.exchange.block_receiver import BlockReceiver
 
 @dataclass(slots=True)
 class Offer:
-    """A handoff that a writer offers: the writer's identity, and the sequence.
-
-    An offer that waits for room keeps its hashes, so that its prompt is hashed only once.
-    """
+    """A handoff that a writer offers: the writer's identity, and the sequence."""
 
     fingerprint: str
     geometry: Geometry
@@ -43,11 +34,8 @@ class Offer:
     deadline: float | None = None
     """Deadline of the request, in seconds of this worker's monotonic clock. None until blocks are
     reserved for the offer."""
-    hashes: list[bytes] | None = None
-    """Hashes of the prompt's full hash blocks; None until they are needed."""
-    min_blocks: int = 0
-    """Number of blocks that must be available before the prompt is looked up in the prefix cache
-    again."""
+    hashes: list[bytes] = field(default_factory=list)
+    """Hashes of the prompt's full hash blocks; empty until blocks are reserved."""
     spare: list[int] = field(default_factory=list)
     """Blocks for the first writes of the sequence's siblings, one each; allocated with the
     ticket."""
@@ -91,7 +79,7 @@ class HandoffReceiver:
         """Reserve blocks for an offer. Returns its ticket.
 
         Raises HandoffError, NoRoom or ContextLengthExceeded. If the counts alone show that there is
-        no room, the prompt is not hashed. Hashes that were computed are kept in the offer.
+        no room, the prompt is not hashed.
         """
         self.check_offer(offer)
         spec, attempt = offer.spec, offer.attempt
@@ -103,15 +91,13 @@ class HandoffReceiver:
             raise TicketEnded(
                 f"request {spec.request_id} attempt {spec.attempt} already has a ticket"
             )
-        limits = self._scheduler.limits
-        self.check_count(max(offer.min_blocks, spec.choices - 1), spec, now)
-        if offer.hashes is None:
-            key = hash_key(self._identity.fingerprint, spec.cache_salt)
-            offer.hashes = block_hashes(spec.token_ids, limits.hash_block, key)
+        limits, asker = self._scheduler.limits, asker_of(spec)
+        self.check_room(asker)
+        key = hash_key(self._identity.fingerprint, spec.cache_salt)
+        offer.hashes = block_hashes(spec.token_ids, limits.hash_block, key)
         pinned = self._pool.match(last_hashes(offer.hashes, limits.hashes_per_block))
         wanted = self._blocks(spec) - len(pinned)
-        offer.min_blocks = wanted + self._pool.evictable(pinned)
-        self.check_room(wanted, pinned, spec, now)
+        self.take_room(asker, wanted + self._pool.evictable(pinned))
         ticket = self.blocks.promise(
             attempt,
             offer.writer,
@@ -140,7 +126,7 @@ class HandoffReceiver:
             )
         if len(spec.token_ids) + 1 - spec.prompt_length >= spec.sampling.max_tokens:
             raise HandoffError("the first token is the last: nothing is left to generate here")
-        self._room.check_ever(self._blocks(spec))
+        self.check_ever(self._blocks(spec))
         self.blocks.book.check_alive(offer.attempt)
 
     def _blocks(self, spec: SequenceSpec) -> int:
@@ -148,15 +134,31 @@ class HandoffReceiver:
         write."""
         return -(-len(spec.token_ids) // self._scheduler.limits.block_size) + spec.choices - 1
 
-    def check_room(self, count: int, pinned: list[int], spec: SequenceSpec, now: float) -> None:
-        """Check that there is room for a sequence: see ``Room.check``. Raises NoRoom,
-        HandoffError."""
-        self._room.check(count, pinned, spec, promised=self._places, now=now)
+    @property
+    def turns(self) -> RoomTurns:
+        """The requests that were refused here, and wait for room."""
+        return self._room.turns
 
-    def check_count(self, count: int, spec: SequenceSpec, now: float) -> None:
-        """Check the room for a sequence without a cache lookup: see ``Room.check_count``. Raises
+    def check_ever(self, count: int) -> None:
+        """Check that there can be room for ``count`` blocks. Raises HandoffError."""
+        self._room.check_ever(count)
+
+    def check_room(self, asker: Asker, count: int | None = None) -> None:
+        """Check that there is room for a request that takes ``count`` of the available blocks; see
+        ``Room.check``.
+
+        None: the number that the request takes even if its whole prompt is cached. Raises
         NoRoom."""
-        self._room.check_count(count, spec, promised=self._places, now=now)
+        least = asker.choices - 1 if count is None else count
+        self._room.check(asker, least, promised=self._places)
+
+    def take_room(self, asker: Asker, count: int) -> None:
+        """Check the room as ``check_room`` does, for a request that now takes it. Raises NoRoom."""
+        self._room.take(asker, count, promised=self._places)
+
+    def grant_room(self, now: float, is_there: Callable[[str], bool]) -> list[Grant]:
+        """Grant free room to the requests whose turn it is; see ``Room.grant``."""
+        return self._room.grant(promised=self._places, now=now, is_there=is_there)
 
     @property
     def _places(self) -> int:
@@ -195,99 +197,7 @@ class HandoffReceiver:
             self._pool.release(promised.spare)
 
 
-MAX_WAITING = 256
-"""Maximum reserves in the queue; each keeps a prompt in memory."""
-FULL_RETRY_S = 1.0
-"""Seconds after which a writer that finds the queue full may try again."""
-
-
-_Waiting = tuple[Offer, asyncio.Future[Ticket]]
-"""An offer, and the future of its ticket. The future is done if the caller has left, or the offer
-was answered early."""
-
-
-class ReserveQueue:
-    """Queue of offers that wait for room. An offer is answered at once if there is room; otherwise
-    offers are answered in order."""
-
-    def __init__(self, reserve: Callable[[Offer], Ticket], max_waiting: int = MAX_WAITING) -> None:
-        """``reserve`` reserves blocks for an offer; it raises NoRoom if too few are free."""
-        self._reserve = reserve
-        self._max_waiting = max_waiting
-        self._preempted: deque[_Waiting] = deque()
-        self._others: deque[_Waiting] = deque()
-        self._serves_soon = False
-        self.answered = 0
-        """Number of reserves that were answered from the queue; other code only reads it."""
-
-    def __len__(self) -> int:
-        """The number of waiting reserves."""
-        return len(self._preempted) + len(self._others)
-
-    def add(self, offer: Offer) -> asyncio.Future[Ticket]:
-        """Reserve blocks for an offer as soon as there is room and all earlier offers are answered.
-
-        A caller that cancels the future leaves the queue. Raises what ``reserve`` raises if the
-        offer need not wait, and NoRoom if the queue is full.
-        """
-        if len(self) >= self._max_waiting:
-            raise NoRoom(
-                f"{self._max_waiting} other handoffs wait for room here", retry_after=FULL_RETRY_S
-            )
-        answer: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
-        queue = self._preempted if offer.spec.preemptions else self._others
-        queue.append((offer, answer))
-        answer.add_done_callback(lambda _: self._keep(lambda waiting: waiting[1] is not answer))
-        self.serve()
-        if answer.done():
-            answer.result()
-        return answer
-
-    def serve(self) -> None:
-        """Answer waiting reserves in order, as long as there is room."""
-        self._serves_soon = False
-        while queue := self._preempted or self._others:
-            offer, answer = queue[0]
-            if not answer.done():
-                try:
-                    answer.set_result(self._reserve(offer))
-                except NoRoom:
-                    return
-                except Exception as error:
-                    answer.set_exception(error)
-                self.answered += 1
-            queue.popleft()
-
-    def serve_soon(self) -> None:
-        """Answer waiting reserves in the event loop's next iteration, because blocks or places in
-        the batch may be free again."""
-        if len(self) and not self._serves_soon:
-            self._serves_soon = True
-            asyncio.get_running_loop().call_soon(self.serve)
-
-    def check_again(self) -> None:
-        """Answer waiting reserves even if the counts showed no room before. Workers that read
-        cached blocks unpin them without a notice to this queue."""
-        queue = self._preempted or self._others
-        if queue:
-            queue[0][0].min_blocks = 0
-            self.serve_soon()
-
-    def end(self, attempt: AttemptName, error: BatonError) -> None:
-        """Fail the waiting reserve of an attempt with ``error``, if there is such a reserve. The
-        attempt is over."""
-        self._refuse(error, lambda offer: offer.attempt == attempt)
-
-    def close(self, error: BatonError) -> None:
-        """Fail all waiting reserves with ``error``, because the worker accepts no more work."""
-        self._refuse(error, lambda offer: True)
-
-    def _refuse(self, error: BatonError, concerns: Callable[[Offer], bool]) -> None:
-        for offer, answer in (*self._preempted, *self._others):
-            if concerns(offer) and not answer.done():
-                answer.set_exception(error)
-        self._keep(lambda waiting: not concerns(waiting[0]))
-
-    def _keep(self, is_kept: Callable[[_Waiting], bool]) -> None:
-        self._preempted = deque(filter(is_kept, self._preempted))
-        self._others = deque(filter(is_kept, self._others))
+def asker_of(spec: SequenceSpec | worker_pb2.SequenceSpec) -> Asker:
+    """Return what the rules for room need of a request. Its prompt is not read."""
+    attempt = spec.request_id, spec.attempt
+    return Asker(spec.router_id, attempt, spec.choices or 1, spec.preemptions > 0)

@@ -1,6 +1,7 @@
 """The requests of a decode worker: handoffs, steps, aborts.
 
     reserve ─room, a ticket→ bytes arrive ─commit→ running ─a message per step→ ended
+            ─no room→ refused ─its turn, and there is room→ granted: its router asks again
 
 ``decode_worker.local_prefill`` handles prompts that are computed here.
 """
@@ -8,21 +9,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
+from collections.abc import Iterator
 
 from baton.errors import (
     BatonError,
     DeadlineExceeded,
     HandoffError,
+    NoRoom,
     TicketEnded,
     Unavailable,
     WorkerFailed,
 )
 from baton.grammar import TokenMatcher
 from baton.request import AttemptName, FirstToken
+from baton.v1 import worker_pb2
 from decode_worker.local_prefill import LocalPrefill
-from decode_worker.receiver import HandoffReceiver, Offer, ReserveQueue
+from decode_worker.receiver import HandoffReceiver, Offer, asker_of
 from decode_worker.sequences import RunningSequences
 from engine.scheduling.sequence import Sequence, SequenceUpdate
 from kvtransfer.tickets import Ticket
@@ -61,19 +66,25 @@ class DecodeRequests:
             geometry=context.engine.cache.geometry,
             incarnation=context.incarnation,
         )
-        self.reserves = ReserveQueue(self.reserve)
-        # A reserve may wait for the blocks of a ticket that ends.
+        self._grants_soon = False
+        # A ticket that ends makes room.
         self._unsubscribe = context.exchange.receiver.subscribe(
-            lambda _ticket, _error: self.reserves.serve_soon()
+            lambda _ticket, _error: self.grant_soon()
         )
         prompts = LocalPrefill(
             context,
             self.receiver,
             keep=self.sequences.keep,
             end=self._end_local,
-            turn=lambda: self.reserves.answered if self.reserves else None,
+            no_room=self._no_room,
         )
-        self.flow = PrefillFlow(context, prompts.open, prefill_only=False, estimates=estimates)
+        self.flow = PrefillFlow(
+            context,
+            prompts.open,
+            prefill_only=False,
+            check=lambda request: self.check_new(request.sequence),
+            estimates=estimates,
+        )
         self.keepalive = Keepalive.of(context.settings.config)
 
     def has_work_of(self, router_id: str, but: str = "") -> bool:
@@ -85,36 +96,45 @@ class DecodeRequests:
 
     # Handoffs
 
-    def request_reserve(self, offer: Offer) -> asyncio.Future[Ticket]:
-        """Reserve blocks for an offer as soon as there is room and all earlier offers are answered.
+    def check_new(self, sequence: worker_pb2.SequenceSpec) -> None:
+        """Check that this worker may take a request now, before the request's prompt is read.
 
-        A caller that cancels the future leaves the queue. Raises Unavailable if the worker accepts
-        no more work, InvalidRequest for a token id that the model lacks, and what
-        ``ReserveQueue.add`` raises.
-        """
+        Raises NoRoom with this worker's load if counts show that there is no room: the router is
+        told when it is the request's turn. Raises TicketEnded for an aborted request, and
+        Unavailable if the worker accepts no more work."""
+        attempt, book = (sequence.request_id, sequence.attempt), self.receiver.blocks.book
         if self.closing.is_set():
             raise stopping()
-        if self.receiver.blocks.book.find(offer.attempt) is not None:
+        if book.find(attempt) is not None:
             # The reserve was answered before, and its answer was lost.
-            asked: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
-            asked.set_result(self.reserve(offer))
-            return asked
+            return
         self.context.intake.check()
-        self.context.check_token_ids(offer.spec)
-        self.receiver.check_offer(offer)
-        offer.deadline = time.monotonic() + offer.spec.deadline_s
-        return self.reserves.add(offer)
+        book.check_alive(attempt)
+        with self._no_room():
+            self.receiver.check_room(asker_of(sequence))
+
+    @contextlib.contextmanager
+    def _no_room(self) -> Iterator[None]:
+        """Add this worker's load to a NoRoom that is raised within this context."""
+        try:
+            yield
+        except NoRoom as full:
+            full.load = self.context.core.load()
+            # Others may wait for less than is free.
+            self.grant_soon()
+            raise
 
     def reserve(self, offer: Offer) -> Ticket:
         """Reserve blocks for an offer, as ``HandoffReceiver.reserve`` does. The request's grammar
         is compiled while the blocks arrive.
 
-        Raises NoRoom, and Unavailable if the worker accepts no more work.
+        ``check_new`` comes first. Raises NoRoom with this worker's load, and InvalidRequest for a
+        token id that the model lacks.
         """
-        self.context.intake.check()
-        if offer.deadline is None:
-            offer.deadline = time.monotonic() + offer.spec.deadline_s
-        ticket = self.receiver.reserve(offer, self.clock())
+        self.context.check_token_ids(offer.spec)
+        offer.deadline = time.monotonic() + offer.spec.deadline_s
+        with self._no_room():
+            ticket = self.receiver.reserve(offer, self.clock())
         if offer.spec.sampling.grammar is not None:
             self.context.grammars.begin(offer.spec.sampling.grammar, offer.spec.cache_salt)
         if not self.has_work_of(offer.spec.router_id, but=ticket.ticket_id):
@@ -222,7 +242,7 @@ class DecodeRequests:
         """End a request in any state, or one of its running choices; idempotent."""
         if choice is None:
             self.receiver.blocks.abort(attempt, self.clock())
-            self.reserves.end(attempt, _aborted())
+            self._give_up_turn(attempt)
             self.flow.end(attempt, _aborted())
         for sequence in self._forget(attempt, choice):
             self.context.core.remove(sequence)
@@ -235,7 +255,6 @@ class DecodeRequests:
         ends sequences that run.
         """
         self.receiver.blocks.abort(attempt, self.clock())
-        self.reserves.end(attempt, _aborted())
         self._deadlines.pop(attempt, None)
         self.context.core.schedule_steps()
 
@@ -244,8 +263,27 @@ class DecodeRequests:
         gone = self.sequences.forget(attempt, choice)
         if not self.sequences.has(attempt):
             self._deadlines.pop(attempt, None)
-        self.reserves.serve_soon()
+        self.grant_soon()
         return gone
+
+    # Room
+
+    def grant_soon(self) -> None:
+        """Grant room to the requests whose turn it is in the event loop's next iteration, because
+        blocks or places in the batch may be free again."""
+        if self.receiver.turns and not self._grants_soon:
+            self._grants_soon = True
+            asyncio.get_running_loop().call_soon(self.grant)
+
+    def grant(self) -> None:
+        """Grant free room to the requests whose turn it is, and tell their routers."""
+        self._grants_soon = False
+        for grant in self.receiver.grant_room(self.clock(), self.sequences.is_read):
+            self.sequences.outbox(grant.asker.router_id).grant(grant.asker.attempt)
+
+    def _give_up_turn(self, attempt: AttemptName) -> None:
+        self.receiver.turns.leave(attempt)
+        self.grant_soon()
 
     def expire(self, now: float) -> None:
         """End requests whose deadline has passed, and requests of routers that have stopped reading
@@ -255,13 +293,14 @@ class DecodeRequests:
                 self.abort(attempt)
         for router_id in self.sequences.lost_routers(ROUTER_GRACE_S):
             log.info("router %s is gone: its sequences end", router_id)
+            self.receiver.turns.leave_router(router_id)
             for attempt in self.sequences.attempts(router_id):
                 self.abort(attempt)
 
     def end_all(self) -> None:
         """End every sequence and ticket. Token streams end once ``closing`` is set."""
         self.closing.set()
-        self.reserves.close(stopping())
+        self.receiver.turns.clear()
         self.receiver.blocks.close()
         error = WorkerFailed("the decode worker is stopping")
         for sequence in self.sequences.each():
@@ -285,7 +324,7 @@ class DecodeRequests:
         self.flow.on_emit(updates)
         self.hand_back()
         self.sequences.flush()
-        self.reserves.serve_soon()
+        self.grant_soon()
 
     def hand_back(self) -> None:
         """Hand sequences that have lost their blocks back to their routers, after all tokens."""

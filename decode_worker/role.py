@@ -6,7 +6,6 @@ import time
 
 import grpc.aio
 
-from baton.errors import Unavailable
 from baton.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from decode_worker.requests import DecodeRequests
 from decode_worker.service import DecodeServicer
@@ -38,12 +37,10 @@ class DecodeRole(DecodeRequests):
         self.hand_back()
         self.sequences.flush()
         self.context.core.beat(now)
-        try:
-            self.context.intake.check()
-        except Unavailable as draining:
-            self.reserves.close(draining)
-        else:
-            self.reserves.check_again()
+        if not self.context.intake.is_open:
+            self.receiver.turns.clear()
+        # Workers that read cached blocks unpin them without a notice.
+        self.grant_soon()
 
     async def close(self) -> None:
         """End every sequence and ticket, then the streams to routers and writers."""

@@ -31,9 +31,11 @@ class Unsent:
 
     tokens: list[PackedTokens] = field(default_factory=list)
     outputs: list[TokenOutput] = field(default_factory=list)
+    granted: list[AttemptName] = field(default_factory=list)
+    """Refused requests of the router for which this worker now holds room."""
 
     def __bool__(self) -> bool:
-        return bool(self.tokens or self.outputs)
+        return bool(self.tokens or self.outputs or self.granted)
 
 
 class Outbox:
@@ -64,6 +66,11 @@ class Outbox:
             waiting.append(PackedTokens())
         waiting[-1].add(number, index, token_ids)
 
+    def grant(self, attempt: AttemptName) -> None:
+        """Tell the router at once that this worker holds room for a request that it has refused."""
+        self._unsent.granted.append(attempt)
+        self._filled.set()
+
     def flush(self) -> None:
         """Allow the stream to send the outputs of a step that has ended."""
         if self._unsent:
@@ -90,6 +97,11 @@ class Outbox:
         if self.is_current(reader):
             self._is_read = False
             self._unread_since = now
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a stream is open."""
+        return self._is_read
 
     def unread_for(self, now: float) -> float:
         """Return the seconds since the last open stream ended; 0 while a stream is open."""
@@ -208,6 +220,11 @@ class RunningSequences:
         if router_id not in self._outboxes:
             self._outboxes[router_id] = Outbox(self._clock())
         return self._outboxes[router_id]
+
+    def is_read(self, router_id: str) -> bool:
+        """Return whether a router reads its token stream."""
+        box = self._outboxes.get(router_id)
+        return box is not None and box.is_read
 
     def send(
         self,

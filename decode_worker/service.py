@@ -4,9 +4,9 @@ A writer has one stream for its calls:
 
     open ─the writer leaves, the worker stops→ ended
 
-A commit waits for bytes and for its grammar. A reserve waits for room and for the other ranks of
-this worker. Other calls continue meanwhile. Calls that still wait when the stream ends are given
-up: they have changed nothing yet. Owned by the worker's event loop.
+A commit waits for bytes and for its grammar. A reserve waits for the other ranks of this worker,
+and is refused at once if there is no room. Other calls continue meanwhile. Calls that still wait
+when the stream ends are given up. Owned by the worker's event loop.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 import grpc.aio
 
-from baton.errors import DeadlineExceeded, HandoffError
+from baton.errors import DeadlineExceeded, HandoffError, NoRoom
 from baton.host.background import end_tasks
-from baton.request import PackedTokens
+from baton.request import AttemptName, PackedTokens
 from baton.rpc import convert
 from baton.rpc.grpc_channel import by_size
 from baton.rpc.grpc_errors import as_baton_error, grpc_boundary, guarded
@@ -89,7 +89,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         for tokens in full:
             yield self._message(tokens)
         parts = by_size(map(convert.output_to_proto, unsent.outputs))
-        yield self._message(last, next(parts, ()))
+        yield self._message(last, next(parts, ()), unsent.granted)
         for some in parts:
             yield self._message(outputs=some)
 
@@ -97,8 +97,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self,
         tokens: PackedTokens | None = None,
         outputs: Sequence[worker_pb2.TokenOutput] = (),
+        granted: Sequence[AttemptName] = (),
     ) -> decode_pb2.StreamTokensResponse:
         return decode_pb2.StreamTokensResponse(
+            granted=[
+                decode_pb2.GrantedRoom(request_id=request_id, attempt=attempt)
+                for request_id, attempt in granted
+            ],
             outputs=outputs,
             load=convert.load_to_proto(self._requests.context.core.load()),
             tokens=convert.tokens_to_proto(tokens) if tokens and tokens.numbers else None,
@@ -137,7 +142,7 @@ class HandoffStream:
                 commit.add_done_callback(self._waiting.discard)
                 continue
             if request.HasField("reserve"):
-                # The reserve is queued at once: the next message on the stream may be its abort.
+                # The blocks are reserved at once: the next message may be the abort.
                 await self._reserve(request)
             else:
                 await self._write(self._answer(request))
@@ -145,36 +150,31 @@ class HandoffStream:
     async def _reserve(self, request: Request) -> None:
         response = Response(call=request.call)
         try:
-            asked = self._ask(request.reserve)
+            ticket = self._requests.reserve(self._offer_of(request.reserve))
         except Exception as failure:
             _refuse(response, failure)
             await self._write(response)
             return
-        opened = self._requests.receiver.blocks.opened
-        if asked.done() and opened(asked.result().ticket_id) is None:
-            self._promise(asked.result(), response.reserve)
+        if self._requests.receiver.blocks.opened(ticket.ticket_id) is None:
+            self._promise(ticket, response.reserve)
             await self._write(response)
             return
-        answer = asyncio.create_task(self._reserve_in_time(request, asked), name="reserve")
+        answer = asyncio.create_task(self._reserve_in_time(request, ticket), name="reserve")
         self._waiting.add(answer)
         answer.add_done_callback(self._waiting.discard)
-        # A task that is cancelled before it begins has not awaited the future.
-        answer.add_done_callback(lambda _: _give_up(asked))
 
-    async def _reserve_in_time(self, request: Request, asked: asyncio.Future[Ticket]) -> None:
-        """Answer a reserve once there is room and all ranks of this worker accept the writer's
-        data. ``asked`` is the future of its ticket."""
+    async def _reserve_in_time(self, request: Request, ticket: Ticket) -> None:
+        """Answer a reserve once all ranks of this worker accept the writer's data."""
         response = Response(call=request.call)
         try:
             async with asyncio.timeout(request.timeout_ms / 1000):
-                ticket = await asked
                 opened = self._requests.receiver.blocks.opened(ticket.ticket_id)
                 if opened is not None:
                     # Another call may wait for the same ticket.
                     await asyncio.shield(opened)
             self._promise(ticket, response.reserve)
         except TimeoutError:
-            _refuse(response, DeadlineExceeded("there was no room in time"))
+            _refuse(response, DeadlineExceeded("the ranks of this worker were not ready in time"))
         except Exception as failure:
             _refuse(response, failure)
         await self._write(response)
@@ -216,15 +216,15 @@ class HandoffStream:
             _refuse(response, failure)
         await self._write(response)
 
-    def _ask(self, request: decode_pb2.ReserveRequest) -> asyncio.Future[Ticket]:
-        return self._requests.request_reserve(
-            Offer(
-                fingerprint=request.fingerprint,
-                geometry=convert.geometry_from_proto(request.geometry),
-                incarnation=request.incarnation,
-                writer=request.writer,
-                spec=convert.sequence_from_proto(request.sequence),
-            )
+    def _offer_of(self, request: decode_pb2.ReserveRequest) -> Offer:
+        """Read an offer. Raises what ``DecodeRequests.check_new`` raises."""
+        self._requests.check_new(request.sequence)
+        return Offer(
+            fingerprint=request.fingerprint,
+            geometry=convert.geometry_from_proto(request.geometry),
+            incarnation=request.incarnation,
+            writer=request.writer,
+            spec=convert.sequence_from_proto(request.sequence),
         )
 
     def _promise(self, ticket: Ticket, answer: decode_pb2.ReserveResponse) -> None:
@@ -241,9 +241,5 @@ def _refuse(response: Response, failure: Exception) -> None:
     response.error.message = error.message
     if error.retry_after is not None:
         response.error.retry_after_ms = int(error.retry_after * 1000)
-
-
-def _give_up(asked: asyncio.Future[Ticket]) -> None:
-    """Cancel the waiting reserve ``asked``, because its answer is no longer needed."""
-    if not asked.cancel() and not asked.cancelled():
-        asked.exception()
+    if isinstance(error, NoRoom) and error.load is not None:
+        response.error.load.CopyFrom(convert.load_to_proto(error.load))

@@ -1,6 +1,7 @@
 """The sending side of one handoff.
 
     (no ticket) ─reserve→ RESERVED ─blocks→ RECEIVING ─commit→ COMMITTED
+    (no ticket) ─no room at the receiver→ ended, before anything is computed
     RESERVED, RECEIVING ─abort→ RELEASED
 
 Owned by the worker's event loop.
@@ -17,7 +18,7 @@ from dataclasses import replace
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
-from baton.errors import BatonError, DeadlineExceeded, NoRoom
+from baton.errors import BatonError, DeadlineExceeded
 from baton.request import FirstToken, SequenceSpec
 from baton.rpc import convert
 from baton.telemetry.tracing import begin_span, context_of, fail_span
@@ -96,8 +97,8 @@ class Handoff:
         return left
 
     async def reserve(self) -> None:
-        """Get a ticket from the receiver; waits for room until the request's deadline. Raises
-        BatonError."""
+        """Get a ticket from the receiver. Raises BatonError: NoRoom with the receiver's load if it
+        has no room."""
         self._span = begin_span("handoff", self._spec.trace)
         # Makes the receiver's spans children of this one.
         self._spec = replace(self._spec, trace=context_of(self._span, self._spec.trace))
@@ -108,13 +109,7 @@ class Handoff:
         if self._pair.fit is Fit.CONVERTIBLE:
             self._converted = ConvertedBlocks(cache, self._pair.geometry, self._staging)
             self._use.callback(self._converted.close)
-        while True:
-            try:
-                response = await self._reserve_once()
-                break
-            except NoRoom as error:
-                wait = min(error.retry_after or 0.1, self._left())
-                await asyncio.wait([self._pair.broken], timeout=wait)
+        response = await self._reserve_once()
         self.ticket_id = response.ticket_id
         self.pinned_blocks = response.pinned_blocks
         self.without_drafter = response.without_drafter

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, overload
 
-from baton.errors import HandoffError
+from baton.errors import BatonError, HandoffError, NoRoom
 from baton.grammar import Grammar, GrammarKind
 from baton.logprobs import PackedTop, TokenLogprobs
 from baton.reasoning import ReasoningSpan
@@ -26,7 +26,14 @@ from baton.request import (
     TraceContext,
 )
 from baton.sampling_params import OPTIONAL_FIELDS, SCALAR_FIELDS, SamplingParams
-from baton.v1 import decode_pb2, inference_pb2, sampling_pb2, transfer_pb2, worker_pb2
+from baton.v1 import (
+    decode_pb2,
+    inference_pb2,
+    prefill_pb2,
+    sampling_pb2,
+    transfer_pb2,
+    worker_pb2,
+)
 
 _FINISH_TO_PROTO = {
     None: inference_pb2.FINISH_REASON_UNSPECIFIED,
@@ -376,6 +383,16 @@ def load_to_proto(load: LoadSnapshot) -> worker_pb2.LoadSnapshot:
 
 def load_from_proto(message: worker_pb2.LoadSnapshot) -> LoadSnapshot:
     return LoadSnapshot(**{name: getattr(message, name) for name in _LOAD_FIELDS})
+
+
+def with_load(
+    error: BatonError, message: decode_pb2.CallError | prefill_pb2.PrefillEnd
+) -> BatonError:
+    """Add to a NoRoom the load of the worker that has no room, if ``message`` has it. Returns the
+    error."""
+    if isinstance(error, NoRoom) and message.HasField("load"):
+        error.load = load_from_proto(message.load)
+    return error
 
 
 def geometry_to_proto(geometry: Geometry) -> transfer_pb2.Geometry:

@@ -75,7 +75,7 @@ class RouterMetrics:
     enough requests missed it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0915 - one statement for each metric
         self,
         registry: CollectorRegistry,
         ttft_slos_s: Iterable[float] = (),
@@ -166,6 +166,12 @@ class RouterMetrics:
             "moved_requests",
             ("Requests, or choices of them, that migrated to other workers."),
             ["reason"],
+        )
+        self.refused_attempts = counter(
+            "refused_attempts",
+            "Attempts that a decode worker refused for lack of room: the request goes elsewhere,"
+            " or waits.",
+            ["worker"],
         )
         self.left_out_workers = counter(
             "left_out_workers",

@@ -26,41 +26,43 @@ from baton.v1 import transfer_pb2 as baton_dot_v1_dot_transfer__pb2
 from baton.v1 import worker_pb2 as baton_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/transfer.proto\x1a\x15\x62\x61ton/v1/worker.proto\"\xc1\x01\n\x0fHandoffsRequest\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\x12\n\ntimeout_ms\x18\x02 \x01(\r\x12+\n\x07reserve\x18\x03 \x01(\x0b\x32\x18.baton.v1.ReserveRequestH\x00\x12)\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x17.baton.v1.CommitRequestH\x00\x12\'\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x16.baton.v1.AbortRequestH\x00\x42\x0b\n\tcall_kind\"\xd4\x01\n\x10HandoffsResponse\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12,\n\x07reserve\x18\x02 \x01(\x0b\x32\x19.baton.v1.ReserveResponseH\x00\x12*\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x18.baton.v1.CommitResponseH\x00\x12(\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x17.baton.v1.AbortResponseH\x00\x12$\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x13.baton.v1.CallErrorH\x00\x42\x08\n\x06\x61nswer\"Z\n\tCallError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x1b\n\x0eretry_after_ms\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_retry_after_ms\"\x9a\x01\n\x0eReserveRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12$\n\x08geometry\x18\x02 \x01(\x0b\x32\x12.baton.v1.Geometry\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0e\n\x06writer\x18\x04 \x01(\t\x12(\n\x08sequence\x18\x05 \x01(\x0b\x32\x16.baton.v1.SequenceSpec\"~\n\x0fReserveResponse\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x15\n\rpinned_blocks\x18\x02 \x01(\r\x12\x16\n\x0emissing_blocks\x18\x03 \x01(\r\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\x12\x17\n\x0fwithout_drafter\x18\x19 \x01(\x08\"\x98\x01\n\rCommitRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x0e\n\x06writer\x18\x02 \x01(\t\x12\x13\n\x0b\x66irst_token\x18\x03 \x01(\r\x12)\n\x08logprobs\x18\x04 \x01(\x0b\x32\x17.baton.v1.TokenLogprobs\x12$\n\x06others\x18\x05 \x03(\x0b\x32\x14.baton.v1.FirstToken\"I\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12)\n\x08logprobs\x18\x02 \x01(\x0b\x32\x17.baton.v1.TokenLogprobs\"\x1f\n\x0e\x43ommitResponse\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\"z\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12%\n\x06reason\x18\x03 \x01(\x0e\x32\x15.baton.v1.AbortReason\x12\x13\n\x06\x63hoice\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_choice\"\x0f\n\rAbortResponse\"(\n\x13StreamTokensRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\"\x8c\x01\n\x14StreamTokensResponse\x12&\n\x07outputs\x18\x01 \x03(\x0b\x32\x15.baton.v1.TokenOutput\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x16.baton.v1.LoadSnapshot\x12&\n\x06tokens\x18\x03 \x01(\x0b\x32\x16.baton.v1.PackedTokens\"S\n\x0cPackedTokens\x12\x0f\n\x07numbers\x18\x01 \x03(\x04\x12\x0f\n\x07indexes\x18\x02 \x03(\r\x12\x0e\n\x06\x63ounts\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r*B\n\x0b\x41\x62ortReason\x12\x1c\n\x18\x41\x42ORT_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x41\x42ORT_REASON_STOP\x10\x01\x32\xe1\x01\n\rDecodeService\x12\x45\n\x08Handoffs\x12\x19.baton.v1.HandoffsRequest\x1a\x1a.baton.v1.HandoffsResponse(\x01\x30\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12O\n\x0cStreamTokens\x12\x1d.baton.v1.StreamTokensRequest\x1a\x1e.baton.v1.StreamTokensResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/transfer.proto\x1a\x15\x62\x61ton/v1/worker.proto\"\xc1\x01\n\x0fHandoffsRequest\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\x12\n\ntimeout_ms\x18\x02 \x01(\r\x12+\n\x07reserve\x18\x03 \x01(\x0b\x32\x18.baton.v1.ReserveRequestH\x00\x12)\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x17.baton.v1.CommitRequestH\x00\x12\'\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x16.baton.v1.AbortRequestH\x00\x42\x0b\n\tcall_kind\"\xd4\x01\n\x10HandoffsResponse\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12,\n\x07reserve\x18\x02 \x01(\x0b\x32\x19.baton.v1.ReserveResponseH\x00\x12*\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x18.baton.v1.CommitResponseH\x00\x12(\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x17.baton.v1.AbortResponseH\x00\x12$\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x13.baton.v1.CallErrorH\x00\x42\x08\n\x06\x61nswer\"\x80\x01\n\tCallError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x1b\n\x0eretry_after_ms\x18\x03 \x01(\rH\x00\x88\x01\x01\x12$\n\x04load\x18\x04 \x01(\x0b\x32\x16.baton.v1.LoadSnapshotB\x11\n\x0f_retry_after_ms\"\x9a\x01\n\x0eReserveRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12$\n\x08geometry\x18\x02 \x01(\x0b\x32\x12.baton.v1.Geometry\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0e\n\x06writer\x18\x04 \x01(\t\x12(\n\x08sequence\x18\x05 \x01(\x0b\x32\x16.baton.v1.SequenceSpec\"~\n\x0fReserveResponse\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x15\n\rpinned_blocks\x18\x02 \x01(\r\x12\x16\n\x0emissing_blocks\x18\x03 \x01(\r\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\x12\x17\n\x0fwithout_drafter\x18\x19 \x01(\x08\"\x98\x01\n\rCommitRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x0e\n\x06writer\x18\x02 \x01(\t\x12\x13\n\x0b\x66irst_token\x18\x03 \x01(\r\x12)\n\x08logprobs\x18\x04 \x01(\x0b\x32\x17.baton.v1.TokenLogprobs\x12$\n\x06others\x18\x05 \x03(\x0b\x32\x14.baton.v1.FirstToken\"I\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12)\n\x08logprobs\x18\x02 \x01(\x0b\x32\x17.baton.v1.TokenLogprobs\"\x1f\n\x0e\x43ommitResponse\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\"z\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12%\n\x06reason\x18\x03 \x01(\x0e\x32\x15.baton.v1.AbortReason\x12\x13\n\x06\x63hoice\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_choice\"\x0f\n\rAbortResponse\"(\n\x13StreamTokensRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\"\xb4\x01\n\x14StreamTokensResponse\x12&\n\x07outputs\x18\x01 \x03(\x0b\x32\x15.baton.v1.TokenOutput\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x16.baton.v1.LoadSnapshot\x12&\n\x06tokens\x18\x03 \x01(\x0b\x32\x16.baton.v1.PackedTokens\x12&\n\x07granted\x18\x04 \x03(\x0b\x32\x15.baton.v1.GrantedRoom\"2\n\x0bGrantedRoom\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"S\n\x0cPackedTokens\x12\x0f\n\x07numbers\x18\x01 \x03(\x04\x12\x0f\n\x07indexes\x18\x02 \x03(\r\x12\x0e\n\x06\x63ounts\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r*B\n\x0b\x41\x62ortReason\x12\x1c\n\x18\x41\x42ORT_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x41\x42ORT_REASON_STOP\x10\x01\x32\xe1\x01\n\rDecodeService\x12\x45\n\x08Handoffs\x12\x19.baton.v1.HandoffsRequest\x1a\x1a.baton.v1.HandoffsResponse(\x01\x30\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12O\n\x0cStreamTokens\x12\x1d.baton.v1.StreamTokensRequest\x1a\x1e.baton.v1.StreamTokensResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ABORTREASON']._serialized_start=1545
-  _globals['_ABORTREASON']._serialized_end=1611
+  _globals['_ABORTREASON']._serialized_start=1676
+  _globals['_ABORTREASON']._serialized_end=1742
   _globals['_HANDOFFSREQUEST']._serialized_start=84
   _globals['_HANDOFFSREQUEST']._serialized_end=277
   _globals['_HANDOFFSRESPONSE']._serialized_start=280
   _globals['_HANDOFFSRESPONSE']._serialized_end=492
-  _globals['_CALLERROR']._serialized_start=494
-  _globals['_CALLERROR']._serialized_end=584
-  _globals['_RESERVEREQUEST']._serialized_start=587
-  _globals['_RESERVEREQUEST']._serialized_end=741
-  _globals['_RESERVERESPONSE']._serialized_start=743
-  _globals['_RESERVERESPONSE']._serialized_end=869
-  _globals['_COMMITREQUEST']._serialized_start=872
-  _globals['_COMMITREQUEST']._serialized_end=1024
-  _globals['_FIRSTTOKEN']._serialized_start=1026
-  _globals['_FIRSTTOKEN']._serialized_end=1099
-  _globals['_COMMITRESPONSE']._serialized_start=1101
-  _globals['_COMMITRESPONSE']._serialized_end=1132
-  _globals['_ABORTREQUEST']._serialized_start=1134
-  _globals['_ABORTREQUEST']._serialized_end=1256
-  _globals['_ABORTRESPONSE']._serialized_start=1258
-  _globals['_ABORTRESPONSE']._serialized_end=1273
-  _globals['_STREAMTOKENSREQUEST']._serialized_start=1275
-  _globals['_STREAMTOKENSREQUEST']._serialized_end=1315
-  _globals['_STREAMTOKENSRESPONSE']._serialized_start=1318
-  _globals['_STREAMTOKENSRESPONSE']._serialized_end=1458
-  _globals['_PACKEDTOKENS']._serialized_start=1460
-  _globals['_PACKEDTOKENS']._serialized_end=1543
-  _globals['_DECODESERVICE']._serialized_start=1614
-  _globals['_DECODESERVICE']._serialized_end=1839
+  _globals['_CALLERROR']._serialized_start=495
+  _globals['_CALLERROR']._serialized_end=623
+  _globals['_RESERVEREQUEST']._serialized_start=626
+  _globals['_RESERVEREQUEST']._serialized_end=780
+  _globals['_RESERVERESPONSE']._serialized_start=782
+  _globals['_RESERVERESPONSE']._serialized_end=908
+  _globals['_COMMITREQUEST']._serialized_start=911
+  _globals['_COMMITREQUEST']._serialized_end=1063
+  _globals['_FIRSTTOKEN']._serialized_start=1065
+  _globals['_FIRSTTOKEN']._serialized_end=1138
+  _globals['_COMMITRESPONSE']._serialized_start=1140
+  _globals['_COMMITRESPONSE']._serialized_end=1171
+  _globals['_ABORTREQUEST']._serialized_start=1173
+  _globals['_ABORTREQUEST']._serialized_end=1295
+  _globals['_ABORTRESPONSE']._serialized_start=1297
+  _globals['_ABORTRESPONSE']._serialized_end=1312
+  _globals['_STREAMTOKENSREQUEST']._serialized_start=1314
+  _globals['_STREAMTOKENSREQUEST']._serialized_end=1354
+  _globals['_STREAMTOKENSRESPONSE']._serialized_start=1357
+  _globals['_STREAMTOKENSRESPONSE']._serialized_end=1537
+  _globals['_GRANTEDROOM']._serialized_start=1539
+  _globals['_GRANTEDROOM']._serialized_end=1589
+  _globals['_PACKEDTOKENS']._serialized_start=1591
+  _globals['_PACKEDTOKENS']._serialized_end=1674
+  _globals['_DECODESERVICE']._serialized_start=1745
+  _globals['_DECODESERVICE']._serialized_end=1970
 # @@protoc_insertion_point(module_scope)

@@ -128,21 +128,27 @@ class CallError(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     code: _builtins.str
     """Code, as in the gRPC statuses of other calls."""
     message: _builtins.str
     retry_after_ms: _builtins.int
     """Time until a retry; absent if it is unknown."""
+    @_builtins.property
+    def load(self) -> _worker_pb2.LoadSnapshot:
+        """If this worker has no room for a reserve: its load."""
+
     def __init__(
         self,
         *,
         code: _builtins.str = ...,
         message: _builtins.str = ...,
         retry_after_ms: _builtins.int | None = ...,
+        load: _worker_pb2.LoadSnapshot | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_retry_after_ms", b"_retry_after_ms", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_retry_after_ms", b"_retry_after_ms", "load", b"load", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after_ms", b"_retry_after_ms", "code", b"code", "message", b"message", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after_ms", b"_retry_after_ms", "code", b"code", "load", b"load", "message", b"message", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__retry_after_ms: _TypeAlias = _typing.Literal["retry_after_ms"]  # noqa: Y015
     _WhichOneofArgType__retry_after_ms: _TypeAlias = _typing.Literal["_retry_after_ms", b"_retry_after_ms"]  # noqa: Y015
@@ -375,6 +381,7 @@ class StreamTokensResponse(_message.Message):
     OUTPUTS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    GRANTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.TokenOutput]: ...
     @_builtins.property
@@ -383,20 +390,49 @@ class StreamTokensResponse(_message.Message):
     def tokens(self) -> Global___PackedTokens:
         """Further tokens, which come before the outputs of the same choice."""
 
+    @_builtins.property
+    def granted(self) -> _containers.RepeatedCompositeFieldContainer[Global___GrantedRoom]:
+        """Requests of this router that were refused for lack of room: it is their turn, and the worker holds
+        room for them for a moment. Any request of the router may take it. Abort gives it up.
+        """
+
     def __init__(
         self,
         *,
         outputs: _abc.Iterable[_worker_pb2.TokenOutput] | None = ...,
         load: _worker_pb2.LoadSnapshot | None = ...,
         tokens: Global___PackedTokens | None = ...,
+        granted: _abc.Iterable[Global___GrantedRoom] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "outputs", b"outputs", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["granted", b"granted", "load", b"load", "outputs", b"outputs", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StreamTokensResponse: _TypeAlias = StreamTokensResponse  # noqa: Y015
+
+@_typing.final
+class GrantedRoom(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrantedRoom: _TypeAlias = GrantedRoom  # noqa: Y015
 
 @_typing.final
 class PackedTokens(_message.Message):

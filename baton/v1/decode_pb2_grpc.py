@@ -66,7 +66,8 @@ class DecodeServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a request in any state; idempotent, and may overtake its reserve.
+        """Ends a request in any state; idempotent, and may overtake its reserve. A refused request gives up
+        its turn.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

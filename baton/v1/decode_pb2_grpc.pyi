@@ -39,7 +39,9 @@ class DecodeServiceStub:
     when the stream ends are abandoned.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]
-    """Ends a request in any state; idempotent, and may overtake its reserve."""
+    """Ends a request in any state; idempotent, and may overtake its reserve. A refused request gives up
+    its turn.
+    """
     StreamTokens: _grpc.UnaryStreamMultiCallable[_decode_pb2.StreamTokensRequest, _decode_pb2.StreamTokensResponse]
     """One message per step, with the tokens of all sequences of this router."""
 
@@ -54,7 +56,9 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     when the stream ends are abandoned.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]  # type: ignore[assignment]
-    """Ends a request in any state; idempotent, and may overtake its reserve."""
+    """Ends a request in any state; idempotent, and may overtake its reserve. A refused request gives up
+    its turn.
+    """
     StreamTokens: _aio.UnaryStreamMultiCallable[_decode_pb2.StreamTokensRequest, _decode_pb2.StreamTokensResponse]  # type: ignore[assignment]
     """One message per step, with the tokens of all sequences of this router."""
 
@@ -78,7 +82,9 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.AbortResponse, _abc.Awaitable[_decode_pb2.AbortResponse]]:
-        """Ends a request in any state; idempotent, and may overtake its reserve."""
+        """Ends a request in any state; idempotent, and may overtake its reserve. A refused request gives up
+        its turn.
+        """
 
     @_abc_1.abstractmethod
     def StreamTokens(

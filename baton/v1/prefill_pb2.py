@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import worker_pb2 as baton_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/worker.proto\"=\n\x0fPrefillsRequest\x12*\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x18.baton.v1.PrefillCommand\"q\n\x0ePrefillCommand\x12)\n\x05start\x18\x01 \x01(\x0b\x32\x18.baton.v1.PrefillRequestH\x00\x12)\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x17.baton.v1.PrefillCancelH\x00\x42\t\n\x07\x63ommand\"4\n\rPrefillCancel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"`\n\x10PrefillsResponse\x12&\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x16.baton.v1.PrefillEvent\x12$\n\x04load\x18\x0c \x01(\x0b\x32\x16.baton.v1.LoadSnapshot\"\x90\x01\n\x0cPrefillEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12-\n\x08response\x18\x03 \x01(\x0b\x32\x19.baton.v1.PrefillResponseH\x00\x12#\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x14.baton.v1.PrefillEndH\x00\x42\x07\n\x05\x65vent\"C\n\nPrefillEnd\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x03 \x01(\r\"\x96\x01\n\x0ePrefillRequest\x12(\n\x08sequence\x18\x01 \x01(\x0b\x32\x16.baton.v1.SequenceSpec\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x02 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\x12&\n\x06source\x18\x04 \x01(\x0b\x32\x16.baton.v1.PrefixSource\"]\n\x0cPrefixSource\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\x12\x17\n\x0ftensor_parallel\x18\x04 \x01(\r\"\xd2\x02\n\x0fPrefillResponse\x12,\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x15.baton.v1.TokenOutputH\x00\x12-\n\x07handoff\x18\x02 \x01(\x0b\x32\x1a.baton.v1.HandoffCommittedH\x00\x12$\n\x04load\x18\x03 \x01(\x0b\x32\x16.baton.v1.LoadSnapshot\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x04 \x01(\r\x12\x10\n\x08queue_ms\x18\x05 \x01(\x01\x12\x12\n\ncompute_ms\x18\x06 \x01(\x01\x12\x17\n\x0f\x63omputed_tokens\x18\x07 \x01(\r\x12\x1e\n\x16retained_prompt_tokens\x18\x14 \x01(\r\x12\x12\n\nreserve_ms\x18\x15 \x01(\x01\x12\x10\n\x08\x66\x65tch_ms\x18\x16 \x01(\x01\x12\x10\n\x08steps_ms\x18\x17 \x01(\x01\x42\x07\n\x05\x65vent\"M\n\x10HandoffCommitted\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x15\n\rpinned_blocks\x18\x02 \x01(\r\x12\x13\n\x0btransfer_ms\x18\x03 \x01(\x01\x32W\n\x0ePrefillService\x12\x45\n\x08Prefills\x12\x19.baton.v1.PrefillsRequest\x1a\x1a.baton.v1.PrefillsResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/worker.proto\"=\n\x0fPrefillsRequest\x12*\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x18.baton.v1.PrefillCommand\"q\n\x0ePrefillCommand\x12)\n\x05start\x18\x01 \x01(\x0b\x32\x18.baton.v1.PrefillRequestH\x00\x12)\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x17.baton.v1.PrefillCancelH\x00\x42\t\n\x07\x63ommand\"4\n\rPrefillCancel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"`\n\x10PrefillsResponse\x12&\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x16.baton.v1.PrefillEvent\x12$\n\x04load\x18\x0c \x01(\x0b\x32\x16.baton.v1.LoadSnapshot\"\x90\x01\n\x0cPrefillEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12-\n\x08response\x18\x03 \x01(\x0b\x32\x19.baton.v1.PrefillResponseH\x00\x12#\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x14.baton.v1.PrefillEndH\x00\x42\x07\n\x05\x65vent\"i\n\nPrefillEnd\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x03 \x01(\r\x12$\n\x04load\x18\x04 \x01(\x0b\x32\x16.baton.v1.LoadSnapshot\"\x96\x01\n\x0ePrefillRequest\x12(\n\x08sequence\x18\x01 \x01(\x0b\x32\x16.baton.v1.SequenceSpec\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x02 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\x12&\n\x06source\x18\x04 \x01(\x0b\x32\x16.baton.v1.PrefixSource\"]\n\x0cPrefixSource\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\x12\x17\n\x0ftensor_parallel\x18\x04 \x01(\r\"\xd2\x02\n\x0fPrefillResponse\x12,\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x15.baton.v1.TokenOutputH\x00\x12-\n\x07handoff\x18\x02 \x01(\x0b\x32\x1a.baton.v1.HandoffCommittedH\x00\x12$\n\x04load\x18\x03 \x01(\x0b\x32\x16.baton.v1.LoadSnapshot\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x04 \x01(\r\x12\x10\n\x08queue_ms\x18\x05 \x01(\x01\x12\x12\n\ncompute_ms\x18\x06 \x01(\x01\x12\x17\n\x0f\x63omputed_tokens\x18\x07 \x01(\r\x12\x1e\n\x16retained_prompt_tokens\x18\x14 \x01(\r\x12\x12\n\nreserve_ms\x18\x15 \x01(\x01\x12\x10\n\x08\x66\x65tch_ms\x18\x16 \x01(\x01\x12\x10\n\x08steps_ms\x18\x17 \x01(\x01\x42\x07\n\x05\x65vent\"M\n\x10HandoffCommitted\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x15\n\rpinned_blocks\x18\x02 \x01(\r\x12\x13\n\x0btransfer_ms\x18\x03 \x01(\x01\x32W\n\x0ePrefillService\x12\x45\n\x08Prefills\x12\x19.baton.v1.PrefillsRequest\x1a\x1a.baton.v1.PrefillsResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,15 +43,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLEVENT']._serialized_start=390
   _globals['_PREFILLEVENT']._serialized_end=534
   _globals['_PREFILLEND']._serialized_start=536
-  _globals['_PREFILLEND']._serialized_end=603
-  _globals['_PREFILLREQUEST']._serialized_start=606
-  _globals['_PREFILLREQUEST']._serialized_end=756
-  _globals['_PREFIXSOURCE']._serialized_start=758
-  _globals['_PREFIXSOURCE']._serialized_end=851
-  _globals['_PREFILLRESPONSE']._serialized_start=854
-  _globals['_PREFILLRESPONSE']._serialized_end=1192
-  _globals['_HANDOFFCOMMITTED']._serialized_start=1194
-  _globals['_HANDOFFCOMMITTED']._serialized_end=1271
-  _globals['_PREFILLSERVICE']._serialized_start=1273
-  _globals['_PREFILLSERVICE']._serialized_end=1360
+  _globals['_PREFILLEND']._serialized_end=641
+  _globals['_PREFILLREQUEST']._serialized_start=644
+  _globals['_PREFILLREQUEST']._serialized_end=794
+  _globals['_PREFIXSOURCE']._serialized_start=796
+  _globals['_PREFIXSOURCE']._serialized_end=889
+  _globals['_PREFILLRESPONSE']._serialized_start=892
+  _globals['_PREFILLRESPONSE']._serialized_end=1230
+  _globals['_HANDOFFCOMMITTED']._serialized_start=1232
+  _globals['_HANDOFFCOMMITTED']._serialized_end=1309
+  _globals['_PREFILLSERVICE']._serialized_start=1311
+  _globals['_PREFILLSERVICE']._serialized_end=1398
 # @@protoc_insertion_point(module_scope)

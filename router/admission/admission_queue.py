@@ -2,6 +2,8 @@
 
     new ─acquire→ waiting → admitted ─release→ gone
                   waiting → refused ─release→ gone
+    admitted ─no decode worker has room→ waiting for room ─its turn→ admitted
+                                         waiting for room ─deadline→ gone
 
 Owned by the router's event loop.
 """
@@ -9,18 +11,21 @@ Owned by the router's event loop.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from baton.config.cluster import Config
-from baton.errors import BatonError
+from baton.errors import BatonError, DeadlineExceeded
 from baton.telemetry.metrics import RouterMetrics
 from baton.telemetry.tracing import begin_span, fail_span
 from router.admission.capacity import Capacity
 from router.admission.controller import AdmissionController, AdmissionRequest, slo_of
 from router.core.request import GenerationRequest
 from router.routing.cost_model import Coefficients
+from router.routing.room import ClassRoom, HeldRoom
 from router.workers.worker_link import WorkerLink
 
 TICK_S = 0.05
@@ -56,7 +61,9 @@ class AdmissionQueue:
             config,
             self._refuse,
         )
-        self._turns: dict[str, asyncio.Future[None]] = {}
+        self._turns: dict[str, asyncio.Future[HeldRoom | None]] = {}
+        self._numbers = itertools.count()
+        """Numbers of migrations that wait."""
         self._capacity: Capacity | None = None
         self._capacity_at = -math.inf
         self._max_age_s = CAPACITY_AGE_S
@@ -64,22 +71,23 @@ class AdmissionQueue:
         for tenant in self._tenants:
             metrics.waiting_requests.labels(tenant=tenant).set(0)
 
-    async def acquire(self, request: GenerationRequest) -> None:
+    async def acquire(self, request: GenerationRequest) -> HeldRoom | None:
         """Wait until the request may be sent to the workers. Afterwards the caller must call
         ``release``, even if this method raises.
 
-        Raises Overloaded if the request is rejected."""
+        Returns the room that a decode worker holds for the request, if there is any. Raises
+        Overloaded if the request is rejected."""
         now = request.timeline.queued_at = self._clock()
-        turn = asyncio.get_running_loop().create_future()
+        turn: asyncio.Future[HeldRoom | None] = asyncio.get_running_loop().create_future()
         span = begin_span("admission", request.trace)
         try:
             capacity = self._current_capacity(now)
             if capacity is None:
-                return
+                return None
             self._controller.offer(self._admission_request(request), capacity, now)
             self._turns[request.request_id] = turn
             self._pump()
-            await turn
+            return await turn
         except BaseException as error:
             fail_span(span, error)
             raise
@@ -92,6 +100,51 @@ class AdmissionQueue:
                 if not request.background:
                     self._metrics.queue_seconds.labels(role="router").observe(self._clock() - now)
                 self._show(request.principal.tenant)
+
+    async def wait_for_room(
+        self, request: GenerationRequest, deadline: float, blocks: int, *, migrates: bool
+    ) -> HeldRoom | None:
+        """Let an admitted request wait until a decode worker may have room for its ``blocks``
+        blocks. It keeps its place among requests that wait for admission; choices that migrate come
+        before all of these.
+
+        Returns the room that a worker holds for it; None if a worker only looks as if it had room.
+        ``deadline`` is on the clock of this queue. Raises DeadlineExceeded."""
+        now, key = self._clock(), request.request_id
+        if migrates or not self._controller.no_room(key, blocks, now):
+            key = f"{key} {next(self._numbers)}"
+            order = now if request.timeline.queued_at is None else request.timeline.queued_at
+            context_class = self._config.class_of(len(request.prompt_ids))
+            self._controller.migrates(key, context_class, blocks, order)
+        turn: asyncio.Future[HeldRoom | None] = asyncio.get_running_loop().create_future()
+        self._turns[key] = turn
+        # The workers' refusals are newer.
+        self._capacity = None
+        self._start_tick()
+        try:
+            async with asyncio.timeout(max(0.0, deadline - now)):
+                return await turn
+        except TimeoutError:
+            raise DeadlineExceeded(
+                "the request's deadline passed while it waited for room"
+            ) from None
+        finally:
+            del self._turns[key]
+            self._controller.leave(key)
+            self._metrics.queue_seconds.labels(role="router").observe(self._clock() - now)
+
+    def granted(self, room: HeldRoom, classes: Collection[str]) -> bool:
+        """Give the room that a decode worker holds to the request whose turn it is. Return false if
+        no request waits that the worker can serve. It serves ``classes``."""
+        now = self._clock()
+        key = self._controller.granted(classes, self._current_capacity(now), now)
+        if key is None:
+            return False
+        turn = self._turns[key]
+        if turn.done():
+            return self.granted(room, classes)
+        turn.set_result(room)
+        return True
 
     def first_token(self, request_id: str) -> None:
         """Record the request's first token; idempotent."""
@@ -132,6 +185,7 @@ class AdmissionQueue:
             own_deadline=request.own_deadline,
             choices=request.choices,
             background=request.background,
+            context_class=self._config.class_of(prompt_tokens),
         )
 
     def _pump(self) -> None:
@@ -142,7 +196,11 @@ class AdmissionQueue:
                 if not turn.done():
                     turn.set_result(None)
         self._metrics.prefill_speed.set(self._controller.speed or 0.0)
-        if self._controller.waiting_requests and self._tick is None:
+        if self._controller.waiting_requests:
+            self._start_tick()
+
+    def _start_tick(self) -> None:
+        if self._tick is None:
             self._tick = asyncio.get_running_loop().call_later(TICK_S, self._on_tick)
 
     def _on_tick(self) -> None:
@@ -174,9 +232,10 @@ def capacity_of(
     prefill: Sequence[WorkerLink],
     decode: Sequence[WorkerLink],
     prefill_cost: Coefficients,
+    room: Mapping[str, ClassRoom] = MappingProxyType({}),
 ) -> Capacity:
     """Return the capacity of all workers by their snapshots. Numbers of KV blocks are converted to
-    blocks of ``hash_block`` tokens, as in the prefix index."""
+    blocks of ``hash_block`` tokens, as in the prefix index. ``room``: see ``Capacity.room``."""
     decode_sequences = max_sequences = 0
     step_ms = 0.0
     available: list[int] = []
@@ -200,4 +259,5 @@ def capacity_of(
         max_total_blocks=max(total),
         step_s=step_ms / 1e3,
         prefill_cost=prefill_cost,
+        room=room,
     )

@@ -10,10 +10,12 @@ loop.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from baton.autoscaling.traffic import FIRST_ANSWER_TOKENS, RunningMean
 from router.routing.cost_model import PREFILL_DEFAULT, Coefficients
+from router.routing.room import ClassRoom
 
 IDLE_S = 5.0
 """The learned durations of answers are dropped when no worker has decoded for this many seconds."""
@@ -45,6 +47,8 @@ class Capacity:
     known."""
     prefill_cost: Coefficients = PREFILL_DEFAULT
     """Cost model of prefill (``router.routing.cost_model``): the mean over the prefill workers."""
+    room: Mapping[str, ClassRoom] = field(default_factory=dict)
+    """Room of the context-length classes that have refused requests waiting, by name."""
 
     def work_s(self, prompt_tokens: int) -> float:
         """Return the predicted seconds that a prefill worker takes for a prompt without cached
@@ -105,6 +109,11 @@ class DecodeReservations:
     def is_empty(self) -> bool:
         """Whether no request of this router is at the workers."""
         return not self._sent and not self._begun
+
+    @property
+    def requests(self) -> int:
+        """Number of this router's requests at the workers."""
+        return len(self._sent) + len(self._begun)
 
     @property
     def tpot_s(self) -> float:
@@ -173,6 +182,10 @@ class DecodeReservations:
         self._forget_sent(request_id)
         self._sent[request_id] = answer
         self._sent_blocks += answer.blocks
+
+    def refused(self, request_id: str) -> None:
+        """Record that no worker had room for a request: it is not at the workers any more."""
+        self._forget_sent(request_id)
 
     def begin(self, request_id: str, now: float) -> bool:
         """Record a request's first token. Return whether this was the first call for it."""

@@ -4,6 +4,7 @@ workers.
     offered ─a bound, no place→ refused
     offered → waiting ─its turn, and room→ sent ─first token→ begun → gone
               waiting ─too late, pushed out→ refused
+              sent ─no decode worker has room→ waiting, at the place that it had
 
 A request without a deadline of its own waits for its turn. It is rejected if
 ``max_waiting_requests`` already wait or the predicted wait is over ``max_queue_s``. A request with
@@ -20,15 +21,22 @@ Background requests have a queue of their own with the lowest priority. They are
 request waits and ``router.admission.background`` finds spare capacity.
 
 The prefill workers get just enough work to stay busy. The rest waits here, where its order can
-still change. Plain Python; ``now`` is passed in. Owned by one event loop.
+still change. A request for which a decode worker holds room goes at once. While decode workers of a
+context-length class have refused requests and the others are full, requests of this class wait, and
+those of other classes pass. Requests that migrate come first: they have waited once.
+
+Plain Python; ``now`` is passed in. Owned by one event loop.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 
 from baton.config.cluster import Config
 from baton.errors import BatonError, DeadlineUnreachable, Overloaded
@@ -50,6 +58,9 @@ MIN_RETRY_S = 0.1
 CAUTION = 1.25
 """Factor on a request's predicted wait before it is compared with the SLO, since long predictions
 are less certain."""
+ASK_S = 0.25
+"""Seconds after which a waiting request asks a worker that looks full, if sequences of other
+routers run there. A worker grants room only to routers that have asked."""
 LOOK_S = 0.04
 """Minimum interval in seconds between two searches for waiting requests that are too late."""
 
@@ -77,6 +88,7 @@ class AdmissionRequest:
     background: bool = False
     """Whether this is a background request: it may wait without limit, and uses only spare
     capacity."""
+    context_class: str = ""
 
 
 def slo_of(config: Config, prompt_tokens: int) -> float:
@@ -95,6 +107,19 @@ class _Waiting(Entry):
     answer: ExpectedAnswer
     work_s: float
     """Predicted time in seconds for which the request's prompt occupies one prefill worker."""
+    min_blocks: int = 0
+    """Number of blocks that must be available at a worker. 0 for a request that no worker has
+    refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Migrating:
+    """Choices of a request that migrates, and that waits for room."""
+
+    order: float
+    key: str
+    context_class: str
+    blocks: int
 
 
 class AdmissionController:
@@ -114,7 +139,14 @@ class AdmissionController:
         self._queue: FairQueue[_Waiting] = FairQueue(weights, config.max_waiting_requests)
         # Not bounded here: the source of background requests bounds their number.
         self._background: FairQueue[_Waiting] = FairQueue(weights, sys.maxsize)
+        self._numbers = itertools.count()
         self._entries: dict[str, _Waiting] = {}
+        self._sent: dict[str, _Waiting] = {}
+        """Requests that were sent, and that have no first token."""
+        self._migrating: list[_Migrating] = []
+        self._used: defaultdict[str, int] = defaultdict(int)
+        """Number of requests of each class that were sent since ``_room_seen`` was read."""
+        self._room_seen: object = None
         self._max_queue_s = config.max_queue_s
         self._slo_tpot_s = config.slo_tpot_s
         self._paces = config.admission == "slo"
@@ -149,11 +181,14 @@ class AdmissionController:
 
     @property
     def waiting_requests(self) -> int:
-        """Number of all waiting requests; background requests are counted, too."""
-        return len(self._queue) + len(self._background)
+        """Number of all waiting requests; background and migrating ones are counted, too."""
+        return len(self._queue) + len(self._background) + len(self._migrating)
 
     def _see(self, capacity: Capacity, now: float) -> None:
         """Update the learned speeds for the workers' current capacity, and drop outdated ones."""
+        if self._room_seen is not capacity.room:
+            self._room_seen = capacity.room
+            self._used.clear()
         self._prefill.look(capacity, now)
         self._pacer.served_by(capacity.prefill_workers)
         self._pacer.look(now)
@@ -174,7 +209,16 @@ class AdmissionController:
         lead = max(-MAX_LEAD_S, min(MAX_LEAD_S, request.priority * PRIORITY_STEP_S))
         cost = max(1, request.prompt_tokens + expected * request.choices)
         work_s = capacity.work_s(request.prompt_tokens)
-        entry = _Waiting(request.tenant, now + lead, cost, request, now, answer, work_s)
+        entry = _Waiting(
+            request.tenant,
+            now + lead,
+            cost,
+            request,
+            now,
+            answer,
+            work_s,
+            number=next(self._numbers),
+        )
         if request.background:
             self._entries[request.request_id] = entry
             self._background.push(entry)
@@ -205,13 +249,19 @@ class AdmissionController:
         if capacity is not None:
             self._see(capacity, now)
         self._drop_late(now)
-        while (entry := self._queue.peek()) is not None:
+        for moved in list(self._migrating):
+            if not self._is_full(moved.context_class, moved.blocks, capacity):
+                self._migrating.remove(moved)
+                self._used[moved.context_class] += 1
+                released.append(moved.key)
+        is_blocked = self._blocked_by(capacity)
+        while (entry := self._queue.peek(is_blocked)) is not None:
             if self._is_late(entry, self._prefill.free_after_s((), now), now):
                 self._drop(entry, now)
                 continue
             if capacity is not None and not self._fits(entry, capacity, now):
                 break
-            released.append(self._send(self._queue, capacity, now))
+            released.append(self._send(self._queue, capacity, now, is_blocked))
         released += self._release_background(capacity, now)
         # While requests wait for decode workers, nothing is learned about prefill workers.
         waits = len(self._queue) > 0 and capacity is not None and self._prefill.is_full(capacity)
@@ -225,13 +275,21 @@ class AdmissionController:
         and no background request is to be watched."""
         return not (self._waits or self.waiting_requests or self._slack.any_sent)
 
-    def _send(self, queue: FairQueue[_Waiting], capacity: Capacity | None, now: float) -> str:
-        """Remove the next request from ``queue``, count it as sent to the workers, and return its
-        id.
+    def _send(
+        self,
+        queue: FairQueue[_Waiting],
+        capacity: Capacity | None,
+        now: float,
+        is_blocked: Callable[[_Waiting], bool] | None = None,
+    ) -> str:
+        """Remove the next request from ``queue`` that is not blocked, count it as sent to the
+        workers, and return its id.
         """
-        entry = queue.pop()
+        entry = queue.pop(is_blocked)
         self._forget(entry)
         request = entry.request
+        self._sent[request.request_id] = entry
+        self._used[request.context_class] += 1
         request_id = request.request_id
         self._decode.sent(request_id, entry.answer, capacity)
         self._prefill.sent(request_id, request.prompt_tokens, entry.work_s, now)
@@ -245,18 +303,88 @@ class AdmissionController:
         others_wait = len(self._queue) > 0
         if capacity is not None:
             self._slack.look(capacity, now, others_wait=others_wait)
-        while (entry := self._background.peek()) is not None:
+        is_blocked = self._blocked_by(capacity)
+        while (entry := self._background.peek(is_blocked)) is not None:
             if capacity is not None and (
                 others_wait or not self._slack.takes(entry.answer, entry.work_s, capacity, now)
             ):
                 break
-            released.append(self._send(self._background, capacity, now))
+            released.append(self._send(self._background, capacity, now, is_blocked))
         return released
+
+    # Room at decode workers
+
+    def _blocked_by(self, capacity: Capacity | None) -> Callable[[_Waiting], bool] | None:
+        """Return the function that says whether a waiting request has no room by what decode
+        workers have told; None if no refused request waits."""
+        if capacity is None or not capacity.room:
+            return None
+
+        def is_blocked(entry: _Waiting) -> bool:
+            return self._is_full(entry.request.context_class, entry.min_blocks, capacity)
+
+        return is_blocked
+
+    def _is_full(self, context_class: str, blocks: int, capacity: Capacity | None) -> bool:
+        """Return whether no decode worker has room for a request of a class, as far as is known.
+
+        If none has refused a request lately, one request at a time may ask."""
+        room = None if capacity is None else capacity.room.get(context_class)
+        if room is None:
+            return False
+        used = self._used[context_class]
+        if room.places > used and room.blocks >= blocks:
+            return False
+        return room.is_claimed or used > 0
+
+    def no_room(self, request_id: str, blocks: int, now: float) -> bool:
+        """Let a request that was sent wait again at its place: no decode worker has room for its
+        ``blocks`` blocks. Return false if the request is not known as sent."""
+        entry = self._sent.pop(request_id, None)
+        if entry is None:
+            return False
+        self._prefill.left(request_id, now)
+        self._decode.refused(request_id)
+        self._slack.left(request_id, now, finished=False)
+        entry = replace(entry, min_blocks=blocks)
+        self._entries[request_id] = entry
+        (self._background if entry.request.background else self._queue).put_back(entry)
+        return True
+
+    def migrates(self, key: str, context_class: str, blocks: int, order: float) -> None:
+        """Let choices of a migrating request wait for room. ``admit`` returns ``key`` at their
+        turn. Those with the lowest ``order`` go first."""
+        moved = _Migrating(order, key, context_class, blocks)
+        bisect.insort_right(self._migrating, moved, key=lambda each: each.order)
+
+    def leave(self, key: str) -> None:
+        """Forget migrating choices that wait no longer; idempotent."""
+        self._migrating = [each for each in self._migrating if each.key != key]
+
+    def granted(
+        self, classes: Collection[str], capacity: Capacity | None, now: float
+    ) -> str | None:
+        """Return the request, or the key of migrating choices, for which a decode worker that holds
+        room is the next one. The worker serves ``classes``. None if no such request waits."""
+        for moved in self._migrating:
+            if moved.context_class in classes:
+                self._migrating.remove(moved)
+                return moved.key
+
+        def is_blocked(entry: _Waiting) -> bool:
+            return entry.request.context_class not in classes
+
+        self._drop_late(now)
+        for queue in (self._queue, self._background):
+            if queue.peek(is_blocked) is not None:
+                return self._send(queue, capacity, now, is_blocked)
+        return None
 
     def first_token(self, request_id: str, now: float) -> bool:
         """Record a request's first token; idempotent. Return whether this was the first call."""
         if not self._decode.begin(request_id, now):
             return False
+        self._sent.pop(request_id, None)
         self._overload.begun(request_id)
         self._prefill.finished(request_id, now)
         return True
@@ -277,6 +405,7 @@ class AdmissionController:
             queue = self._background if entry.request.background else self._queue
             queue.remove(entry)
             self._forget(entry)
+        self._sent.pop(request_id, None)
         self._overload.begun(request_id)
         self._prefill.left(request_id, now)
         answer = self._decode.left(request_id, now)
@@ -372,6 +501,9 @@ class AdmissionController:
         worker is free.
         """
         request = entry.request
+        if entry.min_blocks:
+            # It was admitted: only its own deadline ends it, where it waits.
+            return False
         waited_s = now - entry.offered_at
         if waited_s >= request.deadline_s:
             return True
@@ -402,6 +534,15 @@ class AdmissionController:
             return True
         if self._pacer.wait_s((), now) > 0:
             return False
-        if self._prefill.is_full(capacity) or self._decode.free_places(capacity) < 1:
+        if self._prefill.is_full(capacity):
             return False
-        return self._decode.has_blocks(entry.answer, capacity)
+        has_place = self._decode.free_places(capacity) >= 1
+        if has_place and self._decode.has_blocks(entry.answer, capacity):
+            return True
+        return self._asks(entry, capacity, now)
+
+    def _asks(self, entry: _Waiting, capacity: Capacity, now: float) -> bool:
+        """Return whether a request asks a worker although all look full."""
+        if entry.request.context_class in capacity.room or now - entry.offered_at < ASK_S:
+            return False
+        return capacity.decode_sequences > self._decode.requests

@@ -14,8 +14,8 @@ from __future__ import annotations
 import bisect
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 QUANTUM_TOKENS = 512
@@ -33,6 +33,8 @@ class Entry:
     ones leave in order of arrival."""
     tokens: int
     """Cost of sending the entry, in tokens; at least 1."""
+    number: int = field(default=0, kw_only=True)
+    """Number of the entry in the order of arrival, for entries that may be put back."""
 
 
 T = TypeVar("T", bound=Entry)
@@ -53,9 +55,11 @@ class _Flow(Generic[T]):
     def quantum(self) -> float:
         return QUANTUM_TOKENS * self.weight
 
-    @property
-    def affordable(self) -> bool:
-        return self.deficit >= self.entries[0].tokens
+    def first(self, is_blocked: Callable[[T], bool] | None) -> T | None:
+        """Return the first entry that is not blocked; None if there is none."""
+        if is_blocked is None:
+            return self.entries[0]
+        return next((entry for entry in self.entries if not is_blocked(entry)), None)
 
 
 class _Flows(dict[str, _Flow[T]]):
@@ -110,27 +114,48 @@ class FairQueue(Generic[T]):
         self._size += 1
         return victim
 
-    def peek(self) -> T | None:
-        """Return the entry whose turn it is; None if the queue is empty."""
-        if not self._turns:
-            return None
+    def put_back(self, entry: T) -> None:
+        """Return an entry that was sent in vain to its place, with its cost. The bound of the queue
+        does not apply to it."""
+        flow = self._flows[entry.tenant]
+        if not flow.entries:
+            # Its turn goes on where it was.
+            self._turns.appendleft(flow)
+            flow.visited = True
+        bisect.insort_left(flow.entries, entry, key=_order)
+        flow.deficit += entry.tokens
+        flow.tokens += entry.tokens
+        self._size += 1
+
+    def peek(self, is_blocked: Callable[[T], bool] | None = None) -> T | None:
+        """Return the entry whose turn it is; None if the queue is empty. Blocked entries are passed
+        over, and keep their places."""
+        costs: dict[_Flow[T], int] = {}
+        """Cost of each tenant's next entry, of the tenants seen in this round of turns."""
         steps = 0
-        while True:
+        while self._turns:
             flow = self._turns[0]
-            if not flow.visited:
-                flow.visited = True
-                flow.deficit += flow.quantum
-            if flow.affordable:
-                return flow.entries[0]
-            flow.visited = False
+            first = flow.first(is_blocked)
+            if first is not None:
+                costs[flow] = first.tokens
+                if not flow.visited:
+                    flow.visited = True
+                    flow.deficit += flow.quantum
+                if flow.deficit >= first.tokens:
+                    return first
+                flow.visited = False
             self._turns.rotate(-1)
             steps += 1
             if steps % len(self._turns) == 0:
-                self._skip_rounds()
+                if not costs:
+                    return None
+                self._skip_rounds(costs)
+                costs = {}
+        return None
 
-    def pop(self) -> T:
-        """Remove the entry that ``peek`` returns. Raises IndexError if the queue is empty."""
-        entry = self.peek()
+    def pop(self, is_blocked: Callable[[T], bool] | None = None) -> T:
+        """Remove the entry that ``peek`` returns. Raises IndexError if there is none."""
+        entry = self.peek(is_blocked)
         if entry is None:
             raise IndexError("no entry waits")
         self._turns[0].deficit -= entry.tokens
@@ -168,14 +193,13 @@ class FairQueue(Generic[T]):
                 found.append(entry)
         return sorted(found, key=_order)
 
-    def _skip_rounds(self) -> None:
+    def _skip_rounds(self, costs: Mapping[_Flow[T], int]) -> None:
         """Skip the rounds in which no tenant has enough tokens for its next entry: give each tenant
-        the quanta of these rounds at once."""
+        the quanta of these rounds at once. ``costs``: the cost of each tenant's next entry."""
         rounds = min(
-            math.ceil((flow.entries[0].tokens - flow.deficit) / flow.quantum)
-            for flow in self._turns
+            math.ceil((cost - flow.deficit) / flow.quantum) for flow, cost in costs.items()
         )
-        for flow in self._turns:
+        for flow in costs:
             flow.deficit += (rounds - 1) * flow.quantum
 
     def _victim(self, newcomer: T) -> T:
@@ -192,5 +216,5 @@ class FairQueue(Generic[T]):
         return newcomer if heaviest is own and newcomer.order >= last.order else last
 
 
-def _order(entry: Entry) -> float:
-    return entry.order
+def _order(entry: Entry) -> tuple[float, int]:
+    return entry.order, entry.number

@@ -42,9 +42,8 @@ class AttemptRecord:
     """Part of ``predicted_ttft_s``: the wait until the prompt is computed."""
     predicted_compute_s: float = 0.0
     """Part of ``predicted_ttft_s``: the time to compute the prompt on an otherwise idle worker."""
-    sent_at: float = 0.0
-    """Time of the latest try. A decode worker that lacks room for a prompt of its own refuses
-    it."""
+    waited_s: float = 0.0
+    """Time from the start of the search for workers to ``begun_at``, if workers had no room."""
     ended_by: str = ""
     """Why the attempt ended early; empty if it did not."""
     is_told: bool = False
@@ -92,13 +91,24 @@ class Timeline:
         """The attempts of the first choice."""
         self.dropped = 0
         """Number of attempts that are not in ``attempts`` any more."""
+        self._sought_at: float | None = None
+        """Start of the search for workers while workers have no room; None at other times."""
 
     def begin(self, attempt: AttemptRecord) -> None:
         """Add an attempt of the first choice."""
+        if self._sought_at is not None:
+            attempt.waited_s = attempt.begun_at - self._sought_at
+            self._sought_at = None
         self.attempts.append(attempt)
         if len(self.attempts) > MAX_ATTEMPTS:
             del self.attempts[MAX_ATTEMPTS // 2]
             self.dropped += 1
+
+    def refused(self, attempt: AttemptRecord) -> None:
+        """Drop an attempt whose decode worker has no room. The search for workers goes on."""
+        if attempt in self.attempts:
+            self.attempts.remove(attempt)
+            self._sought_at = attempt.begun_at - attempt.waited_s
 
     def told(self, attempt: AttemptRecord, response: prefill_pb2.PrefillResponse) -> None:
         """Note a worker's report of the first token of an attempt, with its durations."""
@@ -144,12 +154,12 @@ class Timeline:
         winner = self.winner
         if winner is None:
             return _fitted(ttft, TTFT_PARTS, {})
-        start = self.attempts[0].begun_at
+        start = self.attempts[0].begun_at - self.attempts[0].waited_s
         waited = winner.queue_s - winner.reserve_s - winner.fetch_s
         measured = {
             "router": start - self.received_at,
-            "lost": winner.begun_at - start,
-            "reserve": winner.sent_at - winner.begun_at + winner.reserve_s,
+            "lost": winner.begun_at - winner.waited_s - start,
+            "reserve": winner.waited_s + winner.reserve_s,
             "fetch": winner.fetch_s,
             "prefill_wait": waited,
             "compute": winner.steps_s,

@@ -38,6 +38,7 @@ from router.dispatch.traffic_report import TrafficReport
 from router.routing.pinned_prefixes import PinnedPrefixes
 from router.routing.policies import make_policy
 from router.routing.policy import route_settings
+from router.routing.room_claims import RoomClaims
 from router.routing.route_finder import PrefixLookup, RouteFinder
 from router.routing.routing_state import RoutingState
 from router.text.output_processor import OutputProcessor
@@ -93,16 +94,26 @@ class ClusterDispatcher:
         self._discovery = WorkerDiscovery(
             config, registry, index, self._links, metrics, sizes, check
         )
-        policy = make_policy(config.policy, route_settings(config))
+        settings = route_settings(config)
+        policy = make_policy(config.policy, settings)
         self._routing = RoutingState(policy, config.block_size, traffic)
         self._prefixes = PrefixLookup(index, metrics)
         self.pins = PinnedPrefixes(pins, config.block_size)
         self._routes = routes = RouteFinder(
             config, self._links, self._routing, self._prefixes, metrics
         )
+        self._rooms = RoomClaims(settings, self._routing.table)
         self._queue = AdmissionQueue(config, metrics, self._capacity)
         self._placement = Placement(
-            self.router_id, config, self._links, self._routing, routes, self.pins, metrics
+            self.router_id,
+            config,
+            self._links,
+            self._routing,
+            routes,
+            self._rooms,
+            self._queue,
+            self.pins,
+            metrics,
         )
         self._budget = RetryBudget.of(config)
         self._quarantine = Quarantine()
@@ -149,14 +160,14 @@ class ClusterDispatcher:
             return True
 
         try:
-            await self._queue.acquire(request)
+            room = await self._queue.acquire(request)
             self._budget.admitted()
             begins_at = time.monotonic() if request.background else received_at
             processors = [self._processor(request) for _ in range(request.choices)]
             running = RunningRequest(request, processors, begins_at + request.deadline_s)
             self._running.add(running)
             try:
-                await self._placement.place(running, range(request.choices))
+                await self._placement.place(running, range(request.choices), room=room)
                 while not finished:
                     delta = await running.next_delta()
                     finished = running.finished
@@ -209,7 +220,8 @@ class ClusterDispatcher:
         if not prefill or not decode:
             return None
         cost = self._routing.table.prefill_cost(prefill[0].record.role)
-        return capacity_of(self._config.block_size, prefill, decode, cost)
+        room = self._rooms.room()
+        return capacity_of(self._config.block_size, prefill, decode, cost, room)
 
     # Start and stop
 

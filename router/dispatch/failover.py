@@ -401,8 +401,8 @@ class Failover:
     async def _elsewhere(
         self, attempt: Attempt, avoid: Sequence[Names], source_worker: str = ""
     ) -> list[Route]:
-        """Find other workers for the unfinished choices of an attempt. Return an empty list if no
-        workers are found or if the attempt has changed meanwhile.
+        """Find other workers with room for the unfinished choices of an attempt. Return an empty
+        list if no workers are found or if the attempt has changed meanwhile.
 
         ``source_worker``: a worker that has all blocks of the choices, even if the prefix index
         does not list them."""
@@ -415,6 +415,8 @@ class Failover:
             )
         except (Unavailable, ContextLengthExceeded):
             # No other worker can take it, so it may end at its current one.
+            return []
+        if not all(route.decision.has_room for route in found):
             return []
         has_gone = attempt not in owner.attempts or groups != owner.groups(attempt.unfinished)
         is_bound = owner.request.binding.required(leaving=1) != required

@@ -1,6 +1,7 @@
 """Places the requests of each attempt at workers, and receives the workers' messages about them.
 
     found ─begin→ begun ─first token of the prefill worker, tokens of the decode worker→ ended
+    begun ─no room at the decode worker→ ended; another is found, or the choices wait for room
     begun ─prefill failed, decode failed, a choice handed back→ subscribers decide
 
 Owned by the router's event loop."""
@@ -21,16 +22,19 @@ from typing import Any, NamedTuple
 from baton.config.cluster import Config
 from baton.errors import BatonError, NoRoom
 from baton.host.background import spawn
-from baton.request import TokenOutput
+from baton.request import AttemptName, TokenOutput
 from baton.rpc import convert
 from baton.rpc.grpc_errors import as_baton_error, error_from_code
 from baton.telemetry.metrics import RouterMetrics
 from baton.telemetry.tracing import begin_span, context_of
 from baton.v1 import prefill_pb2
+from router.admission.admission_queue import AdmissionQueue
 from router.core.timeline import AttemptRecord
 from router.dispatch.running_request import Attempt, RunningRequest
 from router.routing.pinned_prefixes import PinnedPrefixes
 from router.routing.policy import Decision, RouteRequest
+from router.routing.room import HeldRoom
+from router.routing.room_claims import RoomClaims
 from router.routing.route_finder import RouteFinder
 from router.routing.routing_state import RoutingState
 from router.workers.worker_link import WorkerLink, error_from_gone
@@ -39,7 +43,10 @@ from router.workers.worker_links import Unsubscribe, WorkerLinks
 log = logging.getLogger(__name__)
 
 NO_ROOM_RETRY_S = 0.1
-"""Seconds after which a full decode worker is tried again if its answer has no retry time."""
+"""Seconds after which a request is placed again if its decode worker neither grants room nor says
+when to retry."""
+NO_ROOM = "no_room"
+"""Why an attempt ended that its decode worker has refused for lack of room."""
 
 Names = frozenset[str]
 """A set of incarnations of workers."""
@@ -78,19 +85,24 @@ class Placement:
         links: WorkerLinks,
         routing: RoutingState,
         routes: RouteFinder,
+        rooms: RoomClaims,
+        queue: AdmissionQueue,
         pins: PinnedPrefixes,
         metrics: RouterMetrics,
     ) -> None:
-        """Create a placement. Prefill workers retain the blocks of a prompt that begins with a
-        prefix in ``pins``."""
+        """Create a placement. Requests for which no decode worker has room wait in ``queue``.
+        Prefill workers retain the blocks of a prompt that begins with a prefix in ``pins``."""
         self._router_id = router_id
         self._class_of = config.class_of
         self._links = links
         self._routing = routing
         self._routes = routes
+        self._rooms = rooms
+        self._queue = queue
         self._pins = pins
         self._cache_ttls = {tenant.name: tenant.cache_ttl_s for tenant in config.tenants}
         self._moved = metrics.moved_requests
+        self._refused = metrics.refused_attempts
         self._listeners: list[_Listener] = []
         self._attempts: dict[Attempt, Unsubscribe] = {}
         """Current attempts. Each value is the function that stops reading the attempt's outputs."""
@@ -98,6 +110,11 @@ class Placement:
         self._next_output = 1
         """Output number of the next choice that is placed. Every attempt has other numbers."""
         self._background: set[asyncio.Task[None]] = set()
+        links.subscribe(
+            on_broken=lambda name, _: rooms.forget(name),
+            on_draining=lambda link: rooms.forget(link.record.incarnation),
+            on_granted=self._on_granted,
+        )
 
     def subscribe(
         self,
@@ -125,20 +142,60 @@ class Placement:
         avoid: Sequence[Names] = ANY,
         *,
         moved: str = "",
+        room: HeldRoom | None = None,
     ) -> None:
         """Find workers for choices of a request, and start attempts there. ``moved``: the reason if
         this is a migration.
 
         ``avoid``: sets of workers to exclude. If the first set leaves no worker, the second one is
-        used, and so on. Waits while the workers are cut off. Raises BatonError."""
-        binding = running.request.binding
+        used, and so on. ``room``: room that a decode worker holds for the request. Waits while the
+        workers are cut off, and while no decode worker has room. Raises BatonError."""
         for position, group in enumerate(running.groups(choices)):
-            await self._links.returned(running.deadline, binding.required())
-            route = await self._route(running, position, group, avoid, binding.required())
-            while binding.required() not in ("", route.decision.fingerprint):
+            await self._place_group(running, position, group, avoid, moved, room)
+            room = None
+
+    async def _place_group(
+        self,
+        running: RunningRequest,
+        position: int,
+        group: tuple[int, ...],
+        avoid: Sequence[Names],
+        moved: str,
+        room: HeldRoom | None,
+    ) -> None:
+        binding = running.request.binding
+        while True:
+            try:
+                await self._links.returned(running.deadline, binding.required())
+                route = await self._route(
+                    running, position, group, avoid, binding.required(), room=room
+                )
+            except BaseException:
+                if room is not None:
+                    self._pass_on(room)
+                raise
+            if binding.required() not in ("", route.decision.fingerprint):
                 # Another part of the request was placed meanwhile, at workers of another model.
-                route = await self._route(running, position, group, avoid, binding.required())
-            self.begin(running, route, moved)
+                continue
+            has_room = room is not None and route.decision.decode == room.worker
+            if room is not None and not has_room:
+                self._pass_on(room)
+                room = None
+            if has_room or self._may_ask(route):
+                self.begin(running, route, moved)
+                return
+            blocks = max(1, route.decision.missing_blocks)
+            migrates = running.has_migrated or bool(moved)
+            room = await self._queue.wait_for_room(
+                running.request, running.deadline, blocks, migrates=migrates
+            )
+
+    def _may_ask(self, route: Route) -> bool:
+        """Return whether to ask the decode worker of a route.
+
+        If all workers look full, one of them is asked: the look may be wrong, and workers grant
+        room only to routers that have asked."""
+        return route.decision.has_room or not self._rooms.is_claimed(route.request.context_class)
 
     async def find(
         self,
@@ -167,6 +224,7 @@ class Placement:
         avoid: Sequence[Names],
         fingerprint: str,
         source_worker: str = "",
+        room: HeldRoom | None = None,
     ) -> Route:
         asked = running.request
         # Only the first group reports the prompt's log probabilities.
@@ -183,6 +241,7 @@ class Placement:
             left_s * 1e3 if asked.own_deadline else math.inf,
             len(group),
             cache_key=f"{asked.principal.tenant}:{asked.cache_key}" if asked.cache_key else "",
+            held_room="" if room is None else room.worker,
         )
         decision = await self._routes.find(
             request,
@@ -242,6 +301,7 @@ class Placement:
         if 0 in route.choices:
             running.request.timeline.begin(attempt.record)
         running.next_attempt += 1
+        running.has_migrated = running.has_migrated or bool(moved)
         running.attempts.add(attempt)
         running.request.binding.begin(target.record.fingerprint)
         for link in {source, target}:
@@ -290,10 +350,15 @@ class Placement:
         stream = attempt.source.prefills
         breaks = stream.breaks
         try:
-            await self._follow(attempt, message)
+            async with aclosing(stream.run(message)) as responses:
+                async for response in responses:
+                    self._on_prefill(attempt, response)
             if attempt.source is not attempt.target:
                 attempt.source.breaker.ended_well(attempt.begun_at, time.monotonic())
+        except NoRoom as full:
+            self._on_no_room(attempt, full)
         except Exception as error:
+            self._prefill_is_over(attempt)
             failure = as_baton_error(error)
             try:
                 for listener in list(self._listeners):
@@ -301,33 +366,91 @@ class Placement:
             except Exception:
                 log.exception("request %s could not be migrated", attempt.spec.request_id)
                 attempt.owner.fail(failure)
+        else:
+            self._prefill_is_over(attempt)
 
-    async def _follow(self, attempt: Attempt, message: prefill_pb2.PrefillRequest) -> None:
-        """Receive a worker's messages about an attempt's prefill. Raises BatonError if the first
-        token or the handoff fails.
+    def _prefill_is_over(self, attempt: Attempt) -> None:
+        """Accept the first token that the decode worker has sent: no other message can bring it any
+        more. Its cache hits are not known then."""
+        attempt.is_prefill_over = True
+        withheld, attempt.withheld = attempt.withheld, None
+        if withheld is not None:
+            attempt.owner.accept(withheld)
 
-        A prefill worker waits for room itself. A full decode worker that would compute the prompt
-        returns NoRoom with the time to retry, as it does to prefill workers."""
-        deadline = time.monotonic() + message.sequence.deadline_ms / 1e3
-        while True:
-            try:
-                async with aclosing(attempt.source.prefills.run(message)) as responses:
-                    async for response in responses:
-                        self._on_prefill(attempt, response)
-                return
-            except NoRoom as full:
-                left = deadline - time.monotonic()
-                wait = full.retry_after or NO_ROOM_RETRY_S
-                if wait >= left:
-                    raise
-            await asyncio.sleep(wait)
-            attempt.record.sent_at = time.monotonic()
-            message.sequence.deadline_ms = max(1, int((deadline - time.monotonic()) * 1e3))
+    # Room
+
+    def _on_no_room(self, attempt: Attempt, full: NoRoom) -> None:
+        """Place an attempt's choices again, because its decode worker has refused it for lack of
+        room. That is no failure of a worker."""
+        running, link = attempt.owner, attempt.target
+        if attempt not in self._attempts:
+            return
+        left, worker = attempt.unfinished, link.record.incarnation
+        if full.load is not None and full.load.engine_steps >= link.load.engine_steps:
+            link.load = full.load
+            self._routing.table.set_load(worker, full.load, time.monotonic() * 1e3)
+        # A worker of an earlier version tells no load, and grants nothing.
+        wait_s = 0.0 if full.load is not None else full.retry_after or NO_ROOM_RETRY_S
+        if attempt.granted is None and full.load is not None:
+            self._rooms.refused(worker, attempt.name, attempt.spec.context_class)
+        self._refused.labels(worker=link.record.slot).inc()
+        # An abort would give up the turn at this worker.
+        attempt.failed = True
+        self.end(attempt, NO_ROOM)
+        running.request.timeline.refused(attempt.record)
+        running.move(self._place_again(running, left, attempt.granted, wait_s))
+
+    async def _place_again(
+        self, running: RunningRequest, choices: set[int], room: HeldRoom | None, wait_s: float
+    ) -> None:
+        await asyncio.sleep(wait_s)
+        known = frozenset(running.excluded)
+        avoid = (known, frozenset[str]()) if known else ANY
+        await self.place(running, choices, avoid, room=room)
+
+    def _on_granted(self, worker: str, attempt: AttemptName) -> None:
+        """Use the room that a decode worker holds for an attempt that it has refused."""
+        self._rooms.granted(worker, attempt)
+        room = HeldRoom(worker, attempt)
+        asking = next((each for each in self.at(worker) if each.name == attempt), None)
+        if asking is None:
+            self._pass_on(room)
+        else:
+            # The refusal comes by another stream, and is still on its way.
+            asking.granted = room
+
+    def _pass_on(self, room: HeldRoom) -> None:
+        """Give room that a decode worker holds to the request whose turn it is, or give it up if no
+        request waits for it."""
+        if not self._queue.granted(room, self._rooms.classes_at(room.worker)):
+            self._give_up(room)
+
+    def _give_up(self, room: HeldRoom) -> None:
+        request_id, attempt = room.attempt
+        self._spawn(
+            self._links.abort(room.worker, request_id, attempt, stop=False), f"abort {request_id}"
+        )
+
+    def _leave_turns(self, running: RunningRequest, placed: str = "") -> None:
+        """Give up a request's turns at workers that have refused it. ``placed``: the decode worker
+        that has taken it, which knows that."""
+        for room in self._rooms.leave(running.request.request_id):
+            if room.worker != placed:
+                self._give_up(room)
+
+    def _accepted(self, attempt: Attempt) -> None:
+        """Record that the decode worker of an attempt has room for it; idempotent."""
+        if not attempt.is_accepted:
+            attempt.is_accepted = True
+            if not attempt.owner.moves:
+                self._leave_turns(attempt.owner, attempt.target.record.incarnation)
 
     def _on_prefill(self, attempt: Attempt, response: prefill_pb2.PrefillResponse) -> None:
         """Process a message that a worker has sent about a prefill."""
         running, promise = attempt.owner, attempt.promise
+        self._accepted(attempt)
         if response.HasField("first_token"):
+            attempt.withheld = None
             attempt.span.add_event("first token")
             if response.first_token.choice == 0:
                 running.request.timeline.told(attempt.record, response)
@@ -357,12 +480,13 @@ class Placement:
     def _on_output(self, attempt: Attempt, output: TokenOutput) -> None:
         """Process an output that the decode worker of an attempt has sent."""
         running = attempt.owner
+        if not attempt.decode_began.is_set():
+            attempt.decode_began.set()
+        self._accepted(attempt)
         left = _without_first(attempt, output)
         if left is None:
             return
         output = left
-        if not attempt.decode_began.is_set():
-            attempt.decode_began.set()
         if output.error:
             attempt.failed = True
             failure = error_from_code(output.error_code or "worker_failed", output.error)
@@ -382,8 +506,10 @@ class Placement:
         """Process tokens that the decode worker of an attempt has sent without anything else."""
         if not attempt.decode_began.is_set():
             attempt.decode_began.set()
+        self._accepted(attempt)
         running = attempt.owner
         if index == 0 and _first_is_left(attempt):
+            attempt.withheld = TokenOutput("", attempt.spec.attempt, 0, token_ids[:1])
             index, token_ids = 1, token_ids[1:]
         running.accept_tokens(choice, attempt.spec.attempt, index, token_ids)
         if running.several:
@@ -439,11 +565,15 @@ class Placement:
             move.cancel()
         for attempt in list(running.attempts):
             self.end(attempt)
+        self._leave_turns(running)
 
     def _abort(self, attempt: Attempt, *, stop: bool, choice: int | None = None) -> None:
         spec, decode = attempt.spec, attempt.target.record.incarnation
         work = self._links.abort(decode, spec.request_id, spec.attempt, stop=stop, choice=choice)
-        task = spawn(work, f"abort {spec.request_id}")
+        self._spawn(work, f"abort {spec.request_id}")
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = spawn(work, name)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
@@ -491,7 +621,6 @@ def _record_of(
         predicted_ttft_s=decision.ttft_ms / 1e3,
         predicted_wait_s=decision.queue_ms / 1e3,
         predicted_compute_s=decision.prefill_ms / 1e3,
-        sent_at=now,
     )
 
 
@@ -500,17 +629,22 @@ def _first_is_left(attempt: Attempt) -> bool:
     decode worker sends it, too.
 
     Only the message on the prefill stream has the prompt's cache hits. The answer must not end
-    before these are known.
+    before these are known, unless that message cannot come any more.
     """
     running = attempt.owner
-    is_known = running.is_cache_counted or running.several
+    is_known = running.is_cache_counted or running.several or attempt.is_prefill_over
     return attempt.source is attempt.target and not is_known
 
 
 def _without_first(attempt: Attempt, output: TokenOutput) -> TokenOutput | None:
     """Return an output of the decode worker without a first token that is left to the message on
-    the prefill stream; None if nothing else is in it."""
+    the prefill stream; None if nothing else is in it. The attempt keeps the first token."""
     if output.index or not output.token_ids or not _first_is_left(attempt):
         return output
-    rest = replace(output, index=1, token_ids=output.token_ids[1:], logprobs=output.logprobs[1:])
-    return rest if rest.token_ids else None
+    if len(output.token_ids) == 1:
+        attempt.withheld = output
+        return None
+    attempt.withheld = replace(
+        output, token_ids=output.token_ids[:1], logprobs=output.logprobs[:1], finish_reason=None
+    )
+    return replace(output, index=1, token_ids=output.token_ids[1:], logprobs=output.logprobs[1:])

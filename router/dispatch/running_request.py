@@ -29,13 +29,21 @@ from baton.errors import BatonError, DeadlineExceeded
 from baton.hashing import HashChain
 from baton.host.background import spawn
 from baton.logprobs import TokenLogprobs
-from baton.request import LOWEST_PRIORITY, Retention, SequenceSpec, TokenOutput, TraceContext
+from baton.request import (
+    LOWEST_PRIORITY,
+    AttemptName,
+    Retention,
+    SequenceSpec,
+    TokenOutput,
+    TraceContext,
+)
 from baton.rpc.grpc_errors import error_from_code
 from baton.store.registry import WorkerRecord
 from router.core.request import GenerationRequest, OutputDelta, Relay, without_answer
 from router.core.timeline import AttemptRecord
 from router.dispatch.deliveries import Deliveries
 from router.dispatch.retry_limits import FailedWorkers
+from router.routing.room import HeldRoom
 from router.routing.routing_state import Promise
 from router.text.output_processor import OutputProcessor
 from router.workers.worker_link import WorkerLink
@@ -70,6 +78,8 @@ class RunningRequest:
         self.attempts: set[Attempt] = set()
         """The current attempts of the request."""
         self.next_attempt = 0
+        self.has_migrated = False
+        """Whether an attempt was a migration."""
         self.excluded: set[str] = set()
         """Incarnations of workers that have failed while they had the request."""
         self.failures = 0
@@ -178,7 +188,13 @@ class RunningRequest:
         the request fails."""
         task = asyncio.create_task(self._move(work), name="move")
         self.moves.add(task)
-        task.add_done_callback(self.moves.discard)
+
+        def forget(_: asyncio.Task[None]) -> None:
+            self.moves.discard(task)
+            # A task that is cancelled before it begins has not awaited the work.
+            work.close()
+
+        task.add_done_callback(forget)
 
     async def _move(self, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -354,8 +370,23 @@ class Attempt:
     prefill: asyncio.Task[None] | None = None
     """Task that follows the attempt's prefill; None after the task has ended."""
     failed: bool = False
-    """Whether the decode worker has reported a failure of the attempt. If so, no choice needs to be
-    aborted there."""
+    """Whether the decode worker has reported a failure of the attempt, or has refused it. If so, no
+    choice needs to be aborted there."""
+    granted: HeldRoom | None = None
+    """Room that the decode worker holds for the attempt, if the grant arrives before the
+    refusal."""
+    is_accepted: bool = False
+    """Whether the decode worker is known to have room for the attempt."""
+    withheld: TokenOutput | None = None
+    """First token that the decode worker has sent, and that is left to the message on the prefill
+    stream."""
+    is_prefill_over: bool = False
+    """Whether the worker that computes the prompt sends nothing more about it."""
+
+    @property
+    def name(self) -> AttemptName:
+        """The name by which workers know the attempt."""
+        return self.spec.request_id, self.spec.attempt
 
     def follow(self, work: Coroutine[Any, Any, None]) -> None:
         """Run ``work`` in a task. It receives the worker's messages about the attempt's prefill."""

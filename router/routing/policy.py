@@ -46,6 +46,9 @@ class RouteRequest:
     preference."""
     kv_group: str = ""
     """The request goes only to workers whose records have this ``kv_group``."""
+    held_room: str = ""
+    """Incarnation of the decode worker that holds room for the request: it is the only candidate.
+    Empty if none does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,9 @@ class Decision:
     """Part of ``ttft_ms``: the time to compute the prompt on an otherwise idle worker."""
     missing_blocks: int = 0
     """Number of the prompt's blocks that the decode worker does not hold."""
+    has_room: bool = True
+    """Whether the decode worker is expected to have room. If not, no worker that the request may
+    use is."""
     kv_group: str = ""
     """The ``kv_group`` of both workers."""
 
@@ -225,7 +231,8 @@ class Predictions:
     tpot_ms: Floats
     """For each worker: milliseconds of a decode step with one more sequence."""
     fits: npt.NDArray[np.bool_]
-    """For each worker: whether it has room for one more sequence and for the missing blocks."""
+    """For each worker: whether it has room for one more sequence and for the missing blocks, and
+    has refused none for lack of room."""
 
     def uncached_tokens(self, row: int) -> int:
         """Return the number of the prompt's tokens that the worker in ``row`` would have to
@@ -300,6 +307,8 @@ def predict(
     decode = table.group("decode", route.decode, request.kv_group)
     if not len(decode):
         raise no_worker("decode")
+    if request.held_room:
+        decode = table.one_of(decode, request.held_room)
     if devices_apart and route.local_prefill == "auto":
         prefill = table.prefill_apart(route.prefill, route.decode, request.kv_group)
     else:
@@ -327,6 +336,7 @@ def predict(
         most = table.best_of_shape(rows, depths * table.lends[rows])
     room = missing <= table.available_blocks
     room &= table.sequences < table.max_sequences
+    room &= table.refusals == 0
     tpot_ms = table.sequences + 1.0
     tpot_ms *= table.step_b
     tpot_ms += table.step_a
@@ -398,6 +408,7 @@ def remote(
         queue_ms=queue,
         prefill_ms=prefill,
         missing_blocks=missing,
+        has_room=bool(seen.fits[target]),
         kv_group=seen.request.kv_group,
     )
 
@@ -422,5 +433,6 @@ def local(seen: Predictions, row: int, reason: str, *, shed: bool = False) -> De
         queue_ms=queue,
         prefill_ms=float(seen.prefill_ms[row]),
         missing_blocks=int(seen.missing[row]),
+        has_room=bool(seen.fits[row]),
         kv_group=seen.request.kv_group,
     )

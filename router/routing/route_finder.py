@@ -24,7 +24,6 @@ from baton.store.prefix_index import PrefixIndex
 from baton.store.registry import WorkerRecord
 from baton.telemetry.metrics import RouterMetrics
 from router.routing.policy import Decision, RouteRequest, no_worker
-from router.routing.predictive_policy import NO_ROOM
 from router.routing.routing_state import RoutingState
 from router.routing.worker_table import LoadColumns
 from router.workers.worker_link import WorkerLink
@@ -252,7 +251,17 @@ class RouteFinder:
                 failure = failure or error
         if not found:
             raise failure or no_worker("decode")
-        return min(found, key=_cost)
+        held = request.held_room
+        # Room that a worker holds for the request is sure. Of the rest, what looks free is first.
+        return min(
+            found,
+            key=lambda one: (
+                one.shed,
+                one.decode != held,
+                not one.has_room,
+                one.ttft_ms,
+            ),
+        )
 
     def _decide(
         self, asked: RouteRequest, hashes: Sequence[bytes], held: Mapping[str, int], now: float
@@ -273,11 +282,6 @@ class RouteFinder:
             pass
         self._sync.refresh(now, at_once=True)
         return self._routing.decide(asked, hashes, held, now)
-
-
-def _cost(decision: Decision) -> tuple[bool, bool, float]:
-    """Return what the decisions for several KV groups are compared by; the smallest is best."""
-    return decision.shed, decision.reason == NO_ROOM, decision.ttft_ms
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,7 +185,7 @@ class WorkerTable:
         self._rows = _RowNumbers()
         self._workers: dict[int, _Worker] = {}
         self._shapes: dict[Geometry, int] = {}
-        self._groups: dict[tuple[str, PoolFilter, str], Group] = {}
+        self._groups: dict[tuple[str, PoolFilter, str | None], Group] = {}
         self._apart: dict[tuple[PoolFilter, PoolFilter, str], Group] = {}
         self._index_names: Mapping[int, str] = {}
         self._index_rows: Rows | None = None
@@ -228,6 +228,7 @@ class WorkerTable:
             column("reported_blocks"),
         )
         self.promised_blocks = column("promised_blocks")
+        self.refusals = column("refusals")
         self.per_block = column("per_block", 1.0)
         self.shape = column("shape", -1.0)
         self.stepped_at = column("stepped_at", -math.inf)
@@ -326,6 +327,7 @@ class WorkerTable:
             self.available_blocks,
             self.reported_blocks,
             self.promised_blocks,
+            self.refusals,
             self.up,
             self.lends,
         ):
@@ -346,16 +348,16 @@ class WorkerTable:
             self.up[row] = float(up)
             self._forget_groups()
 
-    def group(self, role: str, pools: PoolFilter = EVERY_POOL, kv_group: str = "") -> Group:
-        """Return the workers of a role and a KV group that are up and in one of ``pools``. The
-        result is cached until a worker joins, leaves or changes.
+    def group(self, role: str, pools: PoolFilter = EVERY_POOL, kv_group: str | None = "") -> Group:
+        """Return the workers of a role and a KV group (None: of all) that are up and in one of
+        ``pools``. The result is cached until a worker joins, leaves or changes.
         """
         found = self._groups.get((role, pools, kv_group))
         if found is None:
             rows = [
                 row
                 for row, worker in self._workers.items()
-                if worker.role == role and worker.kv_group == kv_group
+                if worker.role == role and kv_group in (None, worker.kv_group)
                 if self.up[row] and pools.allows(worker.pool)
                 if self.names[row] not in pools.without
             ]
@@ -375,6 +377,12 @@ class WorkerTable:
             found = every if len(rows) == len(every) else self._group(rows)
             self._apart[prefill, decode, kv_group] = found
         return found
+
+    def one_of(self, group: Group, name: str) -> Group:
+        """Return the group of one worker of ``group``; ``group`` itself if the worker is not in
+        it."""
+        row = self._rows.get(name)
+        return self._group([row]) if row is not None and row in group.rows else group
 
     def _group(self, rows: list[int]) -> Group:
         members = np.array(sorted(rows), dtype=np.intp)
@@ -430,6 +438,13 @@ class WorkerTable:
         for place in np.flatnonzero(self.stepped_at[rows] <= now_ms - every_ms).tolist():
             self._learn_step(each[place], loads.loads[place], now_ms)
         self._sum_up(rows)
+
+    def set_refusals(self, name: str, refusals: int) -> None:
+        """Set how many requests of this router wait for room at a decode worker that has refused
+        them. While there are any, the worker has no room for others."""
+        row = self._rows.get(name)
+        if row is not None:
+            self.refusals[row] = float(refusals)
 
     def _sum_up(self, rows: Rows) -> None:
         self.sequences[rows] = np.maximum(self.reported_sequences[rows], self.own_sequences[rows])

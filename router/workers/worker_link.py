@@ -24,6 +24,7 @@ import grpc.aio
 from baton.errors import BatonError, WorkerFailed
 from baton.host.background import end_tasks, spawn
 from baton.request import AttemptName, LoadSnapshot
+from baton.rpc import convert
 from baton.rpc.grpc_channel import by_size
 from baton.rpc.grpc_errors import error_from_code, error_from_rpc
 from baton.rpc.worker_plane import OPEN_PLANE, WorkerPlane
@@ -165,7 +166,8 @@ class PrefillStream:
 
 
 def _error(end: prefill_pb2.PrefillEnd) -> BatonError:
-    return error_from_code(end.code, end.message, retry_after=end.retry_after_ms / 1000 or None)
+    retry_after = end.retry_after_ms / 1000 or None
+    return convert.with_load(error_from_code(end.code, end.message, retry_after=retry_after), end)
 
 
 _COOL_DOWN_S = 1.0

@@ -25,7 +25,7 @@ import grpc.aio
 from baton.errors import BatonError, ConfigError, Unauthenticated
 from baton.host.background import spawn
 from baton.liveness.silence import SilenceWatch
-from baton.request import TokenOutput
+from baton.request import AttemptName, TokenOutput
 from baton.rpc import convert
 from baton.rpc.grpc_errors import call_errors
 from baton.rpc.worker_plane import OPEN_PLANE, WorkerPlane
@@ -83,6 +83,7 @@ class _Listener(NamedTuple):
 
     on_broken: Callable[[str, BatonError], None]
     on_draining: Callable[[WorkerLink], None]
+    on_granted: Callable[[str, AttemptName], None]
 
 
 class WorkerLinks:
@@ -119,13 +120,16 @@ class WorkerLinks:
         *,
         on_broken: Callable[[str, BatonError], None],
         on_draining: Callable[[WorkerLink], None],
+        on_granted: Callable[[str, AttemptName], None] = lambda *_: None,
     ) -> Unsubscribe:
         """Register callbacks for changes of workers. Returns a function that removes them.
 
         ``on_broken`` gets the incarnation of each decode worker whose token stream has ended, and
         the error. The error is WorkerFailed only if the worker is to blame. ``on_draining`` gets
-        the link of each draining worker at every read of the registry."""
-        listener = _Listener(on_broken, on_draining)
+        the link of each draining worker at every read of the registry. ``on_granted`` gets the
+        incarnation of a decode worker that now holds room for an attempt that it has refused, and
+        the name of the attempt."""
+        listener = _Listener(on_broken, on_draining, on_granted)
         self._listeners.append(listener)
         return partial(self._listeners.remove, listener)
 
@@ -407,6 +411,9 @@ class WorkerLinks:
                 # The error concerns only this request.
                 log.exception("an output of request %s cannot be processed", output.request_id)
                 reader.on_lost(error)
+        for room in message.granted:
+            for listener in list(self._listeners):
+                listener.on_granted(link.record.incarnation, (room.request_id, room.attempt))
 
     async def abort(
         self,

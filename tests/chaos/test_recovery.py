@@ -13,6 +13,7 @@ from tests.chaos.load.call import Call, Fronts
 from tests.chaos.load.ledger import Ledger
 from tests.chaos.load.load import Load
 from tests.chaos.load.questions import questions
+from tests.chaos.load.reference import Reference
 
 DEADLINE_S = 60.0
 LIMIT_S = 0.2
@@ -20,7 +21,7 @@ QUESTION = questions(0)[0]
 
 
 def load_of(*calls: Call) -> Load:
-    load = Load(Fronts("", "", ""), [QUESTION], {}, Ledger(), seed=0, clients=0)
+    load = Load(Fronts("", "", ""), [QUESTION], Reference({}), Ledger(), seed=0, clients=0)
     load.calls.update(calls)
     return load
 

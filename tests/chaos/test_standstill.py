@@ -22,6 +22,7 @@ from tests.chaos.faults.kinds import Kind
 from tests.chaos.faults.signal_faults import HostStopped
 from tests.chaos.harness.cluster import Cluster
 from tests.chaos.harness.victim import Victim
+from tests.chaos.load.reference import Reference
 from tests.chaos.run import Run
 from tests.chaos.schedule import Round, Strike
 
@@ -134,7 +135,7 @@ async def test_recovery_from_a_standstill_is_counted_from_its_end(
     for name in ("until_streams_run", "until_answered", "until_whole"):
         monkeypatch.setattr(running, name, until)
     load: Any = SimpleNamespace(pause=pause, resume=lambda: None)
-    run = Run(cluster, 0, [kind], [], {})
+    run = Run(cluster, 0, [kind], [], Reference({}))
     await run._round(Round((Strike(kind, 0.05, 0),)), load, None)  # type: ignore[arg-type]
     assert len(since) == 3
     assert all((begin >= fault.at) is is_standstill for begin in since)

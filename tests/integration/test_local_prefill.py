@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc.aio
 import pytest
@@ -255,3 +257,41 @@ async def test_a_late_message_with_the_first_token_does_not_end_the_answer(
         monkeypatch.setattr(PromptUpdates, "next", late)
         answer = await cluster.answer(prompt, sampling)
     assert answer.token_ids == local_answer(tiny_model, prompt, sampling)
+
+
+async def test_a_prefill_stream_that_ends_alone_after_the_first_tokens_costs_nothing(
+    tiny_model: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy resets it. The token stream, on the same connection, goes on."""
+    async with mini_cluster(
+        tiny_model, redis_url, prefill=0, decode=2, kv_pool_mib=8, local_prefill="auto"
+    ) as cluster:
+        placement = cluster.dispatcher._placement
+        read, broken = PrefillStream._read, list[str]()
+
+        async def reset(self: PrefillStream, call: Any) -> None:
+            async def next_message() -> Any:
+                message = await call.read()
+                events = getattr(message, "events", ())
+                if any(e.response.HasField("first_token") for e in events) and not broken:
+                    broken.append("")
+                    await cluster.until(
+                        lambda: all(each.decode_began.is_set() for each in placement.attempts)
+                    )
+                    call.cancel()
+                    return None
+                return message
+
+            await read(self, cast(Any, SimpleNamespace(read=next_message)))
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+        expected = await cluster.answer(prompt_of(37), sampling, salt=b"another")
+        monkeypatch.setattr(PrefillStream, "_read", reset)
+        for link in cluster.dispatcher.workers.all():
+            await link.prefills.close()
+            link.prefills = PrefillStream(link.channel, link.record.incarnation)
+        answer = await cluster.answer(prompt_of(37), sampling)
+        assert broken
+        assert answer.token_ids == expected.token_ids
+        assert answer.cached_prompt_tokens == 0
+        await cluster.until_idle()

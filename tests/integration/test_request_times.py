@@ -18,7 +18,7 @@ from router.core.request import GenerationRequest
 from router.core.timeline import Timeline
 from tests.support.integration.handoff import prompt_of
 from tests.support.integration.moves import moved
-from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
+from tests.support.mini_cluster import DEADLINE_S, MiniCluster, collect, mini_cluster
 from tests.support.standing_engine import standing_engine
 
 CLASS = "short"
@@ -122,18 +122,24 @@ async def test_a_prompt_that_a_decode_worker_computes(tiny_model: Path, redis_ur
 async def test_a_wait_for_room_at_the_decode_worker_is_time_to_reserve(
     tiny_model: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with mini_cluster(
-        tiny_model, redis_url, kv_pool_mib=8, decode_pool={"max_sequences": 1}
-    ) as cluster:
+    async with (
+        mini_cluster(
+            tiny_model, redis_url, kv_pool_mib=8, decode_pool={"max_sequences": 1}
+        ) as cluster,
+        cluster.another_router() as other,
+    ):
         with standing_engine(cluster, "decode-0", monkeypatch):
-            first = asyncio.create_task(run(cluster, cluster.request(prompt_of(40, 1), SAMPLING)))
+            holds = asyncio.create_task(
+                collect(other.generate(cluster.request(prompt_of(40, 1), SAMPLING)))
+            )
             await cluster.until(lambda: cluster.value("decode-0", "baton_kv_blocks", state="used"))
-            second = asyncio.create_task(run(cluster, cluster.request(prompt_of(40, 2), SAMPLING)))
+            waits = asyncio.create_task(run(cluster, cluster.request(prompt_of(40, 2), SAMPLING)))
             # Far longer than the second request needs to reach the decode worker.
             await asyncio.sleep(1.5)
-        timelines = [await first, await second]
-        parts = check(cluster, timelines)
+        await holds
+        parts = check(cluster, [await waits])
         assert parts["reserve"] > parts["compute"]
+        assert parts["lost"] == 0
 
 
 async def test_a_lost_attempt(tiny_model: Path, redis_url: str) -> None:

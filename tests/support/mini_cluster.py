@@ -150,21 +150,36 @@ class MiniCluster:
         self.metrics = RouterMetrics(CollectorRegistry())
         self.stats = RequestStats(self.metrics)
         self.tokenizer = Tokenizer.load(model)
-        self.dispatcher = ClusterDispatcher(
-            config,
-            self.tokenizer,
-            self.metrics,
-            self.stats.traffic.counts,
-            self.registry,
-            self.index,
-            pins=PinStore(self.redis, self.cluster_id),
-            sizes=PoolSizes(self.redis, self.cluster_id),
-            model=ServedModel.of("tiny", model),
-        )
+        self.dispatcher = self._make_dispatcher(self.metrics, self.stats)
         self.workers: dict[str, WorkerProcess] = {}
         self._ranks: list[threading.Thread] = []
         self.failed: list[str] = []
         """Why workers would have ended their processes, which are this one."""
+
+    def _make_dispatcher(self, metrics: RouterMetrics, stats: RequestStats) -> ClusterDispatcher:
+        return ClusterDispatcher(
+            self.config,
+            self.tokenizer,
+            metrics,
+            stats.traffic.counts,
+            self.registry,
+            self.index,
+            pins=PinStore(self.redis, self.cluster_id),
+            sizes=PoolSizes(self.redis, self.cluster_id),
+            model=ServedModel.of("tiny", self.model),
+        )
+
+    @asynccontextmanager
+    async def another_router(self) -> AsyncIterator[ClusterDispatcher]:
+        """One more router, which knows all workers."""
+        metrics = RouterMetrics(CollectorRegistry())
+        dispatcher = self._make_dispatcher(metrics, RequestStats(metrics))
+        await dispatcher.start()
+        try:
+            await self.until(lambda: self._knows_all(dispatcher))
+            yield dispatcher
+        finally:
+            await dispatcher.close()
 
     async def start(self) -> None:
         """Start every pool's workers and wait until the dispatcher can use them."""
@@ -172,10 +187,10 @@ class MiniCluster:
             for number in range(pool.count):
                 await self.start_worker(pool, f"{pool.name}-{number}")
         await self.dispatcher.start()
-        await self.until(self._all_up)
+        await self.until(lambda: self._knows_all(self.dispatcher))
 
-    def _all_up(self) -> bool:
-        links = self.dispatcher._links
+    def _knows_all(self, dispatcher: ClusterDispatcher) -> bool:
+        links = dispatcher._links
         return sum(len(links.up(role)) for role in ("prefill", "decode")) == len(self.workers)
 
     async def start_worker(self, pool: PoolConfig, slot: str) -> WorkerProcess:

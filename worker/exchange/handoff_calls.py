@@ -19,6 +19,7 @@ import grpc.aio
 
 from baton.errors import BatonError, DeadlineExceeded, WorkerFailed
 from baton.host.background import end_tasks
+from baton.rpc import convert
 from baton.rpc.grpc_errors import as_baton_error, error_from_code, stream_ending, stream_errors
 from baton.v1 import decode_pb2, decode_pb2_grpc
 
@@ -156,4 +157,5 @@ class _Stream:
 
 def _error_of(message: decode_pb2.CallError) -> BatonError:
     retry_after = message.retry_after_ms / 1000 if message.HasField("retry_after_ms") else None
-    return error_from_code(message.code, message.message, retry_after=retry_after)
+    error = error_from_code(message.code, message.message, retry_after=retry_after)
+    return convert.with_load(error, message)

@@ -78,9 +78,10 @@ class Sink(Protocol):
     """
 
     async def reserve(self, sequence: Sequence) -> float:
-        """Wait until there is room for the sequence where it continues, and on this worker.
+        """Check that there is room for the sequence where it continues, and wait for room on this
+        worker.
 
-        Returns the seconds for which another worker's room was awaited. Raises BatonError.
+        Returns the seconds that another worker took to answer. Raises NoRoom, BatonError.
         """
 
     async def compute(self, sequence: Sequence, blocks: list[int]) -> list[FirstToken]:
@@ -130,16 +131,19 @@ class PrefillFlow:
         open_sink: OpenSink,
         *,
         prefill_only: bool,
+        check: Callable[[prefill_pb2.PrefillRequest], None] = lambda _: None,
         estimates: FetchEstimates | None = None,
     ) -> None:
         """``prefill_only``: true if sequences end on this worker with their first token.
 
+        ``check`` raises an error for a request that this worker refuses before its prompt is read.
         ``estimates`` decide when cached blocks are fetched from other workers. Without it, new ones
         are learned.
         """
         self._context = context
         self._open_sink = open_sink
         self._prefill_only = prefill_only
+        self._check = check
         self._fetcher = Fetcher(context, estimates or FetchEstimates())
         self._updates: dict[AttemptName, PromptUpdates] = {}
 
@@ -150,6 +154,7 @@ class PrefillFlow:
         If the task is cancelled, the request is aborted on this worker and at the sink.
         """
         arrived = time.monotonic()
+        self._check(request)
         spec = convert.sequence_from_proto(request.sequence)
         with _span_of(spec, self._context.settings.slot) as span, self._context.intake.admitted():
             spec = replace(spec, trace=context_of(span, spec.trace))

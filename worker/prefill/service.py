@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc.aio
 
-from baton.errors import BatonError
+from baton.errors import BatonError, NoRoom
 from baton.host.background import end_tasks
 from baton.request import AttemptName, LoadSnapshot
 from baton.rpc import convert
@@ -163,8 +163,10 @@ class _Prefills:
 
 
 def _end(error: BatonError) -> prefill_pb2.PrefillEnd:
+    load = error.load if isinstance(error, NoRoom) else None
     return prefill_pb2.PrefillEnd(
         code=error.code or "",
         message=error.message,
         retry_after_ms=int((error.retry_after or 0) * 1000),
+        load=None if load is None else convert.load_to_proto(load),
     )

@@ -2,7 +2,7 @@
 
 sent → (queued for its target) → reserving → (queued for a place) → computing computing ─first
 token→ sending → committed sent ─local→ reserving → computing ─first token→ decoding at the same
-worker
+worker reserving ─no room→ ended, and its router searches again
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from baton.errors import BatonError
-from baton.request import SequenceSpec
+from baton.request import AttemptName, LoadSnapshot, SequenceSpec
 from planning.simulator.cluster.simulated_request import SimulatedRequest, SimulatedSequence
 from planning.simulator.cluster.simulated_worker import SimulatedWorker
 from router.routing.routing_state import Promise
@@ -32,6 +32,14 @@ class RouterSide(Protocol):
     def handed_back(self, attempt: SimulatedAttempt) -> None:
         """Handle the message that an attempt has lost its blocks. The router must place its request
         again."""
+
+    def no_room(self, attempt: SimulatedAttempt, load: LoadSnapshot) -> None:
+        """Handle the message that an attempt's decode worker has no room for it. ``load``: the
+        worker's load."""
+
+    def granted(self, worker: str, name: AttemptName) -> None:
+        """Handle the message that a decode worker now holds room for an attempt that it has
+        refused. ``worker`` is the worker's name."""
 
     def failed(self, attempt: SimulatedAttempt, error: BatonError) -> None:
         """Handle the message that an attempt has failed with ``error``."""

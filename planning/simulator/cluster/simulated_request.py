@@ -84,13 +84,14 @@ class SimulatedRequest:
         """Return the number of tokens that the request generates in total."""
         return self.traced.output_tokens
 
-    def spec(self, deadline_s: float, context_class: str) -> SequenceSpec:
-        """Return the specification that workers get for the request's next attempt."""
+    def spec(self, deadline_s: float, context_class: str, router: str) -> SequenceSpec:
+        """Return the specification that workers get for the request's next attempt, from the router
+        of this name."""
         attempt, self.attempt = self.attempt, self.attempt + 1
         return SequenceSpec(
             request_id=self.name,
             attempt=attempt,
-            router_id="router",
+            router_id=router,
             token_ids=self.token_ids,
             prompt_length=self.traced.input_tokens,
             sampling=SamplingParams(max_tokens=self.output_tokens, ignore_eos=True),

@@ -1,7 +1,8 @@
 """Simulates routers without connections: the real admission, routing and policy in virtual time.
 
 arrived ─queue full, or too late→ refused arrived → waiting ─its turn→ placed ─first token→ begun
-─last token→ done placed, begun ─handed back→ placed again;  ─deadline, or never room→ failed
+─last token→ done placed ─no room→ placed elsewhere, or waiting; placed, begun ─handed back→ placed
+again;  ─deadline, or never room→ failed
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from baton.autoscaling.traffic import TrafficMeter
 from baton.config.choices import DEFAULT_TENANT
 from baton.config.cluster import Config
 from baton.errors import BatonError, DeadlineExceeded, Overloaded
-from baton.request import Geometry
+from baton.request import AttemptName, Geometry, LoadSnapshot
 from baton.store.registry import WorkerRecord
 from planning.simulator.cluster.attempt import SimulatedAttempt
 from planning.simulator.cluster.event_queue import EventQueue
@@ -24,7 +25,8 @@ from planning.simulator.cluster.snapshot_board import SnapshotBoard, capacity_ag
 from planning.simulator.cluster.workers_side import WorkersSide
 from router.admission.capacity import Capacity
 from router.admission.controller import AdmissionController, AdmissionRequest, slo_of
-from router.routing.policy import Policy, RouteRequest
+from router.routing.policy import Policy, RouteRequest, route_settings
+from router.routing.room_claims import RoomClaims
 from router.routing.routing_state import RoutingState
 from router.routing.worker_table import LoadColumns
 
@@ -66,6 +68,8 @@ class SimulatedRouter:
         self.traffic = TrafficMeter()
         """Meter of the traffic, which the autoscaler reads."""
         self._routing = RoutingState(policy, block_tokens, self.traffic.counts)
+        self._rooms = RoomClaims(route_settings(config), self._routing.table)
+        self.name = f"router-{number}"
         self._admission = AdmissionController(
             config.tenant_weights,
             config,
@@ -74,6 +78,8 @@ class SimulatedRouter:
         self._requests: dict[str, SimulatedRequest] = {}
         """Requests in flight."""
         self._begun: dict[str, SimulatedRequest] = {}
+        self._waiting: set[str] = set()
+        """Requests that wait for room after a worker has refused them."""
         self._deadlines: dict[str, float] = {}
         self._attempts: dict[str, SimulatedAttempt] = {}
         self._capacity: Capacity | None = None
@@ -138,6 +144,7 @@ class SimulatedRouter:
             max_tokens=request.output_tokens,
             slo_s=slo_of(config, tokens),
             deadline_s=config.request_deadline_s,
+            context_class=config.class_of(tokens),
         )
 
     def _slo_ttft(self, request: SimulatedRequest) -> float:
@@ -152,8 +159,13 @@ class SimulatedRouter:
             return
         now = self._events.now
         for name in self._admission.admit(self._current_capacity(now), now):
+            self._waiting.discard(name)
             self._place(self._requests[name])
-        if self._admission.waiting_requests and not self._ticks:
+        if self._admission.waiting_requests:
+            self._start_tick()
+
+    def _start_tick(self) -> None:
+        if not self._ticks:
             self._ticks = True
             self._events.after(TICK_S, self._on_tick)
 
@@ -186,6 +198,7 @@ class SimulatedRouter:
             total_blocks=room.total_blocks,
             max_total_blocks=room.max_total_blocks,
             prefill_cost=self._routing.table.prefill_cost("prefill" if self._prefill else "decode"),
+            room=self._rooms.room(),
         )
 
     def _tell_generated(self, request: SimulatedRequest) -> None:
@@ -196,14 +209,17 @@ class SimulatedRouter:
 
     # Routing
 
-    def _place(self, request: SimulatedRequest) -> None:
+    def _place(self, request: SimulatedRequest, held_room: str = "") -> None:
+        """Place a request at workers. ``held_room``: the worker that holds room for it."""
         now = self._events.now
         if request.sent_s is None:
             request.sent_s = now
         left_s = self._deadlines[request.name] - now
         tokens = len(request.token_ids)
         context_class = self._config.class_of(request.traced.input_tokens)
-        asked = RouteRequest(tokens, context_class, request.traced.session, math.inf)
+        asked = RouteRequest(
+            tokens, context_class, request.traced.session, math.inf, held_room=held_room
+        )
         self._refresh(now)
         hashes = request.hashes
         held = self._directory.lookup(hashes)
@@ -214,14 +230,35 @@ class SimulatedRouter:
         except BatonError as error:
             self._end(request, error.code or "unavailable")
             return
+        has_room = decision.has_room or held_room or not self._rooms.is_claimed(context_class)
+        if not has_room:
+            self._wait_for_room(request, max(1, decision.missing_blocks))
+            return
         promise = self._routing.promise(decision, asked, hashes, now)
         source, target = self._workers[decision.prefill], self._workers[decision.decode]
         request.prefill, request.decode = source.number, target.number
         request.is_local = decision.local
-        spec = request.spec(left_s, context_class)
+        spec = request.spec(left_s, context_class, self.name)
         attempt = SimulatedAttempt(request, spec, source, target, promise, self, now + left_s)
         self._attempts[request.name] = attempt
         self._events.after(source.profile.call_s, lambda: self._side.begin(attempt))
+
+    def _wait_for_room(self, request: SimulatedRequest, blocks: int) -> None:
+        """Let a request wait in the queue: no decode worker has room for it."""
+        now, name = self._events.now, request.name
+        if not self._admission.no_room(name, blocks, now):
+            context_class = self._config.class_of(request.traced.input_tokens)
+            self._admission.migrates(name, context_class, blocks, request.traced.arrival_s)
+        self._waiting.add(name)
+        self._capacity = None
+        self._events.at(self._deadlines[name], lambda: self._expire(request))
+        self._start_tick()
+
+    def _expire(self, request: SimulatedRequest) -> None:
+        """End a request whose deadline has passed while it waits for room."""
+        name = request.name
+        if name in self._waiting and self._deadlines.get(name, math.inf) <= self._events.now:
+            self._end(request, DeadlineExceeded.code or "")
 
     def _refresh(self, now: float) -> None:
         """Read the workers' loads if the router's table is too old."""
@@ -237,6 +274,7 @@ class SimulatedRouter:
         if request.name not in self._requests:
             return
         attempt.promise.computed(now, computed_tokens=computed_tokens, compute_ms=compute_s * 1e3)
+        self._leave_turns(request, attempt.target.name)
         if request.first_token_s is None:
             request.first_token_s = now
             ttft_s = now - request.traced.arrival_s
@@ -261,6 +299,33 @@ class SimulatedRouter:
         if attempt.request.name in self._requests:
             self._place(attempt.request)
 
+    def no_room(self, attempt: SimulatedAttempt, load: LoadSnapshot) -> None:
+        """Implement ``RouterSide``."""
+        now, worker, spec = self._events.now, attempt.target.name, attempt.spec
+        attempt.promise.ended(now)
+        self._routing.table.set_load(worker, load, now * 1e3)
+        if attempt.request.name in self._requests:
+            name = (spec.request_id, spec.attempt)
+            self._rooms.refused(worker, name, spec.context_class)
+            self._place(attempt.request)
+
+    def granted(self, worker: str, name: AttemptName) -> None:
+        """Implement ``RouterSide``."""
+        now = self._events.now
+        self._rooms.granted(worker, name)
+        classes = self._rooms.classes_at(worker)
+        key = self._admission.granted(classes, self._current_capacity(now), now)
+        if key is None:
+            self._side.give_up(self._workers[worker], name)
+        else:
+            self._waiting.discard(key)
+            self._place(self._requests[key], worker)
+
+    def _leave_turns(self, request: SimulatedRequest, placed: str = "") -> None:
+        for room in self._rooms.leave(request.name):
+            if room.worker != placed:
+                self._side.give_up(self._workers[room.worker], room.attempt)
+
     def failed(self, attempt: SimulatedAttempt, error: BatonError) -> None:
         """Implement ``RouterSide``."""
         if attempt.request.name in self._requests:
@@ -282,6 +347,9 @@ class SimulatedRouter:
         if attempt is not None:
             attempt.promise.ended(now)
         self._admission.left(request.name, now, finished=not code)
+        self._admission.leave(request.name)
+        self._waiting.discard(request.name)
+        self._leave_turns(request)
         for known in (self._requests, self._begun, self._deadlines):
             known.pop(request.name, None)
         request.forget_tokens()

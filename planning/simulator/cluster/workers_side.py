@@ -1,6 +1,7 @@
 """Simulates a request at the workers: reservation, prompt, handoff, decoding.
 
-The rules are the workers' own (``decode_worker.room``, ``engine.scheduling.scheduler``). Messages
+The rules are the workers' own (``decode_worker.room``, ``decode_worker.room_turns``,
+``engine.scheduling.scheduler``). Messages
 between workers and to the router take virtual time.
 """
 
@@ -10,9 +11,11 @@ from collections import deque
 from collections.abc import Callable
 
 from baton.errors import BatonError, ContextLengthExceeded, DeadlineExceeded, NoRoom
+from baton.request import AttemptName
 from decode_worker.room import Room
+from decode_worker.room_turns import GRANT_S, Asker
 from engine.scheduling.sequence import Sequence, SequenceUpdate
-from planning.simulator.cluster.attempt import SimulatedAttempt
+from planning.simulator.cluster.attempt import RouterSide, SimulatedAttempt
 from planning.simulator.cluster.event_queue import EventQueue
 from planning.simulator.cluster.simulated_request import SimulatedSequence
 from planning.simulator.cluster.simulated_worker import SimulatedWorker
@@ -52,6 +55,8 @@ class _Seat:
     def __init__(self, worker: SimulatedWorker) -> None:
         self.room = Room(worker.scheduler)
         self.tickets = 0
+        self.refused: dict[AttemptName, RouterSide] = {}
+        """Routers of the attempts that were refused here, and wait for room."""
         self.batch = _Places(worker.profile.max_sequences)
         """Places in the prefill batch. An attempt takes one after the target has reserved
         blocks."""
@@ -136,21 +141,14 @@ class WorkersSide:
         self._leave_handoff(attempt)
 
     def _promise(self, attempt: SimulatedAttempt) -> None:
-        """Reserve the attempt's blocks at the target, or try again later."""
+        """Reserve the attempt's blocks at the target, if there is room."""
         target, call_s = attempt.target, attempt.source.profile.call_s
         target.catch_up()
         pool, seat = target.pool, self._seat(target)
         pinned = pool.match(attempt.hashes)
         count = _blocks(attempt, target) - len(pinned)
-        now = self._events.now
-        try:
-            seat.room.check(count, pinned, attempt.spec, promised=seat.tickets, now=now)
-        except NoRoom as full:
-            self._ask_again(attempt, full, lambda: self._promise(attempt), 2 * call_s)
-            return
-        except BatonError as error:
+        if not self._takes_room(attempt, count, pinned):
             self._leave_handoff(attempt)
-            self._fail(attempt, error)
             return
         pool.pin(pinned)
         attempt.pinned, attempt.missing = pinned, pool.allocate(count)
@@ -159,17 +157,50 @@ class WorkersSide:
         target.settle()
         self._events.after(call_s, lambda: self._take_place(attempt))
 
-    def _ask_again(
-        self, attempt: SimulatedAttempt, full: NoRoom, ask: Callable[[], None], calls_s: float
-    ) -> None:
-        left = attempt.deadline - self._events.now
-        wait = (full.retry_after or 0.1) + calls_s
-        if left > wait:
-            self._events.after(wait, ask)
+    def _takes_room(self, attempt: SimulatedAttempt, count: int, held: list[int]) -> bool:
+        """Return whether the target has room for the attempt, which needs ``count`` blocks and the
+        cached blocks ``held``. If it has none, tell the router."""
+        target, spec = attempt.target, attempt.spec
+        seat, name = self._seat(target), (spec.request_id, spec.attempt)
+        asker = Asker(spec.router_id, name, is_preempted=spec.preemptions > 0)
+        try:
+            seat.room.check_ever(count + len(held))
+            seat.room.take(asker, count + target.pool.evictable(held), promised=seat.tickets)
+        except NoRoom:
+            load, seat.refused[name] = target.load(), attempt.router
+            self._tell(attempt, lambda: attempt.router.no_room(attempt, load))
+            self._grant(target)
+            return False
+        except BatonError as error:
+            self._fail(attempt, error)
+            return False
+        return True
+
+    def _grant(self, worker: SimulatedWorker) -> None:
+        """Grant a worker's free room to the requests whose turn it is, and tell their routers."""
+        seat = self._seat(worker)
+        if not seat.room.turns:
             return
-        if not attempt.is_local:
-            self._leave_handoff(attempt)
-        self._events.after(max(0.0, left), lambda: self._fail(attempt, _expired()))
+        granted = seat.room.grant(promised=seat.tickets, now=self._events.now)
+        for name in (grant.asker.attempt for grant in granted):
+            self._tell_granted(worker, seat.refused.pop(name), name)
+        if granted:
+            # Unused grants end.
+            self._events.after(GRANT_S, lambda: self._grant(worker))
+
+    def _tell_granted(self, worker: SimulatedWorker, router: RouterSide, name: AttemptName) -> None:
+        self._events.after(worker.profile.call_s, lambda: router.granted(worker.name, name))
+
+    def give_up(self, worker: SimulatedWorker, name: AttemptName) -> None:
+        """Handle the message that a router does not wait any more for room at a worker."""
+
+        def leave() -> None:
+            seat = self._seat(worker)
+            seat.room.turns.leave(name)
+            seat.refused.pop(name, None)
+            self._grant(worker)
+
+        self._events.after(worker.profile.call_s, leave)
 
     def _compute(self, attempt: SimulatedAttempt) -> None:
         """Queue the attempt's prompt at the source."""
@@ -192,24 +223,15 @@ class WorkersSide:
         return sequence
 
     def _place(self, attempt: SimulatedAttempt) -> None:
-        """Reserve all of the attempt's blocks at a worker that also computes the prompt, or try
-        again later.
-        """
+        """Reserve all of the attempt's blocks at a worker that also computes the prompt, if there
+        is room."""
         target = attempt.target
         target.catch_up()
-        pool, seat = target.pool, self._seat(target)
+        pool = target.pool
         size = target.scheduler.limits.block_size
         held = pool.match(attempt.hashes[: (len(attempt.spec.token_ids) - 1) // size])
         count = _blocks(attempt, target) - len(held)
-        now = self._events.now
-        try:
-            seat.room.check(count, held, attempt.spec, promised=seat.tickets, now=now)
-        except NoRoom as full:
-            calls_s = 2 * target.profile.call_s
-            self._ask_again(attempt, full, lambda: self._place(attempt), calls_s)
-            return
-        except BatonError as error:
-            self._fail(attempt, error)
+        if not self._takes_room(attempt, count, held):
             return
         sequence = self._sequence(attempt)
         sequence.cached_tokens = len(held) * size
@@ -231,6 +253,7 @@ class WorkersSide:
                 self._decode_step(attempt, update)
         for sequence in worker.scheduler.take_handed_back():
             self._hand_back(worker, sequence)
+        self._grant(worker)
 
     def _prompt_step(self, attempt: SimulatedAttempt, update: SequenceUpdate) -> None:
         """Handle a computed chunk at the source; with the first token, the prompt is complete."""
@@ -358,6 +381,7 @@ class WorkersSide:
                 self._leave_place(attempt)
                 self._end_ticket(attempt)
             self._fail(attempt, _expired())
+        self._grant(worker)
 
     def _end_ticket(self, attempt: SimulatedAttempt) -> None:
         if not attempt.missing:
@@ -369,6 +393,7 @@ class WorkersSide:
         attempt.missing = []
         self._seat(target).tickets -= 1
         target.settle()
+        self._grant(target)
 
     def _fail(self, attempt: SimulatedAttempt, error: BatonError) -> None:
         self._tell(attempt, lambda: attempt.router.failed(attempt, error))

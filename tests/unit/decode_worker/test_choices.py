@@ -87,7 +87,7 @@ def test_a_ticket_that_expires_gives_them_back(world: ChoiceWorld) -> None:
     assert world.pool.counts().used == 0
 
 
-def test_without_room_for_the_forks_there_is_none(world: ChoiceWorld) -> None:
+async def test_without_room_for_the_forks_there_is_none(world: ChoiceWorld) -> None:
     kept = world.pool.allocate(world.pool.available - 4)
     with pytest.raises(NoRoom):
         world.reserve_choices(4)
@@ -95,10 +95,11 @@ def test_without_room_for_the_forks_there_is_none(world: ChoiceWorld) -> None:
     world.pool.release(kept)
 
 
-def test_more_choices_than_places_are_let_in_alone(world: ChoiceWorld) -> None:
+async def test_more_choices_than_places_are_let_in_alone(world: ChoiceWorld) -> None:
     world.reserve_choices(20)
     with pytest.raises(NoRoom):
         world.reserve("another")
+    world.role.abort(("another", 0))
 
 
 def test_every_choice_is_reported_and_runs(world: ChoiceWorld) -> None:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import AsyncIterator
-from typing import Any, cast
+from typing import cast
 from unittest.mock import Mock
 
 import pytest
 
 from baton.errors import Unavailable
-from baton.hashing import block_hashes
-from baton.request import SequenceSpec
+from baton.request import LoadSnapshot, SequenceSpec
 from baton.rpc import convert
 from baton.sampling_params import SamplingParams
 from baton.v1 import decode_pb2
-from decode_worker import receiver as receiver_module
 from decode_worker.service import HandoffsContext, HandoffStream
 from tests.support.decode_worker.decode_worker_role import (
     BLOCK_BYTES,
@@ -205,7 +202,7 @@ async def test_refusals_say_why_and_the_stream_goes_on(world: World) -> None:
     world.check_nothing_is_held()
 
 
-# Reserves that wait for room
+# Reserves without room
 
 
 async def full(world: World) -> Stream:
@@ -217,121 +214,83 @@ async def full(world: World) -> Stream:
     return stream
 
 
-async def test_a_reserve_waits_for_room_and_is_answered_in_its_turn(world: World) -> None:
-    stream = await full(world)
-    stream.ask(reserve(3, "large", length=60), reserve(4, "small"), abort(5, "other"))
-    assert (await stream.told()).call == 5, "a waiting reserve holds up no other call"
-    stream.ask(abort(6, "r0"))
-    answers = {answer.call: answer for answer in [await stream.told() for _ in range(2)]}
-    assert answers[6].HasField("abort")
-    assert answers[3].reserve.missing_blocks == 15, "it came first"
-    assert stream.answers.empty()
-    stream.ask(abort(7, "r1"))
-    assert {(await stream.told()).call, (await stream.told()).call} == {4, 7}
-    await stream.leave()
-    for request in ("large", "small"):
-        world.role.abort((request, 0))
-    world.check_nothing_is_held()
+def granted(world: World) -> list[str]:
+    """Requests in the grants that the router receives."""
+    return [request for request, _ in world.role.sequences.outbox(ROUTER).take().granted]
 
 
-async def test_a_reserve_waits_no_longer_than_it_has_time(world: World) -> None:
-    stream = await full(world)
-    stream.ask(reserve(3, "late", length=60, timeout_ms=20))
-    answer = await stream.told()
-    assert (answer.call, answer.error.code) == (3, "deadline_exceeded")
-    await given_up(world, stream)
-
-
-async def test_an_abort_ends_the_reserve_that_waits(world: World) -> None:
-    stream = await full(world)
-    stream.ask(reserve(3, "late", length=60), abort(4, "late"))
-    answers = {answer.call: answer for answer in [await stream.told() for _ in range(2)]}
-    assert answers[3].error.code == "handoff_ticket_ended"
-    assert answers[4].HasField("abort")
-    stream.ask(reserve(5, "late"))
-    assert (await stream.told()).error.code == "handoff_ticket_ended", "it is over for good"
-    await given_up(world, stream)
-
-
-async def test_a_reserve_that_waits_ends_with_its_writer(world: World) -> None:
-    stream, other = await full(world), Stream(world)
-    other.ask(reserve(1, "late", length=60), abort(2, "other"))
-    await other.told()
-    await other.leave()
-    await given_up(world, stream)
-
-
-@pytest.mark.parametrize("is_refused", [False, True])
-async def test_a_reserve_does_not_outlive_a_stream_that_ends_as_it_comes(
-    world: World, *, is_refused: bool
+async def test_a_reserve_without_room_is_refused_at_once_with_the_load(
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither in the queue, nor with an error that nothing reads."""
-    complaints: list[str] = []
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda _, context: complaints.append(context["message"]))
-    stream, other = await full(world), Stream(world)
-    await asyncio.sleep(0)
-    other.ask(reserve(1, "late", length=60))
-    other.served.cancel()
-    if is_refused:
-        loop.call_soon(world.role.abort_handoff, ("late", 0))
-    await asyncio.gather(other.served, return_exceptions=True)
-    assert not len(world.role.reserves)
-    await given_up(world, stream)
-    gc.collect()
-    assert complaints == []
-
-
-async def test_a_worker_that_is_drained_answers_waiting_reserves(world: World) -> None:
     stream = await full(world)
-    stream.ask(reserve(3, "late", length=60), abort(4, "other"))
+    monkeypatch.setattr(world.core, "load", lambda: LoadSnapshot(running=3, free_blocks=2))
+    stream.ask(reserve(3, "late", length=60))
+    error = (await stream.told()).error
+    assert error.code == "no_decode_room"
+    assert (error.load.running, error.load.free_blocks) == (3, 2)
+    await end_all(world, stream)
+
+
+async def test_a_router_gets_a_grant_at_a_refused_requests_turn(world: World) -> None:
+    stream = await full(world)
+    stream.ask(reserve(3, "large", length=60))
+    assert (await stream.told()).error.code == "no_decode_room"
+    assert granted(world) == []
+    stream.ask(abort(4, "r0"))
+    await stream.told()
+    await asyncio.sleep(0)
+    assert granted(world) == ["large"]
+    stream.ask(reserve(5, "another", length=60))
+    assert (await stream.told()).reserve.missing_blocks == 15, "any request of the router may go"
+    await end_all(world, stream, "another")
+
+
+async def test_an_abort_gives_the_turn_up(world: World) -> None:
+    stream = await full(world)
+    stream.ask(reserve(3, "late", length=60))
+    await stream.told()
+    world.role.abort(("late", 0))
+    stream.ask(reserve(4, "late", length=60))
+    assert (await stream.told()).error.code == "handoff_ticket_ended", "it is over for good"
+    await end_all(world, stream)
+    assert granted(world) == []
+
+
+async def test_a_worker_that_drains_gives_no_ticket_and_grants_no_room(world: World) -> None:
+    stream = await full(world)
+    stream.ask(reserve(3, "late", length=60))
     await stream.told()
     world.role.context.intake.close()
     await world.role.heartbeat()
-    assert "is draining" in (await stream.told()).error.message
-    await given_up(world, stream)
-
-
-async def given_up(world: World, stream: Stream) -> None:
-    """No reserve waits any more: nothing is promised to ``late`` once there is room."""
     for request in ("r0", "r1"):
         world.role.abort((request, 0))
     await asyncio.sleep(0)
-    assert not len(world.role.reserves)
+    assert granted(world) == []
+    stream.ask(reserve(4, "new"))
+    assert "is draining" in (await stream.told()).error.message
     await stream.leave()
     world.check_nothing_is_held()
 
 
-async def test_waiting_reserves_hash_no_prompts(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hashed = 0
-
-    def counting(*arguments: Any) -> list[bytes]:
-        nonlocal hashed
-        hashed += 1
-        return block_hashes(*arguments)
-
-    stream = await full(world)
-    monkeypatch.setattr(receiver_module, "block_hashes", counting)
-    stream.ask(*(reserve(10 + n, f"w{n}", length=12) for n in range(16)), abort(4, "other"))
-    await stream.told()
-    matches = Mock(return_value=[])
-    monkeypatch.setattr(world.pool, "match", matches)
-    for _ in range(100):
-        world.role.on_emit([])
-        await asyncio.sleep(0)
-    assert hashed <= 1, "the hashes of the first reserve are kept"
-    assert not matches.called, "by count there is no room"
-    monkeypatch.undo()
-    for request in ("r0", "r1"):
+async def end_all(world: World, stream: Stream, *others: str) -> None:
+    for request in ("r0", "r1", *others):
         world.role.abort((request, 0))
+    await asyncio.sleep(0)
+    await stream.leave()
+    world.check_nothing_is_held()
+
+
+async def test_a_refused_prompt_is_not_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Mock(side_effect=AssertionError("the prompt is read"))
+    stream = Stream(world)
+    stream.ask(*(reserve(n, f"r{n}", length=4) for n in range(1, 9)))
     for _ in range(8):
         assert (await stream.told()).HasField("reserve")
-    for number in range(16):
-        world.role.abort((f"w{number}", 0))
-    await stream.leave()
-    world.check_nothing_is_held()
+    monkeypatch.setattr(convert, "sequence_from_proto", read)
+    stream.ask(reserve(9, "late", length=60))
+    assert (await stream.told()).error.code == "no_decode_room"
+    monkeypatch.undo()
+    await end_all(world, stream, *(f"r{n}" for n in range(2, 9)))
 
 
 async def test_an_unexpected_error_reveals_only_its_kind(

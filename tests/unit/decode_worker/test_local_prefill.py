@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -184,24 +185,49 @@ async def test_a_prefix_that_is_held_here_is_not_computed(world: World) -> None:
     world.check_nothing_is_held()
 
 
-async def test_prompts_and_waiting_reserves_take_turns(world: World) -> None:
+async def test_the_router_of_a_refused_prompt_gets_a_grant_when_there_is_room(world: World) -> None:
+    world.role.sequences.outbox(ROUTER).open()
     world.reserve(spec_of("promised", length=60, first=1))
-    world.reserve(spec_of("another", length=20, first=5))
-    large = world.role.request_reserve(
-        Offer("model", GEOMETRY, INCARNATION, "writer", spec_of("large", length=60, first=2))
-    )
-    assert not large.done()
-    await world.call(spec_of("local", length=4, first=3))
-    refused = await world.refusal(spec_of("second", length=4, first=4))
+    world.reserve(spec_of("another", length=60, first=5))
+    refused = await world.refusal(spec_of("local", length=20, first=3))
     assert isinstance(refused, NoRoom)
     world.role.abort(("promised", 0))
-    world.role.abort(("local", 0))
+    await settle()
+    assert world.role.sequences.outbox(ROUTER).take().granted == [("local", 0)]
+    await world.call(replace(spec_of("local", length=20, first=3), attempt=1))
+    for name, attempt in (("local", 1), ("another", 0)):
+        world.role.abort((name, attempt))
     await world.drain()
-    assert (await large).ticket_id
-    await world.call(spec_of("second", length=4, first=4))
-    for name in ("large", "another"):
-        world.role.abort((name, 0))
+    world.check_nothing_is_held()
+
+
+async def test_a_refused_prompt_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, max_sequences=1)
+    first = await world.call(spec_of("first", max_tokens=9))
+    spec = spec_of("second", first=3)
+    message = prefill_pb2.PrefillRequest(
+        sequence=convert.sequence_to_proto(spec), decode_incarnation=INCARNATION
+    )
+    read = Mock(side_effect=AssertionError("the prompt is read"))
+    monkeypatch.setattr(convert, "sequence_from_proto", read)
+    with pytest.raises(NoRoom):
+        await world.role.flow.run(message, unexpected)
+    monkeypatch.undo()
+    first.cancel()
+    await settle()
     await world.drain()
+    world.check_nothing_is_held()
+
+
+async def test_a_prompt_that_has_told_a_token_outlives_its_call(world: World) -> None:
+    """The router's stream of prefills breaks between the step and the answer."""
+    call = await world.call(spec_of(length=6, max_tokens=3))
+    world.thread.end(world.model.run(world.plan()))
+    await asyncio.sleep(0)
+    call.cancel()
+    await world.drain()
+    assert [output.index for output in world.told()] == [0, 1, 2]
+    world.check_nothing_is_held()
 
 
 async def test_ids_that_the_model_lacks_are_refused_before_any_block_is_taken(
@@ -211,7 +237,7 @@ async def test_ids_that_the_model_lacks_are_refused_before_any_block_is_taken(
     bad = replace(spec_of("bad", length=6), token_ids=(1, 2, 3, VOCAB, 5, 6))
     assert isinstance(await world.refusal(bad), InvalidRequest)
     with pytest.raises(InvalidRequest):
-        world.role.request_reserve(Offer("model", GEOMETRY, INCARNATION, "writer", bad))
+        world.role.reserve(Offer("model", GEOMETRY, INCARNATION, "writer", bad))
     assert not world.thread.plans
     world.check_nothing_is_held()
 
@@ -226,7 +252,8 @@ async def test_a_prompt_takes_its_blocks_before_others_are_promised_any(world: W
         world.reserve(spec_of("late", length=20, first=3))
     refused = await world.refusal(spec_of("later", length=20, first=4))
     assert isinstance(refused, NoRoom)
-    assert refused.retry_after
+    assert refused.load is not None
+    assert refused.load.free_blocks == free - 60 // SIZE
     # What was refused may come again, or elsewhere.
     world.role.abort(("local", 0))
     world.role.abort(("promised", 0))

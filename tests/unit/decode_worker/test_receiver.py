@@ -400,12 +400,11 @@ def test_a_sequence_that_could_generate_nothing_here_is_refused(
     receiver.reserve(make_offer([1] * 14, sampling=SamplingParams(max_tokens=2)), 10.0)
 
 
-def test_no_room_says_when_to_come_back() -> None:
+def test_no_room_says_what_is_missing() -> None:
     receiver = make_receiver(blocks=4, sequences=2)
     receiver.reserve(make_offer([1] * 5, attempt=0), 10.0)
-    with pytest.raises(NoRoom, match="2 blocks needed, 1 available") as caught:
+    with pytest.raises(NoRoom, match="2 blocks needed, 1 available"):
         receiver.reserve(make_offer([2] * 3, attempt=1), 10.0)
-    assert caught.value.retry_after
     receiver.reserve(make_offer([2], attempt=2), 10.0)
     with pytest.raises(NoRoom, match="all places of the batch"):
         receiver.reserve(make_offer([3], attempt=3), 10.0)

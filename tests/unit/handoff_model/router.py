@@ -1,6 +1,7 @@
 """A simulated router: places requests, reads tokens, ends each request with an answer or an error.
 
-It is never killed nor frozen. Prefills go by one stream for each worker, as in the real router.
+A request without room waits until the decode worker grants some. The router is never killed nor
+frozen. Prefills go by one stream for each worker, as in the real router.
 """
 
 from __future__ import annotations
@@ -8,13 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc.aio
 
-from baton.errors import BatonError
-from baton.request import SequenceSpec, TokenOutput
+from baton.errors import BatonError, NoRoom
+from baton.request import AttemptName, SequenceSpec, TokenOutput
 from baton.rpc import convert
 from baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
 from router.workers.worker_link import PrefillStream
@@ -41,6 +42,15 @@ class Request:
     outcome: str = ""
     is_decoding: bool = False
     """A token came from the decode worker."""
+    granted: set[AttemptName] = field(default_factory=set)
+    """Attempts whose grants have overtaken their refusals."""
+    turn: asyncio.Event = field(default_factory=asyncio.Event)
+    waits: bool = False
+
+    @property
+    def name(self) -> AttemptName:
+        return self.spec.request_id, self.spec.attempt
+
     task: asyncio.Task[None] | None = None
 
 
@@ -72,29 +82,80 @@ class Router(Process):
         reader = self._readers.pop(worker.name, None)
         if reader is not None:
             reader.cancel()
+        self._forget_turns(worker)
 
     async def _run(self, request: Request) -> None:
+        """Compute a request's prompt, at its turn if there is no room at first."""
+        while True:
+            try:
+                async with asyncio.timeout_at(request.ends_by):
+                    await self._prefill(request)
+                break
+            except NoRoom:
+                if request.name in request.granted:
+                    again = True
+                else:
+                    again = await self._wait(request)
+                if not again:
+                    self._end(request, "DeadlineExceeded")
+                    return
+                left = request.ends_by - GRACE_S - self.loop.time()
+                request.spec = replace(
+                    request.spec, attempt=request.spec.attempt + 1, deadline_s=max(0.001, left)
+                )
+            except BatonError as failure:
+                if not request.is_decoding:
+                    self._end(request, f"{type(failure).__name__}: {failure.message}")
+                    return
+                break
+            except TimeoutError:
+                break
+        await asyncio.sleep(max(0.0, request.ends_by - self.loop.time()))
+        self._end(request, "DeadlineExceeded")
+
+    async def _wait(self, request: Request) -> bool:
+        """Wait for the request's turn; false if the deadline comes first."""
+        request.turn.clear()
+        request.waits = True
+        try:
+            async with asyncio.timeout_at(request.ends_by - GRACE_S):
+                await request.turn.wait()
+        except TimeoutError:
+            return False
+        finally:
+            request.waits = False
+        return True
+
+    def _granted(self, worker: Worker, name: AttemptName) -> None:
+        """The worker holds room for a refused attempt; the request that came first takes it."""
+        request = self.requests.get(name[0])
+        if request is not None and request.name == name and not request.waits:
+            request.granted.add(name)
+            return
+        for other in self.requests.values():
+            if other.waits and other.decode is worker and not other.outcome:
+                other.waits = False
+                other.turn.set()
+                return
+        if request is not None:
+            self.start(self._abort(request, name[1]), "abort")
+
+    def _forget_turns(self, worker: Worker) -> None:
+        """The turns at a worker are lost: ask again."""
+        for request in self.requests.values():
+            if request.decode is worker:
+                request.turn.set()
+
+    async def _prefill(self, request: Request) -> None:
         message = prefill_pb2.PrefillRequest(
             sequence=convert.sequence_to_proto(request.spec),
             decode_address=request.decode.address,
             decode_incarnation=request.decode.name,
         )
-        try:
-            async with (
-                asyncio.timeout_at(request.ends_by),
-                aclosing(self._prefills(request.prefill).run(message)) as responses,
-            ):
-                async for response in responses:
-                    if response.HasField("first_token"):
-                        self._take(request, convert.output_from_proto(response.first_token))
-        except BatonError as failure:
-            if not request.is_decoding:
-                self._end(request, f"{type(failure).__name__}: {failure.message}")
-                return
-        except TimeoutError:
-            pass
-        await asyncio.sleep(max(0.0, request.ends_by - self.loop.time()))
-        self._end(request, "DeadlineExceeded")
+        async with aclosing(self._prefills(request.prefill).run(message)) as responses:
+            async for response in responses:
+                if response.HasField("first_token"):
+                    self._take(request, convert.output_from_proto(response.first_token))
 
     def _prefills(self, worker: Worker) -> PrefillStream:
         """The stream to a prefill worker's life."""
@@ -115,6 +176,8 @@ class Router(Process):
                         break
                     for output in message.outputs:
                         self._told(convert.output_from_proto(output))
+                    for room in message.granted:
+                        self._granted(worker, (room.request_id, room.attempt))
             except grpc.aio.AioRpcError:
                 pass
             finally:
@@ -122,6 +185,7 @@ class Router(Process):
             for request in self.requests.values():
                 if request.decode is worker and request.is_decoding:
                     self._end(request, "WorkerFailed")
+            self._forget_turns(worker)
             await asyncio.sleep(RECONNECT_S)
 
     def _told(self, output: TokenOutput) -> None:
@@ -150,14 +214,12 @@ class Router(Process):
             return
         assert request.task is not None
         request.task.cancel()
-        self.start(self._abort(request), "abort")
+        self.start(self._abort(request, request.spec.attempt), "abort")
 
-    async def _abort(self, request: Request) -> None:
+    async def _abort(self, request: Request, attempt: int) -> None:
         channel = Channel(self.network, self, request.decode.address)
         stub = decode_pb2_grpc.DecodeServiceStub(channel)  # type: ignore[call-overload]
-        message = decode_pb2.AbortRequest(
-            request_id=request.spec.request_id, attempt=request.spec.attempt
-        )
+        message = decode_pb2.AbortRequest(request_id=request.spec.request_id, attempt=attempt)
         try:
             await stub.Abort(message, timeout=GRACE_S)
         except grpc.aio.AioRpcError:

@@ -353,6 +353,7 @@ class Worker(Process):
             assert calls._stream is None or not calls._stream._waiting, "a call waits for ever"
         if isinstance(self.role, DecodeRole):
             assert not self.receiver._completing, "a commit waits for ever"
+            assert not self.role.receiver.turns, "a request waits for room for ever"
             waiting = {task.get_name() for task in self.loop.tasks} & {"commit", "reserve"}
             assert not waiting, f"calls wait for ever: {waiting}"
 

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from baton.config.cluster import Config
 from baton.errors import DeadlineUnreachable, Overloaded
 from router.admission.capacity import Capacity
-from router.admission.controller import MAX_LEAD_S, AdmissionController, AdmissionRequest
+from router.admission.controller import (
+    ASK_S,
+    MAX_LEAD_S,
+    AdmissionController,
+    AdmissionRequest,
+)
+from router.routing.room import ClassRoom
 from tests.support.router.admission_cluster import BLOCK, WEIGHTS, Cluster
 
 
@@ -477,3 +483,96 @@ def test_an_hour_without_workers_leaves_a_speed_that_can_be_asked_for() -> None:
     cluster.learn()
     cluster.admission.admit(None, cluster.now + 4000.0)
     assert cluster.admission.speed is None
+
+
+# Room at decode workers
+
+
+def asked(name: str, context_class: str = "short", **fields: Any) -> AdmissionRequest:
+    return AdmissionRequest(name, "default", 0, 10, 4, context_class=context_class, **fields)
+
+
+def offered(*requests: AdmissionRequest) -> tuple[Cluster, AdmissionController]:
+    """Requests that were all sent."""
+    cluster = Cluster()
+    for request in requests:
+        cluster.admission.offer(request, cluster.capacity(), cluster.now)
+    return cluster, cluster.admission
+
+
+def full(cluster: Cluster, **rooms: ClassRoom) -> Capacity:
+    return dataclasses.replace(cluster.capacity(), room=rooms)
+
+
+FULL = ClassRoom(0, 0.0, is_claimed=True)
+
+
+def test_refused_requests_wait_at_their_places_and_go_as_room_is_granted() -> None:
+    cluster, admission = offered(asked("a"), asked("b"), asked("c"))
+    now = cluster.now
+    assert admission.admit(cluster.capacity(), now) == ["a", "b", "c"]
+    for name in ("b", "c", "a"):
+        assert admission.no_room(name, 1, now)
+    admission.offer(asked("late"), full(cluster, short=FULL), now)
+    assert admission.admit(full(cluster, short=FULL), now) == []
+    assert admission.waiting_requests == 4
+    order = [admission.granted({"short"}, full(cluster, short=FULL), now) for _ in range(5)]
+    assert order == ["a", "b", "c", "late", None]
+
+
+def test_migrating_choices_come_first_and_the_oldest_of_them() -> None:
+    cluster, admission = offered(asked("new"))
+    now, room = cluster.now, full(cluster, short=FULL)
+    admission.migrates("young", "short", 1, now - 1.0)
+    admission.migrates("old", "short", 1, now - 2.0)
+    admission.migrates("gone", "short", 1, now - 3.0)
+    admission.leave("gone")
+    assert [admission.granted({"short"}, room, now) for _ in range(3)] == ["old", "young", "new"]
+
+
+def test_requests_of_a_full_class_hold_back_no_other_class() -> None:
+    cluster, admission = offered(asked("long", "long"), asked("short"))
+    room = full(cluster, long=FULL)
+    assert admission.admit(room, cluster.now) == ["short"]
+    assert admission.granted({"short"}, room, cluster.now) is None
+    assert admission.granted({"long"}, room, cluster.now) == "long"
+
+
+def test_as_many_requests_are_sent_as_other_workers_have_places() -> None:
+    cluster, admission = offered(*(asked(f"r{n}") for n in range(5)))
+    now = cluster.now
+    room = full(cluster, short=ClassRoom(2, 50.0, is_claimed=True))
+    assert admission.admit(room, now) == ["r0", "r1"]
+    assert admission.admit(room, now) == []
+    assert admission.no_room("r0", 60, now), "it needs more blocks than there are"
+    again = full(cluster, short=ClassRoom(2, 50.0, is_claimed=True))
+    assert admission.admit(again, now) == ["r2", "r3"]
+
+
+def test_one_request_asks_where_no_worker_is_going_to_grant_room() -> None:
+    cluster, admission = offered(asked("a"), asked("b"))
+    room = full(cluster, short=ClassRoom(0, 0.0, is_claimed=False))
+    assert admission.admit(room, cluster.now) == ["a"]
+    assert admission.admit(room, cluster.now) == []
+
+
+def test_a_request_asks_workers_that_are_full_of_other_routers_sequences() -> None:
+    """A worker grants room only to routers that have asked."""
+    cluster, admission = offered(asked("mine"))
+    assert admission.admit(cluster.capacity(), cluster.now) == ["mine"]
+    taken = dataclasses.replace(
+        cluster.capacity(), decode_sequences=cluster.capacity().max_sequences
+    )
+    admission.offer(asked("next"), taken, cluster.now)
+    assert admission.admit(taken, cluster.now + ASK_S / 2) == []
+    assert admission.admit(taken, cluster.now + ASK_S) == ["next"]
+
+
+def test_a_request_that_was_sent_is_not_rejected_by_predictions_when_it_waits_again() -> None:
+    cluster, admission = offered(asked("a", deadline_s=5.0, own_deadline=True))
+    now = cluster.now
+    assert admission.admit(cluster.capacity(), now) == ["a"]
+    assert admission.no_room("a", 1, now)
+    assert not admission.no_room("a", 1, now), "it waits already"
+    assert admission.admit(full(cluster, short=FULL), now + 10.0) == []
+    assert admission.granted({"short"}, full(cluster, short=FULL), now + 10.0) == "a"

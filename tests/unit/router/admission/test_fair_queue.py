@@ -183,3 +183,50 @@ TestMachine = Machine.TestCase
 TestMachine.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
 )
+
+
+def test_an_entry_that_was_sent_in_vain_has_its_place_and_its_tokens_again() -> None:
+    queue: FairQueue[Numbered] = FairQueue(WEIGHTS, 3)
+    for item in range(3):
+        queue.push(entry("a", 400, float(item), item))
+    first, second = queue.pop(), queue.pop()
+    queue.put_back(second)
+    queue.put_back(first)
+    assert queue.waiting("a") == 3
+    assert [gone.item for gone in drain(queue)] == [0, 1, 2]
+    assert not len(queue)
+
+
+def test_blocked_entries_are_passed_over_and_keep_their_places() -> None:
+    queue: FairQueue[Numbered] = FairQueue(WEIGHTS, 9)
+    for item, tenant in enumerate("abab"):
+        queue.push(entry(tenant, 900, float(item), item))
+
+    def is_blocked(one: Numbered) -> bool:
+        return one.item in (0, 1, 3)
+
+    assert queue.pop(is_blocked).item == 2
+    assert queue.peek(is_blocked) is None
+    assert {gone.item for gone in drain(queue)} == {0, 1, 3}
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 3)), min_size=5, max_size=40))
+def test_equal_entries_leave_as_they_came_however_often_they_return(
+    sent: list[tuple[str, int]],
+) -> None:
+    queue: FairQueue[Numbered] = FairQueue({"a": 1.0, "b": 1.0}, 100)
+    for item, (tenant, _) in enumerate(sent):
+        queue.push(entry(tenant, 100, float(item), item))
+    returns = dict(enumerate(times for _, times in sent))
+    left: list[Numbered] = []
+    while len(queue):
+        one = queue.pop()
+        if returns[one.item]:
+            returns[one.item] -= 1
+            queue.put_back(one)
+        else:
+            left.append(one)
+    for tenant in "ab":
+        own = [one.item for one in left if one.tenant == tenant]
+        assert own == sorted(own)

@@ -69,7 +69,7 @@ def parts(metrics: RouterMetrics, token: str, part: str) -> tuple[float | None, 
 
 
 def placed(recorder: RequestRecorder) -> AttemptRecord:
-    attempt = AttemptRecord(0, 100.2, "prefill-0", "decode-0", "test", sent_at=100.2)
+    attempt = AttemptRecord(0, 100.2, "prefill-0", "decode-0", "test")
     recorder.timeline.begin(attempt)
     return attempt
 

@@ -14,7 +14,7 @@ from router.core.timeline import MAX_ATTEMPTS, AttemptRecord, Timeline
 def attempt(
     number: int = 0, at: float = 101.0, prefill: str = "prefill-0", decode: str = "decode-0"
 ) -> AttemptRecord:
-    return AttemptRecord(number, at, prefill, decode, "fastest", sent_at=at)
+    return AttemptRecord(number, at, prefill, decode, "fastest")
 
 
 def told(**milliseconds: float) -> prefill_pb2.PrefillResponse:
@@ -57,12 +57,15 @@ def test_earlier_attempts_are_lost_time() -> None:
 
 
 def test_tries_that_a_full_decode_worker_refused_are_time_to_reserve() -> None:
-    one = attempt(prefill="decode-0")
-    one.sent_at += 1.5
-    made = timeline(103.0, one)
-    made.told(one, told(steps_ms=400))
-    assert made.ttft_parts()["reserve"] == 1.5
-    assert made.is_second_told, "there is no handoff"
+    one, other = attempt(prefill="decode-0"), attempt(1, 102.5, "decode-1")
+    made = timeline(104.0, one)
+    made.refused(one)
+    made.begin(other)
+    made.told(other, told(steps_ms=400))
+    assert made.attempts == [other], "a refusal is no migration"
+    parts = made.ttft_parts()
+    assert (parts["lost"], parts["reserve"]) == (0.0, 1.5)
+    assert sum(parts.values()) == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e12, -5.0])

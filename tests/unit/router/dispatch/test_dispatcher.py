@@ -131,7 +131,7 @@ class Cluster:
     def _release(self, request_id: str, *, finished: bool, held_s: float) -> None:
         self.held_s.append(held_s)
 
-    async def _place(self, running: RunningRequest, choices: object) -> None:
+    async def _place(self, running: RunningRequest, choices: object, **_: object) -> None:
         self.begun += 1
         self.running = running
         self._decode(0)

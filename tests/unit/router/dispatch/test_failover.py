@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from baton.errors import (
     FingerprintGone,
     GrammarFailed,
     HandoffError,
+    NoRoom,
     PoisonRequest,
     StepFailed,
     Unavailable,
@@ -32,13 +34,16 @@ from baton.hashing import HashChain
 from baton.request import (
     LOWEST_PRIORITY,
     FinishReason,
+    Geometry,
     LoadSnapshot,
     Principal,
     TokenOutput,
 )
 from baton.sampling_params import SamplingParams
+from baton.store.registry import WorkerRecord
 from baton.telemetry.metrics import RouterMetrics
 from baton.v1 import prefill_pb2
+from router.admission.admission_queue import AdmissionQueue
 from router.core.request import GenerationRequest, ModelBinding
 from router.dispatch import failover as failover_module
 from router.dispatch.failover import MAX_FAILURES, Failover
@@ -47,12 +52,16 @@ from router.dispatch.placement import Placement
 from router.dispatch.retry_limits import PROGRESS_TOKENS, QUARANTINE_S, Quarantine, RetryBudget
 from router.dispatch.running_request import RunningRequest
 from router.routing.pinned_prefixes import PinnedPrefixes
-from router.routing.policy import Decision, RouteRequest
+from router.routing.policy import Decision, RouteRequest, RouteSettings
+from router.routing.room import HeldRoom
+from router.routing.room_claims import RoomClaims
 from router.routing.route_finder import RouteFinder
 from router.routing.routing_state import RoutingState
+from router.routing.worker_table import WorkerTable
 from router.text.output_processor import ByteDetokenizer, OutputProcessor
 from router.workers import breaker as breaker_module
 from router.workers.breaker import Breaker
+from router.workers.worker_link import WorkerLink
 from router.workers.worker_links import WorkerLinks
 
 DEADLINE_S = 10.0
@@ -152,7 +161,18 @@ class World:
         self.listeners: list[tuple[Any, Any]] = []
         self.readers: dict[tuple[str, int], Any] = {}
         self.metrics = RouterMetrics(CollectorRegistry())
-        routing = SimpleNamespace(promise=lambda *_: Promised())
+        table = WorkerTable()
+        for link in self.links.values():
+            if link.record.role == "decode":
+                table.add(record_of(link.record.incarnation))
+                table.set_up(link.record.incarnation, True)
+        routing = SimpleNamespace(promise=lambda *_: Promised(), table=table)
+        self.waits: list[tuple[str, bool]] = []
+        """Requests that waited for room, and whether they migrate."""
+        self.turn: asyncio.Future[HeldRoom | None] = asyncio.get_running_loop().create_future()
+        """Turn of the request that waits for room."""
+        self.rooms = RoomClaims(RouteSettings(), table)
+        self.has_room = True
         config, links = Config(**changes), cast(WorkerLinks, self)
         self.placement = Placement(
             "router",
@@ -160,6 +180,8 @@ class World:
             links,
             cast(RoutingState, routing),
             cast(RouteFinder, self),
+            self.rooms,
+            cast(AdmissionQueue, self),
             PinnedPrefixes(None, config.block_size),
             self.metrics,
         )
@@ -174,13 +196,32 @@ class World:
         return self.links.get(name)
 
     async def abort(
-        self, name: str, request_id: str, attempt: int, *, stop: bool, choice: int | None
+        self, name: str, request_id: str, attempt: int, *, stop: bool, choice: int | None = None
     ) -> None:
         self.aborted.append((name, attempt, choice))
 
-    def subscribe(self, *, on_broken: Any, on_draining: Any) -> Callable[[], None]:
+    def subscribe(
+        self, *, on_broken: Any, on_draining: Any, on_granted: Any = None
+    ) -> Callable[[], None]:
         self.listeners.append((on_broken, on_draining))
+        self.on_granted = on_granted or self.on_granted
         return self.listeners.clear
+
+    on_granted: Any = None
+
+    # As the admission queue
+
+    async def wait_for_room(
+        self, request: GenerationRequest, deadline: float, blocks: int, *, migrates: bool
+    ) -> HeldRoom | None:
+        self.waits.append((request.request_id, migrates))
+        return await self.turn
+
+    def granted(self, room: HeldRoom, classes: frozenset[str]) -> bool:
+        if not self.waits or self.turn.done():
+            return False
+        self.turn.set_result(room)
+        return True
 
     def read(
         self, request_id: str, attempt: int, on_output: Any, on_lost: Any, on_tokens: Any
@@ -238,17 +279,30 @@ class World:
         await asyncio.sleep(0)
         for names in avoid:
             for fingerprint in hashes:
-                chosen = [
+                source, target = (
                     next((n for n in self.names(role, fingerprint) if n not in names), None)
                     for role in ("prefill", "decode")
-                ]
-                source, target = chosen
-                if source and target:
-                    return Decision(source, target, 0, "test", kv_group=fingerprint)
+                )
+                if not source or not target:
+                    continue
+                if request.held_room:
+                    return Decision(source, request.held_room, 0, "test", kv_group=fingerprint)
+                decode = [n for n in self.names("decode", fingerprint) if n not in names]
+                free = next((n for n in decode if not self.rooms_full(n)), None)
+                fits = bool(free) and self.has_room
+                return Decision(
+                    source, free or target, 0, "test", has_room=fits, kv_group=fingerprint
+                )
         raise Unavailable("nobody", retry_after=2.0)
 
     def names(self, role: str, fingerprint: str) -> list[str]:
         return [link.record.incarnation for link in self.up(role, fingerprint)]
+
+    def rooms_full(self, name: str) -> bool:
+        """Whether the decode worker has refused a request that waits."""
+        table = self.placement._routing.table
+        row = table.row(name)
+        return row is not None and bool(table.refusals[row])
 
     # What a test does
 
@@ -315,6 +369,23 @@ class World:
     def close(self, *all_running: RunningRequest) -> None:
         for running in all_running:
             self.placement.release(running)
+
+
+def record_of(name: str) -> WorkerRecord:
+    """Record of a decode worker."""
+    return WorkerRecord(
+        incarnation=name,
+        slot=name,
+        role="decode",
+        address="",
+        metrics_address="",
+        model="",
+        fingerprint="",
+        geometry=Geometry(16, 1, 1, 8, "float32"),
+        context_length=1000,
+        total_blocks=100,
+        max_sequences=4,
+    )
 
 
 GONE = WorkerFailed("it is gone")
@@ -454,8 +525,7 @@ async def test_a_broken_prefill_stream_excludes_its_worker(
     stream = world.links["p0"].prefills
     stream.breaks += 1
     stream.fail(GONE)
-    await asyncio.sleep(0.01)
-    assert world.at(running) == [(1, "p1", "d0")]
+    await world.until(lambda: world.at(running) == [(1, "p1", "d0")])
     assert world.links["p0"].failed_at is not None
     assert world.moved("prefill_failed") == 1
     world.close(running)
@@ -1168,3 +1238,147 @@ async def test_a_sequence_is_hashed_once_however_often_it_is_placed(
     assert after[:3] == before
     assert chain.of(PROMPT, 1, b"another") == real(PROMPT, 1, b"another")
     world.close(running)
+
+
+# Room
+
+
+def no_room(steps: int = 0, running: int = 0) -> NoRoom:
+    full = NoRoom("full")
+    full.load = LoadSnapshot(engine_steps=steps, running=running)
+    return full
+
+
+async def test_a_refused_request_goes_to_another_worker_and_no_worker_is_blamed() -> None:
+    world = World(max_moves=0)
+    running = await world.run()
+    world.links["p0"].prefills.fail(no_room(5, running=4))
+    await world.settle()
+    assert world.at(running) == [(1, "p0", "d1")]
+    assert world.aborted == [], "the request keeps its turn at the full worker"
+    assert world.links["d0"].load.running == 4
+    assert not world.waits
+    assert (running.failures, running.has_migrated) == (0, False)
+    assert running.excluded == set()
+    assert [one.number for one in running.request.timeline.attempts] == [1]
+    assert sum(world.moved(reason) for reason in ("decode_failed", "handoff_failed")) == 0
+    # The worker that has room takes it: the turn at the other one is given up.
+    world.tell(running, 1)
+    await world.settle()
+    assert world.aborted == [("d0", 0, None)]
+    world.close(running)
+
+
+async def test_a_request_that_no_worker_has_room_for_waits_and_takes_granted_room() -> None:
+    world = World()
+    running = await world.run()
+    for _ in range(2):
+        world.links["p0"].prefills.fail(no_room())
+        await world.settle()
+    assert world.waits == [("r", False)]
+    assert running.attempts == set()
+    world.on_granted("d1", ("r", 1))
+    await world.settle()
+    assert world.at(running) == [(2, "p0", "d1")]
+    assert world.asked[-1].request.held_room == "d1"
+    world.tell(running, 1)
+    await world.settle()
+    assert world.aborted == [("d0", 0, None)]
+    world.close(running)
+
+
+async def test_granted_room_that_no_request_needs_is_given_up() -> None:
+    world = World()
+    running = await world.run()
+    world.links["p0"].prefills.fail(no_room())
+    await world.settle()
+    world.on_granted("d0", ("r", 0))
+    await world.settle()
+    assert world.aborted == [("d0", 0, None)]
+    world.tell(running, 1)
+    await world.settle()
+    assert world.aborted == [("d0", 0, None)]
+    world.close(running)
+
+
+async def test_a_grant_that_overtakes_its_refusal_is_used() -> None:
+    """They come by different streams."""
+    world = World()
+    running = await world.run()
+    world.on_granted("d0", ("r", 0))
+    world.links["p0"].prefills.fail(no_room())
+    await world.settle()
+    assert world.at(running) == [(1, "p0", "d0")]
+    assert not world.rooms_full("d0")
+    world.close(running)
+
+
+async def test_a_request_that_ends_gives_its_turns_up() -> None:
+    world = World()
+    running = await world.run()
+    for _ in range(2):
+        world.links["p0"].prefills.fail(no_room())
+        await world.settle()
+    world.close(running)
+    await world.settle()
+    assert sorted(world.aborted) == [("d0", 0, None), ("d1", 1, None)]
+    assert not world.rooms_full("d0")
+
+
+async def test_a_migrating_request_without_room_waits_as_one_and_is_not_rejected() -> None:
+    world = World()
+    running = await world.run()
+    world.tell(running, 2)
+    world.failover.worker_broken("d0", GONE)
+    await world.settle()
+    world.links["d0"].is_up = False
+    world.links["p0"].prefills.fail(no_room())
+    await world.settle()
+    assert world.waits == [("r", True)]
+    world.close(running)
+
+
+async def test_a_drained_worker_keeps_its_requests_while_no_other_has_room() -> None:
+    world = World()
+    running = await world.run()
+    world.tell(running, 1)
+    world.has_room = False
+    world.failover.worker_drains(cast(WorkerLink, world.links["d0"]))
+    await world.settle()
+    assert world.at(running) == [(0, "p0", "d0")]
+    assert not world.waits
+    world.close(running)
+
+
+@pytest.mark.parametrize("drains", [False, True])
+async def test_a_search_that_ends_after_its_attempt_starts_no_other(*, drains: bool) -> None:
+    world = World()
+    running = await world.run()
+    world.tell(running, 1)
+    if drains:
+        world.failover.worker_drains(cast(WorkerLink, world.links["d0"]))
+    else:
+        world.failover.worker_silent(cast(WorkerLink, world.links["d0"]))
+    await asyncio.sleep(0)
+    assert world.asked[-1].is_moved, "the search has begun"
+    world.tell(running, 1, ends=True)
+    await world.settle()
+    assert [attempt for attempt, _, _ in world.at(running)] in ([], [0])
+    assert running.next_attempt == 1
+    world.close(running)
+
+
+async def test_work_of_a_migration_that_is_cancelled_before_it_begins_is_closed() -> None:
+    world = World()
+    running = await world.run()
+    ran = []
+
+    async def work() -> None:
+        ran.append(True)
+
+    moved = work()
+    running.move(moved)
+    world.placement.release(running)
+    await world.settle()
+    assert inspect.getcoroutinestate(moved) == inspect.CORO_CLOSED
+    assert not ran
