@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from baton.errors import LastWorker, NotFound
 from baton.sampling_params import SamplingParams
-from router.admin.worker_control import WorkerControl
-from router.core.request import OutputDelta
 from tests.support.integration.handoff import BLOCK, prompt_of
-from tests.support.integration.moves import Asked, busiest_decode, moved
-from tests.support.mini_cluster import DEADLINE_S, MiniCluster, collect, mini_cluster
+from tests.support.integration.moves import (
+    Asked,
+    begun,
+    busiest_decode,
+    moved,
+    worker_control,
+)
+from tests.support.mini_cluster import DEADLINE_S, MiniCluster, mini_cluster
 from worker.costs.step_costs import UnitCost
 
 log = logging.getLogger(__name__)
@@ -23,10 +26,6 @@ log = logging.getLogger(__name__)
 PROMPT = prompt_of(20)
 LONG = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
 POOL_MIB = 8
-
-
-def control_of(cluster: MiniCluster) -> WorkerControl:
-    return WorkerControl(cluster.dispatcher.workers.all, cluster.dispatcher.workers.is_up)
 
 
 def roles_up(cluster: MiniCluster) -> dict[str, str]:
@@ -38,23 +37,6 @@ def roles_up(cluster: MiniCluster) -> dict[str, str]:
     }
 
 
-async def begun(
-    cluster: MiniCluster, prompt: tuple[int, ...] = PROMPT, sampling: SamplingParams = LONG
-) -> asyncio.Task[OutputDelta]:
-    """A request that has its first token."""
-    first = asyncio.Event()
-
-    async def deltas() -> AsyncIterator[OutputDelta]:
-        async for delta in cluster.dispatcher.generate(cluster.request(prompt, sampling)):
-            first.set()
-            yield delta
-
-    task = asyncio.create_task(collect(deltas()))
-    async with asyncio.timeout(DEADLINE_S):
-        await first.wait()
-    return task
-
-
 async def test_a_prefill_worker_becomes_a_decode_worker_and_back(
     tiny_model: Path, redis_url: str
 ) -> None:
@@ -62,7 +44,7 @@ async def test_a_prefill_worker_becomes_a_decode_worker_and_back(
     async with mini_cluster(
         tiny_model, redis_url, prefill=2, kv_pool_mib=POOL_MIB, heartbeat_s=0.2
     ) as cluster:
-        control = control_of(cluster)
+        control = worker_control(cluster)
         reference = await cluster.answer(prompt, LONG)
         worker = cluster.workers["prefill-0"]
         assert worker.record is not None
@@ -104,9 +86,9 @@ async def test_a_drained_worker_takes_nothing_more_and_ends_what_it_has(
     async with mini_cluster(
         tiny_model, redis_url, decode=2, kv_pool_mib=POOL_MIB, heartbeat_s=0.2
     ) as cluster:
-        control = control_of(cluster)
+        control = worker_control(cluster)
         reference = await cluster.answer(PROMPT, LONG)
-        tasks = [await begun(cluster) for _ in range(4)]
+        tasks = [await begun(cluster, PROMPT, LONG) for _ in range(4)]
         assert await control.drain("decode-0", DEADLINE_S)
         await cluster.workers["decode-0"].ended()
         assert cluster.workers["decode-0"].drained
@@ -126,7 +108,7 @@ async def test_what_runs_at_a_drained_worker_moves_with_its_blocks(
     async with mini_cluster(
         tiny_model, redis_url, decode=2, kv_pool_mib=POOL_MIB, heartbeat_s=0.2
     ) as cluster:
-        control = control_of(cluster)
+        control = worker_control(cluster)
         reference = await cluster.answer(prompt, sampling)
         tasks = [await begun(cluster, prompt, sampling) for _ in range(4)]
         busy = [slot for slot in ("decode-0", "decode-1") if runs_at(cluster, slot)]
@@ -185,7 +167,7 @@ async def test_a_drained_workers_sequences_take_their_blocks_along(
         prefill.engine.pool.drop_cache()
         computed, pulled = computed_tokens(cluster), pulled_blocks(cluster)
         drained = busiest_decode(cluster)
-        assert await control_of(cluster).drain(drained, DEADLINE_S)
+        assert await worker_control(cluster).drain(drained, DEADLINE_S)
         await asyncio.gather(*tasks)
         count = moved(cluster, "drained")
         assert count >= 2
@@ -213,7 +195,7 @@ async def test_a_role_changes_with_streams_in_flight(tiny_model: Path, redis_url
         assert worker.record is not None
         assert worker.context is not None
         incarnation = worker.record.incarnation
-        took_s = await control_of(cluster).change_role(slot, "prefill", DEADLINE_S)
+        took_s = await worker_control(cluster).change_role(slot, "prefill", DEADLINE_S)
         log.info("the role changed in %.2f s with streams under way", took_s)
         assert not all(task.done() for task in tasks)
         await cluster.until(lambda: roles_up(cluster).get(slot) == "prefill")

@@ -15,9 +15,8 @@ import pytest
 from baton.errors import FingerprintGone, LastWorker, Unavailable
 from baton.sampling_params import SamplingParams
 from router.core.request import ModelBinding, OutputDelta
-from tests.integration.test_drain import begun, control_of
 from tests.support.integration.handoff import local_answer, prompt_of
-from tests.support.integration.moves import moved
+from tests.support.integration.moves import begun, moved, worker_control
 from tests.support.mini_cluster import DEADLINE_S, MiniCluster, collect, mini_cluster
 from tests.support.models import make_tiny_model
 
@@ -187,5 +186,5 @@ async def test_an_operator_must_force_the_end_of_running_answers(
         link = next(x for x in cluster.dispatcher.workers.all() if x.record.slot == "decode-0")
         await cluster.until(lambda: link.load.running)
         with pytest.raises(LastWorker, match="no other ready decode worker serves its version"):
-            await control_of(cluster).drain("decode-0", DEADLINE_S)
+            await worker_control(cluster).drain("decode-0", DEADLINE_S)
         assert (await answer).token_ids == local_answer(old, PROMPT, SAMPLING)

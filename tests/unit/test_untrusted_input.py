@@ -33,7 +33,8 @@ def test_every_parser_has_a_fuzz_target_or_a_reason() -> None:
 
 def test_every_fuzz_target_tries_a_parser() -> None:
     named = {name for cell in _targets().values() for name in re.findall(r"`([^`]+)`", cell)}
-    assert named == set(NAMES)
+    # The fuzzer of answers compares tokens: it tries no parser.
+    assert named == set(NAMES) - {"answers"}
 
 
 def _normal(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,8 +17,10 @@ from baton.reasoning import ReasoningSpan
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.offline import OfflineOutput, generate
+from router.admin.worker_control import WorkerControl
+from router.core.request import OutputDelta
 from tests.support.integration.handoff import reference
-from tests.support.mini_cluster import DEADLINE_S, MiniCluster
+from tests.support.mini_cluster import DEADLINE_S, MiniCluster, collect
 
 LONG = SamplingParams(temperature=1.0, seed=7, max_tokens=120, ignore_eos=True)
 
@@ -102,6 +105,28 @@ class Asked:
         assert found.logprobs == pytest.approx(
             [each.logprob for each in expected.logprobs], abs=1e-3
         )
+
+
+async def begun(
+    cluster: MiniCluster, prompt: tuple[int, ...], sampling: SamplingParams
+) -> asyncio.Task[OutputDelta]:
+    """A request that has its first token."""
+    first = asyncio.Event()
+
+    async def deltas() -> AsyncIterator[OutputDelta]:
+        async for delta in cluster.dispatcher.generate(cluster.request(prompt, sampling)):
+            first.set()
+            yield delta
+
+    task = asyncio.create_task(collect(deltas()))
+    async with asyncio.timeout(DEADLINE_S):
+        await first.wait()
+    return task
+
+
+def worker_control(cluster: MiniCluster) -> WorkerControl:
+    """What an operator calls."""
+    return WorkerControl(cluster.dispatcher.workers.all, cluster.dispatcher.workers.is_up)
 
 
 def moved(cluster: MiniCluster, reason: str) -> float:

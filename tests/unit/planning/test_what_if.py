@@ -78,7 +78,9 @@ def hands_off(workers: Sequence[WorkerRecord]) -> bool:
     for one in workers:
         busy = LoadSnapshot(running=6 * (one.role == "decode"), free_blocks=900)
         list_worker(state.table, one, busy)
-    request = RouteRequest(recent(1)[0].prompt_tokens, config.classes[0].name)
+    request = RouteRequest(
+        recent(1)[0].prompt_tokens, config.classes[0].name, kv_group=workers[0].kv_group
+    )
     return not state.decide(request, (), {}, 0.0).local
 
 
