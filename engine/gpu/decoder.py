@@ -279,7 +279,7 @@ class GpuStepModel:
 
     def _bucket(self, step: StepInput) -> Bucket | None:
         """Choose the size of the CUDA graph for a step; None for a step that is not captured."""
-        if self._graphs is None or any(row.count > 1 for row in step.rows):
+        if self._graphs is None or max([row.count for row in step.rows]) > 1:
             return None
         longest = max([row.start for row in step.rows]) + 1
         return self._graphs.bucket(len(step.rows), longest)

@@ -117,11 +117,22 @@ async def change_routers(cluster: FuzzedCluster, source: random.Random) -> None:
 
 
 async def change_model(cluster: FuzzedCluster, source: random.Random) -> None:
-    """Workers of the other model take the place of all that serve, one by one."""
+    """Workers of the other model take the place of all that serve, one by one.
+
+    The first of each role come before an old worker leaves: without local prefill, neither model
+    could serve a whole request otherwise."""
     cluster.model = next(one for one in MODELS if one != cluster.model)
     cluster.log(f"new workers serve the {cluster.model} model")
     slots = cluster.free()
     source.shuffle(slots)
+    for role in ROLES:
+        fresh = await cluster.start(role)
+        cluster.log(f"{fresh} serves the {cluster.model} model")
+    for role in ROLES:
+        slot = next((one for one in slots if one in cluster.free(role)), "")
+        if slot:
+            with _kept(cluster, slot):
+                await cluster.retire(slot, _FINISH_S)
     for slot in slots:
         if slot in cluster.free():
             with _kept(cluster, slot):

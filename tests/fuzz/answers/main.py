@@ -107,6 +107,8 @@ class _Round:
             broken = await self._ask(router, request, answer, leaves_after, leaves_after_s)
             answer.ended = self.cluster.now
             self.asked.append((request, answer, broken))
+            if answer.error is not None:
+                await asyncio.sleep(_REST_S)
 
     async def _ask(
         self,
@@ -133,6 +135,10 @@ class _Round:
             logging.getLogger(__name__).exception("a request raised")
             return f"{type(error).__name__} is no error of Baton's: {error}"
         return ""
+
+
+_REST_S = 0.05
+"""Pause of a client after an error, in seconds."""
 
 
 class _Judge:
