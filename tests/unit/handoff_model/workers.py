@@ -26,7 +26,7 @@ from kvtransfer.pairs.pair import Identity, PairLimits
 from kvtransfer.tickets import Purpose, Ticket
 from kvtransfer.transports.transport import Parts, Transport
 from prefill_worker.role import PrefillRole
-from tests.support.engine.fake_engine import VOCAB, next_token
+from tests.support.engine.fake_engine import next_token
 from tests.unit.handoff_model.memory import (
     BLOCK_BYTES,
     BLOCK_SIZE,
@@ -192,7 +192,7 @@ class Worker(Process):
             pool=self.pool,
             fingerprint=FINGERPRINT,
             context_length=CONTEXT,
-            config=SimpleNamespace(eos_ids=(), vocab_size=VOCAB),
+            config=SimpleNamespace(eos_ids=(), vocab_size=256),
             cache=SimpleNamespace(block_size=BLOCK_SIZE, geometry=GEOMETRY),
             runner=SimpleNamespace(
                 worker=self, device=SimpleNamespace(type="cpu"), takes_prompt=lambda: False
