@@ -177,6 +177,8 @@ class WorkerSession:
 
     async def end(self) -> None:
         """End everything that runs in the session, with an error."""
+        # A request that still comes must not meet connections that are closed.
+        self.context.intake.close()
         await self.role.close()
         self._unsubscribe()
         await self.context.exchange.close()

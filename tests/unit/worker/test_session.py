@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 
 from baton.config.cluster import Config
+from baton.errors import Unavailable
 from baton.request import Geometry
 from engine.roofline import Storage
 from engine.scheduling.block_pool import BlockPool
 from worker import session
-from worker.role import WorkerContext
+from worker.role import Intake, WorkerContext
 from worker.runtime import WorkerRuntime
 from worker.session import WorkerSession, _record
 from worker.settings import WorkerSettings
@@ -80,6 +81,27 @@ def session_of(pool: BlockPool, **busy: bool) -> WorkerSession:
     session.context = cast(WorkerContext, context)
     session._next_check_at = 0.0
     return session
+
+
+async def test_a_session_that_ends_takes_no_work_while_its_parts_close() -> None:
+    """A request that came between was answered with an internal error."""
+    ended: list[str] = []
+    intake = Intake()
+
+    def part(name: str) -> Any:
+        async def close(**_: float) -> None:
+            with pytest.raises(Unavailable):
+                intake.check()
+            ended.append(name)
+
+        return SimpleNamespace(close=close, stop=close)
+
+    session = session_of(BlockPool(4))
+    session.context = cast(WorkerContext, SimpleNamespace(intake=intake, exchange=part("exchange")))
+    session.role, session.server = part("role"), part("server")
+    session._unsubscribe = lambda: None
+    await session.end()
+    assert ended == ["role", "exchange", "server"]
 
 
 @pytest.mark.parametrize("busy", [None, "runs", "moves", "loads"])
