@@ -44,9 +44,15 @@ class GrammarCompiler:
         ValueError for a tokenizer that the library cannot use.
         """
         self._has_end = bool(eos_ids)
-        self._tokenizer = LLTokenizer(
-            tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_ids) or None
-        )
+        ends = list(eos_ids) or None
+        try:
+            self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=ends)
+        except ValueError:
+            # The library needs a tokenizer without ids beyond the model's.
+            smaller = _with_ids_below(tokenizer_json, vocab_size)
+            if smaller is None:
+                raise
+            self._tokenizer = LLTokenizer(smaller, n_vocab=vocab_size, eos_token=ends)
 
     def compile(self, grammar: Grammar) -> LLMatcher:
         """Compile a grammar, and return its matcher at the start of a text. Raises
@@ -68,6 +74,15 @@ class GrammarCompiler:
         if matcher.is_error():
             raise InvalidGrammar(reason_in(matcher.get_error()))
         return matcher
+
+
+def _with_ids_below(tokenizer_json: str, vocab_size: int) -> str | None:
+    """Return a tokenizer.json without the added tokens that the model has no embedding for; None if
+    it has none of these. The model never draws such a token."""
+    content = json.loads(tokenizer_json)
+    added = content.get("added_tokens") or []
+    left = [token for token in added if token["id"] < vocab_size]
+    return json.dumps(content | {"added_tokens": left}) if len(left) < len(added) else None
 
 
 def _library_text(grammar: Grammar) -> str:

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+import tokenizers
 
 from baton.errors import InvalidGrammar
 from baton.grammar import Grammar, GrammarKind
@@ -176,3 +177,11 @@ def test_a_tokenizer_that_the_library_cannot_read() -> None:
     grammars = grammars_of(lambda: "{}", vocab_size(), [end_id()])
     with pytest.raises(InvalidGrammar, match="does not support grammars"):
         grammars.matcher(regex("a"))
+
+
+def test_tokens_that_the_model_has_no_embedding_for_are_left_out() -> None:
+    tokenizer = tokenizers.Tokenizer.from_str(small_tokenizer().to_str())
+    tokenizer.add_special_tokens(["<|beyond|>"])
+    assert tokenizer.token_to_id("<|beyond|>") == vocab_size()
+    grammars = grammars_of(tokenizer.to_str, vocab_size(), [end_id()])
+    assert not grammars.matcher(choice("yes", "no")).is_error()
