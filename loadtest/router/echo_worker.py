@@ -32,6 +32,7 @@ from baton.v1 import (
     worker_pb2,
 )
 from loadtest.common.json_worker import Asker, Fields, run_helper
+from loadtest.common.peer_servers import SERVED_NAME
 
 _HEARTBEAT_S = 1.0
 _TTL_S = 4.0
@@ -239,7 +240,7 @@ def _records(address: str, context_length: int) -> list[WorkerRecord]:
             role=role,
             address=address,
             metrics_address=address,
-            model="echo",
+            model=SERVED_NAME,
             fingerprint="echo",
             geometry=_GEOMETRY,
             context_length=context_length,

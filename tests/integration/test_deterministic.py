@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.errors import ConfigError, HandoffError
+from baton.errors import ConfigError, Unavailable
 from baton.request import SequenceSpec
 from baton.sampling_params import SamplingParams
 from engine.build import build_engine
@@ -356,8 +356,9 @@ async def test_workers_of_another_kind_share_no_kv(
         await cluster.workers["prefill-0"].stop()
         cluster.config = cluster.config.model_copy(update=change)
         await cluster.start_worker(pool, "prefill-0")
-        await cluster.until(lambda: cluster.dispatcher.health()[0] == "ok")
-        with pytest.raises(HandoffError, match="serves"):
+        await cluster.until(lambda: cluster.dispatcher.workers.up("prefill"))
+        assert cluster.dispatcher.health() == ("down", "no prefill worker is ready")
+        with pytest.raises(Unavailable, match="no prefill worker is ready"):
             await cluster.answer(tuple(some_tokens(20, 0)), SEEDED)
 
 

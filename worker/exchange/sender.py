@@ -18,7 +18,7 @@ from functools import lru_cache
 
 import grpc.aio
 
-from baton.errors import HandoffError, WorkerFailed
+from baton.errors import HandoffError, Unavailable, WorkerFailed
 from baton.host.background import end_tasks
 from baton.request import Geometry
 from baton.rpc.grpc_channel import open_channel
@@ -59,10 +59,13 @@ class OutboundPairs:
         self._pairs: dict[Peer, Outbound] = {}
         self._opening: dict[Peer, asyncio.Task[Outbound]] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._is_over = False
 
     def channel(self, address: str) -> grpc.aio.Channel:
         """Return the gRPC channel to the server of another worker. There is one channel per
-        address."""
+        address. Raises Unavailable after ``end_opening``."""
+        if self._is_over:
+            raise Unavailable("this worker is stopping", retry_after=1.0)
         if address not in self._channels:
             self._channels[address] = self._connect(address)
         return self._channels[address]
@@ -156,7 +159,8 @@ class OutboundPairs:
         return sum(pair.in_flight_bytes for pair in self._pairs.values())
 
     async def end_opening(self) -> None:
-        """Stop opening pairs: cancel those that are being opened."""
+        """Open no more pairs, and cancel those that are being opened."""
+        self._is_over = True
         await end_tasks(self._opening.values())
 
     async def close_pairs(self) -> None:

@@ -39,6 +39,7 @@ async def break_tokens(cluster: FuzzedCluster, source: random.Random) -> None:
     link = _link(cluster, source)
     if link is not None and link.token_stream is not None:
         cluster.log(f"token stream of {link.record.slot} breaks")
+        cluster.excuse()
         link.token_stream.cancel()
 
 

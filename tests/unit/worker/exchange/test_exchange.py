@@ -19,6 +19,7 @@ from baton.errors import (
     GeometryMismatch,
     HandoffError,
     TicketEnded,
+    Unavailable,
     WorkerFailed,
 )
 from baton.request import Geometry
@@ -208,6 +209,14 @@ async def test_a_broken_pair_is_opened_again(make_worker: MakeWorker) -> None:
     again = await hand_over(writer, receiver, [3, 4], attempt=1)
     assert np.array_equal(receiver.data[again.missing], writer.data[[3, 4]])
     receiver.pool.release(ticket.missing + again.missing)
+
+
+async def test_a_worker_that_closes_opens_no_more_pairs(make_worker: MakeWorker) -> None:
+    """What still asks, such as a peer that fetches blocks, gets no internal error."""
+    writer, receiver = await make_worker("prefill-0"), await make_worker("decode-0")
+    await writer.exchange._pairs.end_opening()
+    with pytest.raises(Unavailable, match="is stopping"):
+        await writer.exchange.outbound(receiver.peer)
 
 
 async def test_a_restarted_receiver_gets_nothing_that_was_meant_for_its_former_life(
