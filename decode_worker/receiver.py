@@ -200,4 +200,5 @@ class HandoffReceiver:
 def asker_of(spec: SequenceSpec | worker_pb2.SequenceSpec) -> Asker:
     """Return what the rules for room need of a request. Its prompt is not read."""
     attempt = spec.request_id, spec.attempt
-    return Asker(spec.router_id, attempt, spec.choices or 1, spec.preemptions > 0)
+    preempted = spec.preemptions > 0
+    return Asker(spec.router_id, attempt, spec.choices or 1, preempted, spec.choice)

@@ -27,12 +27,18 @@ milliseconds. The time covers a router that is held up, or that has died."""
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """A request as far as room is concerned."""
+    """A request, or choices of it, as far as room is concerned."""
 
     router_id: str
     attempt: AttemptName
     choices: int = 1
     is_preempted: bool = False
+    choice: int = 0
+    """Number of the first choice. Choices that migrate wait by themselves."""
+
+    def continues(self, other: Asker) -> bool:
+        """Return whether this is another attempt of the same choices."""
+        return (self.attempt[0], self.choice) == (other.attempt[0], other.choice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +132,7 @@ class RoomTurns:
         if own is not None:
             self._grants.remove(own)
         line = self._lines.get(asker.router_id, {})
-        for attempt in [each for each in line if each[0] == asker.attempt[0]]:
+        for attempt in [name for name, (each, _) in line.items() if asker.continues(each)]:
             del line[attempt]
         self._drop_empty()
 
@@ -167,7 +173,7 @@ class RoomTurns:
     def _grant_of(self, asker: Asker) -> Grant | None:
         """Return the grant that a request uses: its own, or else its router's oldest one."""
         own = [one for one in self._grants if one.asker.router_id == asker.router_id]
-        same = (one for one in own if one.asker.attempt[0] == asker.attempt[0])
+        same = (one for one in own if asker.continues(one.asker))
         return next(same, own[0] if own else None)
 
     def _drop_empty(self) -> None:

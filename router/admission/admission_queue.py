@@ -115,7 +115,7 @@ class AdmissionQueue:
             key = f"{key} {next(self._numbers)}"
             order = now if request.timeline.queued_at is None else request.timeline.queued_at
             context_class = self._config.class_of(len(request.prompt_ids))
-            self._controller.migrates(key, context_class, blocks, order)
+            self._controller.migrates(request.request_id, key, context_class, blocks, order)
         turn: asyncio.Future[HeldRoom | None] = asyncio.get_running_loop().create_future()
         self._turns[key] = turn
         # The workers' refusals are newer.
@@ -132,6 +132,14 @@ class AdmissionQueue:
             del self._turns[key]
             self._controller.leave(key)
             self._metrics.queue_seconds.labels(role="router").observe(self._clock() - now)
+
+    def placed(self, request_id: str) -> None:
+        """Record that an admitted request was placed at workers; idempotent."""
+        self._controller.placed(request_id)
+
+    def accepted(self, request_id: str) -> None:
+        """Record that a worker has room for an admitted request; idempotent."""
+        self._controller.accepted(request_id)
 
     def granted(self, room: HeldRoom, classes: Collection[str]) -> bool:
         """Give the room that a decode worker holds to the request whose turn it is. Return false if

@@ -34,7 +34,7 @@ import bisect
 import itertools
 import math
 import sys
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
@@ -118,6 +118,7 @@ class _Migrating:
 
     order: float
     key: str
+    request_id: str
     context_class: str
     blocks: int
 
@@ -144,8 +145,14 @@ class AdmissionController:
         self._sent: dict[str, _Waiting] = {}
         """Requests that were sent, and that have no first token."""
         self._migrating: list[_Migrating] = []
-        self._used: defaultdict[str, int] = defaultdict(int)
-        """Number of requests of each class that were sent since ``_room_seen`` was read."""
+        self._placing: dict[str, str] = {}
+        """Classes of the requests that were sent, and for which workers are searched."""
+        self._asking: dict[str, str] = {}
+        """Classes of the requests that were sent although no worker seemed to have room, and that
+        no worker has accepted or refused."""
+        self._used: Counter[str] = Counter()
+        """Number of requests of each class that were sent, and that ``_room_seen`` does not
+        count."""
         self._room_seen: object = None
         self._max_queue_s = config.max_queue_s
         self._slo_tpot_s = config.slo_tpot_s
@@ -188,7 +195,7 @@ class AdmissionController:
         """Update the learned speeds for the workers' current capacity, and drop outdated ones."""
         if self._room_seen is not capacity.room:
             self._room_seen = capacity.room
-            self._used.clear()
+            self._used = Counter(self._placing.values())
         self._prefill.look(capacity, now)
         self._pacer.served_by(capacity.prefill_workers)
         self._pacer.look(now)
@@ -251,9 +258,7 @@ class AdmissionController:
         self._drop_late(now)
         for moved in list(self._migrating):
             if not self._is_full(moved.context_class, moved.blocks, capacity):
-                self._migrating.remove(moved)
-                self._used[moved.context_class] += 1
-                released.append(moved.key)
+                released.append(self._release(moved, capacity))
         is_blocked = self._blocked_by(capacity)
         while (entry := self._queue.peek(is_blocked)) is not None:
             if self._is_late(entry, self._prefill.free_after_s((), now), now):
@@ -289,7 +294,7 @@ class AdmissionController:
         self._forget(entry)
         request = entry.request
         self._sent[request.request_id] = entry
-        self._used[request.context_class] += 1
+        self._searches(request.request_id, request.context_class, capacity)
         request_id = request.request_id
         self._decode.sent(request_id, entry.answer, capacity)
         self._prefill.sent(request_id, request.prompt_tokens, entry.work_s, now)
@@ -335,7 +340,7 @@ class AdmissionController:
         used = self._used[context_class]
         if room.places > used and room.blocks >= blocks:
             return False
-        return room.is_claimed or used > 0
+        return room.is_claimed or used > 0 or context_class in self._asking.values()
 
     def no_room(self, request_id: str, blocks: int, now: float) -> bool:
         """Let a request that was sent wait again at its place: no decode worker has room for its
@@ -343,6 +348,7 @@ class AdmissionController:
         entry = self._sent.pop(request_id, None)
         if entry is None:
             return False
+        self.accepted(request_id)
         self._prefill.left(request_id, now)
         self._decode.refused(request_id)
         self._slack.left(request_id, now, finished=False)
@@ -351,11 +357,37 @@ class AdmissionController:
         (self._background if entry.request.background else self._queue).put_back(entry)
         return True
 
-    def migrates(self, key: str, context_class: str, blocks: int, order: float) -> None:
+    def migrates(
+        self, request_id: str, key: str, context_class: str, blocks: int, order: float
+    ) -> None:
         """Let choices of a migrating request wait for room. ``admit`` returns ``key`` at their
         turn. Those with the lowest ``order`` go first."""
-        moved = _Migrating(order, key, context_class, blocks)
+        self.accepted(request_id)
+        moved = _Migrating(order, key, request_id, context_class, blocks)
         bisect.insort_right(self._migrating, moved, key=lambda each: each.order)
+
+    def _release(self, moved: _Migrating, capacity: Capacity | None) -> str:
+        self._migrating.remove(moved)
+        self._searches(moved.request_id, moved.context_class, capacity)
+        return moved.key
+
+    def _searches(self, request_id: str, context_class: str, capacity: Capacity | None) -> None:
+        room = None if capacity is None else capacity.room.get(context_class)
+        if room is not None and room.places <= self._used[context_class]:
+            self._asking[request_id] = context_class
+        self._placing[request_id] = context_class
+        self._used[context_class] += 1
+
+    def placed(self, request_id: str) -> None:
+        """Record that a request that was sent was placed at workers, so that the next reading of
+        the workers' room counts it; idempotent."""
+        self._placing.pop(request_id, None)
+
+    def accepted(self, request_id: str) -> None:
+        """Record that a worker has room for a request that was sent, or that the request waits
+        again; idempotent."""
+        self.placed(request_id)
+        self._asking.pop(request_id, None)
 
     def leave(self, key: str) -> None:
         """Forget migrating choices that wait no longer; idempotent."""
@@ -368,8 +400,7 @@ class AdmissionController:
         room is the next one. The worker serves ``classes``. None if no such request waits."""
         for moved in self._migrating:
             if moved.context_class in classes:
-                self._migrating.remove(moved)
-                return moved.key
+                return self._release(moved, capacity)
 
         def is_blocked(entry: _Waiting) -> bool:
             return entry.request.context_class not in classes
@@ -385,6 +416,7 @@ class AdmissionController:
         if not self._decode.begin(request_id, now):
             return False
         self._sent.pop(request_id, None)
+        self.accepted(request_id)
         self._overload.begun(request_id)
         self._prefill.finished(request_id, now)
         return True
@@ -406,6 +438,7 @@ class AdmissionController:
             queue.remove(entry)
             self._forget(entry)
         self._sent.pop(request_id, None)
+        self.accepted(request_id)
         self._overload.begun(request_id)
         self._prefill.left(request_id, now)
         answer = self._decode.left(request_id, now)

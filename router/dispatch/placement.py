@@ -163,7 +163,16 @@ class Placement:
         moved: str,
         room: HeldRoom | None,
     ) -> None:
+        context_class = self._class_of(len(running.request.prompt_ids))
+        migrates = running.has_migrated or bool(moved)
+        blocks = 1
         while True:
+            if room is None and self._rooms.is_full(context_class):
+                # Without a search: a request that was refused must be back at its place before
+                # room is granted.
+                room = await self._queue.wait_for_room(
+                    running.request, running.deadline, blocks, migrates=migrates
+                )
             try:
                 await self._links.returned(running.deadline)
                 route = await self._route(running, position, group, avoid, room=room)
@@ -177,7 +186,6 @@ class Placement:
                     self._pass_on(room)
                 return
             blocks = max(1, route.decision.missing_blocks)
-            migrates = running.has_migrated or bool(moved)
             room = await self._queue.wait_for_room(
                 running.request, running.deadline, blocks, migrates=migrates
             )
@@ -294,6 +302,7 @@ class Placement:
             link.breaker.began(now)
         for number in route.choices:
             running.choices[number].place(spec.attempt, source.record.slot, target.record.slot)
+        self._queue.placed(spec.request_id)
         self._by_target[decision.decode].add(attempt)
         self._attempts[attempt] = self._links.read(
             spec.request_id,
@@ -378,7 +387,8 @@ class Placement:
         # A worker of an earlier version tells no load, and grants nothing.
         wait_s = 0.0 if full.load is not None else full.retry_after or NO_ROOM_RETRY_S
         if attempt.granted is None and full.load is not None:
-            self._rooms.refused(worker, attempt.name, attempt.spec.context_class)
+            spec = attempt.spec
+            self._rooms.refused(worker, attempt.name, spec.context_class, spec.choice)
         self._refused.labels(worker=link.record.slot).inc()
         # An abort would give up the turn at this worker.
         attempt.failed = True
@@ -389,7 +399,8 @@ class Placement:
     async def _place_again(
         self, running: RunningRequest, choices: set[int], room: HeldRoom | None, wait_s: float
     ) -> None:
-        await asyncio.sleep(wait_s)
+        if wait_s:
+            await asyncio.sleep(wait_s)
         known = frozenset(running.excluded)
         avoid = (known, frozenset[str]()) if known else ANY
         await self.place(running, choices, avoid, room=room)
@@ -417,10 +428,10 @@ class Placement:
             self._links.abort(room.worker, request_id, attempt, stop=False), f"abort {request_id}"
         )
 
-    def _leave_turns(self, running: RunningRequest, placed: str = "") -> None:
-        """Give up a request's turns at workers that have refused it. ``placed``: the decode worker
-        that has taken it, which knows that."""
-        for room in self._rooms.leave(running.request.request_id):
+    def _leave_turns(self, running: RunningRequest, choice: int, placed: str = "") -> None:
+        """Give up the turns of a request's attempts that begin with ``choice``, at workers that
+        have refused them. ``placed``: the decode worker that has taken it, which knows that."""
+        for room in self._rooms.leave(running.request.request_id, choice):
             if room.worker != placed:
                 self._give_up(room)
 
@@ -428,8 +439,9 @@ class Placement:
         """Record that the decode worker of an attempt has room for it; idempotent."""
         if not attempt.is_accepted:
             attempt.is_accepted = True
-            if not attempt.owner.moves:
-                self._leave_turns(attempt.owner, attempt.target.record.incarnation)
+            self._queue.accepted(attempt.spec.request_id)
+            placed = attempt.target.record.incarnation
+            self._leave_turns(attempt.owner, attempt.spec.choice, placed)
 
     def _on_prefill(self, attempt: Attempt, response: prefill_pb2.PrefillResponse) -> None:
         """Process a message that a worker has sent about a prefill."""
@@ -550,7 +562,8 @@ class Placement:
             move.cancel()
         for attempt in list(running.attempts):
             self.end(attempt)
-        self._leave_turns(running)
+        for choice in running.choices:
+            self._leave_turns(running, choice.number)
 
     def _abort(self, attempt: Attempt, *, stop: bool, choice: int | None = None) -> None:
         spec, decode = attempt.spec, attempt.target.record.incarnation

@@ -24,31 +24,36 @@ class RoomClaims:
         """``table`` gets the number of waiting attempts at each worker."""
         self._settings = settings
         self._table = table
-        self._waiting: dict[str, dict[AttemptName, None]] = {}
-        """Refused attempts by the incarnation of the worker."""
-        self._requests: dict[str, str] = {}
-        """Context-length classes of the refused requests that no worker has accepted."""
+        self._waiting: dict[str, dict[AttemptName, int]] = {}
+        """Refused attempts by the incarnation of the worker, with the numbers of their first
+        choices."""
+        self._requests: dict[tuple[str, int], str] = {}
+        """Context-length classes of the refused requests that no worker has accepted, by id and
+        first choice."""
 
-    def refused(self, worker: str, attempt: AttemptName, context_class: str) -> None:
-        """Record that a worker has no room for an attempt of a request of ``context_class``."""
-        self._requests[attempt[0]] = context_class
-        self._waiting.setdefault(worker, {})[attempt] = None
+    def refused(
+        self, worker: str, attempt: AttemptName, context_class: str, choice: int = 0
+    ) -> None:
+        """Record that a worker has no room for an attempt of a request of ``context_class``.
+        ``choice``: number of the attempt's first choice."""
+        self._requests[attempt[0], choice] = context_class
+        self._waiting.setdefault(worker, {})[attempt] = choice
         self._show(worker)
 
     def granted(self, worker: str, attempt: AttemptName) -> None:
         """Record that a worker now holds room for an attempt that it has refused."""
         self._drop(worker, attempt)
 
-    def leave(self, request_id: str) -> list[HeldRoom]:
-        """Forget a request that was accepted or that has ended. Return its waiting attempts, so
-        that their workers can be told."""
-        if self._requests.pop(request_id, None) is None:
+    def leave(self, request_id: str, choice: int = 0) -> list[HeldRoom]:
+        """Forget the attempts that begin with a choice of a request, because a worker has accepted
+        it or it has ended. Return those that wait, so that their workers can be told."""
+        if self._requests.pop((request_id, choice), None) is None:
             return []
         left = [
             HeldRoom(worker, attempt)
             for worker, waiting in self._waiting.items()
-            for attempt in waiting
-            if attempt[0] == request_id
+            for attempt, first in waiting.items()
+            if (attempt[0], first) == (request_id, choice)
         ]
         for worker, attempt in left:
             self._drop(worker, attempt)
@@ -91,6 +96,14 @@ class RoomClaims:
         """Return whether a decode worker that has refused a request of this router, and that serves
         the class, will grant room."""
         return bool(self._waiting) and self._room_of(context_class).is_claimed
+
+    def is_full(self, context_class: str) -> bool:
+        """Return whether the class has refused requests waiting, and no other worker with a
+        place."""
+        if not self._waiting:
+            return False
+        room = self._room_of(context_class)
+        return room.is_claimed and not room.places
 
     def classes_at(self, worker: str) -> frozenset[str]:
         """Return the context-length classes that a decode worker serves."""

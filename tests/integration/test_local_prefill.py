@@ -290,7 +290,8 @@ async def test_a_prefill_stream_that_ends_alone_after_the_first_tokens_costs_not
         for link in cluster.dispatcher.workers.all():
             await link.prefills.close()
             link.prefills = PrefillStream(link.channel, link.record.incarnation)
-        answer = await cluster.answer(prompt_of(37), sampling)
+        async with asyncio.timeout(DEADLINE_S / 4):
+            answer = await cluster.answer(prompt_of(37), sampling)
         assert broken
         assert answer.token_ids == expected.token_ids
         assert answer.cached_prompt_tokens == 0

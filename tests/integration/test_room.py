@@ -16,6 +16,7 @@ from router.admission.controller import AdmissionController
 from router.dispatch.dispatcher import ClusterDispatcher
 from tests.support.mini_cluster import MiniCluster, mini_cluster
 from tests.support.models import make_tiny_model
+from tests.support.standing_engine import standing_engine
 
 LOCAL: dict[str, Any] = {"prefill": 0, "local_prefill": "auto"}
 REMOTE: dict[str, Any] = {"prefill": 1, "local_prefill": "never"}
@@ -61,6 +62,11 @@ def refusals(cluster: MiniCluster, slot: str = "decode-0") -> float:
     return found or 0.0
 
 
+def waiting(cluster: MiniCluster) -> int:
+    """Number of requests in the router's admission queue."""
+    return cluster.dispatcher._queue._controller.waiting_requests
+
+
 @pytest.mark.parametrize("how", [LOCAL, REMOTE], ids=["local", "remote"])
 async def test_no_request_waits_at_a_full_worker_beside_an_idle_one(
     tiny_model: Path, redis_url: str, how: dict[str, Any]
@@ -98,13 +104,18 @@ async def test_refused_requests_of_a_router_go_in_the_order_in_which_they_came(
         await log.until_begun("held")
         monkeypatch.setattr(AdmissionController, "_fits", lambda *_: True)
         names = [f"w{n}" for n in range(6)]
-        waiting = []
-        for name in names:
-            waiting.append(log.start(name, cluster.dispatcher, tokens=30))
-            await asyncio.sleep(0)
-        await cluster.until(lambda: refusals(cluster) >= len(names))
-        late = [log.start(f"x{n}", cluster.dispatcher, tokens=30) for n in range(3)]
-        await asyncio.gather(held, *waiting, *late)
+        tasks = [held]
+        with standing_engine(cluster, "decode-0", monkeypatch):
+            for name in names:
+                tasks.append(log.start(name, cluster.dispatcher, tokens=30))
+                await asyncio.sleep(0)
+            await cluster.until(lambda: waiting(cluster) == len(names))
+            assert refusals(cluster) >= 1
+            for n in range(3):
+                tasks.append(log.start(f"x{n}", cluster.dispatcher, tokens=30))
+                await asyncio.sleep(0)
+            await cluster.until(lambda: waiting(cluster) == len(names) + 3)
+        await asyncio.gather(*tasks)
         assert log.begun[1:] == [*names, "x0", "x1", "x2"]
         await cluster.until_idle()
 

@@ -234,6 +234,7 @@ class SimulatedRouter:
         if not has_room:
             self._wait_for_room(request, max(1, decision.missing_blocks))
             return
+        self._admission.placed(request.name)
         promise = self._routing.promise(decision, asked, hashes, now)
         source, target = self._workers[decision.prefill], self._workers[decision.decode]
         request.prefill, request.decode = source.number, target.number
@@ -248,7 +249,8 @@ class SimulatedRouter:
         now, name = self._events.now, request.name
         if not self._admission.no_room(name, blocks, now):
             context_class = self._config.class_of(request.traced.input_tokens)
-            self._admission.migrates(name, context_class, blocks, request.traced.arrival_s)
+            order = request.traced.arrival_s
+            self._admission.migrates(name, name, context_class, blocks, order)
         self._waiting.add(name)
         self._capacity = None
         self._events.at(self._deadlines[name], lambda: self._expire(request))
@@ -274,6 +276,7 @@ class SimulatedRouter:
         if request.name not in self._requests:
             return
         attempt.promise.computed(now, computed_tokens=computed_tokens, compute_ms=compute_s * 1e3)
+        self._admission.accepted(request.name)
         self._leave_turns(request, attempt.target.name)
         if request.first_token_s is None:
             request.first_token_s = now

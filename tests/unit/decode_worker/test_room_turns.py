@@ -160,3 +160,12 @@ def free_of(running: list[Need]) -> Need:
     for need in running:
         free -= need
     return free
+
+
+def test_choices_that_migrate_wait_by_themselves() -> None:
+    turns = RoomTurns()
+    for attempt, choice in ((4, 0), (5, 1)):
+        turns.wait(Asker("a", ("r", attempt), choice=choice), PLACE)
+    turns.taken(Asker("a", ("r", 6), choice=1))
+    assert names_of(turns, 4, 0.0) == ["r"]
+    assert not turns.held(Asker("a", ("r", 7), choice=0)).places

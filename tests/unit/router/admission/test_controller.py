@@ -523,9 +523,9 @@ def test_refused_requests_wait_at_their_places_and_go_as_room_is_granted() -> No
 def test_migrating_choices_come_first_and_the_oldest_of_them() -> None:
     cluster, admission = offered(asked("new"))
     now, room = cluster.now, full(cluster, short=FULL)
-    admission.migrates("young", "short", 1, now - 1.0)
-    admission.migrates("old", "short", 1, now - 2.0)
-    admission.migrates("gone", "short", 1, now - 3.0)
+    admission.migrates("y", "young", "short", 1, now - 1.0)
+    admission.migrates("o", "old", "short", 1, now - 2.0)
+    admission.migrates("g", "gone", "short", 1, now - 3.0)
     admission.leave("gone")
     assert [admission.granted({"short"}, room, now) for _ in range(3)] == ["old", "young", "new"]
 
@@ -545,15 +545,23 @@ def test_as_many_requests_are_sent_as_other_workers_have_places() -> None:
     assert admission.admit(room, now) == ["r0", "r1"]
     assert admission.admit(room, now) == []
     assert admission.no_room("r0", 60, now), "it needs more blocks than there are"
-    again = full(cluster, short=ClassRoom(2, 50.0, is_claimed=True))
-    assert admission.admit(again, now) == ["r2", "r3"]
+    again = full(cluster, short=ClassRoom(3, 50.0, is_claimed=True))
+    assert admission.admit(again, now) == ["r2", "r3"], "r1 is not placed yet"
+    for name in ("r1", "r2", "r3"):
+        admission.placed(name)
+    last = full(cluster, short=ClassRoom(1, 50.0, is_claimed=True))
+    assert admission.admit(last, now) == ["r4"]
 
 
 def test_one_request_asks_where_no_worker_is_going_to_grant_room() -> None:
     cluster, admission = offered(asked("a"), asked("b"))
     room = full(cluster, short=ClassRoom(0, 0.0, is_claimed=False))
     assert admission.admit(room, cluster.now) == ["a"]
-    assert admission.admit(room, cluster.now) == []
+    admission.placed("a")
+    room = full(cluster, short=ClassRoom(0, 0.0, is_claimed=False))
+    assert admission.admit(room, cluster.now) == [], "no worker has answered it"
+    admission.accepted("a")
+    assert admission.admit(room, cluster.now) == ["b"]
 
 
 def test_a_request_asks_workers_that_are_full_of_other_routers_sequences() -> None:

@@ -213,6 +213,10 @@ class World:
         self.waits.append((request.request_id, migrates))
         return await self.turn
 
+    def placed(self, request_id: str) -> None: ...
+
+    def accepted(self, request_id: str) -> None: ...
+
     def granted(self, room: HeldRoom, classes: frozenset[str]) -> bool:
         if not self.waits or self.turn.done():
             return False
