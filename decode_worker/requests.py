@@ -268,16 +268,25 @@ class DecodeRequests:
 
     # Room
 
+    @property
+    def is_full(self) -> bool:
+        """Whether sequences have all places of the batch, as the load shows."""
+        scheduler = self.context.engine.scheduler
+        sequences = len(scheduler.running) + len(scheduler.waiting)
+        return sequences >= scheduler.limits.max_sequences
+
     def grant_soon(self) -> None:
         """Grant room to the requests whose turn it is in the event loop's next iteration, because
         blocks or places in the batch may be free again."""
-        if self.receiver.turns and not self._grants_soon:
+        if not self._grants_soon and (self.receiver.turns or self.sequences.is_known_full):
             self._grants_soon = True
             asyncio.get_running_loop().call_soon(self.grant)
 
     def grant(self) -> None:
         """Grant free room to the requests whose turn it is, and tell their routers."""
         self._grants_soon = False
+        if not self.is_full:
+            self.sequences.tell_places()
         for grant in self.receiver.grant_room(self.clock(), self.sequences.is_read):
             self.sequences.outbox(grant.asker.router_id).grant(grant.asker.attempt)
 

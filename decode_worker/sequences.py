@@ -48,6 +48,9 @@ class Outbox:
     def __init__(self, now: float) -> None:
         self._unsent = Unsent()
         self._filled = asyncio.Event()
+        self.knows_full = False
+        """Whether the load in the router's latest message shows that all places of the batch are
+        taken."""
         self._reader = 0
         self._is_read = False
         self._unread_since = now
@@ -273,6 +276,18 @@ class RunningSequences:
         """Allow the outputs of a step that has ended to be sent to their routers."""
         for outbox in self._outboxes.values():
             outbox.flush()
+
+    @property
+    def is_known_full(self) -> bool:
+        """Whether a router knows that the batch is full."""
+        return any(outbox.knows_full for outbox in self._outboxes.values())
+
+    def tell_places(self) -> None:
+        """Send a message at once to the routers that know the batch as full: it is full no
+        more."""
+        for outbox in self._outboxes.values():
+            if outbox.knows_full:
+                outbox.hurry()
 
     def lost_routers(self, grace_s: float) -> list[str]:
         """Return the routers that have had no open token stream for ``grace_s`` seconds, and drop

@@ -70,11 +70,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         reader = outbox.open()
         try:
             yield self._message()
+            outbox.knows_full = requests.is_full
             while not requests.closing.is_set():
                 busy = requests.has_work_of(request.router_id)
                 await outbox.wait(requests.keepalive.next_s(busy=busy))
                 if not outbox.is_current(reader):
                     return
+                outbox.knows_full = requests.is_full
                 for message in self._messages(outbox.take()):
                     yield message
             for message in self._messages(outbox.take()):

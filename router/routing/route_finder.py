@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import redis
 
 from baton.config.cluster import Config
-from baton.errors import ContextLengthExceeded, Overloaded, Unavailable
+from baton.errors import ContextLengthExceeded, DeadlineExceeded, Overloaded, Unavailable
 from baton.hashing import HashChain, hash_key
 from baton.host.background import end_tasks
 from baton.request import LoadSnapshot
@@ -193,7 +193,7 @@ class RouteFinder:
         all are shorter. ``reads_cache``: true if cached blocks may be used. ``source_worker``: a
         worker that has all blocks, even those that the prefix index does not list yet.
         ``is_moved``: true if the request migrates; it is then not rejected for being late. Raises
-        Unavailable, Overloaded."""
+        Unavailable, Overloaded, DeadlineExceeded."""
         asked_at = time.monotonic()
         asked: list[_Asked] = []
         for kv_group, blocks in hashes.items():
@@ -206,6 +206,8 @@ class RouteFinder:
             asked.append(_Asked(kv_group, blocks, held, short))
         now = time.monotonic()
         left_ms = request.deadline_ms - (now - asked_at) * 1e3
+        if left_ms <= 0:
+            raise DeadlineExceeded("the request's deadline passed while it waited")
         if left_ms != request.deadline_ms:
             request = replace(request, deadline_ms=left_ms)
         *others, last = avoid

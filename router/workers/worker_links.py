@@ -113,6 +113,8 @@ class WorkerLinks:
         self._cut_off: dict[str, tuple[set[str], float]] = {}
         """By fingerprint: the incarnations of decode workers whose streams broke together, so that
         no decode worker of the fingerprint was connected, and the time of that."""
+        self._broken_at = float("-inf")
+        """Time at which a token stream last broke."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def subscribe(
@@ -235,11 +237,20 @@ class WorkerLinks:
         return None if not link.connected or link.hangs(time.monotonic()) else False
 
     async def returned(self, deadline: float, fingerprint: str = "") -> None:
-        """Wait while all workers of a fingerprint are cut off (empty: of every one), at most until
-        ``deadline`` on the monotonic clock."""
+        """Wait while all workers of a fingerprint are cut off (empty: of every one), or no decode
+        worker is usable because the last streams have just broken. ``deadline``, on the monotonic
+        clock, bounds the wait."""
         # Polling is enough: links come up in many ways, and the wait is short.
-        while self.is_cut_off(fingerprint) and time.monotonic() < deadline:  # noqa: ASYNC110
+        while self._may_return(fingerprint) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_RETURN_POLL_S)
+
+    def _may_return(self, fingerprint: str) -> bool:
+        if self.is_cut_off(fingerprint):
+            return True
+        since = time.monotonic() - RETURN_S
+        if self._broken_at < since or self.usable("decode", fingerprint):
+            return False
+        return any(link.broken_at >= since for link in self._of("decode", fingerprint))
 
     def _note_break(self, broken: WorkerLink) -> None:
         """Detect whether the streams of all decode workers of a fingerprint broke together."""
@@ -349,7 +360,7 @@ class WorkerLinks:
                     )
                 was_up, link.connected = link.connected, False
                 if was_up:
-                    link.broken_at = time.monotonic()
+                    link.broken_at = self._broken_at = time.monotonic()
                     await asyncio.sleep(MOMENT_S)
                     self._note_break(link)
                 self._report_broken(incarnation, error)

@@ -33,6 +33,8 @@ class Role:
         self.context = SimpleNamespace(core=SimpleNamespace(load=LoadSnapshot))
         self.sequences = SimpleNamespace(outbox=lambda _: self.box)
 
+        self.is_full = False
+
     def has_work_of(self, router_id: str) -> bool:
         return True
 
@@ -103,6 +105,26 @@ async def test_packed_tokens_of_a_router_that_stood_still_fit_their_messages(
 
 def output(index: int) -> TokenOutput:
     return TokenOutput("r", 0, index, (index,))
+
+
+async def test_a_router_that_knows_a_full_batch_gets_a_message_when_a_place_is_free() -> None:
+    sequences, role = RunningSequences("decode-0", time.monotonic), Role()
+    role.sequences = SimpleNamespace(outbox=sequences.outbox)
+    role.is_full = True
+    stream = DecodeServicer(cast(DecodeRole, role)).StreamTokens(
+        decode_pb2.StreamTokensRequest(router_id="router"), cast(Any, None)
+    )
+    for _ in range(2):
+        await anext(stream)
+    next_message = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    assert sequences.is_known_full
+    role.is_full = False
+    sequences.outbox("another")
+    sequences.tell_places()
+    assert (await next_message).HasField("load")
+    assert not sequences.is_known_full
+    await stream.aclose()
 
 
 async def test_one_message_a_step() -> None:

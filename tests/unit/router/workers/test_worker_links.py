@@ -723,3 +723,25 @@ async def test_workers_of_one_model_that_went_away_together_are_awaited(
         one.decode.says.put_nowait(OUTPUTS[0])
         await links.returned(time.monotonic() + DEADLINE_S, "f")
         assert links.up("decode", "f")
+
+
+async def test_the_last_workers_are_awaited_that_went_away_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_links, "RETURN_S", DEADLINE_S)
+    async with open_world() as one, open_world() as other:
+        links = one.links
+        links.update({"d": one.record, "e": replace(other.record, incarnation="e")})
+        await one.until(lambda: len(links.up("decode")) == 2)
+        for number, world in enumerate((one, other), 1):
+            world.decode.greets = False
+            world.decode.says.put_nowait(None)
+            await one.until(lambda n=number: len(one.broken) >= n)  # type: ignore[misc]
+            await asyncio.sleep(0.02)
+        assert not links.is_cut_off(), "either may have died"
+        waiting = asyncio.create_task(links.returned(time.monotonic() + DEADLINE_S))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        other.decode.says.put_nowait(OUTPUTS[0])
+        await waiting
+        assert len(links.up("decode")) == 1
