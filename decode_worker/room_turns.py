@@ -7,8 +7,8 @@
 A request that finds no room is refused. The worker keeps the request's name and what it needs, but
 not its prompt. Freed room is granted in turns: one request of each router, then the next one of the
 first router. Requests that were preempted come first. A grant holds the room for the router, which
-decides which of its requests takes it. Nobody overtakes the request whose turn it is, so small
-requests cannot delay a large one forever.
+decides which of its requests takes it. No other request overtakes the one whose turn it is, so
+small requests cannot delay a large one forever.
 
 Plain Python; ``now`` is in seconds of any one clock. Owned by the event loop.
 """
@@ -72,7 +72,7 @@ class Grant:
 
 
 class RoomTurns:
-    """Who is next when a decode worker has room."""
+    """The order in which requests get room at a decode worker."""
 
     def __init__(self) -> None:
         self._lines: dict[str, dict[AttemptName, tuple[Asker, Need]]] = {}
@@ -142,7 +142,7 @@ class RoomTurns:
         """Grant free room to the requests whose turn it is, and return the new grants.
 
         ``free``: room that no sequence has; earlier grants are subtracted. ``is_there`` says
-        whether a router can be told. Grants that nobody has used in time end."""
+        whether a router reads its token stream. Unused grants end in time."""
         self._grants = [one for one in self._grants if one.until > now]
         for one in self._grants:
             free -= one.need

@@ -1,7 +1,7 @@
 """What decode workers say about room: where this router's requests wait, and for what.
 
     asked ─no room→ waiting at that worker ─its turn there→ granted ─a request of the router→ used
-    waiting, granted ─placed elsewhere, ended→ given up, which the worker must be told
+    waiting, granted ─placed elsewhere, ended→ given up: the worker gets an abort
 
 A worker that has refused a request has no room for this router until it grants some. So routing
 leaves the worker out, whatever its load snapshot says. Plain Python; owned by the router's event
@@ -46,7 +46,7 @@ class RoomClaims:
 
     def leave(self, request_id: str, choice: int = 0) -> list[HeldRoom]:
         """Forget the attempts that begin with a choice of a request, because a worker has accepted
-        it or it has ended. Return those that wait, so that their workers can be told."""
+        it or it has ended. Return those that wait: their workers need an abort."""
         if self._requests.pop((request_id, choice), None) is None:
             return []
         left = [
@@ -76,7 +76,7 @@ class RoomClaims:
         self._table.set_refusals(worker, len(self._waiting.get(worker, ())))
 
     def room(self) -> Mapping[str, ClassRoom]:
-        """Return the room of each context-length class of which a refused request waits."""
+        """Return the room of each context-length class that has a refused request waiting."""
         waiting = set(self._requests.values())
         return {name: self._room_of(name) for name in waiting}
 

@@ -1,4 +1,4 @@
-"""Several routers at decode workers without room: who goes where, and in which order.
+"""Several routers at decode workers without room: where requests go, and in which order.
 
 The order of events decides, never a duration.
 """
@@ -69,7 +69,7 @@ def waiting(cluster: MiniCluster) -> int:
 
 
 @pytest.mark.parametrize("how", [LOCAL, REMOTE], ids=["local", "remote"])
-async def test_no_request_waits_at_a_full_worker_beside_an_idle_one(
+async def test_no_request_waits_at_a_full_worker_next_to_an_idle_one(
     tiny_model: Path, redis_url: str, how: dict[str, Any]
 ) -> None:
     """Two routers send a request each at the same moment. Often they choose the same worker."""

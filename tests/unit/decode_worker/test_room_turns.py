@@ -1,4 +1,4 @@
-"""Who is next when a decode worker has room, and that nobody waits for ever."""
+"""Which request is next when a decode worker has room, and that none waits for ever."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_large_request_at_its_turn_is_not_overtaken() -> None:
     assert turns.held(asker("a", "any")) == Need(1, 1)
 
 
-def test_a_grant_that_nobody_uses_ends() -> None:
+def test_an_unused_grant_ends() -> None:
     turns = RoomTurns()
     turns.wait(asker("a", "a1"), PLACE)
     turns.wait(asker("b", "b1"), PLACE)
@@ -104,7 +104,7 @@ REQUESTS = st.lists(
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(REQUESTS, st.lists(st.integers(0, 2), min_size=1, max_size=80))
-def test_everybody_is_served_in_fair_turns(
+def test_all_routers_are_served_in_fair_turns(
     requests: list[tuple[str, int, bool]], ends: list[int]
 ) -> None:
     """A worker of 4 places and 16 blocks. Requests come, those without room wait, others end.

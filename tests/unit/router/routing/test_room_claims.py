@@ -40,7 +40,7 @@ def test_a_worker_that_has_refused_a_request_is_full_until_it_grants_room() -> N
     assert rooms.room() == {}
 
 
-def test_who_is_accepted_leaves_its_turns_and_no_others() -> None:
+def test_an_accepted_request_leaves_its_turns_and_no_others() -> None:
     rooms, table = claims(a="short", b="short")
     rooms.refused("a", ("r", 0), "short")
     rooms.refused("a", ("r", 1), "short", choice=2)
