@@ -71,7 +71,10 @@ SHARED_FIELDS = frozenset(
         *("transport", "cluster_secret", "tls"),
     )
 )
-"""The fields in which all workers and routers of a cluster must agree at any time."""
+"""The fields in which the workers of one answer must agree. A launcher ends all workers before it
+changes one of them. Workers that register themselves, as pods do, serve side by side with others:
+by fingerprint and ``kv_group``, or only with routers of their own (``router.workers.model_check``).
+Another ``cluster_secret`` or ``tls`` is refused at each connection."""
 
 
 def shared_hash(config: Config) -> str:
