@@ -220,6 +220,8 @@ class ClusterDispatcher:
         if not prefill or not decode:
             return None
         cost = self._routing.table.prefill_cost(prefill[0].record.role)
+        # No search does this while all requests wait.
+        self._routes.refresh()
         room = self._rooms.room()
         return capacity_of(self._config.block_size, prefill, decode, cost, room)
 

@@ -168,6 +168,7 @@ class Placement:
         migrates = running.has_migrated or bool(moved)
         blocks = 1
         while True:
+            self._routes.refresh()
             if room is None and self._rooms.is_full(context_class):
                 # Without a search: a request that was refused must be back at its place before
                 # room is granted.

@@ -173,6 +173,10 @@ class RouteFinder:
             for name, group in serving.items()
         }
 
+    def refresh(self) -> None:
+        """Read the workers' loads, if the table of workers is too old."""
+        self._sync.refresh(time.monotonic())
+
     async def find(
         self,
         request: RouteRequest,

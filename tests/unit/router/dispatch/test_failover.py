@@ -255,6 +255,9 @@ class World:
 
     usable = up
 
+    def refresh(self) -> None:
+        """The workers' loads do not change."""
+
     def hashes(
         self,
         token_ids: tuple[int, ...],
