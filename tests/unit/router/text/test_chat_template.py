@@ -122,7 +122,7 @@ BOMBS = {
 def test_bombs_are_contained(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "MAX_CPU_S", 0.3)
     monkeypatch.setattr(chat_template, "MAX_MEMORY_BYTES", 256 << 20)
-    # The parser may reach the limit of recursion: no finalizer of another test's garbage runs there.
+    # The parser may reach the limit of recursion, where no finalizer of garbage can run.
     gc.collect()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises((InvalidRequest, ConfigError)) as caught:
