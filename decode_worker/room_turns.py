@@ -2,6 +2,7 @@
 
     waiting ─its turn, and there is room→ granted ─the router sends a request→ taken
     waiting, granted ─the router gives up→ gone
+    granted ─the request needs more→ waiting
     granted ─``GRANT_S`` pass→ gone
 
 A request that finds no room is refused. The worker keeps the request's name and what it needs, but
@@ -84,7 +85,12 @@ class RoomTurns:
         return bool(self._lines or self._grants)
 
     def wait(self, asker: Asker, need: Need) -> None:
-        """Let a request wait that has found no room. A router that waits already keeps its turn."""
+        """Let a request wait that has found no room. A router that waits already keeps its turn.
+
+        A grant that did not suffice for the request ends: no request would use it."""
+        own = self._grant_of(asker)
+        if own is not None:
+            self._grants.remove(own)
         self._lines.setdefault(asker.router_id, {})[asker.attempt] = asker, need
 
     def leave(self, attempt: AttemptName) -> None:

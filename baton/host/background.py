@@ -37,8 +37,8 @@ def _log_death(task: asyncio.Task[None]) -> None:
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel tasks and wait until they have ended; what they raise is dropped.
 
-    They are cancelled again until they end: before Python 3.12 ``asyncio.wait_for``, inside which
-    redis-py sends its commands, loses a cancellation that meets the result it waits for.
+    They are cancelled again until they end: before Python 3.12 ``asyncio.wait_for`` loses a
+    cancellation that meets the result it waits for.
     """
     pending = set(tasks)
     give_up = asyncio.get_running_loop().time() + DEADLINE_S

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
@@ -38,8 +39,8 @@ def redis_client(url: str, *, timeout_s: float = 1.0) -> redis.asyncio.Redis:
     if credentials is not None:
         client.connection_pool.connection_kwargs["credential_provider"] = credentials
     pool = client.connection_pool
-    if issubclass(pool.connection_class, redis.asyncio.SSLConnection):
-        pool.connection_class = _RenewedConnection
+    is_tls = issubclass(pool.connection_class, redis.asyncio.SSLConnection)
+    pool.connection_class = _RenewedConnection if is_tls else _CancellableConnection
     return client
 
 
@@ -83,7 +84,26 @@ class _PasswordFile(CredentialProvider):
         return self.get_credentials()
 
 
-class _RenewedConnection(redis.asyncio.SSLConnection):
+class _CancellableConnection(redis.asyncio.Connection):
+    """A connection that loses no cancellation.
+
+    The library sends inside ``asyncio.wait_for``, which before Python 3.12 drops a cancellation
+    that arrives just when the command is sent. The cancelled task would then go on for ever."""
+
+    async def send_packed_command(
+        self, command: bytes | str | Iterable[bytes], check_health: bool = True
+    ) -> None:
+        """Send a command. Raises as the library does."""
+        task = asyncio.current_task()
+        cancellations = 0 if task is None else task.cancelling()
+        await super().send_packed_command(command, check_health)
+        if task is not None and task.cancelling() > cancellations:
+            # The connection's next reader would get the answer to this command.
+            await self.disconnect(nowait=True)
+            raise asyncio.CancelledError
+
+
+class _RenewedConnection(_CancellableConnection, redis.asyncio.SSLConnection):
     """A connection that reads its TLS files at each connect. The library reads them only once."""
 
     def _connection_arguments(self) -> Mapping[str, Any]:

@@ -24,6 +24,7 @@ from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import Config
 from baton.config.worker_fields import shared_hash
 from baton.errors import ConfigError, Unavailable
+from baton.host.background import end_tasks
 from baton.store.pin_store import PinStore
 from baton.store.prefix_index import PrefixIndex
 from baton.store.redis_client import redis_client
@@ -128,7 +129,7 @@ class ClusterWorkers:
             try:
                 self._leads = await self._take_over(self._lease)
             finally:
-                keeping.cancel()
+                await end_tasks([keeping])
         self._has_led = True
 
     async def _take_over(self, lease: LauncherLease) -> bool:

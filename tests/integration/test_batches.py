@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from loadtest.common.peer_servers import SERVED_NAME
 from router.batches.storage.contents import FolderContents
 from router.batches.storage.redis_database import RedisDatabase
 from tests.support.http_batches import begin_batch, has_ended, output_of, read_batch
@@ -36,7 +37,7 @@ def shared(redis_url: str, folder: Path) -> dict[str, object]:
 
 
 def input_file() -> bytes:
-    body = {"model": "echo", "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
+    body = {"model": SERVED_NAME, "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
     rows = [
         {"custom_id": f"c-{n}", "method": "POST", "url": "/v1/completions", "body": body}
         for n in range(LINES)

@@ -56,6 +56,29 @@ async def store(own_url: str) -> AsyncIterator[Store]:
 DEADLINE_S = 60.0
 
 
+async def test_no_cancellation_is_lost_while_a_command_is_sent(own_url: str) -> None:
+    """It arrives after the command was sent, and before its sender is woken."""
+    async with redis_client(own_url) as client:
+        await client.set("one", "1")
+        await client.set("two", "2")
+        connection = await client.connection_pool.get_connection()
+        await client.connection_pool.release(connection)
+        sends, sent = connection._send_packed_command, asyncio.Event()
+
+        async def send(command: Any) -> None:
+            await sends(command)
+            sent.set()
+
+        connection._send_packed_command = send
+        asking = asyncio.create_task(client.get("one"))
+        await sent.wait()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        # The next command gets its own answer.
+        assert await client.get("two") == b"2"
+
+
 def name_of(digest: bytes) -> bytes:
     """What the index keeps of a hash."""
     return digest[:NAME_BYTES]

@@ -16,6 +16,7 @@ import httpx
 from baton.rpc.grpc_channel import open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from deploy.launcher.router_process import RouterProcess
+from loadtest.common.peer_servers import SERVED_NAME
 from tests.support.integration.routers import DEADLINE_S, Routers, two_routers
 
 REQUESTS = 24
@@ -37,7 +38,7 @@ async def test_two_processes_are_one_router(tiny_model: Path, redis_url: str) ->
                 stub = inference_pb2_grpc.InferenceServiceStub(channel)
                 request = inference_pb2.ListModelsRequest()
                 models = await stub.ListModels(request, timeout=DEADLINE_S)
-                assert [model.id for model in models.models] == ["echo"]
+                assert [model.id for model in models.models] == [SERVED_NAME]
 
         first, second = routers.processes
         os.kill(first.pid, signal.SIGKILL)
@@ -61,7 +62,7 @@ async def _left_while_it_reads(routers: Routers, last: RouterProcess) -> None:
     """A request whose body arrives while its router leaves is answered like others."""
     host, _, port = routers.config.http.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    body = b'{"model": "echo", "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": true}'
+    body = b'{"model": "m", "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": true}'
     head = "POST /v1/completions HTTP/1.1", f"host: {host}", "content-type: application/json"
     lines = [*head, f"content-length: {len(body)}", "", ""]
     try:
@@ -82,7 +83,7 @@ async def _left_while_it_reads(routers: Routers, last: RouterProcess) -> None:
 
 
 async def test_any_router_of_the_cluster_says_why(tiny_model: Path, redis_url: str) -> None:
-    body = {"model": "echo", "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
+    body = {"model": SERVED_NAME, "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
     names = [f"mine-{number}" for number in range(8)]
     async with two_routers(tiny_model, redis_url) as routers:
         async with routers.client() as client:

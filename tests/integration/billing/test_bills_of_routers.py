@@ -21,6 +21,7 @@ import pytest
 import redis.asyncio
 
 from baton.store.redis_client import redis_client
+from loadtest.common.peer_servers import SERVED_NAME
 from tests.support.integration.routers import DEADLINE_S, Routers, two_routers
 
 CLIENTS = 6
@@ -51,7 +52,7 @@ class Client:
         prompt, output = self.size
         stream = self.number % 2 == 1
         body = {
-            "model": "echo",
+            "model": SERVED_NAME,
             "prompt": list(range(1, prompt + 1)),
             "max_tokens": output,
             "ignore_eos": True,

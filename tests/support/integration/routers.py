@@ -17,6 +17,7 @@ from baton.config.cluster import Config
 from deploy.launcher.router_process import RouterProcess
 from deploy.processes.run_directory import ClusterMark, RunDirectory
 from loadtest.common.json_worker import helper
+from loadtest.common.peer_servers import SERVED_NAME
 from tests.support.mini_cluster import free_port
 
 DEADLINE_S = 60.0
@@ -56,7 +57,7 @@ class Routers:
 
     async def ask(self, times: int) -> None:
         """Every request must be answered."""
-        body = {"model": "echo", "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
+        body = {"model": SERVED_NAME, "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
         async with self.client() as client:
             for _ in range(times):
                 answer = await client.post("/v1/completions", json=body)
@@ -74,7 +75,7 @@ class Routers:
                 samples = [sample for sample in every if sample.name == name]
                 for sample in samples:
                     assert sample.labels["cluster"] == self.cluster_id
-                    assert sample.labels["model_name"] == "echo"
+                    assert sample.labels["model_name"] == SERVED_NAME
                 values.add(sum(sample.value for sample in samples))
         assert len(values) == 1, f"{name}: {values}"
         return values.pop()
@@ -106,7 +107,7 @@ async def two_routers(model: Path, redis_url: str, /, **changes: object) -> Asyn
             run,
             redis_url=redis_url,
             model_path=str(model),
-            model_name="echo",
+            model_name=SERVED_NAME,
             number=number,
         )
 

@@ -67,6 +67,16 @@ def test_an_unused_grant_ends() -> None:
     assert not turns
 
 
+def test_a_grant_that_does_not_suffice_ends() -> None:
+    """The worker had counted fewer blocks, or the router gives the room to a larger request."""
+    turns = RoomTurns()
+    turns.wait(asker("a", "a1"), Need(1, 0))
+    turns.grant(Need(4, 9), 0.0)
+    turns.wait(Asker("a", ("a1", 1)), Need(1, 8))
+    assert turns.held(asker("b", "b1")) == NOTHING
+    assert [grant.need for grant in turns.grant(Need(1, 9), 0.0)] == [Need(1, 8)]
+
+
 def names_of(turns: RoomTurns, places: int, now: float) -> list[str]:
     return [grant.asker.attempt[0] for grant in turns.grant(Need(places, 100), now)]
 
