@@ -71,6 +71,14 @@ class AdmissionQueue:
         for tenant in self._tenants:
             metrics.waiting_requests.labels(tenant=tenant).set(0)
 
+    def check_place(self, tenant: str, priority: int) -> None:
+        """Check whether the queue has a place for a tenant's new request, before the request is
+        read. Raises Overloaded."""
+        now = self._clock()
+        capacity = self._current_capacity(now)
+        if capacity is not None:
+            self._controller.check_place(tenant, priority, capacity, now)
+
     async def acquire(self, request: GenerationRequest) -> HeldRoom | None:
         """Wait until the request may be sent to the workers. Afterwards the caller must call
         ``release``, even if this method raises.

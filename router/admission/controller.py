@@ -204,6 +204,19 @@ class AdmissionController:
 
     # The states of a request
 
+    def check_place(self, tenant: str, priority: int, capacity: Capacity, now: float) -> None:
+        """Check whether the queue has a place for a tenant's new request, however short its prompt
+        is. Raises Overloaded."""
+        request = AdmissionRequest("", tenant, priority, 1, 1)
+        entry = self._entry(request, ExpectedAnswer(1, 1, 1), capacity, now)
+        if self._queue.has_place(entry):
+            return
+        self._see(capacity, now)
+        # Its prompt is not known: it counts as long as those that wait are on average.
+        work_s = sum(waiting.work_s for waiting in self._queue) / len(self._queue)
+        self._overload.came(work_s, 1, now)
+        raise self._full(self._turn_s(entry, capacity, now))
+
     def offer(self, request: AdmissionRequest, capacity: Capacity, now: float) -> None:
         """Queue a request. It waits until ``admit`` returns its id or rejects it.
 
@@ -213,19 +226,7 @@ class AdmissionController:
         self._see(capacity, now)
         expected = self._decode.expected_tokens(request.max_tokens)
         answer = ExpectedAnswer(request.prompt_tokens, expected, request.choices)
-        lead = max(-MAX_LEAD_S, min(MAX_LEAD_S, request.priority * PRIORITY_STEP_S))
-        cost = max(1, request.prompt_tokens + expected * request.choices)
-        work_s = capacity.work_s(request.prompt_tokens)
-        entry = _Waiting(
-            request.tenant,
-            now + lead,
-            cost,
-            request,
-            now,
-            answer,
-            work_s,
-            number=next(self._numbers),
-        )
+        entry = self._entry(request, answer, capacity, now)
         if request.background:
             self._entries[request.request_id] = entry
             self._background.push(entry)
@@ -236,15 +237,33 @@ class AdmissionController:
         self._overload.let_in(request.prompt_tokens)
         victim = self._queue.push(entry)
         if victim is not None:
-            full = Overloaded(
-                f"the queue is full: {len(self._queue)} requests are waiting; try again later",
-                retry_after=max(MIN_RETRY_S, turn_s),
-            )
+            full = self._full(turn_s)
             if victim is entry:
                 raise full
             self._forget(victim)
             self._refuse(victim.request.request_id, full)
         self._entries[request.request_id] = entry
+
+    def _entry(
+        self, request: AdmissionRequest, answer: ExpectedAnswer, capacity: Capacity, now: float
+    ) -> _Waiting:
+        lead = max(-MAX_LEAD_S, min(MAX_LEAD_S, request.priority * PRIORITY_STEP_S))
+        return _Waiting(
+            request.tenant,
+            now + lead,
+            max(1, request.prompt_tokens + answer.expected_tokens * request.choices),
+            request,
+            now,
+            answer,
+            capacity.work_s(request.prompt_tokens),
+            number=next(self._numbers),
+        )
+
+    def _full(self, turn_s: float) -> Overloaded:
+        return Overloaded(
+            f"the queue is full: {len(self._queue)} requests are waiting; try again later",
+            retry_after=max(MIN_RETRY_S, turn_s),
+        )
 
     def admit(self, capacity: Capacity | None, now: float) -> list[str]:
         """Admit the requests whose turn it is and return their ids. Reject those that are too late.

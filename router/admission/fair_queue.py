@@ -114,6 +114,10 @@ class FairQueue(Generic[T]):
         self._size += 1
         return victim
 
+    def has_place(self, entry: T) -> bool:
+        """Return whether ``push`` would not drop the new entry itself."""
+        return self._size < self._limit or self._victim(entry) is not entry
+
     def put_back(self, entry: T) -> None:
         """Return an entry that was sent in vain to its place, with its cost. The bound of the queue
         does not apply to it."""

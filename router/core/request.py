@@ -298,6 +298,10 @@ have to wait for the client."""
 class Dispatcher(Protocol):
     """Runs requests on the cluster's workers."""
 
+    def check_place(self, tenant: str, priority: int) -> None:
+        """Check whether a tenant's request of this priority can be queued, however short it is.
+        Raises Overloaded."""
+
     def generate(
         self, request: GenerationRequest, relay: Relay | None = None
     ) -> AsyncIterator[OutputDelta]:

@@ -137,6 +137,10 @@ class ClusterDispatcher:
 
     # A request
 
+    def check_place(self, tenant: str, priority: int) -> None:
+        """Refuse a request before it is read, as ``router.core.request.Dispatcher`` specifies."""
+        self._queue.check_place(tenant, priority)
+
     async def generate(
         self, request: GenerationRequest, relay: Relay | None = None
     ) -> AsyncGenerator[OutputDelta, None]:

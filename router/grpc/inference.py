@@ -81,7 +81,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 name = _name(request)
                 own = f"gen-{secrets.token_hex(16)}"
                 arrival = arrival_of(context, metadata, caller, own, received_at, self._config)
-                built = await self._build(request, arrival)
+                priority = request.priority if request.HasField("priority") else None
+                self._service.check_place(caller, priority)
+                built = await self._build(request, arrival, priority)
             choices = choices_for([built])
             outputs = self._outputs(request, built)
             shows_workers = self._access.may_see_workers(caller)
@@ -122,7 +124,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.ListModelsResponse(models=[model])
 
     async def _build(
-        self, request: inference_pb2.GenerateRequest, arrival: Arrival
+        self, request: inference_pb2.GenerateRequest, arrival: Arrival, priority: int | None
     ) -> GenerationRequest:
         check_size(request, self._config)
         self._builder.check_model(request.model or self._model.id)
@@ -133,7 +135,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
         if request.HasField("truncate_prompt_tokens"):
             sampling = replace(sampling, truncate=request.truncate_prompt_tokens)
-        priority = request.priority if request.HasField("priority") else None
         kind, choices = request.WhichOneof("input"), _choices(request)
         if kind == "messages":
             turns, tools = grpc_turns(request.messages.messages), grpc_tool_use(request.tools)

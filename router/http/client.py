@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import functools
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -109,8 +109,11 @@ class BodyReader:
         self._turns = FairTurns("large bodies", LARGE_AT_ONCE)
 
     @asynccontextmanager
-    async def object(self, request: Request, tenant: str) -> AsyncIterator[dict[str, Any]]:
-        """Read a request's body and yield the object in it.
+    async def object(
+        self, request: Request, tenant: str, check: Callable[[bytes], None] = lambda _: None
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Read a request's body and yield the object in it. ``check`` gets its first
+        ``SMALL_BYTES``, or a few more, before any of it is parsed.
 
         A large body holds its turn until the block ends. The block must create the prompt's token
         ids. Raises RequestTooLarge as early as possible, InvalidRequest, Overloaded, and
@@ -118,6 +121,7 @@ class BodyReader:
         _check_headers(request, self._max_bytes)
         arriving = _Arriving(request, self._max_bytes)
         await arriving.beyond(SMALL_BYTES, self._deadline_s)
+        check(arriving.begin())
         if arriving.ended:
             yield parse_object(arriving.take())
             return
@@ -295,6 +299,11 @@ class _Arriving:
         if self._size > self._limit:
             raise _too_large(self._limit)
         self._parts.append(part)
+
+    def begin(self) -> bytes:
+        """Return the bytes of the body that have arrived."""
+        self._parts = [b"".join(self._parts)]
+        return self._parts[0]
 
     def take(self) -> bytes:
         """Return the bytes of the body that have arrived, and drop them from this object."""

@@ -27,6 +27,8 @@ from router.http.sse import EventStream, error_event
 from router.inference.builder import Arrival
 from router.inference.service import BACKGROUND_WAIT_S, InferenceService
 
+_PRIORITY = b'"priority"'
+
 
 class ApiAnswer(abc.ABC):
     """The answer to one API request, in the format of its API, either streamed or whole."""
@@ -94,7 +96,8 @@ class Endpoint:
         try:
             with service.counting_refusals(caller):
                 name = self._name()
-                async with service.bodies.object(request, caller.principal.tenant) as body:
+                tenant = caller.principal.tenant
+                async with service.bodies.object(request, tenant, self._check(caller)) as body:
                     arrival = Arrival.of(name, received_at, request.headers, max_s, caller)
                     labels = arrival.labels.or_of_body(body)
                     call_id: str = request.state.request_id
@@ -119,6 +122,14 @@ class Endpoint:
             answer = await self._parse(body, arrival)
         await self._keep_all(arrival, answer, None)
         return await asyncio.to_thread(lambda: without_items(answer.whole()))
+
+    def _check(self, caller: Caller) -> Callable[[bytes], None]:
+        def check(begin: bytes) -> None:
+            # A priority of the request's own may push others out of the queue.
+            if _PRIORITY not in begin:
+                self._service.check_place(caller)
+
+        return check
 
     def _name(self) -> str:
         return f"{self._prefix}{secrets.token_hex(16)}"

@@ -119,6 +119,12 @@ class InferenceService:
             count_refusal(self._stats.metrics, error, principal)
             raise
 
+    def check_place(self, caller: Caller, priority: int | None = None) -> None:
+        """Check whether the caller's request can be queued, before its prompt is read: so a refusal
+        costs the same for every prompt. ``priority``: the request's own. Raises Overloaded."""
+        priority = caller.priority if priority is None else priority
+        self._dispatcher.check_place(caller.principal.tenant, priority)
+
     def worker_records(self) -> Sequence[WorkerRecord]:
         """Return the registry record of every worker."""
         return self._dispatcher.worker_records()

@@ -68,6 +68,9 @@ class _EngineDispatcher:
         self._lock = asyncio.Lock()
         self.context_length = engine.context_length
 
+    def check_place(self, tenant: str, priority: int) -> None:
+        """There is always a place."""
+
     async def generate(
         self, request: GenerationRequest, relay: Relay | None = None
     ) -> AsyncIterator[OutputDelta]:

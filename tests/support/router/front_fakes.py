@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from baton.config.cluster import Config
+from baton.errors import Overloaded
 from baton.logprobs import TokenLogprobs
 from baton.request import FinishReason
 from baton.store.registry import WorkerRecord
@@ -106,6 +107,14 @@ class ScriptedDispatcher:
     requests: list[GenerationRequest] = field(default_factory=list)
     delivered: int = 0
     closed: asyncio.Event = field(default_factory=asyncio.Event)
+    is_full: bool = False
+    asked: list[tuple[str, int]] = field(default_factory=list)
+    """Tenant and priority of each request, before it was read."""
+
+    def check_place(self, tenant: str, priority: int) -> None:
+        self.asked.append((tenant, priority))
+        if self.is_full:
+            raise Overloaded("the queue is full", retry_after=2.0)
 
     async def generate(
         self, request: GenerationRequest, relay: Relay | None = None

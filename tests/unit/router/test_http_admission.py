@@ -26,6 +26,7 @@ KEYS = [
     }
 ]
 TENANTS = [{"name": "acme", "weight": 2.0}]
+JSON = {"content-type": "application/json"}
 SHOWN = {"authorization": "Bearer a-key"}
 
 
@@ -74,6 +75,35 @@ async def test_a_priority(path: str, value: float) -> None:
 async def test_a_priority_that_is_none(value: Any) -> None:
     response = await post(make_front(), CHAT, {**HELLO, "priority": value})
     check_error(response, 400, "priority")
+
+
+@pytest.mark.parametrize("path", [CHAT, PLAIN, "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("body", [b"[" * 20_000, b'{"prompt": "' + b"word " * 20_000])
+async def test_a_full_queue_refuses_a_body_that_is_not_parsed(path: str, body: bytes) -> None:
+    front = make_front(keys=KEYS, tenants=TENANTS)
+    front.dispatcher.is_full = True
+    response = await call(front, "POST", path, content=body, headers=SHOWN | JSON)
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "2"
+    assert front.dispatcher.asked == [("acme", 7)]
+    assert front.requests() == {("unknown", "shed", "overloaded"): 1}
+
+
+async def test_a_request_with_a_priority_is_read_before_a_full_queue_refuses_it() -> None:
+    """It may push another one out of the queue."""
+    front = make_front()
+    front.dispatcher.is_full = True
+    assert (await post(front, CHAT, {**HELLO, "priority": -5})).status_code == 200
+    assert front.dispatcher.asked == []
+
+
+async def test_a_full_queue_refuses_over_grpc_before_the_prompt_is_read() -> None:
+    front = make_front()
+    front.dispatcher.is_full = True
+    # Its model is not served here, which is found later.
+    error = await refused(front, Request(model="another", prompt="Hello", priority=-5))
+    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert front.dispatcher.asked == [("default", -5)]
 
 
 async def test_a_keys_tenant_and_priority() -> None:

@@ -157,6 +157,28 @@ def test_retry_after_of_a_full_queue_is_true_too() -> None:
     check_retry_after(cluster, error, began)
 
 
+def test_a_full_queue_refuses_a_request_before_its_prompt_is_known() -> None:
+    cluster = Cluster(limit=30, places=1000)
+    cluster.learn()
+    admission = cluster.admission
+
+    def check(tenant: str = "default", priority: int = 0) -> None:
+        admission.check_place(tenant, priority, cluster.capacity(), cluster.now)
+
+    check()
+    exact = cluster.flood(100)
+    waiting = admission.waiting_requests
+    with pytest.raises(Overloaded, match="the queue is full: 30 requests are waiting") as caught:
+        check()
+    assert caught.value.retry_after == pytest.approx(exact.retry_after)
+    # What would push out another one is read.
+    check(priority=-5)
+    check("another")
+    assert admission.waiting_requests == waiting
+    cluster.finish()
+    check()
+
+
 def test_where_decode_places_are_short_their_ends_say_how_long_it_takes() -> None:
     cluster = Cluster(tokens_per_s=1e6, places=4, token_s=0.1)
     for number in range(20):

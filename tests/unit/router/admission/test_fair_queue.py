@@ -105,6 +105,9 @@ def test_a_full_queue_takes_room_from_the_tenant_with_most() -> None:
         assert queue.push(entry("flood", 100, float(item), item)) is None
     mine = entry("flood", 100, 9.0)
     assert queue.push(mine) is mine
+    assert not queue.has_place(entry("flood", 1, 9.0))
+    assert queue.has_place(entry("flood", 1, -1.0))
+    assert queue.has_place(entry("few", 1, 9.0))
     gone = queue.push(entry("few", 100, 9.0))
     assert gone is not None
     assert (gone.tenant, gone.item) == ("flood", 2)

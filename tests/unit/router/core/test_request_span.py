@@ -49,6 +49,9 @@ class Workers:
         self.error = error
         self.seen: list[GenerationRequest] = []
 
+    def check_place(self, tenant: str, priority: int) -> None:
+        """There is always a place."""
+
     async def generate(
         self, request: GenerationRequest, relay: Relay | None = None
     ) -> AsyncIterator[OutputDelta]:
