@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 import redis
 import redis.asyncio
 from prometheus_client import Counter, Histogram
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
@@ -39,8 +40,7 @@ def redis_client(url: str, *, timeout_s: float = 1.0) -> redis.asyncio.Redis:
     if credentials is not None:
         client.connection_pool.connection_kwargs["credential_provider"] = credentials
     pool = client.connection_pool
-    is_tls = issubclass(pool.connection_class, redis.asyncio.SSLConnection)
-    pool.connection_class = _RenewedConnection if is_tls else _CancellableConnection
+    pool.connection_class = _CONNECTIONS[pool.connection_class]
     return client
 
 
@@ -84,8 +84,8 @@ class _PasswordFile(CredentialProvider):
         return self.get_credentials()
 
 
-class _CancellableConnection(redis.asyncio.Connection):
-    """A connection that loses no cancellation.
+class _Cancellable(AbstractConnection):
+    """Part of a connection that loses no cancellation.
 
     The library sends inside ``asyncio.wait_for``, which before Python 3.12 drops a cancellation
     that arrives just when the command is sent. The cancelled task would then go on for ever."""
@@ -103,12 +103,27 @@ class _CancellableConnection(redis.asyncio.Connection):
             raise asyncio.CancelledError
 
 
-class _RenewedConnection(_CancellableConnection, redis.asyncio.SSLConnection):
+class _PlainConnection(_Cancellable, redis.asyncio.Connection):
+    """A connection without TLS."""
+
+
+class _SocketConnection(_Cancellable, redis.asyncio.UnixDomainSocketConnection):
+    """A connection to a Unix socket."""
+
+
+class _RenewedConnection(_Cancellable, redis.asyncio.SSLConnection):
     """A connection that reads its TLS files at each connect. The library reads them only once."""
 
     def _connection_arguments(self) -> Mapping[str, Any]:
         self.ssl_context.context = None
         return super()._connection_arguments()
+
+
+_CONNECTIONS = {
+    redis.asyncio.Connection: _PlainConnection,
+    redis.asyncio.UnixDomainSocketConnection: _SocketConnection,
+    redis.asyncio.SSLConnection: _RenewedConnection,
+}
 
 
 class RedisCalls:
