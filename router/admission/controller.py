@@ -409,8 +409,9 @@ class AdmissionController:
         self._asking.pop(request_id, None)
 
     def leave(self, key: str) -> None:
-        """Forget migrating choices that wait no longer; idempotent."""
+        """Forget a request, or migrating choices, that wait no longer; idempotent."""
         self._migrating = [each for each in self._migrating if each.key != key]
+        self._unqueue(key)
 
     def granted(
         self, classes: Collection[str], capacity: Capacity | None, now: float
@@ -451,11 +452,7 @@ class AdmissionController:
 
         ``finished``: true if all tokens of its answer were generated. ``held_s``: seconds after the
         first token by which the client delayed the answer."""
-        entry = self._entries.get(request_id)
-        if entry is not None:
-            queue = self._background if entry.request.background else self._queue
-            queue.remove(entry)
-            self._forget(entry)
+        self._unqueue(request_id)
         self._sent.pop(request_id, None)
         self.accepted(request_id)
         self._overload.begun(request_id)
@@ -466,6 +463,13 @@ class AdmissionController:
             return
         if answer is not None and answer.begun_at is not None and finished:
             self._learn(answer, max(0.0, now - answer.begun_at - held_s), now)
+
+    def _unqueue(self, request_id: str) -> None:
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            queue = self._background if entry.request.background else self._queue
+            queue.remove(entry)
+            self._forget(entry)
 
     def _forget(self, entry: _Waiting) -> None:
         del self._entries[entry.request.request_id]

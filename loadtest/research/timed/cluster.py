@@ -58,6 +58,8 @@ class TimedSettings:
     """Maximum number of prompt tokens in a worker's step."""
     kv_pool_mib: int = 8
     """Memory for a worker's KV blocks, in MiB. 1 MiB holds 2048 blocks of 16 tokens."""
+    operator_key: str = ""
+    """API key for the operator's calls, if the configuration has keys."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of the configuration, such as ``local_prefill`` and ``slo_ttft_s``."""
 
@@ -185,9 +187,15 @@ class TimedCluster:
 
     async def roles(self) -> dict[str, str]:
         """Return the role of each worker that the router knows, by slot."""
-        async with httpx.AsyncClient(trust_env=False, timeout=_ANSWER_S) as http:
-            answer = await http.get(f"http://{self.router.http}/v1/cache/stats")
+        async with self._operator(_ANSWER_S) as http:
+            answer = await http.get("/v1/cache/stats")
         return {worker["slot"]: worker["role"] for worker in answer.json()["workers"]}
+
+    def _operator(self, timeout_s: float) -> httpx.AsyncClient:
+        key = self.settings.operator_key
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        url = f"http://{self.router.http}"
+        return httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=timeout_s)
 
     async def _enter(self, process: contextlib.AbstractAsyncContextManager[Process]) -> Process:
         stack = contextlib.AsyncExitStack()
@@ -197,9 +205,8 @@ class TimedCluster:
 
     async def _operate(self, slot: str, what: str, body: Fields) -> Fields:
         patience_s = self.config.drain_deadline_s + _ANSWER_S
-        url = f"http://{self.router.http}/v1/workers/{slot}/{what}"
-        async with httpx.AsyncClient(trust_env=False, timeout=patience_s) as http:
-            answer = await http.post(url, json=body)
+        async with self._operator(patience_s) as http:
+            answer = await http.post(f"/v1/workers/{slot}/{what}", json=body)
         if not answer.is_success:
             raise Unavailable(f"{what} of {slot}: {answer.text}")
         fields: Fields = answer.json()

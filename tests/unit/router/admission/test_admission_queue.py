@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from baton.config.access import KeyConfig, TenantConfig
 from baton.config.cluster import Config
 from baton.config.pools import ContextClass
-from baton.errors import DeadlineUnreachable, Overloaded
+from baton.errors import DeadlineExceeded, DeadlineUnreachable, Overloaded
 from baton.request import Geometry, LoadSnapshot, Principal
 from baton.sampling_params import SamplingParams
 from baton.telemetry.metrics import RouterMetrics
@@ -22,6 +22,7 @@ from router.admission.capacity import Capacity
 from router.admission.inflight_prefills import MIN_WINDOW_TOKENS
 from router.core.request import GenerationRequest
 from router.routing.cost_model import PREFILL_DEFAULT, Coefficients
+from router.routing.room import HeldRoom
 from router.workers.worker_link import WorkerLink
 from tests.support.router.workers import record
 
@@ -133,6 +134,30 @@ async def test_reads_of_the_capacity_take_a_tenth_of_the_processor(
         await queue.acquire(request)
         queue.release(request.request_id)
     assert spent_s == pytest.approx(0.01 * 25), "3 s of the clock, one read each 0.12 s"
+    queue.close()
+
+
+async def test_a_request_that_waited_for_room_to_its_deadline_gets_no_room() -> None:
+    """It has not been released yet when a worker grants room."""
+    config = Config()
+    metrics = RouterMetrics(CollectorRegistry())
+    queue = AdmissionQueue(config, metrics, lambda: capacity_with(100), lambda: 0.0)
+    late, next_one = (
+        GenerationRequest(name, (1,), SamplingParams(max_tokens=1), Principal("default"), 30.0)
+        for name in ("late", "next")
+    )
+    await queue.acquire(late)
+    with pytest.raises(DeadlineExceeded):
+        await queue.wait_for_room(late, 0.0, 1, migrates=False)
+    room, classes = HeldRoom("decode-0:1", ("late", 0)), {config.class_of(1)}
+    assert not queue.granted(room, classes)
+    await queue.acquire(next_one)
+    waiting = asyncio.create_task(queue.wait_for_room(next_one, 30.0, 1, migrates=False))
+    await asyncio.sleep(0)
+    assert queue.granted(room, classes)
+    assert await waiting == room
+    for request in (late, next_one):
+        queue.release(request.request_id)
     queue.close()
 
 
