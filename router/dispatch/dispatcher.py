@@ -10,6 +10,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 
 from baton.autoscaling.traffic import TrafficCounts
 from baton.autoscaling.traffic_store import TrafficStore
@@ -167,8 +168,8 @@ class ClusterDispatcher:
             room = await self._queue.acquire(request)
             self._budget.admitted()
             begins_at = time.monotonic() if request.background else received_at
-            processors = [self._processor(request) for _ in range(request.choices)]
-            running = RunningRequest(request, processors, begins_at + request.deadline_s)
+            deadline = begins_at + request.deadline_s
+            running = RunningRequest(request, partial(self._processor, request), deadline)
             self._running.add(running)
             try:
                 await self._placement.place(running, range(request.choices), room=room)

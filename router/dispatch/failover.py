@@ -289,11 +289,14 @@ class Failover:
     def _lost(self, attempt: Attempt, loss: _Loss, *, deadly: bool = True) -> None:
         owner, left = attempt.owner, attempt.unfinished
         self._placement.end(attempt, loss.reason)
+        if not left and attempt.is_scored and owner.awaits_prompt:
+            # All tokens are here, but not the prompt's log probabilities or embedding.
+            choice = min(attempt.choices)
+            owner.begin_again(choice)
+            left = {choice}
         if not left:
-            # All tokens are here. Only the prompt's log probabilities or embedding may be missing.
-            if owner.awaits_prompt:
-                owner.fail(_with_retry(loss.failure))
-        elif not loss.is_cut_off and self._is_poison(owner, loss, deadly=deadly):
+            return
+        if not loss.is_cut_off and self._is_poison(owner, loss, deadly=deadly):
             owner.fail(poison_error())
         elif self._is_given_up(owner, loss):
             log.warning(

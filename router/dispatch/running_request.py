@@ -17,7 +17,7 @@ import asyncio
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -59,17 +59,16 @@ class RunningRequest:
     def __init__(
         self,
         request: GenerationRequest,
-        processors: Sequence[OutputProcessor],
+        new_processor: Callable[[], OutputProcessor],
         deadline: float,
     ) -> None:
-        """Create a running request. ``processors``: one for each choice. ``deadline`` is on the
-        monotonic clock.
+        """Create a running request. ``new_processor`` makes the processor of a choice's output.
+        ``deadline`` is on the monotonic clock.
         """
         self.request = request
         self.deadline = deadline
-        self.choices: Sequence[RunningChoice] = tuple(
-            RunningChoice(number, processor) for number, processor in enumerate(processors)
-        )
+        self._new_processor = new_processor
+        self.choices = [RunningChoice(number, new_processor()) for number in range(request.choices)]
         self.several = len(self.choices) > 1
         """Whether the request has more than one choice."""
         self.awaits_prompt = request.awaits_prompt
@@ -136,6 +135,13 @@ class RunningRequest:
         if left_s <= 0:
             raise DeadlineExceeded("the request's deadline passed while it waited")
         return left_s
+
+    def begin_again(self, choice: int) -> None:
+        """Forget all output of a choice, so that an attempt computes its prompt again.
+
+        Nothing of the choice was read: the request waits for its prompt's part of the answer."""
+        assert self.awaits_prompt, "output may have been read"
+        self.choices[choice] = RunningChoice(choice, self._new_processor())
 
     def sequence_spec(
         self,
@@ -402,6 +408,12 @@ class Attempt:
     def fingerprint(self) -> str:
         """Fingerprint of the attempt's workers."""
         return self.target.record.fingerprint
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the attempt computes the log probabilities or the embedding of the prompt that
+        the request wants."""
+        return self.spec.embeds or self.spec.sampling.prompt_logprobs is not None
 
     @property
     def computes(self) -> bool:

@@ -31,6 +31,7 @@ from baton.errors import (
     WorkerFailed,
 )
 from baton.hashing import HashChain
+from baton.logprobs import TokenLogprobs
 from baton.request import (
     LOWEST_PRIORITY,
     FinishReason,
@@ -325,11 +326,11 @@ class World:
         request = GenerationRequest(
             name, PROMPT, sampling, Principal(), deadline_s, choices=choices, **fields
         )
-        processors = [
-            OutputProcessor(ByteDetokenizer(lambda token: bytes([token]), {}))
-            for _ in range(choices)
-        ]
-        running = RunningRequest(request, processors, time.monotonic() + request.deadline_s)
+
+        def processor() -> OutputProcessor:
+            return OutputProcessor(ByteDetokenizer(lambda token: bytes([token]), {}))
+
+        running = RunningRequest(request, processor, time.monotonic() + request.deadline_s)
         await self.placement.place(running, range(choices))
         await self.settle()
         return running
@@ -1177,14 +1178,29 @@ async def test_a_prefill_stream_that_broke_with_all_others_blames_no_worker(
     world.close(running)
 
 
-async def test_an_answer_whose_prompts_part_is_lost_fails() -> None:
+@pytest.mark.parametrize("how", ["scored", "embeds"])
+async def test_a_prompts_part_that_is_lost_is_computed_again(how: str) -> None:
+    """The last token has overtaken it."""
     world = World()
-    running = await world.run(sampling=SamplingParams(max_tokens=50, prompt_logprobs=0))
-    world.tell(running, 1, ends=True)
+    scores = 0 if how == "scored" else None
+    running = await world.run(
+        sampling=SamplingParams(max_tokens=50, prompt_logprobs=scores), embeds=how == "embeds"
+    )
+    world.tell(running, 2, ends=True)
     world.failover.worker_broken("d0", GONE)
-    with pytest.raises(WorkerFailed):
-        async with asyncio.timeout(60):
-            await running.next_delta()
+    await world.settle()
+    assert world.at(running) == [(1, "p0", "d1")]
+    (attempt,) = running.attempts
+    assert attempt.spec.token_ids == PROMPT
+    assert attempt.is_scored
+    world.tell(running, 2)
+    part = {"prompt_logprobs": (TokenLogprobs(-1.0),)} if scores == 0 else {"embedding": (0.5,)}
+    running.accept(TokenOutput("r", 1, 2, (65,), FinishReason.LENGTH, **part))
+    delta = await running.next_delta()
+    assert delta.prompt_logprobs or delta.embedding
+    assert running.finished
+    assert len(delta.token_ids) == (3 if how == "scored" else 0)
+    world.close(running)
 
 
 @pytest.mark.parametrize("way", ["worker_silent", "worker_stalled", "worker_drains"])

@@ -29,7 +29,7 @@ def make_choices(count: int, stop: tuple[str, ...] = (), *, scores: bool = False
 
     sampling = SamplingParams(prompt_logprobs=0 if scores else None)
     request = GenerationRequest("r", (1, 2), sampling, Principal(), 60.0, choices=count)
-    return RunningRequest(request, [processor() for _ in range(count)], 60.0)
+    return RunningRequest(request, processor, 60.0)
 
 
 def make_running(stop: tuple[str, ...] = ()) -> RunningRequest:
