@@ -208,7 +208,7 @@ class RouterMetrics:
         )
         self.rate_limit_failures = Counter(
             "baton_rate_limit_failures",
-            "Requests admitted without a limit check because Redis did not answer; they are "
+            "Requests checked by the router's own count, because Redis did not answer; they are "
             "charged later.",
             registry=registry,
         )

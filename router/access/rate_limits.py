@@ -18,8 +18,9 @@ time.
 
     reachable ─a call has no answer in time→ unreachable ─after AWAY_S→ reachable
 
-While Redis is unreachable, no request is refused, and each is counted in a metric. The tokens of
-these requests are remembered, and charged when Redis is reachable again.
+While Redis is unreachable, each router process enforces the limits by its own count
+(``router.access.own_limits``). The requests are counted in a metric, and charged when Redis is
+reachable again.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from baton.errors import BudgetExceeded, RateLimitExceeded, RequestTooLarge
 from baton.host.background import end_tasks, spawn
 from baton.telemetry.metrics import RouterMetrics
 from router.access.limit_scripts import ENTER, LEAVE
+from router.access.own_limits import OwnLimits
 from router.access.visit import Allowance, Visit
 from router.billing.budgets import SLICE_S, Budget, Budgets, Hold
 from router.core.script_queue import MAX_TOGETHER, ScriptCall, ScriptQueue, call_together
@@ -52,14 +54,14 @@ log = logging.getLogger(__name__)
 
 ANSWER_S = 0.25
 """Maximum time in seconds that a request waits for Redis, including the wait for a connection.
-After this time, the request proceeds without being counted."""
+After this time, the router's own count decides."""
 AWAY_S = 1.0
 """Seconds without calls to Redis after a call has failed. So a dead Redis delays one request per
 pause, not every request."""
 MAX_CONNECTIONS = 4
 MAX_WAITING = 1024
-"""Maximum number of requests that wait for a connection to Redis. Further requests proceed without
-being counted."""
+"""Maximum number of requests that wait for a connection to Redis. The router's own count decides
+about further ones."""
 MAX_REPORTS = 16384
 """Maximum number of ended requests that are reported one by one, about 10 MB. Further ones that
 Redis may not have counted are reported together, by key."""
@@ -134,6 +136,7 @@ class RateLimits:
         self._metrics = metrics
         self._clock = clock
         self._away_until = float("-inf")
+        self._own = OwnLimits()
         self._uses: dict[str, _Use] = {}
         # Clients may give two requests the same id, so entries have names of their own.
         self._entries = map(f"{secrets.token_hex(6)}-{{}}".format, count())
@@ -186,11 +189,23 @@ class RateLimits:
         except BaseException:
             self.leave(visit)
             raise
-        if answer is None:
-            self._metrics.rate_limit_failures.inc()
-        else:
+        if answer is not None:
             visit.unsure = False
             self._take(visit, answer)
+            self._count_own(visit, 0, enforced=False)
+            return
+        self._metrics.rate_limit_failures.inc()
+        try:
+            self._take(visit, self._count_own(visit, 0, enforced=True))
+        except RateLimitExceeded:
+            if visit.sent:
+                # Redis may have counted it.
+                self.leave(visit)
+            raise
+
+    def _count_own(self, visit: Visit, tokens: int, *, enforced: bool) -> list[int]:
+        now, entry = self._clock(), visit.hold.entry
+        return self._own.charge(visit.key, entry, tokens, now, enforced=enforced)
 
     async def charge(
         self, visit: Visit, prompt_tokens: int, answers: Sequence[int], cost: int = 0
@@ -201,8 +216,12 @@ class RateLimits:
         ``answers``: the maximum number of tokens of each answer. ``cost``: the maximum cost in
         nanodollars. Raises RateLimitExceeded, RequestTooLarge if the prompt has more tokens than
         the key's limit per minute, and Unavailable if no budget can be checked."""
-        more = self._tokens_to_charge(visit, prompt_tokens, answers)
+        wanted = self._tokens_to_charge(visit, prompt_tokens, answers)
+        # An unsure request is charged at its end.
+        more = 0 if visit.unsure else max(0, wanted - visit.reserved)
         cost = cost if visit.hold.budgets else 0
+        if visit.unsure and wanted:
+            self._take(visit, self._count_own(visit, wanted, enforced=True))
         if not more and not cost:
             return
         # An unsure request stays unsure: its end charges what Redis did not count.
@@ -211,19 +230,21 @@ class RateLimits:
         answer = await self._ask(visit, requests=0, tokens=more, cost=cost)
         if answer is None:
             self._metrics.rate_limit_failures.inc()
+            if more:
+                self._take(visit, self._count_own(visit, wanted, enforced=True))
             if cost and self._budgets is not None:
                 self._budgets.hold_of_slices(visit.hold, cost)
             return
         visit.unsure = not sure
         self._take(visit, answer, cost)
         visit.reserved += more
+        if more:
+            self._count_own(visit, wanted, enforced=False)
         if cost and self._budgets is not None:
             self._budgets.hold(visit.hold, cost)
 
     def _tokens_to_charge(self, visit: Visit, prompt_tokens: int, answers: Sequence[int]) -> int:
-        """Return the tokens that a request is still to be charged, beyond its earlier charges.
-        Raises RequestTooLarge.
-        """
+        """Return the tokens that a request is to be charged in all. Raises RequestTooLarge."""
         limit = visit.key.tokens_per_minute
         if not limit:
             return 0
@@ -232,8 +253,7 @@ class RateLimits:
                 f"the prompt has {prompt_tokens} tokens; the API key allows {limit} per minute"
             )
         expected = self._use(visit.key).answer_tokens()
-        wanted = prompt_tokens + sum(min(one, expected) for one in answers)
-        return 0 if visit.unsure else max(0, min(wanted, limit) - visit.reserved)
+        return min(limit, prompt_tokens + sum(min(one, expected) for one in answers))
 
     def answered(self, visit: Visit, prompt_tokens: int, answers: Sequence[int]) -> None:
         """Record how many tokens a request used for its prompt and answers. They are charged when
@@ -247,7 +267,9 @@ class RateLimits:
         self._renewed.pop(visit.hold.entry, None)
         if not visit.key.limited:
             return
-        self._use(visit.key).stay.add(self._clock() - visit.entered_at)
+        now = self._clock()
+        self._use(visit.key).stay.add(now - visit.entered_at)
+        self._own.leave(visit.key, visit.hold.entry, visit.tokens, now)
         report = _Report(visit.key, visit.hold.entry, 1, visit.tokens, visit.unsure)
         if visit.unsure and (not visit.sent or len(self._reports) >= MAX_REPORTS):
             owed = self._owed.get(visit.key.name)
@@ -345,7 +367,7 @@ class RateLimits:
         if answer.done() and not answer.cancelled() and error is None:
             return answer.result()
         log.warning(
-            "Redis is unreachable, limits are not enforced: %s",
+            "Redis is unreachable, this router enforces limits by its own count: %s",
             error or f"no answer within {ANSWER_S} s",
         )
         self._away_until = self._clock() + AWAY_S

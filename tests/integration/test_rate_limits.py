@@ -250,15 +250,54 @@ async def test_many_at_once_never_exceed_the_limit(limits: RateLimits) -> None:
     assert sum(isinstance(answer, errors.RateLimitExceeded) for answer in answers) == 45
 
 
-async def test_without_redis_no_request_is_refused_and_it_is_counted() -> None:
-    counted, now = metrics(), [0.0]
-    client = redis_client(f"redis://127.0.0.1:{free_port()}/0")
-    limits = RateLimits(client, "c", counted, lambda: now[0])
-    limited = key(requests_per_minute=1)
-    for _ in range(5):
+async def test_without_redis_each_router_admits_what_its_own_count_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # There is no answer to wait for.
+    monkeypatch.setattr(rate_limits, "ANSWER_S", 0.05)
+    now = [0.0]
+    limited = key(requests_per_minute=3)
+    for _ in range(2):
+        counted = metrics()
+        client = redis_client(f"redis://127.0.0.1:{free_port()}/0")
+        limits = RateLimits(client, "c", counted, lambda: now[0])
+        for _ in range(3):
+            await uncounted(limits, limited)
+        error = await refused(limits, limited)
+        assert error.retry_after == pytest.approx(20.0)
+        # The refused request was never sent to Redis, and is not reported.
+        assert not limits._reports
+        value = counted.registry.get_sample_value("baton_rate_limit_failures_total")
+        assert value == 4
+        now[0] += 20.0
         await uncounted(limits, limited)
-    value = counted.registry.get_sample_value("baton_rate_limit_failures_total")
-    assert value == 5
+        await refused(limits, limited)
+        await limits.close()
+        await client.aclose()
+
+
+async def test_what_redis_has_counted_counts_when_it_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rate_limits, "AWAY_S", 0.0)
+    limited = key(requests_per_minute=4, tokens_per_minute=1000, concurrency=3)
+    with valkey(free_port()) as url:
+        client = redis_client(url)
+        limits = RateLimits(client, "c", metrics())
+        first = await enter(limits, limited, 600)
+        await enter(limits, limited)
+    monkeypatch.setattr(rate_limits, "ANSWER_S", 0.05)
+    await uncounted(limits, limited)
+    error = await refused(limits, limited)
+    assert "3 requests at a time" in error.message
+    leave(limits, first, 600)
+    visit = await uncounted(limits, limited)
+    with pytest.raises(errors.RateLimitExceeded, match="1000 tokens a minute"):
+        await limits.charge(visit, 500, [])
+    leave(limits, visit, 0)
+    error = await refused(limits, limited)
+    assert "4 requests a minute" in error.message
+    await limits.close()
     await client.aclose()
 
 
@@ -399,7 +438,7 @@ async def test_requests_that_end_while_redis_is_away_are_reported_when_it_is_bac
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One slow answer must not cost a key its places until the deadlines of what ran."""
-    limited = key(concurrency=2, tokens_per_minute=100)
+    limited = key(concurrency=3, tokens_per_minute=100)
     charges = [await enter(limits, limited) for _ in range(2)]
     monkeypatch.setattr(rate_limits, "ANSWER_S", 0.01)
     monkeypatch.setattr(rate_limits, "AWAY_S", 0.01)
