@@ -120,7 +120,7 @@ class HttpGate:
 
         caller: Caller | None = None
         try:
-            caller = self._check(method, path, headers)
+            caller = self._check(method, path, headers, scope["http_version"])
             if caller is not None and method == "POST" and listed_scope(path) == "inference":
                 caller = await self._access.arrive(caller)
         except BatonError as error:
@@ -166,11 +166,14 @@ class HttpGate:
             request_id=request_id,
         )
 
-    def _check(self, method: str, path: str, headers: Headers) -> Caller | None:
+    def _check(self, method: str, path: str, headers: Headers, version: str) -> Caller | None:
         """Check a request's path, browser headers and API key. Return the caller, or None if the
         path needs no key. Raises BatonError."""
         if len(headers.raw) > MAX_HEADERS:
             raise HeadTooLarge(f"the request has more than {MAX_HEADERS} headers")
+        hosts = len(headers.getlist("host"))
+        if hosts > 1 or (version == "1.1" and not hosts):
+            raise InvalidRequest(f"the request has {hosts} Host headers: send one")
         if self._loopback or path not in OPEN:
             # On other interfaces, a liveness probe may use an address, such as a pod's, instead of
             # a name.

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Protocol
 
+import httptools
 import uvicorn
 
 from baton.liveness.listening import SilenceTimer
@@ -249,6 +250,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._unfinished = 0
         self._in_head = False
+        if not self.url.startswith((b"/", b"*")):
+            self._take_host(self.url)
         super().on_headers_complete()
         self._place.work()
         if not self.pipeline:
@@ -259,6 +262,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         assert isinstance(self.transport, _Outlet), "as connection_made made it"
         extensions: dict[str, Any] = {DIRECT_BODY: self.transport}
         self.scope["extensions"] = extensions
+
+    def _take_host(self, target: bytes) -> None:
+        """Take the host of an absolute request target instead of that of the Host header (RFC 9112,
+        section 3.2.2)."""
+        url = httptools.parse_url(target)
+        host = url.host or b""
+        authority = b"[%b]" % host if b":" in host else host
+        if url.port:
+            authority += b":%d" % url.port
+        self.headers[:] = [
+            (name, authority if name == b"host" else value) for name, value in self.headers
+        ]
 
     def on_body(self, body: bytes) -> None:
         self._unfinished = 0

@@ -114,6 +114,27 @@ async def test_an_answer_may_take_longer_than_a_head() -> None:
         writer.close()
 
 
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n", 200),
+        (b"GET /health HTTP/1.1\r\n", 400),
+        (b"GET /health HTTP/1.0\r\n", 200),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n", 400),
+        (b"GET /health HTTP/1.0\r\nHost: localhost\r\nhost: evil.example\r\n", 400),
+        (b"GET http://localhost/health HTTP/1.1\r\nHost: evil.example\r\n", 200),
+        (b"GET http://[::1]:8000/health HTTP/1.1\r\nHost: evil.example\r\n", 200),
+        (b"GET http://evil.example/health HTTP/1.1\r\nHost: localhost\r\n", 403),
+        (b"GET http://evil.example:80/health HTTP/1.1\r\nHost: localhost\r\n", 403),
+        (b"GET http://localhost/health HTTP/1.1\r\n", 400),
+    ],
+)
+async def test_a_request_names_one_host(head: bytes, status: int) -> None:
+    """RFC 9112, sections 3.2 and 3.2.2. A browser's page must not choose another one."""
+    async with serve(make_front().app()) as address:
+        assert b" %d " % status in await answer(address, head + b"\r\n")
+
+
 LIVE = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
