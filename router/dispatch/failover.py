@@ -429,11 +429,11 @@ class Failover:
 def _broken(reason: str, failure: BatonError, name: str, *, is_cut_off: bool) -> _Loss:
     """Build the description of a loss: the stream of the attempt's worker has ended.
 
-    A worker that was cut off together with all others is not blamed. It gets the request again if
-    no other worker comes back."""
-    if is_cut_off:
-        return _Loss(reason, failure, (frozenset({name}), frozenset()), is_cut_off=True)
-    return _Loss(reason, failure, (frozenset({name}),), name)
+    A stream may break although its worker lives: if the worker is there again, and no other one
+    is, it gets the request again. A worker that was cut off together with all others is not blamed.
+    """
+    tries = frozenset({name}), frozenset[str]()
+    return _Loss(reason, failure, tries, "" if is_cut_off else name, is_cut_off=is_cut_off)
 
 
 def _avoided(owner: RunningRequest, tries: tuple[Names, ...]) -> Sequence[Names]:

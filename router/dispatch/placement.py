@@ -309,6 +309,8 @@ class Placement:
         )
         if 0 in route.choices:
             running.request.timeline.begin(attempt.record)
+        if not running.next_attempt:
+            running.cached_tokens = len(spec.token_ids) - decision.uncached_tokens
         running.next_attempt += 1
         running.has_migrated = running.has_migrated or bool(moved)
         running.attempts.add(attempt)
@@ -477,6 +479,8 @@ class Placement:
             is_counted = running.is_cache_counted or has_moved
             running.is_cache_counted = True
             cached = response.cached_prompt_tokens
+            if running.has_migrated:
+                cached = min(cached, running.cached_tokens)
             written = max(0, response.retained_prompt_tokens - cached)
             running.accept(
                 convert.output_from_proto(response.first_token),

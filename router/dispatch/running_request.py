@@ -89,6 +89,9 @@ class RunningRequest:
         self.is_cache_counted = False
         """Whether the prompt's cache hits have been counted for the request, so that later attempts
         add none."""
+        self.cached_tokens = 0
+        """Number of the prompt's tokens that were cached before the first attempt, as far as
+        routing knows. A later attempt also hits blocks that an earlier one has computed."""
         self.moves: set[asyncio.Task[None]] = set()
         """Tasks that place choices of the request again."""
         self._prompt_logprobs: Sequence[TokenLogprobs] = ()

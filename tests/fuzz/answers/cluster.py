@@ -100,6 +100,8 @@ class FuzzedCluster:
         """What workers that were drained have left in use."""
         self.excuses: list[float] = []
         """When answers may have lost the last worker of their model: seconds of the round."""
+        self.losses: list[float] = []
+        """When requests have lost a worker. If that happens twice, no worker may be left."""
         self._began = time.monotonic()
         self._models: dict[str, str] = {}
         self._number = COUNT
@@ -118,7 +120,8 @@ class FuzzedCluster:
     # Workers
 
     def excuse(self) -> None:
-        """Note that a worker is lost to its requests, if it may be the last one of its model."""
+        """Note that a worker is lost to its requests. It may be the last one of its model."""
+        self.losses.append(self.now)
         if len({self._models[slot] for slot in self.mini.workers}) > 1:
             self.excuses.append(self.now)
 

@@ -48,6 +48,7 @@ async def break_prefills(cluster: FuzzedCluster, source: random.Random) -> None:
     link = _link(cluster, source)
     if link is not None and link.prefills._life is not None:
         cluster.log(f"prefill stream of {link.record.slot} breaks")
+        cluster.losses.append(cluster.now)
         link.prefills._life.cancel()
 
 

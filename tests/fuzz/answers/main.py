@@ -43,6 +43,8 @@ _MOST = 0.8
 """Share of a client's own deadline after which an error may say what the request waited for."""
 _EXCUSED_S = 5.0
 """Seconds after the loss of a model's last worker in which its requests may fail."""
+_SPARE = 2
+"""Number of lost workers within this time from which on requests may fail."""
 _SHOWN_S = 3.0
 """Seconds before a wrong answer whose events are shown with it."""
 
@@ -144,9 +146,9 @@ _REST_S = 0.05
 class _Judge:
     """Compares answers with references, by fingerprint."""
 
-    def __init__(self, known: dict[str, Reference], excuses: Sequence[float], found: Found) -> None:
+    def __init__(self, known: dict[str, Reference], cluster: FuzzedCluster, found: Found) -> None:
         self._known = known
-        self._excuses = excuses
+        self._cluster = cluster
         self._found = found
 
     def judge(self, request: GenerationRequest, answer: Answer, broken: str) -> str:
@@ -192,7 +194,12 @@ class _Judge:
         waited = answer.ended - answer.began >= _MOST * request.deadline_s
         if request.own_deadline and waited and isinstance(error, Unavailable):
             return ""
-        excused = any(answer.began - _EXCUSED_S <= at <= answer.ended for at in self._excuses)
+
+        def count(times: Sequence[float]) -> int:
+            return sum(answer.began - _EXCUSED_S <= at <= answer.ended for at in times)
+
+        # The few workers of a model may all be lost at the same time.
+        excused = count(self._cluster.excuses) or count(self._cluster.losses) >= _SPARE
         if excused and isinstance(error, Unavailable):
             return ""
         return f"{type(error).__name__}: {error}"
@@ -231,7 +238,7 @@ async def run_round(
         logging.getLogger().removeHandler(errors)
     for reference in known.values():
         reference.forget()
-    judge = _Judge(known, cluster.excuses, found)
+    judge = _Judge(known, cluster, found)
     told = []
     for request, answer, broken in one.asked:
         wrong = judge.judge(request, answer, broken)

@@ -43,7 +43,7 @@ from baton.request import (
 from baton.sampling_params import SamplingParams
 from baton.store.registry import WorkerRecord
 from baton.telemetry.metrics import RouterMetrics
-from baton.v1 import prefill_pb2
+from baton.v1 import prefill_pb2, worker_pb2
 from router.admission.admission_queue import AdmissionQueue
 from router.core.request import GenerationRequest, ModelBinding
 from router.dispatch import failover as failover_module
@@ -137,7 +137,7 @@ class Promised:
     def __init__(self) -> None:
         self.is_computed = False
 
-    def computed(self, now: float) -> None:
+    def computed(self, now: float, **_: float) -> None:
         self.is_computed = True
 
     def ended(self, now: float) -> None:
@@ -174,6 +174,8 @@ class World:
         """Turn of the request that waits for room."""
         self.rooms = RoomClaims(RouteSettings(), table)
         self.has_room = True
+        self.uncached = 0
+        """Number of prompt tokens that no worker has cached, as far as routing knows."""
         config, links = Config(**changes), cast(WorkerLinks, self)
         self.placement = Placement(
             "router",
@@ -294,12 +296,19 @@ class World:
                 if not source or not target:
                     continue
                 if request.held_room:
-                    return Decision(source, request.held_room, 0, "test", kv_group=fingerprint)
+                    return Decision(
+                        source, request.held_room, self.uncached, "test", kv_group=fingerprint
+                    )
                 decode = [n for n in self.names("decode", fingerprint) if n not in names]
                 free = next((n for n in decode if not self.rooms_full(n)), None)
                 fits = bool(free) and self.has_room
                 return Decision(
-                    source, free or target, 0, "test", has_room=fits, kv_group=fingerprint
+                    source,
+                    free or target,
+                    self.uncached,
+                    "test",
+                    has_room=fits,
+                    kv_group=fingerprint,
                 )
         raise Unavailable("nobody", retry_after=2.0)
 
@@ -422,6 +431,22 @@ def two_models() -> World:
     for name in ("p1", "d1"):
         world.links[name].record.fingerprint = "g"
     return world
+
+
+@pytest.mark.parametrize("cached", [0, 1])
+async def test_blocks_that_a_lost_attempt_has_computed_are_billed_as_computed(cached: int) -> None:
+    world = World()
+    world.uncached = len(PROMPT) - cached
+    running = await world.run()
+    world.failover.worker_broken("d0", GONE)
+    await world.settle()
+    (attempt,) = running.attempts
+    token = worker_pb2.TokenOutput(request_id="r", attempt=attempt.spec.attempt, token_ids=[65])
+    world.placement._on_prefill(
+        attempt, prefill_pb2.PrefillResponse(first_token=token, cached_prompt_tokens=2)
+    )
+    assert (await running.next_delta()).cached_prompt_tokens == cached
+    world.close(running)
 
 
 async def test_an_answer_that_has_begun_never_goes_on_with_another_model() -> None:
@@ -650,11 +675,22 @@ async def test_without_other_workers_the_failure_has_a_retry_after() -> None:
     world = World()
     world.links["d1"].is_up = False
     running = await world.run()
+    world.links["d0"].is_up = False
     world.failover.worker_broken("d0", GONE)
     with pytest.raises(WorkerFailed) as caught:
         await running.next_delta()
     assert caught.value.retry_after
     assert not running.attempts
+
+
+async def test_a_worker_whose_stream_broke_is_better_than_none() -> None:
+    """Its stream is there again, and the only other worker has broken meanwhile."""
+    world = World()
+    running = await world.run()
+    world.links["d1"].is_up = False
+    world.failover.worker_broken("d0", GONE)
+    await world.until(lambda: world.at(running) == [(1, "p0", "d0")])
+    world.close(running)
 
 
 async def lost_twice(world: World, what_becomes: Callable[[str], object]) -> RunningRequest:
@@ -803,7 +839,7 @@ async def test_prefill_workers_that_died_before_they_had_a_prompt_died_of_someth
         stream = world.links[name].prefills
         stream.messages += have_begun
         stream.breaks += 1
-        world.links[name].connected = False
+        world.links[name].connected = world.links[name].is_up = False
         stream.fail(GONE)
         await world.until(lambda: [at for _, at, _ in world.at(running)] == then)  # noqa: B023
         del world.links[name]
