@@ -9,6 +9,7 @@ them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 from concurrent.futures import Executor
@@ -62,11 +63,17 @@ def host_of(transport: str) -> tuple[str, str]:
     Raises ConfigError, which names ``transport``, if the system does not provide them.
     """
     try:
-        return _BOOT_ID.read_text().strip(), os.readlink(_PID_NAMESPACE)
+        return _host()
     except OSError as error:
         raise ConfigError(
             f"transport {transport} cannot identify the host and process namespace: {error}"
         ) from error
+
+
+@functools.cache
+def _host() -> tuple[str, str]:
+    # Read once, when the transport starts: a process may be out of descriptors later.
+    return _BOOT_ID.read_text().strip(), os.readlink(_PID_NAMESPACE)
 
 
 def are_on_two_hosts(offer: bytes, other: bytes) -> bool:

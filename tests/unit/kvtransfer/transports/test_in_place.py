@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +23,19 @@ def test_a_process_knows_its_host_and_namespace() -> None:
     boot_id, pid_namespace = host_of("shm")
     assert boot_id
     assert pid_namespace.startswith("pid:[")
+
+
+def test_a_process_without_descriptors_still_knows_its_host() -> None:
+    """It asked when it registered its blocks. Links of later handoffs ask again."""
+    known = host_of("shm")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            Path("/proc/self/status").read_text()
+        assert host_of("shm") == known
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_offers_that_name_two_hosts() -> None:
