@@ -161,7 +161,7 @@ async def lives_and_deaths(stage: Stage, cluster: RayCluster) -> None:
     stage.seen["deaths_at_first"] = [news.state.deaths for news in first]
     os.kill(first[0].pid, signal.SIGKILL)
     second = await stage.until_running("near-0", first[0].pid)
-    stage.seen["error"] = second.state.last_error
+    stage.seen["killed"] = second.state.last_error
     before = await stage.until(lambda told: told.pid == pid)
     os.kill(pid, signal.SIGKILL)
     after = await stage.until(
@@ -169,6 +169,13 @@ async def lives_and_deaths(stage: Stage, cluster: RayCluster) -> None:
     )
     stage.seen["supervisor_replaced"] = after.pid != pid
     stage.seen["deaths_remembered"] = after.slots["near-0"].state.deaths
+    # Both at once: only Ray has seen the worker's death.
+    far = after.slots["far-0"].pid
+    os.kill(after.pid, signal.SIGKILL)
+    os.kill(far, signal.SIGKILL)
+    after = await stage.until(lambda told: told.slots["far-0"].pid not in (0, far))
+    missed = after.slots["far-0"].state
+    stage.seen["missed"] = (missed.deaths, missed.last_error)
     stage.broken("near-1").write_text("there is no such thing")
     os.kill(after.slots["near-1"].pid, signal.SIGKILL)
     # Its last life, and then one that cannot start.
