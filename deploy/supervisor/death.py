@@ -10,7 +10,7 @@ import signal
 from dataclasses import dataclass
 from enum import StrEnum
 
-from deploy.workers.actor_process import ActorEnd, EndKind
+from deploy.workers.actor_end import ActorEnd, EndKind
 
 
 class DeathCause(StrEnum):

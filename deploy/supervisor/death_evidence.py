@@ -6,7 +6,9 @@ Owned by the supervisor's event loop. Of a worker on another node only Ray's wor
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import re
 import shutil
 import signal
 import time
@@ -18,12 +20,15 @@ from deploy.processes.exit_watch import ExitWatch
 from deploy.processes.run_directory import RunDirectory
 from deploy.ray_internals import session_folder
 from deploy.supervisor.death import Evidence
-from deploy.workers.actor_process import ActorEnd, EndKind
+from deploy.workers.actor_end import ActorEnd, EndKind
 from deploy.workers.node import NodeWorkers
 
 _FULL_BYTES = 1 << 20
 """Free space below which a run directory counts as full, in bytes."""
 _STDERR_LINES = 3
+_STDERR_LOOKED_AT = 400
+_DUMP = re.compile(r"\*\*\* SIG|Fatal Python error: ")
+"""Begins what Ray and Python write after a signal: stacks and lists of modules."""
 _STDERR_CHARACTERS = 200
 """Maximum length of a line of standard error that is shown."""
 
@@ -97,6 +102,8 @@ def _stderr(pid: int) -> str:
     with contextlib.suppress(OSError, AttributeError):
         found = (session_folder() / "logs").glob(f"worker-*-{pid}.err")
         files = sorted(found, key=lambda file: file.stat().st_mtime)
-    lines = last_lines(files[-1], _STDERR_LINES).splitlines() if files else []
+    lines = last_lines(files[-1], _STDERR_LOOKED_AT).splitlines() if files else []
+    before = itertools.takewhile(lambda line: not _DUMP.match(line), lines)
     # Ray writes the names of jobs and actors between the lines, each after a colon.
-    return " | ".join(line.strip()[:_STDERR_CHARACTERS] for line in lines if line[0] != ":")
+    told = [line.strip() for line in before if not line.startswith(":")]
+    return " | ".join(line[:_STDERR_CHARACTERS] for line in told[-_STDERR_LINES:])

@@ -29,14 +29,8 @@ from deploy.ray_internals import death_of
 from deploy.supervisor.death import Death, DeathCause, explain
 from deploy.supervisor.death_evidence import DeathEvidence
 from deploy.supervisor.reconciler import Observed
-from deploy.workers.actor_process import (
-    ActorEnd,
-    EndKind,
-    actor_end,
-    end_other,
-    is_death,
-    reason,
-)
+from deploy.workers.actor_end import ActorEnd, EndKind
+from deploy.workers.actor_process import actor_end, end_other, is_death, reason
 from deploy.workers.actor_settings import ActorSettings
 from deploy.workers.ranks import remove_places
 from deploy.workers.ray_worker import RayWorker, end_at, find, find_all, is_known, place

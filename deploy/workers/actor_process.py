@@ -7,13 +7,11 @@ import contextlib
 import faulthandler
 import logging
 import os
-import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -21,15 +19,10 @@ from baton.errors import BatonError
 from baton.host.process_end import end_process
 from baton.telemetry.logs import Service, log_to_stream
 from deploy.processes.process_identity import ProcessIdentity
+from deploy.workers.actor_end import ActorEnd, EndKind, last_line, monitored_end, process_end
 from deploy.workers.node import NodeWorkers
 
 _LAUNCHER_POLL_S = 2.0
-
-_USED = re.compile(r"\S+ used / \S+ limit")
-_NODE_DIED = "because its node has died"
-_DETAIL = "Worker exit detail: "
-_SILENT_END = "Worker unexpectedly exits with a connection error"
-"""Parts of Ray's messages, which have no fields for these."""
 
 log = logging.getLogger(__name__)
 
@@ -136,50 +129,17 @@ def is_death(error: BaseException | None) -> bool:
     return isinstance(error, (exceptions.ActorDiedError, exceptions.OutOfMemoryError))
 
 
-class EndKind(StrEnum):
-    """How an actor has ended, as far as Ray knows."""
-
-    PROCESS = "process"
-    """Its process has ended; Ray does not know why."""
-    MEMORY_MONITOR = "memory monitor"
-    """Ray's memory monitor has ended it."""
-    NODE_LOST = "node lost"
-    REPORTED = "reported"
-    """It has reported an error; its process may run on."""
-
-
-@dataclass(frozen=True, slots=True)
-class ActorEnd:
-    """How an actor has ended, and what Ray knows about that."""
-
-    kind: EndKind
-    text: str
-    """What Ray knows, in plain words."""
-
-
 def actor_end(error: BaseException) -> ActorEnd:
     """Return what the error of a call says about the actor's end."""
     from ray.exceptions import OutOfMemoryError  # noqa: PLC0415
 
     if isinstance(error, OutOfMemoryError):
-        # Ray's text goes on for pages, with the command lines of other programs.
-        used = _USED.search(str(error))
-        share = f" ({used[0]})" if used else ""
-        text = f"killed by Ray's memory monitor: all programs of its node used too much{share}"
-        return ActorEnd(EndKind.MEMORY_MONITOR, text)
+        return monitored_end(str(error))
+    if is_death(error):
+        return process_end(str(error))
     if isinstance(error, BatonError):
         return ActorEnd(EndKind.REPORTED, error.message)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    last = lines[-1] if lines else ""
-    if any(_NODE_DIED in line for line in lines):
-        return ActorEnd(EndKind.NODE_LOST, f"its node is lost: {last}")
-    if not is_death(error):
-        return ActorEnd(EndKind.REPORTED, f"{type(error).__name__}: {last}")
-    # Ray appends advice to every death.
-    detail = last.rpartition(_DETAIL)[2].partition(" Some common causes")[0]
-    if _SILENT_END in detail:
-        return ActorEnd(EndKind.PROCESS, "its process has ended without a message to Ray")
-    return ActorEnd(EndKind.PROCESS, detail)
+    return ActorEnd(EndKind.REPORTED, f"{type(error).__name__}: {last_line(str(error))}")
 
 
 def reason(error: Exception) -> str:

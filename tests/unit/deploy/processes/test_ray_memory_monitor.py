@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.processes import ray_memory_monitor
 from deploy.processes.ray_memory_monitor import describe_memory_monitor
 
 REFRESH, THRESHOLD = "RAY_memory_monitor_refresh_ms", "RAY_memory_usage_threshold"
@@ -24,7 +23,7 @@ def raylet(monkeypatch: pytest.MonkeyPatch, folder: Path, **variables: str) -> I
     process = subprocess.Popen([program, "600"], env=variables)
     found = psutil.Process(process.pid)
     found.info = {"name": found.name()}
-    monkeypatch.setattr(ray_memory_monitor.psutil, "process_iter", lambda _: [found])
+    monkeypatch.setattr(psutil, "process_iter", lambda _: [found])
     try:
         yield
     finally:

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from deploy.supervisor.death import Death, DeathCause, Evidence, explain
-from deploy.workers.actor_process import ActorEnd, EndKind
+from deploy.workers.actor_end import ActorEnd, EndKind
 
 SILENT = ActorEnd(EndKind.PROCESS, "its process has ended without a message to Ray")
 MONITOR = ActorEnd(EndKind.MEMORY_MONITOR, "killed by Ray's memory monitor")

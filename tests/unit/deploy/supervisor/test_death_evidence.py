@@ -15,7 +15,7 @@ from deploy.processes.run_directory import RunDirectory
 from deploy.supervisor import death_evidence
 from deploy.supervisor.death import DeathCause, explain
 from deploy.supervisor.death_evidence import DeathEvidence, error_in
-from deploy.workers.actor_process import ActorEnd, EndKind
+from deploy.workers.actor_end import ActorEnd, EndKind
 
 SLOT = "decode-0"
 SILENT = ActorEnd(EndKind.PROCESS, "its process has ended without a message to Ray")
@@ -126,11 +126,18 @@ async def test_the_last_lines_of_standard_error_are_bounded(
     process.communicate(b"\n", timeout=60)
     logs = tmp_path / "session" / "logs"
     logs.mkdir(parents=True)
-    lines = ["first", "second", "x" * 9000, "terminate called", ":actor_name:WorkerActor"]
+    lines = [
+        ":actor_name:WorkerActor",
+        *("one", "two", "x" * 9000, "terminate called"),
+        "*** SIGABRT received at time=1795973978 on cpu 1 ***",
+        "PC: @     0x7f60336a8eec  (unknown)  (unknown)",
+        "    @     0x7f603365a050  129697936  (unknown)",
+        "[2026-11-29 17:39:38,681 E 6963 6963] logging.cc:474: *** SIGABRT received",
+    ]
     (logs / f"worker-ab-01-{process.pid}.err").write_text("\n".join(lines))
     monkeypatch.setattr(death_evidence, "session_folder", lambda: logs.parent)
     known = await evidence.of(SLOT, SILENT, watched)
-    assert known.stderr == f"{'x' * 200} | terminate called"
+    assert known.stderr == f"two | {'x' * 200} | terminate called"
 
 
 @pytest.mark.parametrize(

@@ -316,7 +316,7 @@ async def test_a_worker_that_died_without_a_supervisor_is_explained_once(
         assert (slot, pid) == ("decode-5", 9)
         if not known:
             raise ConnectionError("away")
-        return OutOfMemoryError("was 9GB used / 9GB limit")  # type: ignore[no-any-return, no-untyped-call]
+        return OutOfMemoryError("was 9GB used / 9GB limit")  # type: ignore[no-untyped-call]
 
     monkeypatch.setattr(ray_slots_module, "death_of", death_of)
     async with begun(monkeypatch) as (_, slots):

@@ -8,11 +8,12 @@ from typing import Any, cast
 
 import pytest
 from ray import exceptions
-from ray.core.generated.common_pb2 import ActorDiedErrorContext
+from ray.core.generated import common_pb2
 
 from baton.errors import WorkerFailed
 from deploy.workers import ray_worker
-from deploy.workers.actor_process import ActorEnd, EndKind, actor_end
+from deploy.workers.actor_end import ActorEnd, EndKind
+from deploy.workers.actor_process import actor_end
 from deploy.workers.actor_settings import ActorSettings
 from deploy.workers.ray_worker import RayWorker, place
 
@@ -61,9 +62,11 @@ async def test_an_error_of_ray_itself_is_no_failure_of_the_worker(
 
 
 def died(message: str, **fields: Any) -> exceptions.ActorDiedError:
-    context: Any = ActorDiedErrorContext
+    messages: Any = common_pb2
     return exceptions.ActorDiedError(
-        context(error_message=message, pid=7, name="decode-0", actor_id=b"a" * 16, **fields)
+        messages.ActorDiedErrorContext(
+            error_message=message, pid=7, name="decode-0", actor_id=b"a" * 16, **fields
+        )
     )
 
 
