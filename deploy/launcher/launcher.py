@@ -354,7 +354,8 @@ class Launcher:
         self._note_pid(SUPERVISOR, await workers.start_supervisor())
         async with redis_client(self._redis_urls["supervisor"]) as client:
             status = StatusStore(client, self._mark.cluster_id)
-            await watch.supervision(status, pids | self._pids)
+            one_machine = not self._config.ray_address
+            await watch.supervision(status, pids | self._pids, one_machine=one_machine)
 
     def _report(self, text: str) -> None:
         if not self._progress.is_logged:

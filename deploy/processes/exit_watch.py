@@ -44,19 +44,29 @@ class ExitWatch:
         """Return the exit code of a process that ends now: minus its signal if a signal has ended
         it. None if it is unknown."""
         deadline = time.monotonic() + _WAIT_S
-        while self._descriptor is not None:
-            information = bytearray(struct.pack("<Q", _INFO_EXIT).ljust(_BYTES, b"\0"))
-            try:
-                fcntl.ioctl(self._descriptor, _GET_INFO, information)
-            except OSError:
-                return None  # an older kernel
-            if struct.unpack_from("<Q", information)[0] & _INFO_EXIT:
-                status = struct.unpack_from("<i", information, _EXIT_CODE_AT)[0]
-                return os.waitstatus_to_exitcode(status)
-            if time.monotonic() > deadline:
-                return None
+        # The pidfd is readable before the parent has collected the process.
+        while self._is_open and time.monotonic() < deadline:
+            if (code := self.look()) is not None:
+                return code
             await asyncio.sleep(_POLL_S)
         return None
+
+    def look(self) -> int | None:
+        """Return what ``exit_code`` does, without waiting."""
+        information = bytearray(struct.pack("<Q", _INFO_EXIT).ljust(_BYTES, b"\0"))
+        try:
+            if self._descriptor is not None:
+                fcntl.ioctl(self._descriptor, _GET_INFO, information)
+        except OSError:
+            # An older kernel. Another look tells no more.
+            self.close()
+        if self._descriptor is None or not struct.unpack_from("<Q", information)[0] & _INFO_EXIT:
+            return None
+        return os.waitstatus_to_exitcode(struct.unpack_from("<i", information, _EXIT_CODE_AT)[0])
+
+    @property
+    def _is_open(self) -> bool:
+        return self._descriptor is not None
 
     def close(self) -> None:
         """Release the kernel's record of the process; idempotent."""

@@ -3,24 +3,18 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from deploy.processes.exit_watch import ExitWatch
 from deploy.processes.process_identity import ProcessIdentity
+from tests.support.deploy.kernel import knows_exits
 
 WAIT = "input()"
 
 
 def begun(code: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
-
-
-def knows_exits() -> bool:
-    """Whether this kernel is Linux 6.15 or newer."""
-    release = Path("/proc/sys/kernel/osrelease").read_text().split(".")
-    return (int(release[0]), int(release[1])) >= (6, 15)
 
 
 @pytest.mark.parametrize(
