@@ -1,4 +1,4 @@
-"""The kernel's out-of-memory (OOM) killer: whom it ends first, and whether it has ended a process.
+"""The order in which the kernel ends processes when memory is full, and whether it has ended one.
 
 When no memory is left, the kernel ends the process with the highest score: its share of the memory
 in thousandths, plus its ``oom_score_adj``. See proc(5).
