@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 _OPTIONAL_PROCESSES = ("start_monitor", "start_api_server", "start_log_monitor")
 _NO_JOB = b"\xff" * 4
@@ -105,6 +105,29 @@ def count_gpus() -> int:
     from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
     return int(NvidiaGPUAcceleratorManager.get_current_node_num_accelerators())
+
+
+def death_of(name: str, pid: int) -> Exception | None:
+    """Return the error that calls to a dead actor would raise; None if the control store does not
+    know why it died.
+
+    ``name`` and ``pid`` are those of the actor and its process. Blocks while the control store is
+    unreachable. Raises what Ray raises.
+    """
+    from ray._private.state import actors
+    from ray.exceptions import ActorDiedError, OutOfMemoryError
+
+    list_actors: Any = actors
+    out_of_memory: Any = OutOfMemoryError
+    for actor in list_actors(actor_state_name="DEAD").values():
+        if (actor["Name"], actor["Pid"]) != (name, pid):
+            continue
+        cause = actor["DeathCause"]
+        if cause.HasField("oom_context"):
+            return cast(Exception, out_of_memory(cause.oom_context.error_message))
+        if cause.HasField("actor_died_error_context"):
+            return ActorDiedError(cause.actor_died_error_context)
+    return None
 
 
 def drain_node(address: str, node: str, why: str, until_ms: int) -> tuple[bool, str]:

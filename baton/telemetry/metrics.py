@@ -393,7 +393,7 @@ class SupervisorMetrics:
         self.deaths = Counter(
             "baton_worker_deaths",
             "Incarnations of workers that ended or failed to start, as observed by the supervisor.",
-            ["worker"],
+            ["worker", "cause"],
             registry=registry,
         )
         self.autoscaler_decisions = Counter(

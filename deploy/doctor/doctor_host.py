@@ -27,6 +27,7 @@ from baton.errors import BatonError, ConfigError
 from baton.store.redis_client import redis_client
 from deploy.doctor.doctor import Check, Missing, imported, nccl_devices
 from deploy.processes.ports import choose_ports, reachable
+from deploy.processes.ray_memory_monitor import describe_memory_monitor
 from deploy.store.redis_access import eviction_advice, eviction_policy, store_url
 
 GIB = 1 << 30
@@ -125,14 +126,18 @@ def _ray(address: str) -> str:
         running = [one for one in psutil.process_iter(["name"]) if one.info["name"] == "raylet"]
         if not running:
             raise Missing("ray_address is auto, and no Ray node runs here: ray start --address=…")
-        return "a node of it runs here"
+        return _with_monitor("a node of it runs here", here=True)
     try:
         socket.create_connection(split_host_port(address), _RAY_S).close()
     except OSError as error:
         raise Missing(
             f"{address}: {error}; start the head there (ray start --head), or open its port"
         ) from None
-    return f"{address} takes connections"
+    return _with_monitor(f"{address} takes connections", here=False)
+
+
+def _with_monitor(found: str, *, here: bool) -> str:
+    return "; ".join(one for one in (found, describe_memory_monitor(here=here)) if one)
 
 
 def _model(name: str, revision: str) -> str:

@@ -40,10 +40,11 @@ from deploy.processes.foreground import LogFile, StopSignals, first_leaf
 from deploy.processes.ports import reachable
 from deploy.processes.process_identity import ProcessIdentity
 from deploy.processes.progress import Progress
+from deploy.processes.ray_memory_monitor import describe_memory_monitor
 from deploy.processes.run_directory import ClusterMark, RunDirectory
 from deploy.ray.gcs_process import GcsWatch, RemoteGcsWatch
 from deploy.ray.gcs_store import EMBEDDED, GcsStore
-from deploy.ray.joined_ray import JoinedRay
+from deploy.ray.joined_ray import AUTO, JoinedRay
 from deploy.ray.ray_cluster import RayCluster
 from deploy.store.redis_access import STORE_USERS, StoreUser
 from deploy.store.shared_secret import SharedSecret
@@ -249,6 +250,9 @@ class Launcher:
     async def _start_ray(self) -> None:
         with self._progress.step("starting Ray"):
             self._parts.gcs_store = store = await self._start_gcs_store()
+            address = self._config.ray_address
+            if address and (monitor := describe_memory_monitor(here=address == AUTO)):
+                self._report(monitor)
             await self._parts.ray.start(store)
         # Ray has replaced our handler by one that prints a stack trace on SIGTERM.
         self._signals.take()
@@ -350,7 +354,8 @@ class Launcher:
         self._note_pid(SUPERVISOR, await workers.start_supervisor())
         async with redis_client(self._redis_urls["supervisor"]) as client:
             status = StatusStore(client, self._mark.cluster_id)
-            await watch.supervision(status, pids | self._pids)
+            one_machine = not self._config.ray_address
+            await watch.supervision(status, pids | self._pids, one_machine=one_machine)
 
     def _report(self, text: str) -> None:
         if not self._progress.is_logged:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import NoReturn, Protocol
@@ -16,10 +17,15 @@ from typing import NoReturn, Protocol
 import redis
 
 from baton.errors import BatonError
+from baton.host.oom_killer import OomKills
+from deploy.processes.exit_watch import ExitWatch
+from deploy.processes.process_identity import ProcessIdentity
 from deploy.ray.joined_ray import JoinedRay
 from deploy.ray.ray_cluster import RayCluster
+from deploy.supervisor.death import Evidence, explain
 from deploy.supervisor.reconciler import HEALTHY_S, Phase, pause_after
 from deploy.supervisor.status_store import SlotStatus, StatusStore, SupervisionStatus
+from deploy.workers.actor_end import ActorEnd, EndKind
 
 SUPERVISOR = "supervisor"
 GCS = "gcs"
@@ -98,12 +104,15 @@ class PartWatch:
         """Watch Ray. Raises BatonError when a daemon dies that cannot be restarted."""
         raise BatonError(f"{await cluster.lost()} has died: the cluster cannot continue")
 
-    async def supervision(self, store: StatusStore, pids: Mapping[str, int]) -> NoReturn:
+    async def supervision(
+        self, store: StatusStore, pids: Mapping[str, int], *, one_machine: bool
+    ) -> NoReturn:
         """Show what the supervisor reports, and report new process ids to the launcher.
 
         ``pids`` has the process ids of the workers and the supervisor that are known so far.
+        ``one_machine`` is whether the supervisor always runs on this machine.
         """
-        slots = SlotWatch(self._report, self._note_pid, pids)
+        slots = SlotWatch(self._report, self._note_pid, pids, one_machine=one_machine)
         while True:
             with contextlib.suppress(redis.RedisError):
                 slots.take(await store.read())
@@ -118,21 +127,29 @@ class SlotWatch:
         report: Callable[[str], None],
         note_pid: Callable[[str, int], None],
         pids: Mapping[str, int],
+        *,
+        one_machine: bool,
     ) -> None:
         """``report`` prints one line of text. ``note_pid`` is called with a worker's slot and its
-        new process id. ``pids`` has the process ids known so far."""
+        new process id. ``pids`` has the process ids known so far. ``one_machine`` is that of
+        ``PartWatch.supervision``."""
         self._report = report
         self._note_pid = note_pid
         self._pids = dict(pids)
         self._known: dict[str, SlotStatus] = {}
+        self._one_machine = one_machine
+        self._oom_kills = OomKills()
+        self._supervisor = self._watched(self._pids.get(SUPERVISOR, 0))
 
     def take(self, status: SupervisionStatus | None) -> None:
         """Show what has changed since the supervisor's last report. A ``status`` of None changes
         nothing."""
+        self._oom_kills.look(time.monotonic())
         if status is None:
             return
         if self._is_new(SUPERVISOR, status.pid):
-            self._report("the supervisor was restarted")
+            self._report(f"the supervisor was restarted{self._supervisors_end()}")
+            self._supervisor = self._watched(status.pid)
         for slot, news in status.slots.items():
             known = self._known.get(slot)
             self._known[slot] = news
@@ -147,6 +164,24 @@ class SlotWatch:
             if self._pids.pop(slot, 0):
                 self._note_pid(slot, 0)
                 self._report(f"{slot} has left")
+
+    def _watched(self, pid: int) -> ExitWatch | None:
+        if self._one_machine and pid:
+            with contextlib.suppress(OSError):
+                return ExitWatch(ProcessIdentity.of(pid))
+        return None
+
+    def _supervisors_end(self) -> str:
+        """Return how the last supervisor has ended, in parentheses; empty if that is unknown."""
+        if self._supervisor is None:
+            return ""
+        code = self._supervisor.look()
+        self._supervisor.close()
+        if code is None:
+            return ""
+        killed = code == -signal.SIGKILL and self._oom_kills.take(time.monotonic())
+        end = ActorEnd(EndKind.PROCESS, "its log has the reason")
+        return f" ({explain(Evidence(end, exit_code=code, oom_killed=killed)).text})"
 
     def _is_new(self, name: str, pid: int) -> bool:
         if not pid or self._pids.get(name) == pid:

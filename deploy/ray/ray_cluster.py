@@ -83,6 +83,10 @@ def common_environment(*, to_stdout: bool = False) -> dict[str, str]:
         "PYTHONSAFEPATH": "1",
         # Ray would add 15: anything else that runs on the host would push the workers aside.
         "RAY_worker_niceness": "0",
+        # Ray would end workers and the supervisor whenever another program fills the host.
+        "RAY_memory_monitor_refresh_ms": "0",
+        # Ray would make its workers the kernel's first choice: see baton.host.oom_score.
+        "RAY_worker_oom_score_adjustment": "0",
         # Workers that request no GPU from Ray still see the machine's GPUs.
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         PRELOAD_VARIABLE: PRELOAD_MODULE,

@@ -11,8 +11,6 @@ answers are awaited elsewhere. Owned by the supervisor's event loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Mapping
@@ -23,14 +21,17 @@ from pydantic import TypeAdapter
 
 from baton.errors import BatonError, WorkerFailed
 from baton.liveness.silence import SilenceWatch
-from deploy.processes.child import last_lines
 from deploy.processes.daemon_thread import DaemonThread
+from deploy.processes.exit_watch import ExitWatch
 from deploy.processes.leadership import SupervisorTerm
 from deploy.processes.process_identity import Whereabouts
+from deploy.ray_internals import death_of
+from deploy.supervisor.death import Death, DeathCause, explain
+from deploy.supervisor.death_evidence import DeathEvidence
 from deploy.supervisor.reconciler import Observed
-from deploy.workers.actor_process import end_other, reason
+from deploy.workers.actor_end import ActorEnd, EndKind
+from deploy.workers.actor_process import actor_end, end_other, is_death, reason
 from deploy.workers.actor_settings import ActorSettings
-from deploy.workers.node import run_directory_here
 from deploy.workers.ranks import remove_places
 from deploy.workers.ray_worker import RayWorker, end_at, find, find_all, is_known, place
 from deploy.workers.worker_actor import PingReply, WorkerActor
@@ -59,6 +60,8 @@ class SlotObservation:
     observed: Observed
     error: str = ""
     """Why the slot has no worker; empty if it has one."""
+    cause: DeathCause = DeathCause.UNKNOWN
+    """The kind of ``error``."""
     pid: int = 0
     node: str = ""
     """Ray's id of the worker's node."""
@@ -80,6 +83,7 @@ class RaySlots:
         list_registry: Callable[[], Awaitable[Mapping[str, Hashable] | None]],
         registry_ttl_s: float,
         term: SupervisorTerm,
+        evidence: DeathEvidence,
         actor_class: type = WorkerActor,
         config_hash: str = "",
     ) -> None:
@@ -88,6 +92,7 @@ class RaySlots:
         ``list_registry`` returns the slots whose workers the registry lists, each with a value that
         every renewal of its entry changes; None if the registry cannot be read. ``registry_ttl_s``
         is the TTL of these entries in seconds. ``term`` has the epoch of orders to workers.
+        ``evidence`` is that of this process's node.
         ``config_hash`` is the hash with which new workers are started.
         """
         self._config_hash = config_hash
@@ -101,6 +106,8 @@ class RaySlots:
         self._thread = DaemonThread("ray slots")
         self._far_ends = DaemonThread("far ends")
         self._incarnations: dict[str, _Incarnation] = {}
+        self._missed: dict[str, Death] = {}
+        self._evidence = evidence
         self._tasks: set[asyncio.Task[None]] = set()
         self._death = asyncio.Event()
 
@@ -110,6 +117,21 @@ class RaySlots:
         for worker in await self._thread.call(find_all):
             if worker.slot not in self._incarnations:
                 self._incarnations[worker.slot] = self._observed(worker, adopted=True)
+
+    async def find_missed(self, slot: str, pid: int) -> None:
+        """Record why the worker of a slot has died while no supervisor ran. The next look at the
+        slot returns that.
+
+        ``pid`` is the process id that the last supervisor has published.
+        """
+        end = ActorEnd(EndKind.PROCESS, "its process has ended, and no supervisor saw it")
+        try:
+            error = await self._thread.call(lambda: death_of(slot, pid))
+        except Exception as failure:
+            log.info("%s: Ray does not say why it has ended: %s", slot, failure)
+        else:
+            end = end if error is None else actor_end(error)
+        self._missed[slot] = explain(await self._evidence.of(slot, end, None))
 
     def _observed(self, worker: RayWorker, *, adopted: bool = False) -> _Incarnation:
         return _Incarnation(worker, self._term, self._death.set, adopted=adopted)
@@ -131,6 +153,7 @@ class RaySlots:
     async def refresh(self) -> None:
         """Read the workers' registry. Call this once before ``observe`` is called for the slots."""
         self._death.clear()
+        self._evidence.look()
         entries = await self._list_registry()
         now = time.monotonic()
         passed = min(now - self._refreshed_at, _LONGEST_GAP_S)
@@ -152,21 +175,25 @@ class RaySlots:
         """
         incarnation = self._incarnations.get(slot)
         if incarnation is None:
-            return _ABSENT
+            missed = self._missed.pop(slot, None)
+            return _ABSENT if missed is None else _death(missed)
         now = time.monotonic()
         seen = replace(incarnation.look(now), outdated=incarnation.is_outdated(self._config_hash))
         if seen.observed in (Observed.SILENT, Observed.STARTING):
             self._doubt(slot, incarnation, now)
+        if seen.observed is Observed.STARTING and incarnation.watched is None:
+            incarnation.watched = self._evidence.find(slot)
         if seen.observed is Observed.ABSENT:
-            self._incarnations.pop(slot).close()
+            del self._incarnations[slot]
+            assert incarnation.end is not None, "it is absent"
+            known = await self._evidence.of(slot, incarnation.end, incarnation.watched)
+            incarnation.close()
             if incarnation.failed_to_start:
                 # A failed worker's process stays until it is ended, so that it can report why.
                 self._in_background(self._kill(incarnation))
             else:
                 self._in_background(self._clear(incarnation))
-            return SlotObservation(
-                Observed.ABSENT, seen.error + self._last_words(slot, incarnation)
-            )
+            return _death(explain(known))
         is_listed = self._listed is None or slot in self._listed
         # A worker that the registry lists, or may list, is not silent. One that another supervisor
         # has started may serve although Ray does not pass on its first answer.
@@ -271,33 +298,14 @@ class RaySlots:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _last_words(self, slot: str, incarnation: _Incarnation) -> str:
-        """Return the last line of a worker's log, such as an error or a traceback. Empty if the
-        worker ran on another node."""
-        settings = self._settings(slot)
-        is_near = incarnation.whereabouts is not None and incarnation.whereabouts.process.is_near
-        if not (is_near or settings.is_on_one_machine):
-            return ""
-        line = last_lines(run_directory_here(settings.cluster_id).log(slot), 1)
-        return f" ({words})" if (words := error_in(line)) else ""
-
     def close(self) -> None:
         """Stop observing the workers. They continue to run."""
         for incarnation in self._incarnations.values():
             incarnation.close()
 
 
-def error_in(line: str) -> str:
-    """Return the message of a log's line if it is an error, or a line that is of no logger, such as
-    the last one of a traceback."""
-    if line.startswith("{"):
-        with contextlib.suppress(ValueError):
-            told = json.loads(line)
-            return str(told.get("message", "")) if told.get("level") == "ERROR" else ""
-    # Regular lines of text begin with a date.
-    if line and line[0].isdigit():
-        line = line.partition(" ERROR ")[2].partition(": ")[2]
-    return line.strip()
+def _death(death: Death) -> SlotObservation:
+    return SlotObservation(Observed.ABSENT, death.text, death.cause)
 
 
 class _Incarnation:
@@ -322,6 +330,10 @@ class _Incarnation:
         """The worker's process and node; None until the worker serves."""
         self.other_ranks: list[Whereabouts] = []
         """Processes and nodes of the worker's other ranks."""
+        self.watched: ExitWatch | None = None
+        """The worker's process; None until it is known."""
+        self.end: ActorEnd | None = None
+        """How the worker has ended; None before."""
         self.failed_to_start = False
         self.unlisted_s = 0.0
         """Time in seconds for which this worker was missing in the registry while other workers
@@ -349,9 +361,12 @@ class _Incarnation:
             self._record(self._asking.result(), now)
         elif isinstance(error, WorkerFailed):
             self.failed_to_start = True
-            return SlotObservation(Observed.ABSENT, error.message)
-        elif _is_death(error):
-            return SlotObservation(Observed.ABSENT, reason(error))  # type: ignore[arg-type]
+            cause = error.__cause__
+            self.end = actor_end(cause if cause is not None and is_death(cause) else error)
+            return _ABSENT
+        elif is_death(error):
+            self.end = actor_end(error)
+            return _ABSENT
         self._asked_at = now
         self._asking = asyncio.create_task(self._ask())
         return self._seen(silent=self._serves and now - self._answered_at > ANSWER_S)
@@ -370,7 +385,7 @@ class _Incarnation:
                 return await self.worker.ready()
             return await self.worker.ping(self.unlisted_s, self._term.epoch)
         except Exception as error:
-            if isinstance(error, WorkerFailed) or _is_death(error):
+            if isinstance(error, WorkerFailed) or is_death(error):
                 self._tell_death()
             raise
 
@@ -383,6 +398,9 @@ class _Incarnation:
         self._serves, self.unlisted_s = True, 0.0
         self._config_hash = str(answer.get("config_hash", ""))
         self.whereabouts = _WHEREABOUTS.validate_python(answer)
+        if self.watched is None or self.watched.process != self.whereabouts.process:
+            self._forget()
+            self.watched = ExitWatch(self.whereabouts.process)
         self.other_ranks = [_WHEREABOUTS.validate_python(rank) for rank in answer["other_ranks"]]
 
     def _seen(self, *, silent: bool) -> SlotObservation:
@@ -395,9 +413,8 @@ class _Incarnation:
 
     def close(self) -> None:
         self._asking.cancel()
+        self._forget()
 
-
-def _is_death(error: BaseException) -> bool:
-    from ray.exceptions import ActorDiedError  # noqa: PLC0415
-
-    return isinstance(error, ActorDiedError)
+    def _forget(self) -> None:
+        if self.watched is not None:
+            self.watched.close()

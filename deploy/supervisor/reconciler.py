@@ -35,6 +35,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from baton.liveness.silence import SilenceWatch
+from deploy.supervisor.death import DeathCause
 
 FIRST_PAUSE_S = 0.25
 """Pause before the next incarnation of a worker that died once, in seconds."""
@@ -160,14 +161,22 @@ class Reconciler:
             self._slots[name].occupied = True
 
     def observe(
-        self, name: str, observed: Observed, now: float, error: str = "", *, outdated: bool = False
-    ) -> bool:
-        """Record the observed state of a slot. Returns whether its worker has just died.
+        self,
+        name: str,
+        observed: Observed,
+        now: float,
+        error: str = "",
+        *,
+        cause: DeathCause = DeathCause.UNKNOWN,
+        outdated: bool = False,
+    ) -> DeathCause | None:
+        """Record the observed state of a slot. If its worker has just died, return the cause.
 
         ``outdated`` is whether the worker has another version or configuration than new ones.
-        ``error`` is the reason if the worker is absent. ``Observed.ABSENT`` counts as the death of
-        the worker that was present, unless that worker was leaving or not wanted. The same absence
-        counts only once.
+        ``error`` is the reason if the worker is absent, and ``cause`` its kind.
+
+        ``Observed.ABSENT`` counts as the death of the worker that was present, unless that worker
+        was leaving or not wanted. The same absence counts only once.
         """
         slot = self._slots.setdefault(name, _Slot())
         slot.outdated = outdated
@@ -181,19 +190,21 @@ class Reconciler:
         elif slot.occupied:
             if left:
                 slot.occupied, slot.action = False, None
-                return False
-            self._died(slot, now, error)
-            return True
+                return None
+            return self._died(slot, now, error, cause)
         if observed is Observed.SERVING and now - slot.since >= HEALTHY_S:
             slot.deaths, slot.last_error = 0, ""
-        return False
+        return None
 
-    def _died(self, slot: _Slot, now: float, error: str) -> None:
-        reason = slot.last_error if slot.action is SlotAction.END and slot.last_error else error
+    def _died(self, slot: _Slot, now: float, error: str, cause: DeathCause) -> DeathCause:
+        reason = error
+        if slot.action is SlotAction.END and slot.last_error:
+            reason, cause = slot.last_error, DeathCause.HUNG
         slot.occupied, slot.action = False, None
         slot.deaths += 1
         slot.last_error = reason or "it ended, for an unknown reason"
         slot.start_at = now + pause_after(slot.deaths)
+        return cause
 
     def failed(self, name: str, error: str) -> None:
         """Record that an action on a slot failed. This does not count as a death of the worker. The

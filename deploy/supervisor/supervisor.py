@@ -156,8 +156,14 @@ class Supervisor:
         except redis.RedisError:
             known = None
         for slot, status in known.slots.items() if known is not None else ():
-            if split(slot)[0] in self._pools:
-                self._reconciler.remember(slot, status.state.deaths, status.state.last_error)
+            if split(slot)[0] not in self._pools:
+                continue
+            state = status.state
+            self._reconciler.remember(slot, state.deaths, state.last_error)
+            # A worker that ran and is gone has died with the last supervisor, or after it.
+            if status.pid and state.phase is Phase.RUNNING and slot not in self._slots.names:
+                await self._slots.find_missed(slot, status.pid)
+                self._reconciler.started(slot)
 
     async def _read_sizes(self) -> None:
         """Read the wanted size of each pool. Sizes that Redis has lost are written again."""
@@ -175,13 +181,17 @@ class Supervisor:
         for slot in sorted(slot for slot in known if split(slot)[0] in self._pools):
             seen = await self._slots.observe(slot)
             before = self._observed.get(slot)
-            if before is not None and before.observed is not seen.observed:
-                log.info("%s: %s %s", slot, seen.observed, seen.error)
             self._observed[slot] = seen
-            if self._reconciler.observe(
-                slot, seen.observed, now, seen.error, outdated=seen.outdated
-            ):
-                self._metrics.deaths.labels(worker=slot).inc()
+            cause = self._reconciler.observe(
+                slot, seen.observed, now, seen.error, cause=seen.cause, outdated=seen.outdated
+            )
+            if cause is None:
+                if before is not None and before.observed is not seen.observed:
+                    log.info("%s: %s %s", slot, seen.observed, seen.error)
+            else:
+                why = self._reconciler.states(now)[slot].last_error
+                log.warning("%s has died (%s): %s", slot, cause, why)
+                self._metrics.deaths.labels(worker=slot, cause=cause.value).inc()
         for slot, action in self._reconciler.decide(now).items():
             if slot not in self._busy:
                 log.info("%s: %s", slot, action)

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict
 
 from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import Config
+from baton.host.oom_killer import inherited_oom_score, set_oom_score
 from baton.host.process_end import end_process
 from baton.rpc.worker_plane import WorkerPlane
 from baton.store.redis_client import redis_client
@@ -35,6 +36,7 @@ from deploy.processes.leadership import StaleOrderError, SupervisorTerm
 from deploy.processes.ports import join_host_port
 from deploy.processes.process_identity import ProcessIdentity
 from deploy.supervisor.autoscaling import Autoscaling, ClusterObserver, change_role
+from deploy.supervisor.death_evidence import DeathEvidence
 from deploy.supervisor.ray_slots import RaySlots
 from deploy.supervisor.reconciler import Phase, Reconciler, split
 from deploy.supervisor.status_store import StatusStore
@@ -72,6 +74,8 @@ class SupervisorActor:
 
     def __init__(self, settings_json: str) -> None:
         leave_here()
+        # A Ray that Baton did not start raises it.
+        set_oom_score(inherited_oom_score())
         self._settings = SupervisorSettings.model_validate_json(settings_json)
         log_file = run_directory_here(self._settings.cluster_id).log(SUPERVISOR_NAME)
         start_log(self._settings.worker.config, log_file, Service.SUPERVISOR, SUPERVISOR_NAME)
@@ -157,6 +161,10 @@ class SupervisorActor:
                     list_registry,
                     config.advanced.registry_ttl_s,
                     term,
+                    DeathEvidence(
+                        run_directory_here(settings.cluster_id),
+                        one_machine=settings.worker.is_on_one_machine,
+                    ),
                     self.worker_class,
                     settings.worker.config_hash,
                 ),

@@ -19,6 +19,7 @@ from baton.errors import BatonError
 from baton.host.process_end import end_process
 from baton.telemetry.logs import Service, log_to_stream
 from deploy.processes.process_identity import ProcessIdentity
+from deploy.workers.actor_end import ActorEnd, EndKind, last_line, monitored_end, process_end
 from deploy.workers.node import NodeWorkers
 
 _LAUNCHER_POLL_S = 2.0
@@ -113,20 +114,34 @@ def is_failure(error: Exception) -> bool:
 
     failures = (
         exceptions.RayTaskError,  # raised by the actor itself
-        exceptions.ActorDiedError,
         exceptions.ActorUnschedulableError,
         exceptions.ActorPlacementGroupRemoved,
         exceptions.RuntimeEnvSetupError,
     )
-    return isinstance(error, failures)
+    return is_death(error) or isinstance(error, failures)
+
+
+def is_death(error: BaseException | None) -> bool:
+    """Whether the error of a call says that the actor's process has ended."""
+    from ray import exceptions  # noqa: PLC0415
+
+    # Ray's memory monitor has ended the actor of an OutOfMemoryError.
+    return isinstance(error, (exceptions.ActorDiedError, exceptions.OutOfMemoryError))
+
+
+def actor_end(error: BaseException) -> ActorEnd:
+    """Return what the error of a call says about the actor's end."""
+    from ray.exceptions import OutOfMemoryError  # noqa: PLC0415
+
+    if isinstance(error, OutOfMemoryError):
+        return monitored_end(str(error))
+    if is_death(error):
+        return process_end(str(error))
+    if isinstance(error, BatonError):
+        return ActorEnd(EndKind.REPORTED, error.message)
+    return ActorEnd(EndKind.REPORTED, f"{type(error).__name__}: {last_line(str(error))}")
 
 
 def reason(error: Exception) -> str:
     """Return a message for the error of an actor, without the text and traceback that Ray adds."""
-    cause = getattr(error, "cause", None) or error
-    if isinstance(cause, BatonError):
-        return cause.message
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    # Ray appends advice to every death.
-    last = lines[-1].partition(" Some common causes")[0] if lines else ""
-    return f"{type(cause).__name__}: {last}"
+    return actor_end(getattr(error, "cause", None) or error).text

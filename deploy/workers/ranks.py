@@ -23,6 +23,7 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from baton.host.oom_killer import WORKER_POINTS, inherited_oom_score, set_oom_score
 from baton.host.process_end import end_process, fail
 from baton.telemetry.logs import Service
 from deploy.processes.process_identity import Whereabouts
@@ -102,6 +103,7 @@ class RankActor:
     def __init__(self, settings_json: str, rank: int, address: dict[str, str | int]) -> None:
         """``address`` has the fields of rank 0's ``GroupAddress``."""
         take_here()
+        set_oom_score(inherited_oom_score() + WORKER_POINTS)
         self._settings = ActorSettings.model_validate_json(settings_json)
         self._rank = rank
         self._address = address

@@ -37,6 +37,14 @@ import psutil
 
 from baton.config.cluster import Config
 from baton.errors import BatonError
+from baton.host.host_memory import limit_bytes, resident_bytes
+from baton.host.oom_killer import (
+    WORKER_POINTS,
+    inherited_oom_score,
+    oom_score,
+    set_oom_score,
+    worker_points,
+)
 from baton.host.process_end import end_process, fail
 from baton.liveness.silence import SilenceWatch
 from baton.telemetry.logs import Service
@@ -143,10 +151,13 @@ class WorkerThread:
         exit; before that it is None."""
         self._is_hurried = False
         """Whether a second SIGTERM has ended the time for running requests."""
+        self._oom_score = inherited_oom_score() if node else oom_score()
+        """The ``oom_score_adj`` of what started this process, above which the worker goes."""
         self._life = threading.Thread(target=self._live, name="worker", daemon=True)
 
     def begin(self) -> None:
         """Start the worker's thread and the watchdog's thread; called once."""
+        set_oom_score(self._oom_score + WORKER_POINTS)
         self._life.start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
@@ -329,6 +340,8 @@ class WorkerThread:
         if lead is not None:
             await asyncio.to_thread(self._start_ranks, settings, lead.address, lead.fail)
         record = asdict(await process.start())
+        points = worker_points(resident_bytes(), limit_bytes())
+        set_oom_score(self._oom_score + points)
         ranks = [] if lead is None else [json.loads(process) for process in lead.processes]
         own = asdict(Whereabouts.own(self._node))
         self._started.set_result({**record, **own, "other_ranks": ranks})

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 
 import httpx
 import psutil
 import pytest
 
+from baton.host.oom_killer import SIZE_POINTS, WORKER_POINTS, oom_score
 from tests.support.e2e.answers import answer_of
 from tests.support.e2e.cluster import UpProcess, guardian
 
@@ -31,6 +33,26 @@ def stream(up: UpProcess, tokens: int) -> Iterator[str]:
         for line in answer.iter_lines():
             if line:
                 yield line
+
+
+def processes_with_supervisor(up: UpProcess) -> dict[str, int]:
+    """The process ids of a cluster's parts; the supervisor starts after the cluster is ready."""
+    deadline = time.monotonic() + DEADLINE_S
+    while "supervisor" not in (pids := up.state.processes):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return dict(pids)
+
+
+def test_the_kernel_ends_a_worker_before_router_store_and_supervisor(cluster: UpProcess) -> None:
+    pids = processes_with_supervisor(cluster)
+    scores = {name: oom_score(pid) for name, pid in pids.items()}
+    own = oom_score()
+    workers = {scores.pop(name) for name in ("prefill-0", "decode-0")}
+    assert {"router", "valkey", "supervisor"} <= scores.keys()
+    assert set(scores.values()) == {own}
+    assert min(workers) >= own + WORKER_POINTS
+    assert max(workers) <= own + WORKER_POINTS + SIZE_POINTS
 
 
 @pytest.mark.parametrize("slot", ["decode-0", "prefill-0"])

@@ -203,8 +203,8 @@ OVERVIEW = Dashboard(
                     "Worker deaths",
                     (
                         Query(
-                            "sum by (worker) (increase(baton_worker_deaths_total[5m]))",
-                            "{{worker}}",
+                            "sum by (worker, cause) (increase(baton_worker_deaths_total[5m]))",
+                            "{{worker}}, {{cause}}",
                         ),
                     ),
                 ),

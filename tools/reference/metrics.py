@@ -112,6 +112,8 @@ LABELS = {
     "action": "`to_prefill`, `to_decode`, `grow`, `shrink`",
     "call": "which call to Redis: `registry_read`, `prefix_lookup`, `registry_put`,"
     " `index_publish`",
+    "cause": "why a worker died: `out_of_memory`, `ray_memory_monitor`, `no_space`, `sigkill`,"
+    " `crash`, `node_lost`, `hung`, `error`, `unknown`",
     "class": "context-length class, as the configuration names it; `unknown` for requests that"
     " ended before they were tokenized",
     "code": "the error's code, as in the answer; empty without one",

@@ -17,6 +17,7 @@ import grpc
 import psutil
 
 from baton.config.cluster import load_config
+from baton.host.oom_killer import inherited_oom_score, oom_score
 from deploy.processes.run_directory import ClusterMark, RunDirectory
 from deploy.ray.ray_cluster import RayCluster
 from deploy.workers.ranks import WORKER_RESOURCE
@@ -37,6 +38,10 @@ class Echo:
 
     def life(self) -> tuple[int, str]:
         return os.getpid(), os.environ.get("BATON_CLUSTER_ID", "")
+
+    def oom_scores(self) -> tuple[int, int]:
+        """That of this process, and of Ray's node manager, which has started it."""
+        return oom_score(), inherited_oom_score()
 
     def imports_from(self) -> list[str]:
         return sys.path
@@ -77,6 +82,7 @@ async def main() -> None:
         needs = {"num_cpus": 0, "resources": {WORKER_RESOURCE: 1}, "max_restarts": -1}
         echo: Any = ray.remote(Echo).options(**needs).remote()
         seen["first"] = await call(echo.life)
+        seen["oom scores"] = await call(echo.oom_scores)
         seen["imports from"] = await call(echo.imports_from)
         seen["listening"] = sorted(listening(mark))
         seen["stranger"] = ask_without_token(str(ray.get_runtime_context().gcs_address))

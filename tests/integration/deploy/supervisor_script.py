@@ -59,6 +59,12 @@ class LightWorker:
         }
 
     def ping(self, unlisted_s: float, epoch: int) -> tuple[str, int]:
+        run = RunDirectory(Path(os.environ[RUN_VARIABLE]))
+        crash = run.log(self._settings.slot).with_suffix(".crash")
+        if crash.exists():
+            os.write(2, crash.read_bytes())
+            crash.unlink()
+            os.abort()
         if not self._leaves:
             return PingReply.SERVING.value, epoch
         threading.Timer(ANSWER_S, end_process, (0,)).start()
@@ -161,7 +167,7 @@ async def lives_and_deaths(stage: Stage, cluster: RayCluster) -> None:
     stage.seen["deaths_at_first"] = [news.state.deaths for news in first]
     os.kill(first[0].pid, signal.SIGKILL)
     second = await stage.until_running("near-0", first[0].pid)
-    stage.seen["error"] = second.state.last_error
+    stage.seen["killed"] = second.state.last_error
     before = await stage.until(lambda told: told.pid == pid)
     os.kill(pid, signal.SIGKILL)
     after = await stage.until(
@@ -169,12 +175,23 @@ async def lives_and_deaths(stage: Stage, cluster: RayCluster) -> None:
     )
     stage.seen["supervisor_replaced"] = after.pid != pid
     stage.seen["deaths_remembered"] = after.slots["near-0"].state.deaths
+    crash = stage.broken("near-0").with_suffix(".crash")
+    crash.write_text("memory allocation of 9 bytes failed\n")
+    crashed = await stage.until_running("near-0", second.pid)
+    stage.seen["crashed"] = crashed.state.last_error
+    # Both at once: only Ray has seen the worker's death.
+    far = after.slots["far-0"].pid
+    os.kill(after.pid, signal.SIGKILL)
+    os.kill(far, signal.SIGKILL)
+    after = await stage.until(lambda told: told.slots["far-0"].pid not in (0, far))
+    missed = after.slots["far-0"].state
+    stage.seen["missed"] = (missed.deaths, missed.last_error)
     stage.broken("near-1").write_text("there is no such thing")
     os.kill(after.slots["near-1"].pid, signal.SIGKILL)
     # Its last life, and then one that cannot start.
     looping = await stage.until(lambda told: told.slots["near-1"].state.deaths >= 2)
     stage.seen["cannot_start"] = looping.slots["near-1"].state.last_error
-    stage.seen["others"] = stage.pids(looping)["near-0"] == second.pid
+    stage.seen["others"] = stage.pids(looping)["near-0"] == crashed.pid
     stage.broken("near-1").unlink()
     await stage.until_running("near-1")
 

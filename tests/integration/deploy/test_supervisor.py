@@ -36,9 +36,12 @@ def test_workers_are_replaced_by_a_supervisor_that_may_die_itself(
     assert not seen["imports_torch"]
     assert seen["rss_mib"] < MAX_MIB
     assert seen["deaths_at_first"] == [0, 0, 0], "it takes over who lives"
-    assert "worker process has died" in seen["error"]
+    assert seen["killed"] == "killed by SIGKILL"
     assert seen["supervisor_replaced"]
     assert seen["deaths_remembered"] == 1
+    crash = "killed by SIGABRT; its standard error ends with: memory allocation of 9 bytes failed"
+    assert seen["crashed"] == crash
+    assert seen["missed"] == [1, "its process has ended without a message to Ray"]
     assert "there is no such thing" in seen["cannot_start"]
     assert seen["others"]
 

@@ -11,6 +11,8 @@ from tests.support.private_names import find, missing
 
 USER = "deploy/ray_internals.py"
 _DRAIN = "ray.core.generated.autoscaler_pb2"
+_ACTOR = "ray.core.generated.gcs_pb2.ActorTableData"
+_CAUSE = "ray.core.generated.common_pb2.ActorDeathCause"
 _REQUEST = "ray.core.generated.node_manager_pb2.PrestartWorkersRequest"
 _NODE = "ray._private.node.Node"
 NAMES = (
@@ -32,6 +34,12 @@ NAMES = (
     f"{_NODE}.node_ip_address",
     f"{_NODE}.node_manager_port",
     "ray.job_config.JobConfig(_py_driver_sys_path)",
+    "ray._private.state.actors(actor_state_name)",
+    "ray.exceptions.ActorDiedError(cause)",
+    "ray.exceptions.OutOfMemoryError(message)",
+    f"{_ACTOR}.DEATH_CAUSE_FIELD_NUMBER",
+    f"{_CAUSE}.OOM_CONTEXT_FIELD_NUMBER",
+    f"{_CAUSE}.ACTOR_DIED_ERROR_CONTEXT_FIELD_NUMBER",
     # Compiled: their parameters cannot be seen.
     "ray._raylet.GcsClient",
     "ray._raylet.InnerGcsClient.drain_node",

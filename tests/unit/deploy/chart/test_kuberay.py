@@ -236,3 +236,17 @@ def test_ray_takes_its_parameters() -> None:
 def test_rays_version_is_the_one_that_is_installed() -> None:
     lines = (ROOT / "requirements" / "cuda.lock").read_text().splitlines()
     assert f"ray=={_cluster('kuberay-values.yaml')['spec']['rayVersion']} \\" in lines
+
+
+@pytest.mark.parametrize("value_set", KUBERAY_SETS)
+def test_rays_memory_monitor_is_off_in_every_pod(value_set: str) -> None:
+    manifests = render(value_set)
+    (cluster,) = of_kind(manifests, "RayCluster")
+    groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
+    pods = [group["template"] for group in groups]
+    pods.append(the(manifests, "Deployment", "demo-baton-launcher")["spec"]["template"])
+    for pod in pods:
+        (container,) = pod["spec"]["containers"]
+        variables = {one["name"]: one.get("value") for one in container["env"]}
+        assert variables["RAY_memory_monitor_refresh_ms"] == "0"
+        assert variables["RAY_worker_oom_score_adjustment"] == "0"

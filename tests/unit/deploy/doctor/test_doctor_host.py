@@ -57,14 +57,21 @@ def test_redis_that_is_away_is_needed() -> None:
     assert "secret" not in found.detail
 
 
-def test_ray_that_is_away_is_needed() -> None:
+def test_ray_that_is_away_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_memory_monitor_refresh_ms", raising=False)
     assert find("Ray cluster").usable
     found = find("Ray cluster", ray_address="127.0.0.1:1", redis_url="redis://127.0.0.1:1")
     assert (found.usable, found.needed) == (False, True)
     assert "ray start --head" in found.detail
     with closing(socket.create_server(("127.0.0.1", 0))) as head:
         address = f"127.0.0.1:{head.getsockname()[1]}"
-        assert find("Ray cluster", ray_address=address, redis_url="redis://127.0.0.1:1").usable
+        given = {"ray_address": address, "redis_url": "redis://127.0.0.1:1"}
+        found = find("Ray cluster", **given)
+        assert found.usable
+        assert "use 95% of its memory" in found.detail
+        assert "RAY_memory_monitor_refresh_ms=0" in found.detail
+        monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
+        assert "memory" not in find("Ray cluster", **given).detail
 
 
 def test_model_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 
 import pytest
 
@@ -12,6 +13,7 @@ from deploy.launcher import part_watch
 from deploy.launcher.part_watch import PartWatch, SlotWatch
 from deploy.supervisor.reconciler import Phase, SlotState
 from deploy.supervisor.status_store import SlotStatus, SupervisionStatus
+from tests.support.deploy.kernel import knows_exits
 
 
 class Mayfly:
@@ -100,7 +102,9 @@ async def test_what_only_watches_is_done_again_after_an_error() -> None:
 def test_deaths_returns_and_the_supervisors_own_return_are_logged_once() -> None:
     lines: list[str] = []
     pids: dict[str, int] = {}
-    watch = SlotWatch(lines.append, pids.__setitem__, {"decode-0": 1, "supervisor": 9})
+    watch = SlotWatch(
+        lines.append, pids.__setitem__, {"decode-0": 1, "supervisor": 9}, one_machine=False
+    )
 
     def take(state: SlotState, pid: int = 0, supervisor: int = 9) -> list[str]:
         lines.clear()
@@ -125,10 +129,26 @@ def test_deaths_returns_and_the_supervisors_own_return_are_logged_once() -> None
     assert lines == []
 
 
+@pytest.mark.parametrize("one_machine", [True, False])
+def test_the_supervisors_end_is_shown_if_it_ran_here(one_machine: bool) -> None:
+    first, second = (subprocess.Popen(["sleep", "600"]) for _ in range(2))
+    lines: list[str] = []
+    pids = {"supervisor": first.pid}
+    watch = SlotWatch(lines.append, lambda *_: None, pids, one_machine=one_machine)
+    for process, following in ((first, second.pid), (second, 1)):
+        process.kill()
+        process.wait(60)
+        watch.take(SupervisionStatus(following, ""))
+    how = " (killed by SIGKILL)" if one_machine and knows_exits() else ""
+    assert lines == [f"the supervisor was restarted{how}"] * 2
+
+
 def test_joins_and_leaves_are_logged_and_a_drain_is_no_death() -> None:
     lines: list[str] = []
     pids: dict[str, int] = {}
-    watch = SlotWatch(lines.append, pids.__setitem__, {"decode-0": 1, "supervisor": 9})
+    watch = SlotWatch(
+        lines.append, pids.__setitem__, {"decode-0": 1, "supervisor": 9}, one_machine=False
+    )
 
     def take(**news: tuple[Phase, int]) -> list[str]:
         lines.clear()

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Hashable, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from ray.exceptions import OutOfMemoryError
 
-from baton.errors import BatonError
+from baton.errors import BatonError, WorkerFailed
 from deploy.processes.leadership import SupervisorTerm
+from deploy.processes.run_directory import RunDirectory
 from deploy.supervisor import ray_slots as ray_slots_module
-from deploy.supervisor.ray_slots import RaySlots, error_in
+from deploy.supervisor.death import DeathCause
+from deploy.supervisor.death_evidence import DeathEvidence
+from deploy.supervisor.ray_slots import RaySlots
 from deploy.supervisor.reconciler import Observed
 from deploy.workers.worker_actor import PingReply
 
@@ -109,6 +114,7 @@ async def begun(
         scene.roll,
         registry_ttl_s,
         cast(SupervisorTerm, SimpleNamespace(epoch=EPOCH)),
+        DeathEvidence(RunDirectory(Path("/nowhere")), one_machine=False),
         config_hash="new",
     )
     await slots.find_running()
@@ -268,20 +274,55 @@ async def test_a_worker_of_another_hash_is_outdated(
         assert seen.outdated
 
 
-@pytest.mark.parametrize(
-    ("line", "shown"),
-    [
-        ("", ""),
-        ("2026-11-28 20:00:00,000 ERROR worker.session: no memory", "no memory"),
-        ("2026-11-28 20:00:00,000 INFO worker.session: it serves", ""),
-        (
-            "torch.OutOfMemoryError: CUDA out of memory",
-            "torch.OutOfMemoryError: CUDA out of memory",
-        ),
-        ('{"level": "ERROR", "message": "no memory"}', "no memory"),
-        ('{"level": "INFO", "message": "it serves"}', ""),
-        ('{"level": "ERR', '{"level": "ERR'),
-    ],
-)
-def test_the_error_in_the_last_line_of_a_log(line: str, shown: str) -> None:
-    assert error_in(line) == shown
+@pytest.mark.parametrize("starts", [True, False])
+async def test_a_worker_that_rays_memory_monitor_has_ended_is_dead(
+    monkeypatch: pytest.MonkeyPatch, starts: bool
+) -> None:
+    scene = Scene()
+    ended: Exception = OutOfMemoryError("was 9GB used / 9GB limit")  # type: ignore[no-untyped-call]
+    if starts:
+        ended, cause = WorkerFailed("worker decode-0: it has ended"), ended
+        ended.__cause__ = cause
+        scene.workers[0].failure = ended
+    async with begun(monkeypatch, scene=scene) as (_, slots):
+        monkeypatch.setattr(scene.workers[0], "kill", lambda: None, raising=False)
+        monkeypatch.setattr(slots, "_clear", nothing)
+        if not starts:
+            monkeypatch.setattr(scene.workers[0], "ping", raising(ended))
+        async with asyncio.timeout(DEADLINE_S):
+            while (seen := await slots.observe("decode-0")).observed is not Observed.ABSENT:
+                await asyncio.sleep(0)
+    assert seen.cause is DeathCause.RAY_MEMORY_MONITOR
+    assert "killed by Ray's memory monitor" in seen.error
+    assert "9GB used / 9GB limit" in seen.error
+
+
+async def nothing(*_: object) -> None:
+    """Of a worker that Ray does not have nothing is left."""
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    async def ping(unlisted_s: float, epoch: int) -> None:
+        raise error
+
+    return ping
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_a_worker_that_died_without_a_supervisor_is_explained_once(
+    monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    def death_of(slot: str, pid: int) -> Exception:
+        assert (slot, pid) == ("decode-5", 9)
+        if not known:
+            raise ConnectionError("away")
+        return OutOfMemoryError("was 9GB used / 9GB limit")  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(ray_slots_module, "death_of", death_of)
+    async with begun(monkeypatch) as (_, slots):
+        await slots.find_missed("decode-5", 9)
+        seen = await slots.observe("decode-5")
+        assert seen.observed is Observed.ABSENT
+        assert seen.cause is (DeathCause.RAY_MEMORY_MONITOR if known else DeathCause.UNKNOWN)
+        assert seen.error
+        assert not (await slots.observe("decode-5")).error

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from deploy.supervisor.death import DeathCause
 from deploy.supervisor.reconciler import (
     CRASH_LOOP_DEATHS,
     FIRST_PAUSE_S,
@@ -144,7 +145,9 @@ def test_a_long_silent_worker_is_replaced_and_one_that_wakes_in_time_is_not() ->
     look(reconciler, Observed.SILENT, now)
     assert look(reconciler, Observed.SILENT, now + LOOK_S) == {SLOT: SlotAction.END}
     now += SILENCE_S
-    reconciler.observe(SLOT, Observed.ABSENT, now, "killed")
+    killed = DeathCause.SIGKILL
+    hung = reconciler.observe(SLOT, Observed.ABSENT, now, "killed", cause=killed)
+    assert hung is DeathCause.HUNG, "the supervisor has ended it"
     assert "was silent" in reconciler.states(now)[SLOT].last_error
     assert reconciler.decide(now + 1) == {SLOT: SlotAction.START}
 

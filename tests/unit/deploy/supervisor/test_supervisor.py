@@ -17,6 +17,7 @@ from baton.store.supervision import PoolSizes, ScalingDecision
 from baton.telemetry.metrics import SupervisorMetrics
 from deploy.processes.leadership import SupervisorTerm
 from deploy.supervisor import supervisor as supervisor_module
+from deploy.supervisor.death import DeathCause
 from deploy.supervisor.ray_slots import RaySlots, SlotObservation
 from deploy.supervisor.reconciler import Observed, Phase, Reconciler, SlotState
 from deploy.supervisor.status_store import SlotStatus, StatusStore, SupervisionStatus
@@ -42,6 +43,11 @@ class FakeWorkers:
         self.failure: Exception | None = None
         self.highest_epoch = 0
         self.closed = False
+        self.missed: list[tuple[str, int]] = []
+
+    async def find_missed(self, slot: str, pid: int) -> None:
+        self.missed.append((slot, pid))
+        self.seen[slot] = SlotObservation(Observed.ABSENT, "no memory", DeathCause.OUT_OF_MEMORY)
 
     async def find_running(self) -> None:
         self.recalls += 1
@@ -204,11 +210,13 @@ async def test_it_fills_what_is_empty_leaves_who_serves_and_tells() -> None:
     labels = {"worker": "decode-0", "pool": "decode"}
     assert value("baton_worker_slot_state", labels | {"state": "running"}) == 1
     assert value("baton_worker_slot_state", labels | {"state": "crash loop"}) == 0
-    play.workers.seen["decode-0"] = SlotObservation(Observed.ABSENT, "killed")
+    killed = SlotObservation(Observed.ABSENT, "killed", DeathCause.SIGKILL)
+    play.workers.seen["decode-0"] = killed
     await play.until(lambda: play.workers.started == ["decode-1", "decode-0"])
     await play.until(lambda: play.phase("decode-0") is Phase.RUNNING)
     assert play.board.told.slots["decode-0"].state.last_error == "killed"
-    assert value("baton_worker_deaths_total", {"worker": "decode-0"}) == 1
+    died = {"worker": "decode-0", "cause": "sigkill"}
+    assert value("baton_worker_deaths_total", died) == 1
     await play.end()
 
 
@@ -220,6 +228,23 @@ async def test_what_an_earlier_one_told_is_remembered() -> None:
     assert play.board.told is not None
     assert play.board.told.slots["decode-0"].state.deaths == 7
     assert "long-gone-0" not in play.board.told.slots
+    await play.end()
+
+
+async def test_a_worker_that_died_with_the_last_supervisor_is_a_death_not_one_that_left() -> None:
+    ran = SlotStatus(SlotState(Phase.RUNNING, 1, "killed"), pid=7)
+    left = SlotStatus(SlotState(Phase.DRAINING), pid=8)
+    play = Play(
+        FakeWorkers(), FakeBoard(SupervisionStatus(1, "", {"decode-0": ran, "decode-1": left}))
+    )
+    await play.until(lambda: set(play.workers.started) == set(SLOTS))
+    assert play.workers.missed == [("decode-0", 7)]
+    value = play.metrics.registry.get_sample_value
+    died = {"worker": "decode-0", "cause": "out_of_memory"}
+    assert value("baton_worker_deaths_total", died) == 1
+    states = play.reconciler.states(time.monotonic())
+    assert (states["decode-0"].deaths, states["decode-0"].last_error) == (2, "no memory")
+    assert states["decode-1"].deaths == 0
     await play.end()
 
 
@@ -260,7 +285,7 @@ async def test_a_pool_grows_and_shrinks_by_the_newest_without_deaths() -> None:
     await play.until(lambda: play.board.told is not None and len(play.board.told.slots) == 1)
     assert state_of(play, "decode-3") is None
     value = play.metrics.registry.get_sample_value
-    assert value("baton_worker_deaths_total", {"worker": "decode-3"}) is None
+    assert value("baton_worker_deaths_total", {"worker": "decode-3", "cause": "unknown"}) is None
     assert len(play.workers.started) == 4
     await play.end()
 

@@ -19,6 +19,11 @@
   value: "0"
 - name: RAY_worker_niceness
   value: "0"
+# A neighbor that fills the host must not end Baton's processes.
+- name: RAY_memory_monitor_refresh_ms
+  value: "0"
+- name: RAY_worker_oom_score_adjustment
+  value: "0"
 - name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO
   value: "0"
 - name: RAY_preload_python_modules
