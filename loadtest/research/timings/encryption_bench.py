@@ -28,8 +28,8 @@ _ALIGNED = 64
 
 
 def measure(part: int, size: int, rounds: int) -> dict[str, float]:
-    """Bring ``size`` bytes over in parts of ``part`` bytes. Return the median rate of each way to do
-    it, in GB/s."""
+    """Bring ``size`` bytes over in parts of ``part`` bytes. Return the median rate of each way, in
+    GB/s."""
     blocks = size // part
     source = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8)
     target = _aligned(size)
