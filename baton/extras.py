@@ -9,7 +9,7 @@ from typing import Literal
 from baton.errors import ConfigError
 
 DISTRIBUTION = "baton-llm"
-Extra = Literal["bench", "gguf", "nixl", "otel", "s3", "tls"]
+Extra = Literal["bench", "gguf", "nixl", "otel", "s3"]
 
 
 def install_command(extra: Extra) -> str:

@@ -23,16 +23,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from baton.errors import ConfigError
-from baton.extras import needs_extra
-from baton.security.tls import AUTHORITY_FILE, ROLES, PeerRole, role_name, roles_in
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-with needs_extra("tls", "`baton certs`"):
-    from cryptography import x509
-    from cryptography.exceptions import InvalidSignature
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from baton.errors import ConfigError
+from baton.security.tls import AUTHORITY_FILE, ROLES, PeerRole, role_name, roles_in
 
 CERTIFICATE_DAYS, AUTHORITY_DAYS = 365, 3650
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")

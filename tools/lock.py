@@ -21,7 +21,7 @@ from urllib.parse import unquote
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "requirements"
-SERVING = ("bench", "gguf", "otel", "s3", "tls")
+SERVING = ("bench", "gguf", "otel", "s3")
 """The extras that ``cuda.lock`` and ``cpu.lock`` hold: a checkout and the images install them."""
 EXTRAS = {"dev": ("cuda",), "fuzz": ("cuda", "dev"), "nixl": ("cuda",)}
 """For each extra, the lock files that must be installed before the extra's own lock file."""

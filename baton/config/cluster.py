@@ -165,7 +165,8 @@ class Config(BaseSettings):
     """Network in which the transports ``gloo``, ``nccl`` and ``nixl`` send KV blocks: the name of
     an interface (``eth1``), or a CIDR that has an address of each worker's machine
     (``10.1.0.0/16``). They listen on that address. With certificates these transports need it:
-    blocks are then authenticated and not encrypted, so only workers should be in that network.
+    blocks are encrypted, but their libraries check no certificate, so only workers should be in
+    that network.
     Empty: they use the worker's own address."""
     policy: PolicyName = "predictive"
     """How the router chooses the workers of a request: by predicted time (predictive), or by a

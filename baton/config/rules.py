@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 _RANK_TRANSPORTS = ("auto", "shm", "grpc")
 """Transports that carry the KV heads of single ranks."""
 _NETWORK_TRANSPORTS = ("gloo", "nccl", "nixl")
-"""Transports that send KV blocks, with MACs and unencrypted, in the ``data_network``."""
+"""Transports that send KV blocks by AES-GCM in the ``data_network``, over libraries that check no
+certificate."""
 
 
 def check(config: Config) -> None:
@@ -195,7 +196,7 @@ def _data_network(config: Config) -> None:
             )
     elif is_used and config.tls.folder:
         raise ValueError(
-            f"transport: {config.transport} authenticates KV blocks and does not encrypt them: set"
+            f"transport: {config.transport} accepts connections without certificates: set"
             " data_network to the network that only the workers use, or transport to auto"
         )
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/transfer.proto\x12\x08\x62\x61ton.v1\"\xa4\x01\n\x08Geometry\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x0e\n\x06layers\x18\x02 \x01(\r\x12\x10\n\x08kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\x10\n\x08kv_dtype\x18\x05 \x01(\t\x12\x17\n\x0ftensor_parallel\x18\x06 \x01(\r\x12%\n\x07\x64rafter\x18\x1b \x01(\x0b\x32\x14.baton.v1.GroupShape\"@\n\nGroupShape\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x10\n\x08kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\"\xaa\x01\n\x0fTransferRequest\x12 \n\x04open\x18\x01 \x01(\x0b\x32\x12.baton.v1.OpenPair\x12*\n\tannounced\x18\x02 \x03(\x0b\x32\x17.baton.v1.AnnounceBatch\x12$\n\x05renew\x18\x03 \x01(\x0b\x32\x15.baton.v1.RenewLeases\x12#\n\x06sealed\x18\x04 \x03(\x0b\x32\x13.baton.v1.SealBatch\"\xce\x01\n\x08OpenPair\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12$\n\x08geometry\x18\x02 \x01(\x0b\x32\x12.baton.v1.Geometry\x12\x0e\n\x06writer\x18\x03 \x01(\t\x12\x10\n\x08receiver\x18\x04 \x01(\t\x12(\n\x06offers\x18\x05 \x03(\x0b\x32\x18.baton.v1.TransportOffer\x12\x13\n\x0bwriter_rank\x18\x06 \x01(\r\x12\x15\n\rreceiver_rank\x18\x07 \x01(\r\x12\x0f\n\x07\x63\x61n_mac\x18\x08 \x01(\x08\"2\n\x0eTransportOffer\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\r\n\x05offer\x18\x02 \x01(\x0c\"\xbc\x01\n\rAnnounceBatch\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x11\n\tticket_id\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0e\n\x06length\x18\x04 \x01(\x04\x12\x0f\n\x07targets\x18\x05 \x03(\r\x12\x0f\n\x07sources\x18\x06 \x03(\r\x12\x11\n\tchecksums\x18\x07 \x03(\x06\x12\x14\n\x07seal_at\x18\x08 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\tseal_mark\x18\t \x01(\x06\x42\n\n\x08_seal_at\".\n\tSealBatch\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x11\n\tchecksums\x18\x02 \x03(\x06\"!\n\x0bRenewLeases\x12\x12\n\nticket_ids\x18\x01 \x03(\t\"\x89\x01\n\x10TransferResponse\x12$\n\x06opened\x18\x01 \x01(\x0b\x32\x14.baton.v1.PairOpened\x12%\n\x06landed\x18\x02 \x03(\x0b\x32\x15.baton.v1.BatchLanded\x12(\n\x07renewed\x18\x03 \x01(\x0b\x32\x17.baton.v1.LeasesRenewed\"\x97\x01\n\nPairOpened\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0e\n\x06\x61nswer\x18\x02 \x01(\x0c\x12\x14\n\x0cwindow_bytes\x18\x03 \x01(\x04\x12$\n\x08geometry\x18\x04 \x01(\x0b\x32\x12.baton.v1.Geometry\x12\x16\n\x0erank_addresses\x18\x05 \x03(\t\x12\x12\n\nmac_secret\x18\x06 \x01(\x0c\":\n\x0b\x42\x61tchLanded\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\")\n\rLeasesRenewed\x12\x18\n\x10\x65nded_ticket_ids\x18\x01 \x03(\t\"\xa9\x01\n\x0bPullRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12$\n\x08geometry\x18\x02 \x01(\x0b\x32\x12.baton.v1.Geometry\x12\x0e\n\x06holder\x18\x03 \x01(\t\x12\x0e\n\x06reader\x18\x04 \x01(\t\x12\x16\n\x0ereader_address\x18\x05 \x01(\t\x12\x11\n\tticket_id\x18\x06 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x07 \x03(\x0c\"\x1e\n\x0cPullResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\"?\n\x11SendBlocksRequest\x12\x0e\n\x06number\x18\x01 \x01(\x06\x12\x0c\n\x04part\x18\x02 \x01(\x07\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\x14\n\x12SendBlocksResponse2\x8f\x01\n\x0fTransferService\x12\x45\n\x08Transfer\x12\x19.baton.v1.TransferRequest\x1a\x1a.baton.v1.TransferResponse(\x01\x30\x01\x12\x35\n\x04Pull\x12\x15.baton.v1.PullRequest\x1a\x16.baton.v1.PullResponse2Y\n\x0c\x42lockService\x12I\n\nSendBlocks\x12\x1b.baton.v1.SendBlocksRequest\x1a\x1c.baton.v1.SendBlocksResponse(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/transfer.proto\x12\x08\x62\x61ton.v1\"\xa4\x01\n\x08Geometry\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x0e\n\x06layers\x18\x02 \x01(\r\x12\x10\n\x08kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\x10\n\x08kv_dtype\x18\x05 \x01(\t\x12\x17\n\x0ftensor_parallel\x18\x06 \x01(\r\x12%\n\x07\x64rafter\x18\x1b \x01(\x0b\x32\x14.baton.v1.GroupShape\"@\n\nGroupShape\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x10\n\x08kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\"\xaa\x01\n\x0fTransferRequest\x12 \n\x04open\x18\x01 \x01(\x0b\x32\x12.baton.v1.OpenPair\x12*\n\tannounced\x18\x02 \x03(\x0b\x32\x17.baton.v1.AnnounceBatch\x12$\n\x05renew\x18\x03 \x01(\x0b\x32\x15.baton.v1.RenewLeases\x12#\n\x06sealed\x18\x04 \x03(\x0b\x32\x13.baton.v1.SealBatch\"\xc3\x01\n\x08OpenPair\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12$\n\x08geometry\x18\x02 \x01(\x0b\x32\x12.baton.v1.Geometry\x12\x0e\n\x06writer\x18\x03 \x01(\t\x12\x10\n\x08receiver\x18\x04 \x01(\t\x12(\n\x06offers\x18\x05 \x03(\x0b\x32\x18.baton.v1.TransportOffer\x12\x13\n\x0bwriter_rank\x18\x06 \x01(\r\x12\x15\n\rreceiver_rank\x18\x07 \x01(\rJ\x04\x08\x08\x10\t\"2\n\x0eTransportOffer\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\r\n\x05offer\x18\x02 \x01(\x0c\"\xcf\x01\n\rAnnounceBatch\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x11\n\tticket_id\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0e\n\x06length\x18\x04 \x01(\x04\x12\x0f\n\x07targets\x18\x05 \x03(\r\x12\x0f\n\x07sources\x18\x06 \x03(\r\x12\x11\n\tchecksums\x18\x07 \x03(\x06\x12\x14\n\x07seal_at\x18\x08 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\tseal_mark\x18\t \x01(\x06\x12\x11\n\tstaged_at\x18\n \x01(\x04\x42\n\n\x08_seal_at\".\n\tSealBatch\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x11\n\tchecksums\x18\x02 \x03(\x06\"!\n\x0bRenewLeases\x12\x12\n\nticket_ids\x18\x01 \x03(\t\"\x89\x01\n\x10TransferResponse\x12$\n\x06opened\x18\x01 \x01(\x0b\x32\x14.baton.v1.PairOpened\x12%\n\x06landed\x18\x02 \x03(\x0b\x32\x15.baton.v1.BatchLanded\x12(\n\x07renewed\x18\x03 \x01(\x0b\x32\x17.baton.v1.LeasesRenewed\"\x89\x01\n\nPairOpened\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0e\n\x06\x61nswer\x18\x02 \x01(\x0c\x12\x14\n\x0cwindow_bytes\x18\x03 \x01(\x04\x12$\n\x08geometry\x18\x04 \x01(\x0b\x32\x12.baton.v1.Geometry\x12\x16\n\x0erank_addresses\x18\x05 \x03(\tJ\x04\x08\x06\x10\x07\":\n\x0b\x42\x61tchLanded\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\")\n\rLeasesRenewed\x12\x18\n\x10\x65nded_ticket_ids\x18\x01 \x03(\t\"\xa9\x01\n\x0bPullRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12$\n\x08geometry\x18\x02 \x01(\x0b\x32\x12.baton.v1.Geometry\x12\x0e\n\x06holder\x18\x03 \x01(\t\x12\x0e\n\x06reader\x18\x04 \x01(\t\x12\x16\n\x0ereader_address\x18\x05 \x01(\t\x12\x11\n\tticket_id\x18\x06 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x07 \x03(\x0c\"\x1e\n\x0cPullResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\"?\n\x11SendBlocksRequest\x12\x0e\n\x06number\x18\x01 \x01(\x06\x12\x0c\n\x04part\x18\x02 \x01(\x07\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\x14\n\x12SendBlocksResponse2\x8f\x01\n\x0fTransferService\x12\x45\n\x08Transfer\x12\x19.baton.v1.TransferRequest\x1a\x1a.baton.v1.TransferResponse(\x01\x30\x01\x12\x35\n\x04Pull\x12\x15.baton.v1.PullRequest\x1a\x16.baton.v1.PullResponse2Y\n\x0c\x42lockService\x12I\n\nSendBlocks\x12\x1b.baton.v1.SendBlocksRequest\x1a\x1c.baton.v1.SendBlocksResponse(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,33 +38,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRANSFERREQUEST']._serialized_start=271
   _globals['_TRANSFERREQUEST']._serialized_end=441
   _globals['_OPENPAIR']._serialized_start=444
-  _globals['_OPENPAIR']._serialized_end=650
-  _globals['_TRANSPORTOFFER']._serialized_start=652
-  _globals['_TRANSPORTOFFER']._serialized_end=702
-  _globals['_ANNOUNCEBATCH']._serialized_start=705
-  _globals['_ANNOUNCEBATCH']._serialized_end=893
-  _globals['_SEALBATCH']._serialized_start=895
-  _globals['_SEALBATCH']._serialized_end=941
-  _globals['_RENEWLEASES']._serialized_start=943
-  _globals['_RENEWLEASES']._serialized_end=976
-  _globals['_TRANSFERRESPONSE']._serialized_start=979
-  _globals['_TRANSFERRESPONSE']._serialized_end=1116
-  _globals['_PAIROPENED']._serialized_start=1119
-  _globals['_PAIROPENED']._serialized_end=1270
-  _globals['_BATCHLANDED']._serialized_start=1272
-  _globals['_BATCHLANDED']._serialized_end=1330
-  _globals['_LEASESRENEWED']._serialized_start=1332
-  _globals['_LEASESRENEWED']._serialized_end=1373
-  _globals['_PULLREQUEST']._serialized_start=1376
-  _globals['_PULLREQUEST']._serialized_end=1545
-  _globals['_PULLRESPONSE']._serialized_start=1547
-  _globals['_PULLRESPONSE']._serialized_end=1577
-  _globals['_SENDBLOCKSREQUEST']._serialized_start=1579
-  _globals['_SENDBLOCKSREQUEST']._serialized_end=1642
-  _globals['_SENDBLOCKSRESPONSE']._serialized_start=1644
-  _globals['_SENDBLOCKSRESPONSE']._serialized_end=1664
-  _globals['_TRANSFERSERVICE']._serialized_start=1667
-  _globals['_TRANSFERSERVICE']._serialized_end=1810
-  _globals['_BLOCKSERVICE']._serialized_start=1812
-  _globals['_BLOCKSERVICE']._serialized_end=1901
+  _globals['_OPENPAIR']._serialized_end=639
+  _globals['_TRANSPORTOFFER']._serialized_start=641
+  _globals['_TRANSPORTOFFER']._serialized_end=691
+  _globals['_ANNOUNCEBATCH']._serialized_start=694
+  _globals['_ANNOUNCEBATCH']._serialized_end=901
+  _globals['_SEALBATCH']._serialized_start=903
+  _globals['_SEALBATCH']._serialized_end=949
+  _globals['_RENEWLEASES']._serialized_start=951
+  _globals['_RENEWLEASES']._serialized_end=984
+  _globals['_TRANSFERRESPONSE']._serialized_start=987
+  _globals['_TRANSFERRESPONSE']._serialized_end=1124
+  _globals['_PAIROPENED']._serialized_start=1127
+  _globals['_PAIROPENED']._serialized_end=1264
+  _globals['_BATCHLANDED']._serialized_start=1266
+  _globals['_BATCHLANDED']._serialized_end=1324
+  _globals['_LEASESRENEWED']._serialized_start=1326
+  _globals['_LEASESRENEWED']._serialized_end=1367
+  _globals['_PULLREQUEST']._serialized_start=1370
+  _globals['_PULLREQUEST']._serialized_end=1539
+  _globals['_PULLRESPONSE']._serialized_start=1541
+  _globals['_PULLRESPONSE']._serialized_end=1571
+  _globals['_SENDBLOCKSREQUEST']._serialized_start=1573
+  _globals['_SENDBLOCKSREQUEST']._serialized_end=1636
+  _globals['_SENDBLOCKSRESPONSE']._serialized_start=1638
+  _globals['_SENDBLOCKSRESPONSE']._serialized_end=1658
+  _globals['_TRANSFERSERVICE']._serialized_start=1661
+  _globals['_TRANSFERSERVICE']._serialized_end=1804
+  _globals['_BLOCKSERVICE']._serialized_start=1806
+  _globals['_BLOCKSERVICE']._serialized_end=1895
 # @@protoc_insertion_point(module_scope)

@@ -138,7 +138,6 @@ class OpenPair(_message.Message):
     OFFERS_FIELD_NUMBER: _builtins.int
     WRITER_RANK_FIELD_NUMBER: _builtins.int
     RECEIVER_RANK_FIELD_NUMBER: _builtins.int
-    CAN_MAC_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """Compared before all other fields."""
     writer: _builtins.str
@@ -147,8 +146,6 @@ class OpenPair(_message.Message):
     writer_rank: _builtins.int
     """The ranks of the two workers that form this pair."""
     receiver_rank: _builtins.int
-    can_mac: _builtins.bool
-    """Whether the writer can send MACs instead of checksums; see kvtransfer/memory/mac.py."""
     @_builtins.property
     def geometry(self) -> Global___Geometry: ...
     @_builtins.property
@@ -165,11 +162,10 @@ class OpenPair(_message.Message):
         offers: _abc.Iterable[Global___TransportOffer] | None = ...,
         writer_rank: _builtins.int = ...,
         receiver_rank: _builtins.int = ...,
-        can_mac: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_mac", b"can_mac", "fingerprint", b"fingerprint", "geometry", b"geometry", "offers", b"offers", "receiver", b"receiver", "receiver_rank", b"receiver_rank", "writer", b"writer", "writer_rank", b"writer_rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "geometry", b"geometry", "offers", b"offers", "receiver", b"receiver", "receiver_rank", b"receiver_rank", "writer", b"writer", "writer_rank", b"writer_rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -213,6 +209,7 @@ class AnnounceBatch(_message.Message):
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     SEAL_AT_FIELD_NUMBER: _builtins.int
     SEAL_MARK_FIELD_NUMBER: _builtins.int
+    STAGED_AT_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Number of the batch, from 0, rising by one."""
     ticket_id: _builtins.str
@@ -224,6 +221,10 @@ class AnnounceBatch(_message.Message):
     file in bytes, and the number of this use. See kvtransfer/memory/seal_board.py.
     """
     seal_mark: _builtins.int
+    staged_at: _builtins.int
+    """Offset of the batch in the writer's staging memory, if the receiver reads it there; see
+    kvtransfer/transports/nixl/transport.py.
+    """
     @_builtins.property
     def targets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Indexes of the ticket's missing blocks, from 0."""
@@ -234,10 +235,9 @@ class AnnounceBatch(_message.Message):
 
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Checksums of each part and its place; see kvtransfer/memory/checksum.py. They are MACs if the
-        pair has a mac_secret. Empty if the receiver
-        reads the blocks in the writer's memory: it copies them while the writer computes the checksums,
-        which follow.
+        """Checksums of each part and its place; see kvtransfer/memory/checksum.py. Empty if the transport
+        encrypts the parts, whose tags are with the bytes. Empty also if the receiver reads the blocks
+        in the writer's memory: it copies them while the writer computes the checksums, which follow.
         """
 
     def __init__(
@@ -252,10 +252,11 @@ class AnnounceBatch(_message.Message):
         checksums: _abc.Iterable[_builtins.int] | None = ...,
         seal_at: _builtins.int | None = ...,
         seal_mark: _builtins.int = ...,
+        staged_at: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seal_at", b"_seal_at", "seal_at", b"seal_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seal_at", b"_seal_at", "checksums", b"checksums", "length", b"length", "number", b"number", "offset", b"offset", "seal_at", b"seal_at", "seal_mark", b"seal_mark", "sources", b"sources", "targets", b"targets", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seal_at", b"_seal_at", "checksums", b"checksums", "length", b"length", "number", b"number", "offset", b"offset", "seal_at", b"seal_at", "seal_mark", b"seal_mark", "sources", b"sources", "staged_at", b"staged_at", "targets", b"targets", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seal_at: _TypeAlias = _typing.Literal["seal_at"]  # noqa: Y015
     _WhichOneofArgType__seal_at: _TypeAlias = _typing.Literal["_seal_at", b"_seal_at"]  # noqa: Y015
@@ -347,16 +348,11 @@ class PairOpened(_message.Message):
     WINDOW_BYTES_FIELD_NUMBER: _builtins.int
     GEOMETRY_FIELD_NUMBER: _builtins.int
     RANK_ADDRESSES_FIELD_NUMBER: _builtins.int
-    MAC_SECRET_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     answer: _builtins.bytes
     """Data with which the writer connects, in the transport's format."""
     window_bytes: _builtins.int
     """Maximum bytes that may be announced and have not arrived."""
-    mac_secret: _builtins.bytes
-    """Secret of the pair's MACs, 32 bytes. Empty: segments have checksums, because nothing can change
-    them on their way, or because the writer does not know MACs.
-    """
     @_builtins.property
     def geometry(self) -> Global___Geometry: ...
     @_builtins.property
@@ -371,11 +367,10 @@ class PairOpened(_message.Message):
         window_bytes: _builtins.int = ...,
         geometry: Global___Geometry | None = ...,
         rank_addresses: _abc.Iterable[_builtins.str] | None = ...,
-        mac_secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "geometry", b"geometry", "mac_secret", b"mac_secret", "rank_addresses", b"rank_addresses", "transport", b"transport", "window_bytes", b"window_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "geometry", b"geometry", "rank_addresses", b"rank_addresses", "transport", b"transport", "window_bytes", b"window_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

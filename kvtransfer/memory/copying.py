@@ -1,9 +1,7 @@
 """Checksums of bytes of this host, and copies that return the checksum of what they wrote.
 
 ``kvtransfer.memory.checksum`` defines the checksum; here C++ code computes it at the speed of the
-memory (``native/copy.cpp``). Without a C++ compiler numpy computes it, several times slower. With
-the ``key`` of a batch, the functions for several parts return the parts' MACs instead
-(``kvtransfer.memory.mac``).
+memory (``native/copy.cpp``). Without a C++ compiler numpy computes it, several times slower.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ import numpy.typing as npt
 from baton.errors import ConfigError
 from baton.host.cpp_library import NATIVE, CppLibrary
 from kvtransfer.memory import checksum as reference
-from kvtransfer.memory import mac
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +47,6 @@ def copy_library() -> ctypes.CDLL | None:
     library.kv_copy.restype = ctypes.c_uint64
     library.kv_copy_many.argtypes = [address, address, size, size, ctypes.c_int, address]
     library.kv_copy_many.restype = None
-    library.kv_mac_many.argtypes = [address, address, size, size, ctypes.c_int, address, address]
-    library.kv_mac_many.restype = None
     return library
 
 
@@ -86,9 +81,8 @@ def checksum_many(
     source: npt.NDArray[np.uint8],
     starts: npt.NDArray[np.int64],
     length: int,
-    key: mac.BatchKey | None = None,
 ) -> tuple[int, ...]:
-    """Compute the checksums, or MACs, of several parts of ``source``. Each part has ``length``
+    """Compute the checksums of several parts of ``source``. Each part has ``length``
     bytes and begins at one of the offsets ``starts``.
 
     All parts are handled in one call, because a call costs more than a small part. Raises
@@ -97,8 +91,8 @@ def checksum_many(
     _check(source, starts, length)
     library = copy_library()
     if library is None:
-        return _sums([source[start : start + length] for start in starts], length, key)
-    return _copy_many(library, None, starts + _address(source), length, key, soon_read=False)
+        return _sums([source[start : start + length] for start in starts])
+    return _copy_many(library, None, starts + _address(source), length, soon_read=False)
 
 
 def copy_many(
@@ -107,14 +101,13 @@ def copy_many(
     source: npt.NDArray[np.uint8],
     starts: npt.NDArray[np.int64],
     length: int,
-    key: mac.BatchKey | None = None,
     *,
     soon_read: bool = False,
 ) -> tuple[int, ...]:
     """Copy several parts of ``source`` to the offsets ``places`` in ``to``. Each part has
     ``length`` bytes and begins at one of the offsets ``starts``.
 
-    Returns the checksum, or MAC, of each part. Raises ValueError if a part is outside ``source`` or
+    Returns the checksum of each part. Raises ValueError if a part is outside ``source`` or
     ``to``, or ``to`` is read-only.
     """
     _check(to, places, length)
@@ -128,9 +121,9 @@ def copy_many(
         targets = [to[place : place + length] for place in places]
         for target, start in zip(targets, starts, strict=True):
             np.copyto(target, source[start : start + length])
-        return _sums(targets, length, key)
+        return _sums(targets)
     targets_at, origins = places + _address(to), starts + _address(source)
-    return _copy_many(library, targets_at, origins, length, key, soon_read=soon_read)
+    return _copy_many(library, targets_at, origins, length, soon_read=soon_read)
 
 
 def copy_out(
@@ -139,10 +132,9 @@ def copy_out(
     starts: npt.NDArray[np.int64],
     length: int,
     at: npt.NDArray[np.int64] | None = None,
-    key: mac.BatchKey | None = None,
 ) -> tuple[int, ...]:
     """Copy parts of ``source``, in order, into the buffers ``outs``. The buffers are read soon
-    afterwards. Returns the checksum, or MAC, of each part.
+    afterwards. Returns the checksum of each part.
 
     Each buffer gets one part. With ``at``, each buffer gets one part at each of these offsets.
     Raises ValueError if the number of parts differs, they do not fit, or a buffer is read-only.
@@ -164,33 +156,15 @@ def copy_out(
         places = [target[place : place + length] for target in targets for place in pieces]
         for to, start in zip(places, starts, strict=True):
             np.copyto(to, source[start : start + length])
-        return _sums(places, length, key)
+        return _sums(places)
     addresses = np.array([_address(target) for target in targets], dtype=np.int64)
     addresses = (addresses[:, None] + pieces).reshape(-1)
-    return _copy_many(library, addresses, starts + _address(source), length, key, soon_read=True)
+    return _copy_many(library, addresses, starts + _address(source), length, soon_read=True)
 
 
-def mac_of(parts: Sequence[Bytes], length: int, key: mac.BatchKey) -> tuple[int, ...]:
-    """Compute the MACs of consecutive segments of ``length`` bytes, each in a buffer of its own."""
-    arrays, library = [_bytes_of(part) for part in parts], copy_library()
-    if any(part.size != length for part in arrays):
-        raise ValueError(f"each part must have {length} bytes")
-    if library is None:
-        return _sums(arrays, length, key)
-    origins = np.array([_address(part) for part in arrays], dtype=np.int64)
-    return _copy_many(library, None, origins, length, key, soon_read=False)
-
-
-def _sums(
-    parts: Sequence[npt.NDArray[np.uint8]], length: int, key: mac.BatchKey | None
-) -> tuple[int, ...]:
-    """Compute checksums or MACs with numpy."""
-    if key is None:
-        return tuple(reference.checksum(part.data) for part in parts)
-    digests = np.empty((len(parts), mac.blocks_of(length), mac.STREAMS), dtype=np.uint64)
-    for each, part in zip(digests, parts, strict=True):
-        each[:] = mac.digests(part.data, key)
-    return key.tags(digests, length)
+def _sums(parts: Sequence[npt.NDArray[np.uint8]]) -> tuple[int, ...]:
+    """Compute checksums with numpy."""
+    return tuple(reference.checksum(part.data) for part in parts)
 
 
 def _check(data: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], length: int) -> None:
@@ -204,27 +178,13 @@ def _copy_many(
     targets: npt.NDArray[np.int64] | None,
     origins: npt.NDArray[np.int64],
     length: int,
-    key: mac.BatchKey | None,
     *,
     soon_read: bool,
 ) -> tuple[int, ...]:
-    """Copy from the addresses ``origins`` to the addresses ``targets``, and return the checksums or
-    MACs.
+    """Copy from the addresses ``origins`` to the addresses ``targets``, and return the checksums.
 
     Without ``targets``, only these are computed.
     """
-    if key is not None:
-        digests = np.empty((origins.size, mac.blocks_of(length), mac.STREAMS), dtype=np.uint64)
-        library.kv_mac_many(
-            None if targets is None else _address(targets),
-            _address(origins),
-            origins.size,
-            length,
-            not soon_read,
-            _address(key.words),
-            _address(digests),
-        )
-        return key.tags(digests, length)
     sums = np.empty(origins.size, dtype=np.uint64)
     library.kv_copy_many(
         None if targets is None else _address(targets),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,7 +12,6 @@ import numpy.typing as npt
 
 from baton.errors import HandoffError
 from kvtransfer.memory import copying
-from kvtransfer.memory.mac import BatchKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,7 @@ class BlockMemory(Protocol):
     """The KV blocks of a worker, as bytes.
 
     Methods are called from transfer threads, never from an event loop, and release the GIL while
-    they copy. ``offset`` and ``length`` are in bytes. With the ``key`` of a batch, the methods for
-    several blocks return MACs instead of checksums (``kvtransfer.memory.mac``).
+    they copy. ``offset`` and ``length`` are in bytes.
     """
 
     @property
@@ -64,9 +63,16 @@ class BlockMemory(Protocol):
     def write(self, block: int, offset: int, data: memoryview) -> int:
         """Overwrite part of a block. Returns the checksum of the written bytes."""
 
-    def checksum_many(
-        self, blocks: Sequence[int], offset: int, length: int, key: BatchKey | None = None
-    ) -> tuple[int, ...]:
+    def reading(self, block: int, offset: int, length: int) -> AbstractContextManager[memoryview]:
+        """Let the context read the bytes of part of a block, in host memory."""
+
+    def writing(self, block: int, offset: int, length: int) -> AbstractContextManager[memoryview]:
+        """Let the context overwrite part of a block, through bytes in host memory.
+
+        If the context raises an error, the part holds anything.
+        """
+
+    def checksum_many(self, blocks: Sequence[int], offset: int, length: int) -> tuple[int, ...]:
         """Compute the checksum of the same part of each of several blocks."""
 
     def read_many(
@@ -74,7 +80,6 @@ class BlockMemory(Protocol):
         blocks: Sequence[int],
         offset: int,
         outs: Sequence[memoryview],
-        key: BatchKey | None = None,
     ) -> tuple[int, ...]:
         """Copy the same part of several blocks, each into its own buffer of ``outs``.
 
@@ -88,7 +93,6 @@ class BlockMemory(Protocol):
         length: int,
         source: memoryview,
         starts: Sequence[int],
-        key: BatchKey | None = None,
     ) -> tuple[int, ...]:
         """Overwrite the same part of several blocks. The new bytes of each part begin at one of the
         offsets ``starts`` in ``source``.
@@ -98,10 +102,10 @@ class BlockMemory(Protocol):
 
 
 class PartByPart:
-    """Implements ``checksum_many``, ``read_many`` and ``write_many`` by one call per block.
+    """Implements the methods for several blocks by one call per block, and ``reading`` and
+    ``writing`` by copies.
 
-    It is for memory in which several blocks at once are no faster than one after another. MACs take
-    a second pass.
+    It is for memory in which several blocks at once are no faster than one after another.
     """
 
     def checksum_many(
@@ -109,11 +113,8 @@ class PartByPart:
         blocks: Sequence[int],
         offset: int,
         length: int,
-        key: BatchKey | None = None,
     ) -> tuple[int, ...]:
         """Compute the checksum of the same part of each of several blocks. See ``BlockMemory``."""
-        if key is not None:
-            return self.read_many(blocks, offset, _buffers(len(blocks), length), key)
         return tuple(self.checksum(block, offset, length) for block in blocks)
 
     def read_many(
@@ -121,12 +122,10 @@ class PartByPart:
         blocks: Sequence[int],
         offset: int,
         outs: Sequence[memoryview],
-        key: BatchKey | None = None,
     ) -> tuple[int, ...]:
         """Copy the same part of several blocks, each into its own buffer. See ``BlockMemory``."""
         pairs = zip(blocks, outs, strict=True)
-        sums = tuple(self.read(block, offset, out) for block, out in pairs)
-        return sums if key is None or not outs else copying.mac_of(outs, outs[0].nbytes, key)
+        return tuple(self.read(block, offset, out) for block, out in pairs)
 
     def write_many(
         self: BlockMemory,
@@ -135,24 +134,25 @@ class PartByPart:
         length: int,
         source: memoryview,
         starts: Sequence[int],
-        key: BatchKey | None = None,
     ) -> tuple[int, ...]:
         """Overwrite the same part of several blocks. See ``BlockMemory``."""
-        parts: Sequence[memoryview] = [source[start : start + length] for start in starts]
-        sums: tuple[int, ...] = ()
-        if key is not None:
-            # A copy: the network might still change ``source`` between the two passes.
-            given, parts = parts, _buffers(len(parts), length)
-            for part, arrived in zip(parts, given, strict=True):
-                part[:] = arrived
-            sums = copying.mac_of(parts, length, key)
-        pairs = zip(blocks, parts, strict=True)
-        found = tuple(self.write(block, offset, part) for block, part in pairs)
-        return found if key is None else sums
+        pairs = zip(blocks, starts, strict=True)
+        return tuple(self.write(block, offset, source[at : at + length]) for block, at in pairs)
 
+    @contextmanager
+    def reading(self: BlockMemory, block: int, offset: int, length: int) -> Iterator[memoryview]:
+        """Let the context read a copy of part of a block. See ``BlockMemory``."""
+        data = memoryview(bytearray(length))
+        self.read(block, offset, data)
+        yield data
 
-def _buffers(count: int, length: int) -> list[memoryview]:
-    return [memoryview(bytearray(length)) for _ in range(count)]
+    @contextmanager
+    def writing(self: BlockMemory, block: int, offset: int, length: int) -> Iterator[memoryview]:
+        """Overwrite part of a block after the context has ended without an error. See
+        ``BlockMemory``."""
+        data = memoryview(bytearray(length))
+        yield data
+        self.write(block, offset, data)
 
 
 def check_part(memory: BlockMemory, block: int, offset: int, length: int) -> None:
@@ -220,21 +220,26 @@ class HostMemory:
     def write(self, block: int, offset: int, data: memoryview) -> int:
         return copying.copy(self._part(block, offset, data.nbytes), data)
 
-    def checksum_many(
-        self, blocks: Sequence[int], offset: int, length: int, key: BatchKey | None = None
-    ) -> tuple[int, ...]:
-        return copying.checksum_many(self.data, self._starts(blocks, offset, length), length, key)
+    def reading(self, block: int, offset: int, length: int) -> AbstractContextManager[memoryview]:
+        """Let the context read the block itself. See ``BlockMemory``."""
+        return nullcontext(self._part(block, offset, length).data)
+
+    def writing(self, block: int, offset: int, length: int) -> AbstractContextManager[memoryview]:
+        """Let the context write to the block itself. See ``BlockMemory``."""
+        return nullcontext(self._part(block, offset, length).data)
+
+    def checksum_many(self, blocks: Sequence[int], offset: int, length: int) -> tuple[int, ...]:
+        return copying.checksum_many(self.data, self._starts(blocks, offset, length), length)
 
     def read_many(
         self,
         blocks: Sequence[int],
         offset: int,
         outs: Sequence[memoryview],
-        key: BatchKey | None = None,
     ) -> tuple[int, ...]:
         length = outs[0].nbytes
         starts = self._starts(blocks, offset, length)
-        return copying.copy_out(outs, self.data, starts, length, key=key)
+        return copying.copy_out(outs, self.data, starts, length)
 
     def write_many(
         self,
@@ -243,12 +248,11 @@ class HostMemory:
         length: int,
         source: memoryview,
         starts: Sequence[int],
-        key: BatchKey | None = None,
     ) -> tuple[int, ...]:
         origin = np.frombuffer(source, dtype=np.uint8)
         places = self._starts(blocks, offset, length)
         origins = np.array(starts, dtype=np.int64)
-        return copying.copy_many(self.data, places, origin, origins, length, key)
+        return copying.copy_many(self.data, places, origin, origins, length)
 
     def _starts(self, blocks: Sequence[int], offset: int, length: int) -> npt.NDArray[np.int64]:
         """Return the offsets in the memory at which the same part of each block begins. Raises

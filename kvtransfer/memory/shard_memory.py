@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from kvtransfer.layout.shard_layout import Plane, ShardLayout
 from kvtransfer.memory import copying
-from kvtransfer.memory.mac import BatchKey
 from kvtransfer.memory.memory import BlockMemory, HostMemory, PartByPart, SharedFile, check_part
 
 _PLANE_FACTOR = 0xA0761D6478BD642F
@@ -142,11 +141,9 @@ class ShardMemory(PartByPart):
 
     # Many blocks at a time
 
-    def checksum_many(
-        self, blocks: Sequence[int], offset: int, length: int, key: BatchKey | None = None
-    ) -> tuple[int, ...]:
-        if self._host is None or key is not None:
-            return super().checksum_many(blocks, offset, length, key)
+    def checksum_many(self, blocks: Sequence[int], offset: int, length: int) -> tuple[int, ...]:
+        if self._host is None:
+            return super().checksum_many(blocks, offset, length)
         sums = np.zeros(len(blocks), dtype=np.uint64)
         for cut in self._cuts_for(blocks, offset, length):
             starts = _starts(blocks, self._host.block_bytes, cut)
@@ -158,10 +155,9 @@ class ShardMemory(PartByPart):
         blocks: Sequence[int],
         offset: int,
         outs: Sequence[memoryview],
-        key: BatchKey | None = None,
     ) -> tuple[int, ...]:
-        if self._host is None or key is not None:
-            return super().read_many(blocks, offset, outs, key)
+        if self._host is None:
+            return super().read_many(blocks, offset, outs)
         sums = np.zeros(len(blocks), dtype=np.uint64)
         for cut in self._cuts_for(blocks, offset, outs[0].nbytes):
             starts = _starts(blocks, self._host.block_bytes, cut)
@@ -176,10 +172,9 @@ class ShardMemory(PartByPart):
         length: int,
         source: memoryview,
         starts: Sequence[int],
-        key: BatchKey | None = None,
     ) -> tuple[int, ...]:
-        if self._host is None or key is not None:
-            return super().write_many(blocks, offset, length, source, starts, key)
+        if self._host is None:
+            return super().write_many(blocks, offset, length, source, starts)
         origin = np.frombuffer(source, dtype=np.uint8)
         sums = np.zeros(len(blocks), dtype=np.uint64)
         for cut in self._cuts_for(blocks, offset, length):

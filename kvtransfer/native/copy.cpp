@@ -1,10 +1,8 @@
-// Copies bytes and computes their NH checksum, or the digests of their MAC, in one pass;
-// kvtransfer/memory/checksum.py and mac.py define them.
+// Copies bytes and computes their NH checksum in one pass; kvtransfer/memory/checksum.py defines it.
 //
 // Word i of the first half is multiplied by word i of the second, so two streams half a piece apart
 // are read and written in parallel. The keys are computed when they are needed: a table of them
-// would be as long as the data, and reading it costs more (25 against 21 GB/s on a Zen 5 core). The
-// secret keys of a MAC are the same for each block, so their table stays in the fastest cache.
+// would be as long as the data, and reading it costs more (25 against 21 GB/s on a Zen 5 core).
 
 #include <stdint.h>
 #include <string.h>
@@ -141,73 +139,6 @@ uint64_t checksum(char* to, const char* from, int64_t bytes) {
   return sum;
 }
 
-const int STREAMS = 3;
-const int64_t BLOCK_BYTES = 4096, KEY_WORDS = BLOCK_BYTES / 8 + STREAMS - 1;
-
-// The digests of one block of a MAC, of BLOCK_BYTES at most. `keys`: KEY_WORDS for the words of the
-// first half, as many for those of the second.
-template <Store store>
-void digest_block(char* to, const char* from, int64_t bytes, const uint32_t* keys,
-                  uint64_t* digests) {
-  const uint32_t *first = keys, *second = keys + KEY_WORDS;
-  const int64_t pairs = (bytes + 7) / 8, half = 4 * pairs;
-  const int64_t whole = bytes > half ? (bytes - half) / 4 : 0;
-  const int64_t fast = whole - whole % LANES, done = 4 * fast;
-  Words left, right, a, b;
-  Sums even[STREAMS] = {}, odd[STREAMS] = {};
-  for (int64_t i = 0; i < fast; i += LANES) {
-    memcpy(&left, from + 4 * i, sizeof left);
-    memcpy(&right, from + half + 4 * i, sizeof right);
-    put<store>(to + 4 * i, left);
-    put<store>(to + half + 4 * i, right);
-// Otherwise the sums are in memory, not in registers.
-#pragma GCC unroll 3
-    for (int s = 0; s < STREAMS; s++) {
-      memcpy(&a, first + i + s, sizeof a);
-      memcpy(&b, second + i + s, sizeof b);
-      a += left;
-      b += right;
-      even[s] += lower_products((Sums)a, (Sums)b);
-      odd[s] += lower_products((Sums)a >> 32, (Sums)b >> 32);
-    }
-  }
-  const char* rest = from;
-  if (store != NONE) {
-    // As in the checksum: the digests cover what was written.
-    rest = to;
-    const int64_t end = bytes < half ? bytes : half;
-    memcpy(to + done, from + done, end - done);
-    if (bytes > half + done) memcpy(to + half + done, from + half + done, bytes - half - done);
-  }
-#pragma GCC unroll 3
-  for (int s = 0; s < STREAMS; s++) {
-    even[s] += odd[s];
-    uint64_t sum = 0;
-    for (int lane = 0; lane < LANES / 2; lane++) sum += even[s][lane];
-    for (int64_t i = fast; i < pairs; i++) {
-      const uint32_t l = word_at(rest, bytes, 4 * i) + first[i + s];
-      const uint32_t r = word_at(rest, bytes, half + 4 * i) + second[i + s];
-      sum += (uint64_t)l * r;
-    }
-    digests[s] = sum;
-  }
-}
-
-// STREAMS digests for each block of a part.
-template <Store store>
-void digest(char* to, const char* from, int64_t bytes, const uint32_t* keys, uint64_t* digests) {
-  for (int64_t at = 0; at < bytes; at += BLOCK_BYTES) {
-    const int64_t length = bytes - at < BLOCK_BYTES ? bytes - at : BLOCK_BYTES;
-    // The halves of a shorter block may not be aligned to the vector.
-    if (store == STREAMED && length < BLOCK_BYTES)
-      digest_block<CACHED>(to + at, from + at, length, keys, digests);
-    else
-      digest_block<store>(to + at, from + at, length, keys, digests);
-    digests += STREAMS;
-  }
-  if (store == STREAMED) end_streams();
-}
-
 }  // namespace
 
 extern "C" {
@@ -231,21 +162,5 @@ void kv_copy_many(void* const* to, const void* const* from, int64_t parts, int64
                   int streamed, uint64_t* sums) {
   for (int64_t i = 0; i < parts; i++)
     sums[i] = to ? kv_copy(to[i], from[i], bytes, streamed) : kv_checksum(from[i], bytes);
-}
-
-// The same with the digests of a MAC: STREAMS for each block of a part, part after part.
-void kv_mac_many(void* const* to, const void* const* from, int64_t parts, int64_t bytes,
-                 int streamed, const uint32_t* keys, uint64_t* digests) {
-  const int64_t step = (bytes + BLOCK_BYTES - 1) / BLOCK_BYTES * STREAMS;
-  for (int64_t i = 0; i < parts; i++, digests += step) {
-    const char* source = (const char*)from[i];
-    char* target = to ? (char*)to[i] : (char*)source;
-    if (!to)
-      digest<NONE>(target, source, bytes, keys, digests);  // writes nothing
-    else if (streamed && (uintptr_t)target % VECTOR_BYTES == 0)
-      digest<STREAMED>(target, source, bytes, keys, digests);
-    else
-      digest<CACHED>(target, source, bytes, keys, digests);
-  }
 }
 }

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import AsyncIterator, Sequence
 
 import grpc.aio
@@ -19,7 +18,6 @@ from baton.errors import (
 from baton.rpc import convert
 from baton.rpc.grpc_errors import grpc_boundary
 from baton.v1 import transfer_pb2
-from kvtransfer.memory.mac import SECRET_BYTES
 from kvtransfer.pairs.inbound_pair import InboundPair, TicketKeeper, TicketTransfers
 from kvtransfer.pairs.negotiation import Fit, rank_transports
 from kvtransfer.pairs.pair import (
@@ -125,28 +123,19 @@ class Inbound:
             except HandoffError as error:
                 refusals[name] = error.message
                 continue
-            needs_mac = message.can_mac and self._transports[name].needs_mac
-            secret = secrets.token_bytes(SECRET_BYTES) if needs_mac else b""
             opened = transfer_pb2.PairOpened(
                 transport=name,
                 answer=answer,
                 window_bytes=self._window(self._transports[name]),
                 geometry=convert.geometry_to_proto(self.identity.geometry),
                 rank_addresses=self._rank_addresses,
-                mac_secret=secret,
             )
             log.info("%s sends blocks to %s by %s", writer.name, self.identity.name, name)
             for wanted, reason in refusals.items():
                 apart = are_on_two_hosts(self._transports[wanted].offer(), offers[wanted])
                 self._log_fallback(writer.name, wanted, name, reason, apart=apart)
             pair = InboundPair(
-                writer,
-                self._transports[name],
-                link,
-                self.keeper,
-                self.limits,
-                self._transfers,
-                secret,
+                writer, self._transports[name], link, self.keeper, self.limits, self._transfers
             )
             return pair, Response(opened=opened)
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())

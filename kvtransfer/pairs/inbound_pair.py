@@ -31,7 +31,6 @@ from baton.errors import (
 )
 from baton.host.background import end_tasks
 from baton.v1 import transfer_pb2
-from kvtransfer.memory.mac import BatchKey
 from kvtransfer.memory.seal_board import read_seal
 from kvtransfer.pairs.pair import Identity, PairLimits, all_at_once, unseal_checksums
 from kvtransfer.transports.in_place import ReadReceiveLink
@@ -124,15 +123,13 @@ class InboundPair:
         keeper: TicketKeeper,
         limits: PairLimits,
         transfers: TicketTransfers,
-        mac_secret: bytes = b"",
     ) -> None:
-        """``transfers`` holds the transfers of all pairs of this worker. With ``mac_secret``, the
-        writer sends MACs instead of checksums."""
-        self._mac_secret = mac_secret
+        """``transfers`` holds the transfers of all pairs of this worker."""
         self.writer, self.writer_rank = writer.incarnation, writer.rank
         self._name = writer.name
         self.transport = transport.name
         self._reads_in_place = transport.reads_in_place
+        self._encrypts = transport.encrypts
         self._keeper = keeper
         self._limits = limits
         self._transfers = transfers
@@ -223,8 +220,8 @@ class InboundPair:
         if message.number != self._next:
             raise HandoffError(f"got batch {message.number}, and expected {self._next}")
         checksums = len(message.checksums)
-        follow = self._reads_in_place and not checksums
-        if not (count == len(message.sources) > 0) or not (follow or checksums == count):
+        has_none = (self._reads_in_place or self._encrypts) and not checksums
+        if not (count == len(message.sources) > 0) or not (has_none or checksums == count):
             raise HandoffError(f"batch {message.number} lists different numbers of parts")
         self._next += 1
         error: BatonError | None = None
@@ -243,8 +240,6 @@ class InboundPair:
         except BatonError as refusal:
             error = refusal
         batch = _batch(message, blocks)
-        if self._mac_secret:
-            batch = replace(batch, key=BatchKey.of(self._mac_secret, batch.number))
         deadline_s = self._limits.batch_deadline_s
         transfer = self._link.receive(batch, deadline_s, wanted=blocks is not None)
         self._awaited[batch.number] = self._heard_at
@@ -252,6 +247,8 @@ class InboundPair:
             end = partial(self._landed, batch.number, error)
         else:
             copy = _Copy(message.ticket_id, batch, tuple(message.targets), transfer)
+            if self._encrypts:
+                copy.expected = ()
             if self._reads_in_place and message.HasField("seal_at"):
                 copy.seal = message.seal_at, message.seal_mark
             self._copies[batch.number] = copy
@@ -376,7 +373,7 @@ class _Copy:
 def _batch(message: transfer_pb2.AnnounceBatch, blocks: tuple[int, ...] | None) -> AnnouncedBatch:
     source = Parts(tuple(message.sources), message.offset, message.length)
     target = Parts(blocks or (), message.offset, message.length)
-    batch = AnnouncedBatch(message.number, source, target, ())
+    batch = AnnouncedBatch(message.number, source, target, (), message.staged_at)
     if not message.checksums:
         return batch
     raw = unseal_checksums(message.checksums, message.ticket_id, message.targets, message.offset)

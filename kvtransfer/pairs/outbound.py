@@ -26,13 +26,13 @@ from baton.rpc.grpc_errors import error_from_code, stream_ending, stream_errors
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
 from kvtransfer.layout.layout import KvLayout
 from kvtransfer.layout.shard_layout import ShardLayout
-from kvtransfer.memory.mac import BatchKey
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.memory.seal_board import Seal, SealBoard
 from kvtransfer.pairs.negotiation import Fit, check_geometry
 from kvtransfer.pairs.pair import Identity, PairLimits, all_at_once, seal_checksums, shard_between
 from kvtransfer.pairs.push_schedule import Bandwidth, PushBatch, PushQueue
 from kvtransfer.transports.in_place import ReadSendLink
+from kvtransfer.transports.staging import Region
 from kvtransfer.transports.transfer import Transfer
 from kvtransfer.transports.transport import Packed, Parts, Peer, SendLink, Transport, connect_shard
 
@@ -182,12 +182,13 @@ class Outbound:
         self._call: Call | None = None
         self._link: SendLink | None = None
         self._reads_in_place = False
-        self._mac_secret = b""
         self._board: SealBoard | None = None
         self._seals: dict[int, Seal] = {}
         """Where the checksums of batches in flight are published, by batch number."""
         self._publishing: dict[int, asyncio.Future[_Read]] = {}
         """The readings that publish them."""
+        self._regions: dict[int, Region] = {}
+        """Where the receiver reads batches in flight, by batch number, if it does."""
         self._queue = PushQueue(1, 1)
         self._window_bytes = 0
         self._pushes: dict[str, Push] = {}
@@ -217,7 +218,6 @@ class Outbound:
             receiver=self.peer.incarnation,
             writer_rank=self._identity.rank,
             receiver_rank=self.peer.rank,
-            can_mac=True,
             offers=[
                 transfer_pb2.TransportOffer(transport=name, offer=transport.offer())
                 for name, transport in self._transports.items()
@@ -250,7 +250,6 @@ class Outbound:
             raise
         self.transport = opened.transport
         self._reads_in_place = transport.reads_in_place
-        self._mac_secret = opened.mac_secret
         if isinstance(self._link, ReadSendLink):
             self._board = self._link.board
         self._window_bytes = opened.window_bytes
@@ -306,7 +305,7 @@ class Outbound:
         if self._link is not None:
             self._link.close()
         for number in list(self._in_flight):
-            self._free_seal(number)
+            self._free(number)
         self._in_flight.clear()
         self.in_flight_bytes = 0
         for push in list(self._pushes.values()):
@@ -386,8 +385,11 @@ class Outbound:
             self._seals[number] = seal
         return number
 
-    def _free_seal(self, number: int) -> None:
-        """Give the region of a batch back once no thread publishes there any more."""
+    def _free(self, number: int) -> None:
+        """Free what was kept for the receiver of a batch: its bytes, and its place on the board
+        once no thread publishes there any more."""
+        if (region := self._regions.pop(number, None)) is not None:
+            region.release()
         seal, reading = self._seals.pop(number, None), self._publishing.pop(number, None)
         if seal is None or self._board is None:
             return
@@ -401,9 +403,8 @@ class Outbound:
         self, number: int, batch: PushBatch, push: Push, seal: Seal | None
     ) -> asyncio.Future[_Read]:
         assert self._link is not None, "not open"
-        key = BatchKey.of(self._mac_secret, number) if self._mac_secret else None
         reading = self._loop.run_in_executor(
-            self._executor, _pack, self._link, batch, push.memory, seal, key
+            self._executor, _pack, self._link, number, batch, push.memory, seal
         )
         self._reading.add(reading)
         reading.add_done_callback(self._reading.discard)
@@ -417,8 +418,12 @@ class Outbound:
             number, batch, reading = await self._reads.get()
             # Shielded: the thread continues to read, and ``close`` waits for it.
             packed, is_published = await asyncio.shield(reading)
+            if packed.region is not None and number in self._in_flight:
+                self._regions[number] = packed.region
             if not self._reads_in_place:
-                self._tell(_announcement(number, batch, _sealed(batch, packed)))
+                self._tell(
+                    _announcement(number, batch, _sealed(batch, packed), region=packed.region)
+                )
             elif not is_published:
                 message = transfer_pb2.SealBatch(number=number, checksums=_sealed(batch, packed))
                 self._requests.put_nowait(Request(sealed=[message]))
@@ -466,7 +471,7 @@ class Outbound:
         batch = self._in_flight.pop(message.number, None)
         if batch is None:
             return
-        self._free_seal(message.number)
+        self._free(message.number)
         self.in_flight_bytes -= batch.bytes
         self.bandwidth.landed(batch.bytes, time.monotonic(), is_idle=not self._in_flight)
         self._wake.set()
@@ -530,25 +535,31 @@ class Outbound:
 
 
 def _sealed(batch: PushBatch, packed: Packed) -> tuple[int, ...]:
+    if not packed.checksums:  # tags are bound to their places already
+        return ()
     return seal_checksums(packed.checksums, batch.ticket_id, batch.targets, batch.offset)
 
 
 def _pack(
     link: SendLink,
+    number: int,
     batch: PushBatch,
     memory: BlockMemory | None,
     seal: Seal | None,
-    key: BatchKey | None,
 ) -> _Read:
     """Read a batch, on a transfer thread, and publish its checksums if it has a place for them."""
-    packed = link.pack(Parts(batch.sources, batch.offset, batch.length), memory, key)
+    packed = link.pack(number, Parts(batch.sources, batch.offset, batch.length), memory)
     if seal is not None:
         seal.publish(_sealed(batch, packed))
     return packed, seal is not None
 
 
 def _announcement(
-    number: int, batch: PushBatch, checksums: Sequence[int] = (), seal: Seal | None = None
+    number: int,
+    batch: PushBatch,
+    checksums: Sequence[int] = (),
+    seal: Seal | None = None,
+    region: Region | None = None,
 ) -> transfer_pb2.AnnounceBatch:
     return transfer_pb2.AnnounceBatch(
         number=number,
@@ -560,4 +571,5 @@ def _announcement(
         checksums=checksums,
         seal_at=None if seal is None else seal.at,
         seal_mark=0 if seal is None else seal.mark,
+        staged_at=0 if region is None else region.at,
     )

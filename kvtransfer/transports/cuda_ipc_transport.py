@@ -51,7 +51,7 @@ class CudaIpcTransport:
     batch_bytes = 64 << 20
     copies_out = False
     reads_in_place = True
-    needs_mac = False
+    encrypts = False
     staging_bytes = 0
 
     def __init__(self, executor: Executor, *, between_gpus: bool = False) -> None:

@@ -30,7 +30,6 @@ from baton.security.peer_roles import refusal
 from baton.security.tls import TlsFiles
 from baton.v1 import transfer_pb2
 from kvtransfer.layout.shard_layout import ShardLayout
-from kvtransfer.memory.mac import BatchKey
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.memory.shard_memory import source_memory, target_memory
 from kvtransfer.transports.frames import Frame, decode_frame
@@ -60,7 +59,7 @@ class GrpcTransport:
     copies_out = True
     carries_shards = True
     reads_in_place = False
-    needs_mac = False
+    encrypts = False  # TLS does, if there are certificates
 
     def __init__(self, host: str = "127.0.0.1", tls: TlsFiles | None = None) -> None:
         """Make a transport whose server listens on ``host``, on a port that the system chooses.
@@ -180,9 +179,7 @@ class GrpcSendLink:
         self._call = method.future(self._messages(), metadata=((_PAIR_KEY, pair),))
         self._call.add_done_callback(self._ended)
 
-    def pack(
-        self, parts: Parts, memory: BlockMemory | None = None, key: BatchKey | None = None
-    ) -> Packed:
+    def pack(self, number: int, parts: Parts, memory: BlockMemory | None = None) -> Packed:
         """Prepare parts of blocks for sending. The payload is a list of frames. See
         ``SendLink``."""
         source = self._memory if memory is None else memory
@@ -198,7 +195,7 @@ class GrpcSendLink:
             for frame in frames
             for at in range(0, len(frame.data), length)
         ]
-        return Packed(parts, source.read_many(parts.blocks, parts.offset, outs, key), frames)
+        return Packed(parts, source.read_many(parts.blocks, parts.offset, outs), frames)
 
     def _new_frame(self, first: int, size: int) -> Frame:
         """Make a frame for parts of a batch, beginning with number ``first``. Its bytes count as

@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import ConfigError, HandoffError, WorkerFailed
-from kvtransfer.memory.mac import BatchKey
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.memory.seal_board import SealBoard
 from kvtransfer.transports.transfer import OpenTransfers, Transfer
@@ -99,12 +98,10 @@ class ReadSendLink:
         self._memory = memory
         self._transfers = OpenTransfers()
 
-    def pack(
-        self, parts: Parts, memory: BlockMemory | None = None, key: BatchKey | None = None
-    ) -> Packed:
+    def pack(self, number: int, parts: Parts, memory: BlockMemory | None = None) -> Packed:
         """Compute the checksums of parts of blocks; the parts are not copied. See ``SendLink``."""
         assert memory is None or memory is self._memory, "the receiver cannot read other memory"
-        sums = self._memory.checksum_many(parts.blocks, parts.offset, parts.length, key)
+        sums = self._memory.checksum_many(parts.blocks, parts.offset, parts.length)
         return Packed(parts, sums)
 
     def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:

@@ -64,7 +64,7 @@ class ShmTransport:
     copies_out = False
     carries_shards = True
     reads_in_place = True
-    needs_mac = False
+    encrypts = False
     staging_bytes = 0
 
     def __init__(self, executor: Executor, folder: str = "") -> None:

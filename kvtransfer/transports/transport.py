@@ -25,8 +25,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from baton.errors import ChecksumMismatch, HandoffError
 from kvtransfer.layout.shard_layout import ShardLayout
-from kvtransfer.memory.mac import BatchKey
 from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.transports.staging import Region
 from kvtransfer.transports.transfer import Transfer
 
 
@@ -60,10 +60,13 @@ class Packed:
 
     parts: Parts
     checksums: tuple[int, ...]
-    """The ``kvtransfer.memory.checksum.checksum`` of each part, or its MAC."""
+    """The ``kvtransfer.memory.checksum.checksum`` of each part. Empty if the transport
+    ``encrypts``."""
     payload: Any = None
     """What the link's ``send`` needs in order to send the parts; each transport has its own
     form."""
+    region: Region | None = None
+    """Where the receiver reads the parts, if it does; it is kept until the batch has landed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,24 +81,23 @@ class AnnouncedBatch:
     """Where the parts belong in this worker's blocks: as many blocks, and the same offset and
     length."""
     checksums: tuple[int, ...]
-    """The writer's checksums of the parts. Empty until they are known, if the transport
-    ``reads_in_place``."""
-    key: BatchKey | None = None
-    """The key with which the checksums are MACs, if the transport ``needs_mac``."""
+    """The writer's checksums of the parts. Empty if the transport ``encrypts``, and until they are
+    known, if it ``reads_in_place``."""
+    staged_at: int = 0
+    """Offset of the batch in the writer's staging memory, if the receiver reads it there."""
 
 
 class SendLink(Protocol):
     """The writer's end of a transport's connection to one receiver."""
 
-    def pack(
-        self, parts: Parts, memory: BlockMemory | None = None, key: BatchKey | None = None
-    ) -> Packed:
-        """Prepare parts for sending. It blocks while it reads them, so call it on a transfer
-        thread.
+    def pack(self, number: int, parts: Parts, memory: BlockMemory | None = None) -> Packed:
+        """Prepare the parts of batch ``number`` for sending. It blocks while it reads them, so call
+        it on a transfer thread.
 
         The parts must be complete, and stay unchanged until the batch has arrived. ``memory`` holds
         their blocks: the registered memory by default, or any other if the transport
-        ``copies_out``. With ``key``, MACs are computed instead of checksums.
+        ``copies_out``. Raises HandoffError for parts that the memory does not have, and
+        WorkerFailed if there is no room for them in time.
         """
 
     def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
@@ -159,9 +161,9 @@ class Transport(Protocol):
         """
 
     @property
-    def needs_mac(self) -> bool:
-        """Whether others on the network could change the bytes on their way, so that each part
-        needs a MAC (``kvtransfer.memory.mac``)."""
+    def encrypts(self) -> bool:
+        """Whether parts are encrypted and authenticated on their way, so that they need no
+        checksums (``kvtransfer.transports.encryption``)."""
 
     @property
     def staging_bytes(self) -> int:
@@ -252,13 +254,12 @@ def place(
     """Write parts of a batch, from number ``first`` on, to their blocks; the data of each begins at
     one of ``starts``.
 
-    Returns the checksums or MACs of the parts. Raises ChecksumMismatch if one differs from the
+    Returns the checksums of the parts. Raises ChecksumMismatch if one differs from the
     announced one.
     """
     parts, count = batch.target, len(starts)
     blocks = parts.blocks[first : first + count]
-    key = None if batch.key is None else batch.key.starting_at(first)
-    found = memory.write_many(blocks, parts.offset, parts.length, source, starts, key)
+    found = memory.write_many(blocks, parts.offset, parts.length, source, starts)
     if batch.checksums and found != batch.checksums[first : first + count]:
         raise damaged(batch.number)
     return found

@@ -96,7 +96,7 @@ def skip_checksums(patch: pytest.MonkeyPatch) -> None:
             data[1::2] = bytes(len(data[1::2]))
         parts, count = batch.target, len(starts)
         blocks = parts.blocks[first : first + count]
-        memory.write_many(blocks, parts.offset, parts.length, memoryview(data), starts, None)
+        memory.write_many(blocks, parts.offset, parts.length, memoryview(data), starts)
         return batch.checksums[first : first + count]
 
     patch.setattr(grpc_transport, "place", place)

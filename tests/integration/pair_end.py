@@ -63,14 +63,14 @@ class PairEnd(Protocol):
     def connect(self, answer: str) -> None:
         """Send to the other end from now on."""
 
-    def pack(self, number: int, count: int) -> list[int]:
-        """Make a batch ready. Returns its checksums."""
+    def pack(self, number: int, count: int) -> None:
+        """Make a batch of ``count`` blocks ready."""
 
     def send(self, number: int, deadline_s: float = DEADLINE_S) -> None:
         """Begin to send a batch that is packed."""
 
-    def receive(self, number: int, checksums: list[int], deadline_s: float = DEADLINE_S) -> None:
-        """Begin to receive a batch."""
+    def receive(self, number: int, count: int, deadline_s: float = DEADLINE_S) -> None:
+        """Begin to receive a batch of ``count`` blocks."""
 
     def wait(self, side: str, number: int) -> str:
         """Until a batch is over at ``side``, send or receive. Returns the error's class, or ""."""
@@ -105,12 +105,11 @@ class LocalEnd:
         """See ``PairEnd``."""
         self._sender = self._transport.connect(_PEER, answer.encode())
 
-    def pack(self, number: int, count: int) -> list[int]:
+    def pack(self, number: int, count: int) -> None:
         """See ``PairEnd``."""
         assert self._sender is not None
-        packed = self._sender.pack(Parts(tuple(range(count)), 0, BLOCK_BYTES))
-        self._packed[number] = packed
-        return list(packed.checksums)
+        parts = Parts(tuple(range(count)), 0, BLOCK_BYTES)
+        self._packed[number] = self._sender.pack(number, parts)
 
     def send(self, number: int, deadline_s: float = DEADLINE_S) -> None:
         """See ``PairEnd``."""
@@ -118,13 +117,12 @@ class LocalEnd:
         packed = self._packed.pop(number)
         self._transfers["send", number] = self._sender.send(number, packed, deadline_s)
 
-    def receive(self, number: int, checksums: list[int], deadline_s: float = DEADLINE_S) -> None:
+    def receive(self, number: int, count: int, deadline_s: float = DEADLINE_S) -> None:
         """See ``PairEnd``."""
         assert self._receiver is not None
-        count = len(checksums)
         source = Parts(tuple(range(count)), 0, BLOCK_BYTES)
         target = Parts(tuple(range(HALF, HALF + count)), 0, BLOCK_BYTES)
-        batch = AnnouncedBatch(number, source, target, tuple(checksums))
+        batch = AnnouncedBatch(number, source, target, ())
         self._transfers["receive", number] = self._receiver.receive(batch, deadline_s)
 
     def wait(self, side: str, number: int) -> str:
@@ -176,17 +174,17 @@ class RemoteEnd:
         """See ``PairEnd``."""
         self._ask("connect", answer)
 
-    def pack(self, number: int, count: int) -> list[int]:
+    def pack(self, number: int, count: int) -> None:
         """See ``PairEnd``."""
-        return list(self._ask("pack", number, count))
+        self._ask("pack", number, count)
 
     def send(self, number: int, deadline_s: float = DEADLINE_S) -> None:
         """See ``PairEnd``."""
         self._ask("send", number, deadline_s)
 
-    def receive(self, number: int, checksums: list[int], deadline_s: float = DEADLINE_S) -> None:
+    def receive(self, number: int, count: int, deadline_s: float = DEADLINE_S) -> None:
         """See ``PairEnd``."""
-        self._ask("receive", number, checksums, deadline_s)
+        self._ask("receive", number, count, deadline_s)
 
     def wait(self, side: str, number: int) -> str:
         """See ``PairEnd``."""

@@ -34,7 +34,6 @@ from baton.v1 import (
     transfer_pb2,
     transfer_pb2_grpc,
 )
-from kvtransfer.memory.mac import BatchKey
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.pairs.pair import seal_checksums
 from kvtransfer.transports.grpc_transport import GrpcTransport
@@ -201,14 +200,11 @@ async def test_a_block_that_changes_on_its_way_fails_the_handoff(
             return found
 
         def damage(
-            link: ReadSendLink,
-            parts: Parts,
-            memory: BlockMemory | None = None,
-            key: BatchKey | None = None,
+            link: ReadSendLink, number: int, parts: Parts, memory: BlockMemory | None = None
         ) -> Packed:
             assert copied.wait(DEADLINE_S)
             blocks[parts.blocks[0], parts.offset + parts.length // 2] ^= 0x10
-            return pack(link, parts, memory, key)
+            return pack(link, number, parts, memory)
 
         with monkeypatch.context() as damaged:
             damaged.setattr(ShmCopier, "copy", watched)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,13 +10,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from baton.errors import DeadlineExceeded, WorkerFailed
-from kvtransfer.memory.checksum import checksum
 from kvtransfer.memory.memory import HostMemory
 from kvtransfer.transports.nixl.transport import NixlReceiveLink, NixlTransport
 from kvtransfer.transports.transfer import Transfer
@@ -54,6 +55,12 @@ class Child:
         )
         self.offer = bytes.fromhex(self.says())
 
+    def tell(self, what: object) -> None:
+        """A line of JSON."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+
     def says(self) -> str:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
@@ -74,12 +81,20 @@ class Child:
         self.process.communicate(timeout=PATIENCE_S)
 
 
+@dataclass
+class Link:
+    """The receiver's end, and the writer with the number that it has given to its own."""
+
+    receive: NixlReceiveLink
+    writer: Child
+    number: int
+
+
 class Receiver:
     """The worker of this process."""
 
     def __init__(self, ways: str) -> None:
         self.theirs = random_blocks(SEED)
-        self.sums = tuple(checksum(block.data) for block in self.theirs)
         self.ours = np.zeros_like(self.theirs)
         self.transport = NixlTransport("receiver")
         with pytest.MonkeyPatch.context() as patch:
@@ -88,16 +103,20 @@ class Receiver:
             self.transport.register(HostMemory(self.ours))
         self._number = 0
 
-    def link(self, writer: Child) -> NixlReceiveLink:
-        return self.transport.accept(Peer("writer", ""), writer.offer)[0]
+    def link(self, writer: Child) -> Link:
+        receive, answer = self.transport.accept(Peer("writer", ""), writer.offer)
+        writer.tell(["connect", answer.hex()])
+        return Link(receive, writer, int(writer.says()))
 
-    def receive(
-        self, link: NixlReceiveLink, *blocks: int, deadline_s: float = PATIENCE_S
-    ) -> Transfer:
+    def packed(self, link: Link, *blocks: int) -> AnnouncedBatch:
+        """As the writer announces it."""
         self._number += 1
+        link.writer.tell(["pack", link.number, self._number, blocks])
         parts = Parts(blocks, 0, BLOCK_BYTES)
-        sums = tuple(self.sums[block] for block in blocks)
-        return link.receive(AnnouncedBatch(self._number, parts, parts, sums), deadline_s)
+        return AnnouncedBatch(self._number, parts, parts, (), int(link.writer.says()))
+
+    def receive(self, link: Link, *blocks: int) -> Transfer:
+        return link.receive.receive(self.packed(link, *blocks), PATIENCE_S)
 
     def has(self, *blocks: int) -> bool:
         """Whether these have arrived, and nothing else."""
@@ -128,10 +147,11 @@ def test_a_writer_that_is_killed(ways: str) -> None:
     with receiver(ways) as here, child(ways) as one, child(ways) as other:
         link = here.link(one)
         here.receive(link, 0, 1).wait(PATIENCE_S)
+        batch = here.packed(link, 2)
         one.kill()
         with pytest.raises(WorkerFailed):
-            here.receive(link, 2).wait(PATIENCE_S)
-        link.close()
+            link.receive.receive(batch, PATIENCE_S).wait(PATIENCE_S)
+        link.receive.close()
         # The others are none the worse for it.
         here.receive(here.link(other), 3).wait(PATIENCE_S)
         assert here.has(0, 1, 3)
@@ -142,8 +162,9 @@ def test_a_writer_that_is_killed_amid_reads() -> None:
     with receiver(TCP) as here, child(TCP) as writer:
         link = here.link(writer)
         here.receive(link, 0).wait(PATIENCE_S)
+        batches = [here.packed(link, block) for block in range(1, BLOCKS)]
         writer.stop()
-        transfers = [here.receive(link, block) for block in range(1, BLOCKS)]
+        transfers = [link.receive.receive(batch, PATIENCE_S) for batch in batches]
         assert not any(transfer.poll() for transfer in transfers)
         writer.kill()
         for transfer in transfers:
@@ -157,8 +178,9 @@ def test_a_writer_that_is_stopped_and_wakes() -> None:
     with receiver(TCP) as here, child(TCP) as writer, child(TCP) as other:
         link = here.link(writer)
         here.receive(link, 0).wait(PATIENCE_S)
+        batch = here.packed(link, 1, 2, 3)
         writer.stop()
-        late = here.receive(link, 1, 2, 3, deadline_s=0.3)
+        late = link.receive.receive(batch, 0.3)
         with pytest.raises(DeadlineExceeded):
             late.wait(PATIENCE_S)
         # It delays no other transfer.
@@ -166,7 +188,7 @@ def test_a_writer_that_is_stopped_and_wakes() -> None:
 
         writer.wake()
         here.receive(link, 4).wait(PATIENCE_S)
-        link.close()
+        link.receive.close()
         here.receive(here.link(writer), 6).wait(PATIENCE_S)
         assert here.has(0, 4, 5, 6)
 
@@ -177,9 +199,10 @@ def test_the_end_of_a_receiver_whose_writer_is_stopped() -> None:
         with receiver(TCP) as here:
             link = here.link(writer)
             here.receive(link, 0).wait(PATIENCE_S)
+            batch = here.packed(link, 1)
             writer.stop()
-            transfer = here.receive(link, 1)
-            link.close()
+            transfer = link.receive.receive(batch, PATIENCE_S)
+            link.receive.close()
             with pytest.raises(WorkerFailed):
                 transfer.wait(PATIENCE_S)
         assert here.has(0)
@@ -188,6 +211,9 @@ def test_the_end_of_a_receiver_whose_writer_is_stopped() -> None:
 def test_a_receiver_that_is_killed_amid_reads() -> None:
     with child(SHARED_MEMORY) as writer:
         with child(SHARED_MEMORY, writer.offer) as reader:
+            writer.tell(["connect", reader.says()])
+            writer.tell(["pack", int(writer.says()), 0, WHOLE.blocks])
+            reader.tell(int(writer.says()))
             assert reader.says() == "reading"
             reader.kill()
         with receiver(SHARED_MEMORY) as here:

@@ -14,9 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvtransfer.memory import checksum_triton, copying, mac_triton
+from kvtransfer.memory import checksum_triton
 from kvtransfer.memory.checksum import KEY_SEED, checksum
-from kvtransfer.memory.mac import BLOCK_PAIRS, STREAMS, BatchKey
 
 BLOCK = checksum_triton.BLOCK
 SIZES = (0, 8, 16, 8 * (BLOCK - 1), 8 * BLOCK, 8 * (BLOCK + 1), 8 * (3 * BLOCK + 7))
@@ -42,7 +41,6 @@ def interpret() -> dict[str, Any]:
         "refused": [_refused(data) for data in _unfit()],
         "copies": {name: _copies(data) for name, data in cases.items()},
         "copies_refused": _copies_refused(),
-        "macs": {n: _has_mac(n) for n in (8, 16, 64, 4088, 4096, 4104, 8192, 3 * 4096 + 40)},
     }
 
 
@@ -69,15 +67,6 @@ def _copies_refused() -> list[bool]:
         except ValueError:
             refused.append(bool((to == 165).all()))
     return refused
-
-
-def _has_mac(size: int) -> bool:
-    """Whether two segments have the MACs that the CPU computes."""
-    key = BatchKey.of(bytes(32), 1)
-    data = torch.randint(0, 256, (2, size), dtype=torch.uint8)
-    data[1, : size // 2] = 255
-    expected = copying.mac_of([each.numpy() for each in data], size, key)
-    return mac_triton.mac_tensors(list(data), key) == expected
 
 
 def _kernel(data: torch.Tensor) -> str:
@@ -109,16 +98,9 @@ def compile_ahead() -> dict[str, Any]:
     """By kernel and GPU generation: its target line, and the size of its machine code."""
     words = {"words": "*i32", "sums": "*i64", "pairs": "i32"}
     addresses = {"target": "i64", "source": "i64", "sums": "*i64", "pairs": "i32"}
-    mac = {"words": "*i32", "digests": "*i64", "keys": "*i32", "total": "i32"}
     copy = checksum_triton.copy_kernel
     return {
         "checksum": _compiled(checksum_triton.checksum_kernel, words, ("words", "sums", "pairs")),
-        "mac": _compiled(
-            mac_triton.digest_kernel,
-            mac,
-            ("words", "digests", "keys"),
-            {"pairs": BLOCK_PAIRS, "streams": STREAMS},
-        ),
         "copy": _compiled(copy, addresses, ("sums", "pairs")),
         "unspecialized": [each.name for each in copy.params if each.do_not_specialize],
     }

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from typer.testing import CliRunner
 
 from baton.config.cluster import Config
 from baton.errors import ConfigError
 from baton.extras import DISTRIBUTION, Extra, install_command, needs_extra
 from baton.telemetry.logs import Service
 from baton.telemetry.tracing import start_tracing
-from deploy.cli.main import app
 from deploy.models.model_cache import convert_once
 from kvtransfer.transports.nixl.agent import NixlAgent
 from loadtest.generator.load_bench import Outputs
@@ -26,7 +24,6 @@ from planning.common.plots import draw_lines
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = ("matplotlib", "gguf", "nixl", "opentelemetry.sdk", "opentelemetry.exporter")
-BLOCKED = (*PACKAGES, "cryptography")
 MODULES = (
     *("deploy.cli.main", "deploy.launcher.launcher", "deploy.workers.worker_actor"),
     *("deploy.models.model_store", "router.main", "planning.plan_command", "planning.what_if"),
@@ -37,7 +34,7 @@ import importlib, sys
 
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if any(name == one or name.startswith(one + ".") for one in {BLOCKED!r}):
+        if any(name == one or name.startswith(one + ".") for one in {PACKAGES!r}):
             raise ModuleNotFoundError(name, name=name)
 
 sys.meta_path.insert(0, Blocked())
@@ -114,13 +111,6 @@ def test_traces_need_otel(without: Callable[..., None]) -> None:
     with pytest.raises(ConfigError) as caught:
         start_tracing(config, Service.ROUTER, "router-0", "c")
     assert install_command("otel") in caught.value.message
-
-
-def test_certificates_need_tls(without: Callable[..., None], tmp_path: Path) -> None:
-    without("cryptography", fresh="deploy.certificates")
-    done = CliRunner().invoke(app, ["certs", "init", str(tmp_path / "certs")])
-    assert done.exit_code == 1
-    assert install_command("tls") in " ".join(done.output.split())
 
 
 def test_the_transport_nixl_needs_nixl(without: Callable[..., None]) -> None:

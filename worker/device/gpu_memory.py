@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +12,6 @@ import torch
 
 from kvtransfer.memory import copying
 from kvtransfer.memory.checksum_triton import checksum_tensor
-from kvtransfer.memory.mac import BatchKey
-from kvtransfer.memory.mac_triton import mac_tensors
 from kvtransfer.memory.memory import PartByPart, SharedFile, check_part
 
 
@@ -68,16 +67,6 @@ class GpuMemory(PartByPart):
         with torch.cuda.stream(self._stream):
             return checksum_tensor(part)
 
-    def checksum_many(
-        self, blocks: Sequence[int], offset: int, length: int, key: BatchKey | None = None
-    ) -> tuple[int, ...]:
-        """Compute checksums or MACs of parts on the GPU, where parts consist of whole words. See
-        ``BlockMemory``."""
-        if key is None or offset % 4 or length % 8:
-            return super().checksum_many(blocks, offset, length, key)
-        with torch.cuda.stream(self._stream):
-            return mac_tensors([self._part(block, offset, length) for block in blocks], key)
-
     def read(self, block: int, offset: int, out: memoryview) -> int:
         part = self._part(block, offset, out.nbytes)
         with self._lock:
@@ -93,6 +82,24 @@ class GpuMemory(PartByPart):
             part.copy_(staged, non_blocking=True)
             self._stream.synchronize()
             return digest
+
+    @contextmanager
+    def reading(self, block: int, offset: int, length: int) -> Iterator[memoryview]:
+        """Let the context read the part in the staging memory. See ``BlockMemory``."""
+        part = self._part(block, offset, length)
+        with self._lock:
+            yield self._fetch(part).data
+
+    @contextmanager
+    def writing(self, block: int, offset: int, length: int) -> Iterator[memoryview]:
+        """Copy the part from the staging memory after the context has ended without an error. See
+        ``BlockMemory``."""
+        part = self._part(block, offset, length)
+        with self._lock, torch.cuda.stream(self._stream):
+            staged = self._staging[:length]
+            yield staged.numpy().data
+            part.copy_(staged, non_blocking=True)
+            self._stream.synchronize()
 
     def _part(self, block: int, offset: int, length: int) -> torch.Tensor:
         check_part(self, block, offset, length)

@@ -10,8 +10,9 @@ selects network cards (``mlx5_0:1``; ``lo`` for one host), ``UCX_TLS`` the trans
 on ports that the system chooses, and not on the wildcard address. Without ``UCX_NET_DEVICES`` this
 means every interface that is up. ``data_network`` sets it (``baton.host.data_network``).
 
-UCX authenticates and encrypts nothing. MACs protect the blocks (``kvtransfer.memory.mac``), not the
-memory of the process: only workers may reach this network.
+UCX authenticates and encrypts nothing. What is read is encrypted already
+(``kvtransfer.transports.encryption``). But who speaks UCX's protocol may reach the memory of the
+process: only workers may be in this network.
 """
 
 from __future__ import annotations
@@ -49,15 +50,14 @@ class NixlAgent:
         except Exception as error:
             raise ConfigError(f"transport nixl cannot start UCX: {error!r}") from error
 
-    def register(self, address: int, length: int, device: str) -> None:
-        """Allow peers to read ``length`` bytes from ``address`` on over the network. Raises
-        ConfigError."""
-        kind, number = self._place(device)
+    def register(self, address: int, length: int) -> None:
+        """Allow peers to read ``length`` bytes of host memory from ``address`` on over the network.
+        Raises ConfigError."""
         try:
-            regions = self._nixl.nixlRegDList(kind, [(address, length, number, "")])
+            regions = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(address, length, 0, "")])
             self._agent.registerMem(regions)
         except Exception as error:
-            raise ConfigError(f"transport nixl cannot use memory on {device}: {error!r}") from error
+            raise ConfigError(f"transport nixl cannot register memory: {error!r}") from error
 
     def metadata(self) -> bytes:
         """Return the data with which other processes can reach this agent and read its registered
@@ -75,22 +75,14 @@ class NixlAgent:
         """Disconnect from a peer. No read from it may be in flight."""
         self._agent.invalidateRemoteMD(name)
 
-    def begin_read(
-        self,
-        name: str,
-        device: str,
-        remote: npt.NDArray[np.uint64],
-        local: npt.NDArray[np.uint64],
-        length: int,
-    ) -> int:
-        """Read pieces of ``length`` bytes from a peer's ``device`` into host memory.
+    def begin_read(self, name: str, remote: int, local: int, length: int) -> int:
+        """Read ``length`` bytes of a peer's host memory into that of this process.
 
-        ``remote`` and ``local`` are addresses, uint64 [pieces], within registered memory. Returns a
-        handle. Raises WorkerFailed if the peer is gone, HandoffError if it has no such memory.
+        ``remote`` and ``local`` are addresses within registered memory. Returns a handle. Raises
+        WorkerFailed if the peer is gone, HandoffError if it has no such memory.
         """
-        kind, number = self._place(device)
-        here = self._nixl.nixlXferDList(self._nixl.DRAM_SEG, _descriptors(local, length, 0))
-        there = self._nixl.nixlXferDList(kind, _descriptors(remote, length, number))
+        here = self._nixl.nixlXferDList(self._nixl.DRAM_SEG, _descriptor(local, length))
+        there = self._nixl.nixlXferDList(self._nixl.DRAM_SEG, _descriptor(remote, length))
         try:
             handle = int(self._agent.createXferReq(self._nixl.NIXL_READ, here, there, name))
         except Exception as error:
@@ -126,22 +118,14 @@ class NixlAgent:
         # The agent's destructor is the only way to close it.
         del self._agent
 
-    def _place(self, device: str) -> tuple[Any, int]:
-        kind, _, number = device.partition(":")
-        if kind == "cpu":
-            return self._nixl.DRAM_SEG, 0
-        return self._nixl.VRAM_SEG, int(number)
-
 
 def _load_nixl() -> Any:
     with needs_extra("nixl", "transport nixl"):
         return importlib.import_module("nixl")
 
 
-def _descriptors(addresses: npt.NDArray[np.uint64], length: int, device: int) -> npt.NDArray[Any]:
-    rows = np.empty((addresses.size, 3), dtype=np.uint64)
-    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, length, device
-    return rows
+def _descriptor(address: int, length: int) -> npt.NDArray[Any]:
+    return np.array([[address, length, 0]], dtype=np.uint64)
 
 
 def _gone(name: str, error: Exception) -> WorkerFailed:

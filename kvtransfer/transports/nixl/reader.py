@@ -1,8 +1,8 @@
 """The thread of the nixl transport: it reads from writers, for all links.
 
 Bytes are read into staging memory, which has a fixed number of slots that are registered once, and
-are copied from there into their blocks. A read cannot be cancelled: after a release, even after a
-disconnect, UCX still writes the bytes when a stopped writer wakes. So a slot is reused only when
+are decrypted from there into their blocks. A read cannot be cancelled: after a release, even after
+a disconnect, UCX still writes the bytes when a stopped writer wakes. So a slot is reused only when
 its read has ended by itself. The slot of a stopped writer waits until that writer wakes or dies.
 Each writer gets at most two slots, so that stopped ones leave slots for the others.
 """
@@ -15,13 +15,13 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from baton.errors import BatonError, DeadlineExceeded, HandoffError, WorkerFailed
 from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.transports.encryption import Decryptor, wire_bytes
 from kvtransfer.transports.nixl.agent import NixlAgent
 from kvtransfer.transports.transfer import OpenTransfers, Transfer
-from kvtransfer.transports.transport import AnnouncedBatch, place
+from kvtransfer.transports.transport import AnnouncedBatch
 
 SLOT_BYTES = 8 << 20
 """Maximum bytes of one read; staging slots have this size. UCX emulates reads over TCP, and larger
@@ -36,14 +36,12 @@ _STOPPING = WorkerFailed("this worker is stopping")
 
 @dataclass(frozen=True, slots=True)
 class WriterMemory:
-    """Describes where a writer's blocks are: its agent, addresses and sizes."""
+    """Describes where a writer's staging memory is: its agent, address and size in bytes."""
 
     agent: str
     metadata: bytes
     address: int
-    blocks: int
-    block_bytes: int
-    device: str
+    bytes: int
 
 
 @dataclass(eq=False, slots=True)
@@ -62,6 +60,7 @@ class _Incoming:
 class _Read:
     handle: int
     slot: int
+    decryptor: Decryptor
     incoming: _Incoming
     first: int
     """Number of the first part in this read. The read covers ``count`` consecutive parts of the
@@ -72,12 +71,14 @@ class _Read:
 class Source:
     """A writer, as one link sees it, with the batches to read from that writer.
 
-    Most fields belong to the reader's thread. The exceptions are the three fields that ``__init__``
+    Most fields belong to the reader's thread. The exceptions are the four fields that ``__init__``
     sets first, and the arrived batches.
     """
 
-    def __init__(self, memory: WriterMemory) -> None:
+    def __init__(self, memory: WriterMemory, key: bytes) -> None:
+        """``key`` is that of the link; see ``kvtransfer.transports.encryption``."""
         self.memory = memory
+        self.decryptor = Decryptor(key)
         self.transfers = OpenTransfers()
         self.closed = False
         self._arrived: deque[_Incoming] = deque()
@@ -133,7 +134,7 @@ class NixlReader:
         self._agent = agent
         self._memory = memory
         self._staging = np.empty((slots, SLOT_BYTES), dtype=np.uint8)
-        agent.register(self._staging.ctypes.data, self._staging.nbytes, "cpu")
+        agent.register(self._staging.ctypes.data, self._staging.nbytes)
         self._free = list(range(slots))
         self._writers: dict[str, _Writer] = {}
         self._new: deque[Source] = deque()
@@ -267,7 +268,7 @@ class NixlReader:
         if not incoming.transfer.begin():
             return
         try:
-            self._copy(read)
+            self._decrypt(read)
         except Exception as error:
             incoming.transfer.fail(error)
             return
@@ -277,10 +278,12 @@ class NixlReader:
         else:
             incoming.transfer.pause()
 
-    def _copy(self, read: _Read) -> None:
-        batch = read.incoming.batch
-        starts = range(0, read.count * batch.target.length, batch.target.length)
-        place(self._memory, batch, memoryview(self._staging[read.slot]), starts, read.first)
+    def _decrypt(self, read: _Read) -> None:
+        batch, slot = read.incoming.batch, memoryview(self._staging[read.slot])
+        step = wire_bytes(batch.target.length)
+        for position in range(read.count):
+            data = slot[position * step : (position + 1) * step]
+            read.decryptor.decrypt(self._memory, batch, read.first + position, data)
 
     def _read_on(self, writer: _Writer) -> None:
         for source in writer.sources:
@@ -288,28 +291,24 @@ class NixlReader:
                 if writer.lost or len(writer.reads) == _SLOTS_OF_A_WRITER or not self._free:
                     return
                 try:
-                    writer.reads.append(self._begin(writer.memory, incoming))
+                    writer.reads.append(self._begin(source, incoming))
                 except HandoffError as error:
                     incoming.transfer.fail(error)
                 except WorkerFailed as error:
                     self._lose(writer, error)
 
-    def _begin(self, theirs: WriterMemory, incoming: _Incoming) -> _Read:
+    def _begin(self, source: Source, incoming: _Incoming) -> _Read:
         """Begin a read of a batch's next parts. Raises HandoffError, WorkerFailed."""
-        source = incoming.batch.source
-        first, most = incoming.posted, SLOT_BYTES // source.length
-        blocks = np.array(source.blocks[first : first + most], dtype=np.uint64)
-        remote = theirs.address + source.offset + blocks * np.uint64(theirs.block_bytes)
+        theirs, batch = source.memory, incoming.batch
+        step, first = wire_bytes(batch.source.length), incoming.posted
+        count = min(SLOT_BYTES // step, len(batch.source.blocks) - first)
+        remote = theirs.address + batch.staged_at + first * step
         slot = self._free[-1]
-        local = self._addresses(slot, blocks.size, source.length)
-        handle = self._agent.begin_read(theirs.agent, theirs.device, remote, local, source.length)
+        local = self._staging.ctypes.data + slot * SLOT_BYTES
+        handle = self._agent.begin_read(theirs.agent, remote, local, count * step)
         self._free.pop()
-        incoming.posted += blocks.size
-        return _Read(handle, slot, incoming, first, blocks.size)
-
-    def _addresses(self, slot: int, parts: int, length: int) -> npt.NDArray[np.uint64]:
-        start = self._staging.ctypes.data + slot * SLOT_BYTES
-        return np.arange(start, start + parts * length, length, dtype=np.uint64)
+        incoming.posted += count
+        return _Read(handle, slot, source.decryptor, incoming, first, count)
 
     def _drop_unused(self) -> None:
         for writer in list(self._writers.values()):

@@ -1,15 +1,14 @@
 """The nixl transport: for clusters whose network cards read remote memory directly (RDMA).
 
-The receiver reads from the writer's registered blocks into staging in its own host memory. From
-there it copies into its blocks, and checks the bytes. A writer has no path to a receiver's blocks.
-One that was stopped and wakes later can only damage unused staging memory
-(``kvtransfer.transports.nixl.reader``).
+A writer encrypts batches into registered staging memory on its host. The receiver reads them from
+there into staging of its own, and decrypts them into its blocks. A writer has no path to a
+receiver's blocks, and a receiver none to a writer's. A writer that was stopped and wakes later can
+only damage unused staging memory (``kvtransfer.transports.nixl.reader``).
 
 Without such hardware UCX carries reads over TCP, with the help of the writer's processor. The tests
-do that, but it is not recommended: gRPC is about as fast and can be encrypted. If a receiver is
-killed amid reads of some 100 MB, an error in UCX may end the writer (seen with nixl 1.5.1; not with
-reads of the size used here, and never within one host). ``kvtransfer.transports.nixl.agent``
-describes the settings.
+do that, but it is not recommended: gRPC is about as fast. If a receiver is killed amid reads of
+some 100 MB, an error in UCX may end the writer (seen with nixl 1.5.1; not with reads of the size
+used here, and never within one host). ``kvtransfer.transports.nixl.agent`` describes the settings.
 """
 
 from __future__ import annotations
@@ -17,94 +16,95 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import re
 import secrets
-from dataclasses import asdict
 from weakref import WeakSet
 
 from baton.errors import HandoffError, WorkerFailed
 from kvtransfer.memory.memory import BlockMemory
-from kvtransfer.transports.in_place import ReadSendLink
+from kvtransfer.transports.encryption import (
+    UNENCRYPTED,
+    Encryptor,
+    new_key,
+    read_key,
+    wire_bytes,
+)
 from kvtransfer.transports.nixl.agent import NixlAgent
 from kvtransfer.transports.nixl.reader import SLOT_BYTES, NixlReader, Source, WriterMemory
-from kvtransfer.transports.transfer import Transfer
-from kvtransfer.transports.transport import AnnouncedBatch, Peer
+from kvtransfer.transports.staging import Staging
+from kvtransfer.transports.transfer import OpenTransfers, Transfer
+from kvtransfer.transports.transport import AnnouncedBatch, Packed, Parts, Peer
 
 log = logging.getLogger(__name__)
-
-_DEVICE = re.compile(r"cpu|cuda:\d{1,4}")
 
 
 class NixlTransport:
     """Implements ``kvtransfer.transports.transport.Transport``."""
 
     name = "nixl"
-    part_bytes = SLOT_BYTES
-    batch_bytes = SLOT_BYTES
-    copies_out = False
+    part_bytes = SLOT_BYTES - SLOT_BYTES // 16
+    batch_bytes = part_bytes  # with room for what encryption adds
+    copies_out = True
     reads_in_place = False
-    needs_mac = True
+    encrypts = True
 
     def __init__(self, incarnation: str, staging_bytes: int = 128 << 20) -> None:
         """``incarnation`` is this worker's. ``staging_bytes`` is the size of the host memory for
-        arriving bytes."""
+        arriving bytes, and of that for departing ones."""
         # Also random, because two agents with one name would be confused.
         self._agent_name = f"{incarnation}-{secrets.token_hex(8)}"
         self._staging_bytes = staging_bytes
-        self._send_links: WeakSet[ReadSendLink] = WeakSet()
+        self._send_links: WeakSet[NixlSendLink] = WeakSet()
         self._memory: BlockMemory | None = None
         self._agent: NixlAgent | None = None
         self._reader: NixlReader | None = None
+        self._staging: Staging | None = None
         self._offer = b""
 
     @property
     def staging_bytes(self) -> int:
-        """Number of bytes of this transport's staging memory. It is the size of the reader's
-        staging memory, which is registered once. See ``Transport``."""
-        return self._staging_bytes if self._reader is not None else 0
+        """Number of bytes of this transport's staging memory, of both directions, which is
+        registered once. See ``Transport``."""
+        return 2 * self._staging_bytes if self._reader is not None else 0
 
     def register(self, memory: BlockMemory) -> None:
-        """Prepare the worker's blocks for this transport. Over RDMA this pins all of the memory.
+        """Prepare this transport for the worker's blocks. Over RDMA this pins the staging memory.
         See ``Transport``."""
         agent = NixlAgent(self._agent_name)
-        agent.register(memory.address, memory.blocks * memory.block_bytes, memory.device)
-        # Before the staging memory is registered, because no peer may read that.
+        staging = Staging(self._staging_bytes)
+        agent.register(staging.address, staging.bytes)
+        # Before the memory for arriving bytes is registered, because no peer may read that.
+        metadata = agent.metadata()
         self._offer = _encode(
-            WriterMemory(
-                agent=self._agent_name,
-                metadata=agent.metadata(),
-                address=memory.address,
-                blocks=memory.blocks,
-                block_bytes=memory.block_bytes,
-                device=memory.device,
-            )
+            WriterMemory(self._agent_name, metadata, staging.address, staging.bytes)
         )
         self._reader = NixlReader(agent, memory, self._staging_bytes)
-        self._agent, self._memory = agent, memory
+        self._agent, self._memory, self._staging = agent, memory, staging
 
     def offer(self) -> bytes:
         """Return the data with which a peer decides whether it can use this transport. An offer
-        lets any process read the blocks, so it must go only to peers. See ``Transport``."""
+        lets any process read the staging memory. See ``Transport``."""
         return self._offer
 
     def accept(self, peer: Peer, offer: bytes) -> tuple[NixlReceiveLink, bytes]:
         """Start to receive from a writer. Only the first batch shows whether the network works. See
         ``Transport``."""
-        assert self._memory is not None, "not registered"
-        assert self._reader is not None
-        source = Source(_decode(offer))
+        assert self._reader is not None, "not registered"
+        key = new_key()
+        source = Source(_decode(offer), key)
         self._reader.open(source)
-        return NixlReceiveLink(source, self._memory, self._reader), b""
+        return NixlReceiveLink(source, self._reader), json.dumps({"key": key.hex()}).encode()
 
-    def connect(self, peer: Peer, answer: bytes) -> ReadSendLink:
+    def connect(self, peer: Peer, answer: bytes) -> NixlSendLink:
         """Make the writer's end of the link. The receiver connects to the writer when it reads. See
         ``Transport``."""
-        assert self._memory is not None, "not registered"
-        if answer:
-            raise HandoffError(
-                f"{peer.incarnation} sent an answer that transport nixl does not expect"
-            )
-        link = ReadSendLink(self._memory)
+        if self._memory is None or self._staging is None:
+            raise HandoffError("transport nixl is closed")
+        try:
+            told = str(json.loads(answer)["key"])
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            reason = f"{peer.incarnation} has sent no answer of transport nixl"
+            raise HandoffError(reason) from error
+        link = NixlSendLink(self._memory, self._staging, read_key(told))
         self._send_links.add(link)
         return link
 
@@ -122,12 +122,42 @@ class NixlTransport:
             log.warning("the thread of transport nixl is stuck; its memory is not freed")
 
 
+class NixlSendLink:
+    """Implements ``SendLink`` without sending: the receiver reads the staging memory."""
+
+    def __init__(self, memory: BlockMemory, staging: Staging, key: bytes) -> None:
+        self._memory = memory
+        self._staging = staging
+        self._encryptor = Encryptor(key)
+        self._transfers = OpenTransfers()
+
+    def pack(self, number: int, parts: Parts, memory: BlockMemory | None = None) -> Packed:
+        """Encrypt parts of blocks into the staging memory. Waits for room there, some seconds at
+        most. See ``SendLink``."""
+        step = wire_bytes(parts.length)
+        region = self._staging.take(len(parts.blocks) * step, lambda: self._transfers.error is None)
+        outs = [region.view[at : at + step] for at in range(0, region.view.nbytes, step)]
+        source = self._memory if memory is None else memory
+        self._encryptor.encrypt(source, number, parts, 0, outs)
+        return Packed(parts, (), region=region)
+
+    def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
+        """Return a transfer that is over already, because the receiver reads the batch. See
+        ``SendLink``."""
+        transfer = self._transfers.new()
+        transfer.finish()
+        return transfer
+
+    def close(self) -> None:
+        """Fail transfers that are made from now on; idempotent. See ``SendLink``."""
+        self._transfers.end(WorkerFailed("the pair was closed"))
+
+
 class NixlReceiveLink:
     """Implements ``ReceiveLink``."""
 
-    def __init__(self, source: Source, memory: BlockMemory, reader: NixlReader) -> None:
+    def __init__(self, source: Source, reader: NixlReader) -> None:
         self._source = source
-        self._memory = memory
         self._reader = reader
 
     def receive(self, batch: AnnouncedBatch, deadline_s: float, *, wanted: bool = True) -> Transfer:
@@ -151,14 +181,15 @@ class NixlReceiveLink:
     def _check(self, batch: AnnouncedBatch) -> None:
         """Raise HandoffError if a batch names parts that do not exist. The check is needed because
         the peer names the parts."""
-        theirs, source, target = self._source.memory, batch.source, batch.target
-        end = source.offset + source.length
-        if not 0 <= source.offset < end <= min(theirs.block_bytes, source.offset + SLOT_BYTES):
-            raise HandoffError(f"batch {batch.number} lies outside its writer's blocks")
-        if not all(0 <= block < theirs.blocks for block in source.blocks):
-            raise HandoffError(f"batch {batch.number} names blocks that its writer does not have")
-        counts = {len(source.blocks), len(target.blocks), len(batch.checksums)}
-        if len(counts) > 1 or (source.offset, source.length) != (target.offset, target.length):
+        source, target = batch.source, batch.target
+        step = wire_bytes(source.length)
+        end = batch.staged_at + len(source.blocks) * step
+        if source.length <= 0 or step > SLOT_BYTES:
+            raise HandoffError(f"batch {batch.number} has parts of {source.length} bytes")
+        if not 0 <= batch.staged_at <= end <= self._source.memory.bytes:
+            raise HandoffError(f"batch {batch.number} lies outside its writer's staging memory")
+        alike = (len(source.blocks), source.offset, source.length)
+        if alike != (len(target.blocks), target.offset, target.length):
             raise HandoffError(f"batch {batch.number} has a target that does not match its source")
 
     def close(self) -> None:
@@ -169,7 +200,14 @@ class NixlReceiveLink:
 
 
 def _encode(memory: WriterMemory) -> bytes:
-    fields = asdict(memory) | {"metadata": base64.b64encode(memory.metadata).decode()}
+    """Write a writer's offer. Workers of versions that do not encrypt refuse it: they look for the
+    ``address`` of blocks."""
+    fields = {
+        "agent": memory.agent,
+        "metadata": base64.b64encode(memory.metadata).decode(),
+        "staging_address": memory.address,
+        "staging_bytes": memory.bytes,
+    }
     return json.dumps(fields).encode()
 
 
@@ -177,17 +215,16 @@ def _decode(offer: bytes) -> WriterMemory:
     """Parse a writer's offer. Raises HandoffError if it is invalid."""
     try:
         fields = json.loads(offer)
+        if "block_bytes" in fields:
+            raise HandoffError(f"a worker {UNENCRYPTED}")
         memory = WriterMemory(
             agent=str(fields["agent"]),
             metadata=base64.b64decode(fields["metadata"], validate=True),
-            address=int(fields["address"]),
-            blocks=int(fields["blocks"]),
-            block_bytes=int(fields["block_bytes"]),
-            device=str(fields["device"]),
+            address=int(fields["staging_address"]),
+            bytes=int(fields["staging_bytes"]),
         )
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise HandoffError("the offer of transport nixl cannot be read") from error
-    end = memory.address + memory.blocks * memory.block_bytes
-    if not _DEVICE.fullmatch(memory.device) or not 0 < memory.address < end < 1 << 64:
+    if not 0 < memory.address < memory.address + memory.bytes < 1 << 64:
         raise HandoffError("the offer of transport nixl has invalid values")
     return memory

@@ -22,18 +22,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.errors import BatonError, ChecksumMismatch, DeadlineExceeded, HandoffError, WorkerFailed
-from kvtransfer.memory.mac import BatchKey
-from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.memory.memory import BlockMemory, check_part
+from kvtransfer.transports.encryption import Decryptor, Encryptor, wire_bytes
 from kvtransfer.transports.process_group.messages import (
     Job,
     Message,
     Posted,
     Staged,
+    encrypt_parts,
     messages_of,
-    read_parts,
 )
 from kvtransfer.transports.process_group.process_pair import MAX_TAG, ProcessPair, StagingBuffer
 from kvtransfer.transports.process_group.rendezvous import Opener, PairStore
@@ -59,12 +59,14 @@ class LinkPlan:
     name: str
     """Name of the transport: ``gloo`` or ``nccl``."""
     peer: str
-    """Address of the other worker, for log and error messages."""
+    """Name of the other worker, for log and error messages."""
     opener: Opener
     form: Callable[[PairStore], ProcessPair]
     new_buffer: Callable[[], StagingBuffer]
     message_bytes: int
-    """Maximum bytes of a message: the size of a staging buffer."""
+    """Maximum bytes of a message, encrypted: the size of a staging buffer."""
+    key: bytes = field(repr=False)
+    """The key of the link; see ``kvtransfer.transports.encryption``."""
 
 
 class _Link:
@@ -126,7 +128,7 @@ class _Link:
         if not job.parts.bytes:
             job.transfer.finish()
             return job.transfer
-        if job.parts.length > self._plan.message_bytes:
+        if wire_bytes(job.parts.length) > self._plan.message_bytes:
             job.transfer.fail(HandoffError(f"{job.parts.length} bytes exceed a staging buffer"))
             return job.transfer
         with self._changed:
@@ -335,21 +337,21 @@ class GroupSendLink(_Link):
 
     def __init__(self, plan: LinkPlan, memory: BlockMemory) -> None:
         super().__init__(plan, memory)
+        self._encryptor = Encryptor(plan.key)
         self._free: queue.SimpleQueue[StagingBuffer] = queue.SimpleQueue()
         self._unmade = BUFFERS - _MOVING
 
-    def pack(
-        self, parts: Parts, memory: BlockMemory | None = None, key: BatchKey | None = None
-    ) -> Packed:
+    def pack(self, number: int, parts: Parts, memory: BlockMemory | None = None) -> Packed:
         """Prepare parts of blocks for sending. It never waits for a buffer: if none is free, the
-        mover reads the parts later. See ``SendLink``."""
+        mover encrypts the parts later. See ``SendLink``."""
         source = self._memory if memory is None else memory
         staged = self._stage(parts)
         if staged is None:
-            sums = source.checksum_many(parts.blocks, parts.offset, parts.length, key)
-            return Packed(parts, sums, source)
-        sums = read_parts(source, parts, 0, len(parts.blocks), staged.buffer, key)
-        return Packed(parts, sums, staged)
+            for block in parts.blocks:
+                check_part(source, block, parts.offset, parts.length)
+            return Packed(parts, (), source)
+        encrypt_parts(self._encryptor, source, number, parts, staged.buffer)
+        return Packed(parts, (), staged)
 
     def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
         """Start to send a batch that was announced. Cancelled batches are sent too, because the
@@ -360,7 +362,7 @@ class GroupSendLink(_Link):
         return self._submit(Job(number, packed.parts, deadline, memory=packed.payload))
 
     def _stage(self, parts: Parts) -> Staged | None:
-        if parts.bytes > self._plan.message_bytes:
+        if len(parts.blocks) * wire_bytes(parts.length) > self._plan.message_bytes:
             return None
         with suppress(queue.Empty):
             return Staged(self._free.get_nowait(), self._free)
@@ -375,7 +377,15 @@ class GroupSendLink(_Link):
         if job.staged is None:
             buffer = self._buffers.pop()
             assert job.memory is not None, "a batch must be staged or have memory"
-            read_parts(job.memory, job.parts, message.first, message.count, buffer)
+            encrypt_parts(
+                self._encryptor,
+                job.memory,
+                job.number,
+                job.parts,
+                buffer,
+                message.first,
+                message.count,
+            )
         else:
             buffer = job.staged.buffer
         work = pair.send(buffer.tensor(message.bytes), job.number % MAX_TAG)
@@ -388,6 +398,10 @@ class GroupSendLink(_Link):
 class GroupReceiveLink(_Link):
     """The receiver's end of a link. Implements ``ReceiveLink``."""
 
+    def __init__(self, plan: LinkPlan, memory: BlockMemory) -> None:
+        super().__init__(plan, memory)
+        self._decryptor = Decryptor(plan.key)
+
     def receive(self, batch: AnnouncedBatch, deadline_s: float, *, wanted: bool = True) -> Transfer:
         """Start to bring a batch into its target blocks. A batch of several messages counts as
         running from the first one on. A cancel then waits for the last, or for the deadline. See
@@ -395,7 +409,7 @@ class GroupReceiveLink(_Link):
         deadline = time.monotonic() + deadline_s
         # An unwanted batch has no target, and its messages are received nevertheless.
         parts = batch.target if wanted else batch.source
-        job = Job(batch.number, parts, deadline, checksums=batch.checksums, key=batch.key)
+        job = Job(batch.number, parts, deadline, batch=batch)
         if not wanted:
             job.transfer.cancel()
         return self._submit(job)
@@ -413,7 +427,9 @@ class GroupReceiveLink(_Link):
         error: BatonError | None = None
         try:
             buffer.download(message.bytes)
-            error = self._write(message, buffer.view)
+            self._write(message, buffer.view)
+        except ChecksumMismatch as damage:
+            error = damage
         finally:
             with self._changed:
                 job.writing = False
@@ -434,28 +450,20 @@ class GroupReceiveLink(_Link):
             job.writing = not job.dropped
             return job.writing
 
-    def _write(self, message: Message, view: memoryview) -> BatonError | None:
-        """Write a message's parts, which are in ``view``, to their blocks. Returns the error if a
-        part is damaged.
+    def _write(self, message: Message, view: memoryview) -> None:
+        """Decrypt a message's parts, which are in ``view``, into their blocks. Raises
+        ChecksumMismatch if a part is damaged.
 
         Stops early when the link is broken.
         """
-        parts = message.job.parts
+        batch = message.job.batch
+        assert batch is not None, "a receiver's job has a batch"
+        step = wire_bytes(batch.target.length)
         for position in range(message.count):
             if self.is_broken:
-                return None
-            index = message.first + position
-            start = position * parts.length
-            data = view[start : start + parts.length]
-            key = None if message.job.key is None else message.job.key.starting_at(index)
-            block = parts.blocks[index : index + 1]
-            digest = self._memory.write_many(block, parts.offset, parts.length, data, (0,), key)
-            if digest != message.job.checksums[index : index + 1]:
-                return ChecksumMismatch(
-                    f"part {index} of batch {message.job.number} from {self._plan.peer} "
-                    "arrived damaged"
-                )
-        return None
+                return
+            data = view[position * step : (position + 1) * step]
+            self._decryptor.decrypt(self._memory, batch, message.first + position, data)
 
 
 def _seconds_to(*times: float | None) -> float | None:

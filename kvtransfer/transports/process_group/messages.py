@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from torch.distributed.distributed_c10d import Work
 
-from kvtransfer.memory.mac import BatchKey
 from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.transports.encryption import Encryptor, wire_bytes
 from kvtransfer.transports.process_group.process_pair import StagingBuffer
 from kvtransfer.transports.transfer import Transfer
-from kvtransfer.transports.transport import Parts
+from kvtransfer.transports.transport import AnnouncedBatch, Parts
 
 
 @dataclass(eq=False, slots=True)
@@ -22,9 +22,8 @@ class Job:
     parts: Parts
     deadline: float
     transfer: Transfer = field(default_factory=Transfer)
-    checksums: tuple[int, ...] = ()
-    key: BatchKey | None = None
-    """The key with which the receiver's checksums are MACs; None if they are not."""
+    batch: AnnouncedBatch | None = None
+    """The batch that the receiver decrypts; None for a writer."""
     memory: BlockMemory | None = None
     """Memory from which the parts are read. None if the parts are staged already, or are
     received."""
@@ -46,7 +45,7 @@ class Message:
 
     @property
     def bytes(self) -> int:
-        return self.count * self.job.parts.length
+        return self.count * wire_bytes(self.job.parts.length)
 
     @property
     def is_last(self) -> bool:
@@ -81,25 +80,26 @@ class Posted:
     work: Work
 
 
-def read_parts(
+def encrypt_parts(
+    encryptor: Encryptor,
     memory: BlockMemory,
+    number: int,
     parts: Parts,
-    first: int,
-    count: int,
     buffer: StagingBuffer,
-    key: BatchKey | None = None,
-) -> tuple[int, ...]:
-    """Copy ``count`` parts of blocks, from part ``first`` on, into a staging buffer. Returns their
-    checksums, or their MACs with ``key``, which starts at part ``first``."""
-    blocks, length = parts.blocks[first : first + count], parts.length
-    outs = [buffer.view[at : at + length] for at in range(0, count * length, length)]
-    checksums = memory.read_many(blocks, parts.offset, outs, key)
-    buffer.upload(count * length)
-    return checksums
+    first: int = 0,
+    count: int | None = None,
+) -> None:
+    """Encrypt ``count`` parts of batch ``number``, from part ``first`` on, into a staging buffer.
+    By default all parts are encrypted."""
+    step = wire_bytes(parts.length)
+    size = (len(parts.blocks) if count is None else count) * step
+    outs = [buffer.view[at : at + step] for at in range(0, size, step)]
+    encryptor.encrypt(memory, number, parts, first, outs)
+    buffer.upload(size)
 
 
 def messages_of(job: Job, message_bytes: int) -> list[Message]:
     """Divide a job into messages of at most ``message_bytes``. Both ends agree on this size, so
     both get the same messages."""
-    total, most = len(job.parts.blocks), message_bytes // job.parts.length
+    total, most = len(job.parts.blocks), message_bytes // wire_bytes(job.parts.length)
     return [Message(job, first, min(most, total - first)) for first in range(0, total, most)]

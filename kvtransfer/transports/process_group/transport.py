@@ -14,7 +14,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -23,6 +23,7 @@ import torch
 
 from baton.errors import ConfigError, HandoffError
 from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.transports.encryption import UNENCRYPTED, new_key, read_key, wire_bytes
 from kvtransfer.transports.process_group.link import (
     BUFFERS,
     GroupReceiveLink,
@@ -65,18 +66,22 @@ class _Offer:
     machine: str
     device: str
     """UUID of the writer's GPU; empty with gloo."""
-    message_bytes: int
+    encrypted_bytes: int
+    """Maximum bytes of a message, encrypted. Workers of versions that do not encrypt have
+    ``message_bytes`` instead, and refuse this field."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A receiver's answer to an offer: the port on which the receiver listens, and a token. Both
-    are for one link."""
+    """A receiver's answer to an offer: the port on which the receiver listens, a token and a key.
+    All are for one link."""
 
     host: str
     port: int
-    token: str
-    message_bytes: int
+    token: str = field(repr=False)
+    encrypted_bytes: int
+    key: str = field(repr=False)
+    """The key of the link in hexadecimal digits; see ``kvtransfer.transports.encryption``."""
 
 
 class GroupTransport:
@@ -84,7 +89,7 @@ class GroupTransport:
 
     copies_out = True
     reads_in_place = False
-    needs_mac = True
+    encrypts = True
 
     def __init__(
         self, backend: Backend, host: str = "127.0.0.1", staging_bytes: int = STAGING_BYTES
@@ -110,13 +115,13 @@ class GroupTransport:
     @property
     def part_bytes(self) -> int:
         """Largest part, in bytes, that suits this transport. See ``Transport``."""
-        return self._message_bytes
+        return self.batch_bytes
 
     @property
     def batch_bytes(self) -> int:
-        """Largest batch, in bytes, that suits this transport. A batch is one message. See
-        ``Transport``."""
-        return self._message_bytes
+        """Largest batch, in bytes, that suits this transport. A batch is one message, unless its
+        parts are so small that encrypting them adds more than a 16th. See ``Transport``."""
+        return self._message_bytes - self._message_bytes // 16
 
     @property
     def staging_bytes(self) -> int:
@@ -131,7 +136,7 @@ class GroupTransport:
             check_nccl(memory.device)
         else:
             check_gloo()
-        if memory.block_bytes > self._message_bytes:
+        if wire_bytes(memory.block_bytes) > self._message_bytes:
             raise ConfigError(
                 f"transport {self.name}: staging needs {BUFFERS} times a block of "
                 f"{memory.block_bytes} bytes"
@@ -153,9 +158,10 @@ class GroupTransport:
             host=self._host,
             port=acceptor.port,
             token=acceptor.token,
-            message_bytes=min(self._message_bytes, offered.message_bytes),
+            encrypted_bytes=min(self._message_bytes, offered.encrypted_bytes),
+            key=new_key().hex(),
         )
-        plan = self._plan(peer, acceptor, RECEIVER, answer.message_bytes)
+        plan = self._plan(peer, acceptor, RECEIVER, answer)
         link = GroupReceiveLink(plan, memory)
         self._keep(link)
         return link, _encode(answer)
@@ -163,10 +169,10 @@ class GroupTransport:
     def connect(self, peer: Peer, answer: bytes) -> GroupSendLink:
         """Connect to a receiver that has accepted. See ``Transport``."""
         told = _decode(_Answer, answer, peer)
-        if told.message_bytes > self._message_bytes:
-            raise HandoffError(f"{peer.address} wants larger messages than were offered")
+        if told.encrypted_bytes > self._message_bytes:
+            raise HandoffError(f"{peer.incarnation} wants larger messages than were offered")
         connector = Connector(told.host, told.port, told.token)
-        plan = self._plan(peer, connector, WRITER, told.message_bytes)
+        plan = self._plan(peer, connector, WRITER, told)
         link = GroupSendLink(plan, self._registered())
         self._keep(link)
         return link
@@ -201,18 +207,19 @@ class GroupTransport:
         loopback = [host for host in (self._host, offered.host) if host.startswith(_LOOPBACK)]
         if loopback and offered.machine != _machine():
             raise HandoffError(
-                f"transport {self.name}: {peer.address} is another host than this one, "
+                f"transport {self.name}: {peer.incarnation} is another host than this one, "
                 f"and {loopback[0]} is reachable only on its own host"
             )
         if offered.device and offered.device == self._device():
             raise HandoffError(
-                f"transport {self.name}: {peer.address} and this worker share one GPU, "
+                f"transport {self.name}: {peer.incarnation} and this worker share one GPU, "
                 "which NCCL does not support"
             )
-        if offered.message_bytes <= 0:
-            raise HandoffError(f"transport {self.name}: {peer.address} offers no staging")
+        if offered.encrypted_bytes <= 0:
+            raise HandoffError(f"transport {self.name}: {peer.incarnation} offers no staging")
 
-    def _plan(self, peer: Peer, opener: Opener, rank: int, message_bytes: int) -> LinkPlan:
+    def _plan(self, peer: Peer, opener: Opener, rank: int, answer: _Answer) -> LinkPlan:
+        message_bytes = answer.encrypted_bytes
         form: Callable[[PairStore], ProcessPair]
         new_buffer: Callable[[], StagingBuffer]
         if self._backend == "nccl":
@@ -222,7 +229,15 @@ class GroupTransport:
         else:
             form = partial(GlooPair, rank=rank, host=self._host, timeout_s=FORM_S)
             new_buffer = partial(HostBuffer, message_bytes)
-        return LinkPlan(self.name, peer.address, opener, form, new_buffer, message_bytes)
+        return LinkPlan(
+            self.name,
+            peer.incarnation,
+            opener,
+            form,
+            new_buffer,
+            message_bytes,
+            read_key(answer.key),
+        )
 
 
 def _machine() -> str:
@@ -242,11 +257,13 @@ def _decode(kind: type[Message], data: bytes, peer: Peer) -> Message:
     Raises HandoffError if it is invalid."""
     try:
         told = json.loads(data)
+        if isinstance(told, dict) and "message_bytes" in told:
+            raise HandoffError(f"{peer.incarnation} {UNENCRYPTED}")
         found = {name: told[name] for name in kind.__annotations__ if name in told}
         message = kind(**found)
     except (ValueError, TypeError, RecursionError) as error:
-        raise HandoffError(f"{peer.address} uses another protocol: {error}") from error
+        raise HandoffError(f"{peer.incarnation} uses another protocol: {error}") from error
     wanted = {name: {"str": str, "int": int}[kind.__annotations__[name]] for name in found}
     if any(type(value) is not wanted[name] for name, value in found.items()):
-        raise HandoffError(f"{peer.address} uses another protocol: fields have other types")
+        raise HandoffError(f"{peer.incarnation} uses another protocol: fields have other types")
     return message

@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 
 from baton.errors import BatonError, ChecksumMismatch, HandoffError, WorkerFailed
-from kvtransfer.memory.mac import BatchKey
+from kvtransfer.transports.encryption import wire_bytes
+from kvtransfer.transports.staging import Region
 from kvtransfer.transports.transfer import Transfer
 from kvtransfer.transports.transport import (
     AnnouncedBatch,
@@ -49,22 +50,31 @@ class Pair:
         self.receive, answer = transports[1].accept(Peer(f"{name}-writer", ""), offer)
         self.send = transports[0].connect(Peer(f"{name}-receiver", ""), answer)
         self._number = 0
-        needs_mac = writer.transport.needs_mac
-        self._key = BatchKey.of(bytes(range(32)), 0) if needs_mac else None
+        self._packed = 0
+        self._regions: list[Region | None] = []
+        """What receivers may still read; a writer's pair keeps it until it has landed."""
 
     def pack(self, sources: Sequence[int], offset: int = 0, length: int = BLOCK_BYTES) -> Packed:
         """As a transfer thread of the writer does."""
-        return self.send.pack(Parts(tuple(sources), offset, length), None, self._key)
+        packed = self.send.pack(self._packed, Parts(tuple(sources), offset, length))
+        self._packed += 1
+        self._regions.append(packed.region)
+        return packed
 
     def announced(
         self, packed: Packed, targets: Sequence[int], *, wanted: bool = True, damaged: bool = False
     ) -> tuple[AnnouncedBatch, Transfer]:
-        """Tell the receiver of a batch; ``damaged``: its last part's checksum is another."""
+        """Tell the receiver of a batch; ``damaged``: its last part's checksum is another, or what
+        is encrypted changes on its way."""
         parts, checksums = packed.parts, list(packed.checksums)
-        if damaged:
+        if damaged and checksums:
             checksums[-1] ^= 1 << 40
+        elif damaged:
+            wire = packed.payload.buffer.view if packed.region is None else packed.region.view
+            wire[wire_bytes(parts.length) * len(parts.blocks) - 1] ^= 1
         target = Parts(tuple(targets) if wanted else (), parts.offset, parts.length)
-        batch = AnnouncedBatch(self._number, parts, target, tuple(checksums), self._key)
+        staged_at = 0 if packed.region is None else packed.region.at
+        batch = AnnouncedBatch(self._number, parts, target, tuple(checksums), staged_at)
         self._number += 1
         return batch, self.receive.receive(batch, DEADLINE_S, wanted=wanted)
 

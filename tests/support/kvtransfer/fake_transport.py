@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 from baton.errors import HandoffError, WorkerFailed
-from kvtransfer.memory.mac import BatchKey
 from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.transports.staging import Staging
 from kvtransfer.transports.transfer import OpenTransfers, Transfer
 from kvtransfer.transports.transport import AnnouncedBatch, Packed, Parts, Peer
 
@@ -18,20 +18,22 @@ class FakeSendLink:
 
     def __init__(self) -> None:
         self.packed: list[Parts] = []
-        self.keys: list[BatchKey | None] = []
+        self.numbers: list[int] = []
+        self.staging: Staging | None = None
+        """Where batches are kept for the receiver, without checksums, if a test sets it."""
         self.sent: dict[int, tuple[Packed, Transfer]] = {}
         self.may_pack = threading.Event()
         self.may_pack.set()
         self.is_closed = False
         self._transfers = OpenTransfers()
 
-    def pack(
-        self, parts: Parts, memory: BlockMemory | None = None, key: BatchKey | None = None
-    ) -> Packed:
+    def pack(self, number: int, parts: Parts, memory: BlockMemory | None = None) -> Packed:
         """The checksum of a block is 1000 and its number."""
         assert self.may_pack.wait(20.0)
         self.packed.append(parts)
-        self.keys.append(key)
+        self.numbers.append(number)
+        if self.staging is not None:
+            return Packed(parts, (), region=self.staging.take(parts.bytes, lambda: True))
         return Packed(parts, tuple(1000 + block for block in parts.blocks))
 
     def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
@@ -76,7 +78,7 @@ class FakeTransport:
     part_bytes = PART_BYTES
     batch_bytes = BATCH_BYTES
     copies_out = False
-    needs_mac = False
+    encrypts = False
     staging_bytes = 0
 
     def __init__(

@@ -45,12 +45,14 @@ class WriterProcess:
         self, number: int, sources: tuple[int, ...], targets: tuple[int, ...]
     ) -> AnnouncedBatch:
         """Have it pack whole blocks; the batch as it is announced to the receiver."""
-        self.tell(["pack", list(sources)])
+        self.tell(["pack", [number, list(sources)]])
+        checksums, staged_at = self.said()
         return AnnouncedBatch(
             number,
             Parts(sources, 0, BLOCK_BYTES),
             Parts(targets, 0, BLOCK_BYTES),
-            tuple(self.said()),
+            tuple(checksums),
+            staged_at,
         )
 
     def send(self, number: int) -> None:

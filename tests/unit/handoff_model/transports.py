@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from baton.errors import BatonError, DeadlineExceeded, HandoffError, WorkerFailed
 from kvtransfer.memory.checksum import checksum
-from kvtransfer.memory.mac import BatchKey
 from kvtransfer.memory.memory import BlockMemory
 from kvtransfer.transports.transfer import OpenTransfers, Transfer
 from kvtransfer.transports.transport import AnnouncedBatch, Packed, Parts, Peer, damaged
@@ -103,7 +102,7 @@ class SimulatedTransport:
     batch_bytes = BATCH_BYTES
     copies_out = False
     reads_in_place = False
-    needs_mac = False
+    encrypts = False
     staging_bytes = 0
 
     def __init__(
@@ -136,7 +135,7 @@ class PullTransport(SimulatedTransport):
 
     name = "shm"
     reads_in_place = True
-    needs_mac = False
+    encrypts = False
 
     def offer(self) -> bytes:
         self.network.memories[self.process.name] = self.memory
@@ -162,9 +161,7 @@ class PullSendLink:
         self._transfers = OpenTransfers()
         self._sent: dict[int, Parts] = {}
 
-    def pack(
-        self, parts: Parts, memory: BlockMemory | None = None, key: BatchKey | None = None
-    ) -> Packed:
+    def pack(self, number: int, parts: Parts, memory: BlockMemory | None = None) -> Packed:
         return self._transport.pack(parts)
 
     def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:
@@ -305,9 +302,7 @@ class PushSendLink:
         self._is_busy = False
         transport.network.opened(self)
 
-    def pack(
-        self, parts: Parts, memory: BlockMemory | None = None, key: BatchKey | None = None
-    ) -> Packed:
+    def pack(self, number: int, parts: Parts, memory: BlockMemory | None = None) -> Packed:
         return self._transport.pack(parts)
 
     def send(self, number: int, packed: Packed, deadline_s: float) -> Transfer:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.memory import checksum as reference
-from kvtransfer.memory import copying, mac
+from kvtransfer.memory import copying
 
 TARGETS = ("-march=native", "-march=x86-64-v3", "-march=x86-64", "numpy")
 EDGES = [0, 1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 127, 128, 129, 511, 512, 513, 4096, 100_003, 360 << 10]
@@ -175,24 +175,3 @@ def test_several_parts_each_into_its_own_place(target: str) -> None:
     for bad in refused:
         with pytest.raises(ValueError, match="same number"):
             copying.copy_out(bad, data, starts, 136)
-
-
-@pytest.mark.parametrize("size", EDGES)
-@pytest.mark.parametrize("shift", [0, 1, 32])
-def test_a_copy_with_its_mac(target: str, size: int, shift: int) -> None:
-    key, data = mac.BatchKey.of(bytes(32), 3), random_bytes(2 * size, size)
-    parts = data[:size], data[size:]
-    expected = key.tags(np.stack([mac.digests(part.data, key) for part in parts]), size)
-    starts = np.array([0, size], dtype=np.int64)
-    assert copying.checksum_many(data, starts, size, key) == expected
-    for soon_read in (False, True):
-        room = np.full(2 * size + 512, GUARD, dtype=np.uint8)
-        begin = -room.ctypes.data % 64 + 64 + shift
-        second = begin + -(-size // 64) * 64 + 64
-        places = np.array([begin, second], dtype=np.int64)
-        found = copying.copy_many(room, places, data, starts, size, key, soon_read=soon_read)
-        assert found == expected
-        for place, part in zip(places, parts, strict=True):
-            assert np.array_equal(room[place : place + size], part)
-            room[place : place + size] = GUARD
-        assert (room == GUARD).all()

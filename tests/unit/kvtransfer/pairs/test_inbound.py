@@ -22,7 +22,6 @@ from baton.rpc import convert
 from baton.rpc.grpc_channel import make_server, open_channel
 from baton.rpc.grpc_errors import error_from_code, error_from_rpc
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
-from kvtransfer.memory.mac import BatchKey
 from kvtransfer.memory.seal_board import BOARD_BYTES, Seal, SealBoard
 from kvtransfer.pairs import inbound as inbound_module
 from kvtransfer.pairs.inbound import Inbound
@@ -287,30 +286,23 @@ async def test_the_fingerprint_comes_before_the_geometry(world: World) -> None:
         assert (await world.refusal(Request(open=message))).code == code
 
 
-@pytest.mark.parametrize("can_mac", [True, False])
-async def test_a_network_without_authentication_gets_a_secret_of_each_pair(
-    make_world: MakeWorld, can_mac: bool
+async def test_a_batch_of_a_transport_that_encrypts_needs_no_checksums(
+    make_world: MakeWorld,
 ) -> None:
-    """A writer of an older version sends checksums."""
-    gloo = FakeTransport("gloo")
-    gloo.needs_mac = True
-    world = await make_world(gloo)
+    nixl = FakeTransport("nixl")
+    nixl.encrypts = True
+    world = await make_world(nixl)
     world.keeper.tickets["t"] = make_ticket()
-    secrets = []
-    for _ in range(2):
-        call = world.stub.Transfer(timeout=DEADLINE_S)
-        await call.write(Request(open=hello("gloo", can_mac=can_mac)))
-        secrets.append((await read(call)).opened.mac_secret)
-    await call.write(announcement(0, 0))
-    await until(lambda: gloo.receive_links[-1].batches)
-    key = gloo.receive_links[-1].batches[0].key
-    if not can_mac:
-        assert (secrets, key) == ([b"", b""], None)
-        return
-    assert len({len(secret) for secret in secrets} | {32}) == 1
-    assert secrets[0] != secrets[1]
-    assert key is not None
-    assert key.outer == BatchKey.of(secrets[1], 0).outer
+    call = await world.open(hello("nixl"))
+    message = announcement(0, 0, 1)
+    del message.announced[0].checksums[:]
+    message.announced[0].staged_at = 4096
+    await call.write(message)
+    await until(lambda: nixl.receive_links[0].batches)
+    (batch,) = nixl.receive_links[0].batches
+    assert (batch.checksums, batch.staged_at) == ((), 4096)
+    nixl.receive_links[0].transfers[0].finish()
+    assert [landed.code for landed in (await read(call)).landed] == [""]
 
 
 async def test_the_best_common_transport_is_taken(make_world: MakeWorld) -> None:

@@ -27,12 +27,12 @@ from baton.rpc import convert
 from baton.rpc.grpc_channel import make_server, open_channel
 from baton.rpc.grpc_errors import grpc_boundary
 from baton.v1 import transfer_pb2, transfer_pb2_grpc
-from kvtransfer.memory.mac import BatchKey
 from kvtransfer.memory.memory import BlockMemory, HostMemory
 from kvtransfer.memory.seal_board import BOARD_BYTES, SealBoard, read_seal
 from kvtransfer.pairs.outbound import Outbound, Push
 from kvtransfer.pairs.pair import Identity, PairLimits, seal_checksums
 from kvtransfer.transports.in_place import ReadSendLink
+from kvtransfer.transports.staging import Staging
 from kvtransfer.transports.transport import Packed, Parts, Peer
 from tests.support.kvtransfer.fake_transport import FakeSendLink, FakeTransport
 
@@ -222,34 +222,34 @@ async def test_it_offers_what_it_has_and_connects_by_what_was_chosen(make_world:
         "shm": b"offer of shm",
         "grpc": b"offer of grpc",
     }
-    assert hello.can_mac
 
 
-@pytest.mark.parametrize("secret", [b"", bytes(range(32))])
-async def test_each_batch_has_a_key_of_its_own_if_the_receiver_wants_macs(
-    make_world: MakeWorld, secret: bytes
-) -> None:
-    first = opened()
-    first.opened.mac_secret = secret
-    world = await make_world(first, FakeTransport())
+async def test_what_the_receiver_reads_is_kept_until_it_has_landed(make_world: MakeWorld) -> None:
+    world = await make_world(opened(), FakeTransport())
     await world.open()
+    staging = world.link.staging = Staging(128 + 32)
     push = world.pair.push("t")
     for block in (0, 1):
         push.put(block, block, 0, 64)
     push.put(2, 2, 0, 32)
-    push.end()
-    count = len(await world.announced(2))
-    for number in range(count):
-        world.receiver.landed(number)
-    await result(push)
-    keys = world.link.keys
-    assert len(keys) >= 2
-    for number, key in enumerate(keys):
-        if not secret:
-            assert key is None
-            continue
-        assert key is not None
-        assert key.outer == BatchKey.of(secret, number).outer
+    batches = await world.announced(2)
+    assert world.link.numbers == [0, 1]
+    assert [(list(batch.checksums), batch.staged_at) for batch in batches] == [([], 0), ([], 128)]
+    assert not has_room(staging, 1)
+    world.receiver.landed(0)
+    await until(lambda: has_room(staging, 128))
+    assert not has_room(staging, 129)
+    await world.pair.close()
+    assert has_room(staging, 160)
+
+
+def has_room(staging: Staging, size: int) -> bool:
+    """Whether there is room at this moment."""
+    try:
+        staging.take(size, lambda: False).release()
+    except WorkerFailed:
+        return False
+    return True
 
 
 @pytest.mark.parametrize(
@@ -621,9 +621,7 @@ class BoardLink(ReadSendLink):
         super().__init__(HostMemory(np.zeros((4, SIZE), dtype=np.uint8)), board)
         self.may_pack = threading.Event()
 
-    def pack(
-        self, parts: Parts, memory: BlockMemory | None = None, key: BatchKey | None = None
-    ) -> Packed:
+    def pack(self, number: int, parts: Parts, memory: BlockMemory | None = None) -> Packed:
         """See ``SendLink``. The checksum of a block is 1000 and its number."""
         assert self.may_pack.wait(DEADLINE_S)
         return Packed(parts, tuple(1000 + block for block in parts.blocks))

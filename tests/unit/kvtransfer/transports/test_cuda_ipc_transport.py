@@ -321,7 +321,7 @@ def test_a_target_that_this_worker_does_not_have(
 def test_links_that_were_closed(machine: Machine, transport: CudaIpcTransport) -> None:
     link, answer = transport.accept(WRITER, machine.offer(READER_GPU))
     sender = transport.connect(Peer("receiver", ""), answer)
-    packed = sender.pack(Parts((0,), 0, 64))
+    packed = sender.pack(0, Parts((0,), 0, 64))
     sender.send(1, packed, PATIENCE_S).wait(PATIENCE_S)
     link.close()
     sender.close()

@@ -128,7 +128,7 @@ def test_pairs_have_names_that_cannot_be_guessed_and_end_with_their_links(world:
 def test_a_second_stream_of_a_pair_ends_it(world: World) -> None:
     """A process that knows the name of a pair is its writer, or has stolen the name."""
     sender = world.writer.connect(RECEIVER, world.answer)
-    packed = sender.pack(Parts((1,), 0, BLOCK_BYTES))
+    packed = sender.pack(0, Parts((1,), 0, BLOCK_BYTES))
     transfer = world.announce(0, [1], [2])
     sender.send(0, packed, DEADLINE_S)
     transfer.wait(DEADLINE_S)
@@ -170,11 +170,11 @@ def test_parts_of_one_batch_travel_in_messages_of_a_mebibyte(world: World) -> No
     world.link.take = watch  # type: ignore[method-assign]
     sender = world.writer.connect(RECEIVER, world.answer)
     transfer = world.announce(0, [1, 2, 3], [0, 5, 4])
-    sender.send(0, sender.pack(Parts((1, 2, 3), 0, BLOCK_BYTES)), DEADLINE_S)
+    sender.send(0, sender.pack(0, Parts((1, 2, 3), 0, BLOCK_BYTES)), DEADLINE_S)
     transfer.wait(DEADLINE_S)
     assert taken == [(0, BLOCK_BYTES), (1, BLOCK_BYTES), (2, BLOCK_BYTES)]
     small = Parts((0, 1, 2), 0, 64)
-    packed = sender.pack(small)
+    packed = sender.pack(0, small)
     transfer = world.link.receive(AnnouncedBatch(1, small, small, packed.checksums), DEADLINE_S)
     sender.send(1, packed, DEADLINE_S)
     transfer.wait(DEADLINE_S)
@@ -185,7 +185,7 @@ def test_blocks_of_other_memory_are_copied_out_and_counted(world: World) -> None
     sender = world.writer.connect(RECEIVER, world.answer)
     other = np.random.default_rng(9).integers(0, 256, (2, BLOCK_BYTES), dtype=np.uint8)
     kept = other.copy()
-    packed = sender.pack(Parts((1, 0), 64, BLOCK_BYTES - 64), HostMemory(other))
+    packed = sender.pack(0, Parts((1, 0), 64, BLOCK_BYTES - 64), HostMemory(other))
     assert packed.checksums == tuple(checksum(kept[block, 64:].data) for block in (1, 0))
     assert world.writer.staging_bytes > packed.parts.bytes
     target = Parts((2, 3), 64, BLOCK_BYTES - 64)
@@ -203,7 +203,7 @@ def test_blocks_of_other_memory_are_copied_out_and_counted(world: World) -> None
 
 def test_sending_is_over_when_the_payload_is_needed_no_longer(world: World) -> None:
     sender = world.writer.connect(RECEIVER, world.answer)
-    packed = sender.pack(Parts((1, 2), 0, BLOCK_BYTES))
+    packed = sender.pack(0, Parts((1, 2), 0, BLOCK_BYTES))
     world.announce(0, [1, 2], [1, 2])
     sender.send(0, packed, DEADLINE_S).wait(DEADLINE_S)
 
@@ -216,7 +216,7 @@ def test_without_a_listener(world: World) -> None:
 def send_until_refused(world: World) -> None:
     """gRPC may take messages before it knows that there is no connection."""
     sender = world.writer.connect(RECEIVER, world.answer)
-    packed = sender.pack(Parts((1,), 0, BLOCK_BYTES))
+    packed = sender.pack(0, Parts((1,), 0, BLOCK_BYTES))
     give_up, refused = time.monotonic() + DEADLINE_S, False
     while not refused:
         assert time.monotonic() < give_up
@@ -337,7 +337,7 @@ def test_both_prove_themselves(stack: ExitStack, tmp_path: Path) -> None:
     world = World(stack, (authority.sign("writer"), authority.sign("receiver")))
     transfer = world.announce(0, [1], [2])
     sender = world.writer.connect(RECEIVER, world.answer)
-    sender.send(0, sender.pack(Parts((1,), 0, BLOCK_BYTES)), DEADLINE_S)
+    sender.send(0, sender.pack(0, Parts((1,), 0, BLOCK_BYTES)), DEADLINE_S)
     transfer.wait(DEADLINE_S)
     assert np.array_equal(world.ours[2], world.theirs[1])
     sender.close()

@@ -147,9 +147,13 @@ def test_the_receiver_reads_what_was_registered_and_nothing_else(world: World) -
     assert not world.writer.copies_out
     parts = Parts((1, 4), 64, 128)
     expected = tuple(checksum(world.data[0][block, 64:192].data) for block in (1, 4))
-    assert link.pack(parts).checksums == link.pack(parts, world.memories[0]).checksums == expected
+    assert (
+        link.pack(0, parts).checksums
+        == link.pack(0, parts, world.memories[0]).checksums
+        == expected
+    )
     with pytest.raises(AssertionError, match="cannot read other memory"):
-        link.pack(parts, world.memories[1])
+        link.pack(0, parts, world.memories[1])
 
 
 def test_the_writers_memory_is_mapped_until_the_link_is_closed(world: World) -> None:

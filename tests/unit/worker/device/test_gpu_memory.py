@@ -4,8 +4,7 @@ one."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ import torch
 from baton.errors import HandoffError
 from kvtransfer.memory import copying
 from kvtransfer.memory.checksum import checksum
-from kvtransfer.memory.mac import BatchKey
 from kvtransfer.memory.memory import BlockMemory
 from worker.device import gpu_memory
 from worker.device.gpu_memory import GpuMemory
@@ -42,12 +40,7 @@ def _fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert part.storage_offset() % 4 == 0
         return checksum(part.numpy().data)
 
-    def macs_of(parts: Sequence[torch.Tensor], key: BatchKey) -> tuple[int, ...]:
-        assert all(part.numel() % 8 == part.storage_offset() % 4 == 0 for part in parts)
-        return copying.mac_of([part.numpy() for part in parts], parts[0].numel(), key)
-
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
-    monkeypatch.setattr(gpu_memory, "mac_tensors", macs_of)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(gpu_memory, "checksum_tensor", checksum_of)
     monkeypatch.setattr(gpu_memory, "_pinned", lambda size: torch.empty(size, dtype=torch.uint8))
@@ -98,17 +91,29 @@ def test_parts_are_written_and_nothing_else(
     assert torch.equal(data.cpu(), expected)
 
 
-@pytest.mark.parametrize(("offset", "length"), [(0, BLOCK_BYTES), (64, 128), (5, 61), (4, 12)])
-def test_parts_have_macs(data: torch.Tensor, memory: BlockMemory, offset: int, length: int) -> None:
-    key, blocks = BatchKey.of(bytes(32), 1), (4, 0)
-    sent = [data[block, offset : offset + length].cpu().numpy() for block in blocks]
-    expected = copying.mac_of(sent, length, key)
-    assert memory.checksum_many(blocks, offset, length, key) == expected
-    packed = memoryview(bytearray(2 * length))
-    outs = [packed[:length], packed[length:]]
-    assert memory.read_many(blocks, offset, outs, key) == expected
-    assert memory.write_many((1, 2), offset, length, packed, (0, length), key) == expected
-    assert memory.checksum_many((1, 2), offset, length, key) == expected
+@pytest.mark.parametrize(("block", "offset", "length"), PARTS)
+def test_a_context_reads_and_writes_a_part(
+    data: torch.Tensor, memory: BlockMemory, block: int, offset: int, length: int
+) -> None:
+    before = data.cpu().clone()
+    with memory.reading(block, offset, length) as part:
+        assert bytes(part) == before[block, offset : offset + length].numpy().tobytes()
+    with memory.writing(block, offset, length) as part:
+        part[:] = bytes(length)
+    before[block, offset : offset + length] = 0
+    assert torch.equal(data.cpu(), before)
+
+
+def test_a_context_that_fails_leaves_a_gpu_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    _fake_gpu(monkeypatch)
+    data = torch.ones(BLOCKS, BLOCK_BYTES, dtype=torch.uint8)
+    memory = GpuMemory(data)
+    with suppress(ZeroDivisionError), memory.writing(1, 0, 64) as part:
+        part[:] = bytes(64)
+        raise ZeroDivisionError
+    assert bool((data == 1).all())
+    memory.write(1, 0, memoryview(bytes(64)))
+    assert not data[1, :64].any(), "its lock is free"
 
 
 def test_a_copy_has_arrived_when_it_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,8 +151,8 @@ def test_every_one_can_be_ranked(shared: HostMemory) -> None:
         assert set(makers) == set(TRANSPORTS)
         assert {name: make().name for name, make in makers.items()} == {n: n for n in makers}
         # What leaves the machine without TLS.
-        needy = {name for name, make in makers.items() if make().needs_mac}
-        assert needy == {"gloo", "nccl", "nixl"}
+        encrypting = {name for name, make in makers.items() if make().encrypts}
+        assert encrypting == {"gloo", "nccl", "nixl"}
 
 
 def test_a_data_network_binds_transports_and_libraries(

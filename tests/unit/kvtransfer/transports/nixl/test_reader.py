@@ -11,19 +11,18 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from baton.errors import ChecksumMismatch, DeadlineExceeded, HandoffError, WorkerFailed
-from kvtransfer.memory.checksum import checksum
 from kvtransfer.memory.memory import HostMemory
+from kvtransfer.transports.encryption import Encryptor, new_key, wire_bytes
 from kvtransfer.transports.nixl.agent import NixlAgent
 from kvtransfer.transports.nixl.reader import SLOT_BYTES, NixlReader, Source, WriterMemory
 from kvtransfer.transports.transfer import Transfer
 from kvtransfer.transports.transport import AnnouncedBatch, Parts
 
 PATIENCE_S = 30.0
-BLOCKS, BLOCK_BYTES = 8, SLOT_BYTES // 2
+BLOCKS, BLOCK_BYTES = 8, SLOT_BYTES // 2 - 64
 SLOTS = 4
 
 
@@ -32,16 +31,15 @@ class Read:
     """A read in progress."""
 
     writer: str
-    remote: npt.NDArray[np.uint64]
-    local: npt.NDArray[np.uint64]
+    remote: int
+    local: int
     length: int
     ended: bool = False
     error: WorkerFailed | None = None
     released: bool = False
 
     def land(self) -> None:
-        for source, target in zip(self.remote.tolist(), self.local.tolist(), strict=True):
-            ctypes.memmove(target, source, self.length)
+        ctypes.memmove(self.local, self.remote, self.length)
         self.ended = True
 
 
@@ -53,7 +51,7 @@ class Agent:
     known: list[str] = field(default_factory=list)
     gone: set[str] = field(default_factory=set)
 
-    def register(self, address: int, length: int, device: str) -> None:
+    def register(self, address: int, length: int) -> None:
         assert length == SLOTS * SLOT_BYTES
 
     def load(self, metadata: bytes) -> str:
@@ -66,19 +64,12 @@ class Agent:
         assert all(read.released for read in self.reads if read.writer == name)
         self.known.remove(name)
 
-    def begin_read(
-        self,
-        name: str,
-        device: str,
-        remote: npt.NDArray[np.uint64],
-        local: npt.NDArray[np.uint64],
-        length: int,
-    ) -> int:
+    def begin_read(self, name: str, remote: int, local: int, length: int) -> int:
         assert name in self.known
         if name in self.gone:
             raise WorkerFailed(f"nixl has lost {name}")
-        busy = {address for read in self.reads if not read.ended for address in read.local.tolist()}
-        assert not busy & set(local.tolist()), "staging is used twice at once"
+        busy = {read.local for read in self.reads if not read.ended}
+        assert local not in busy, "staging is used twice at once"
         self.reads.append(Read(name, remote, local, length))
         return len(self.reads) - 1
 
@@ -106,18 +97,21 @@ class Bench:
         self.reader = NixlReader(
             cast(NixlAgent, self.agent), HostMemory(self.ours), SLOTS * SLOT_BYTES
         )
+        self._staging = np.empty(16 * SLOT_BYTES, dtype=np.uint8)
+        self._used = 0
+        self._encryptors: dict[Source, Encryptor] = {}
         self._number = 0
 
     def source(self, writer: str = "writer", metadata: bytes | None = None) -> Source:
         memory = WriterMemory(
             agent=writer,
             metadata=writer.encode() if metadata is None else metadata,
-            address=self.theirs.ctypes.data,
-            blocks=BLOCKS,
-            block_bytes=BLOCK_BYTES,
-            device="cpu",
+            address=self._staging.ctypes.data,
+            bytes=self._staging.nbytes,
         )
-        source = Source(memory)
+        key = new_key()
+        source = Source(memory, key)
+        self._encryptors[source] = Encryptor(key)
         self.reader.open(source)
         return source
 
@@ -126,9 +120,13 @@ class Bench:
     ) -> Transfer:
         self._number += 1
         parts = Parts(blocks, 64, BLOCK_BYTES - 64)
-        sums = tuple(checksum(self.theirs[block, 64:].data) + damaged for block in blocks)
+        step, at = wire_bytes(parts.length), self._used
+        self._used += step * len(blocks)
+        outs = [self._staging[start : start + step].data for start in range(at, self._used, step)]
+        self._encryptors[source].encrypt(HostMemory(self.theirs), self._number, parts, 0, outs)
+        self._staging[at + 1000] ^= damaged
         transfer = source.transfers.new()
-        source.add(AnnouncedBatch(self._number, parts, parts, sums), transfer, deadline_s)
+        source.add(AnnouncedBatch(self._number, parts, parts, (), at), transfer, deadline_s)
         self.reader.wake()
         return transfer
 

@@ -16,11 +16,11 @@ import pytest
 
 from baton.errors import ChecksumMismatch, HandoffError, WorkerFailed
 from kvtransfer.memory.memory import HostMemory
-from kvtransfer.transports.in_place import ReadSendLink
+from kvtransfer.transports.encryption import wire_bytes
 from kvtransfer.transports.nixl.reader import SLOT_BYTES
-from kvtransfer.transports.nixl.transport import NixlReceiveLink, NixlTransport
+from kvtransfer.transports.nixl.transport import NixlReceiveLink, NixlSendLink, NixlTransport
 from kvtransfer.transports.transfer import Transfer
-from kvtransfer.transports.transport import AnnouncedBatch, Parts, Peer, Transport
+from kvtransfer.transports.transport import AnnouncedBatch, Packed, Parts, Peer, Transport
 
 pytest.importorskip("nixl", reason="the extra nixl is not installed")
 
@@ -48,9 +48,11 @@ class Pair:
     def __init__(self) -> None:
         self.writer, self.receiver = Worker("writer", seed=1), Worker("receiver")
         self.number = 0
+        self.kept: list[Packed] = []
+        """As a pair does until they have landed."""
         self.send_link, self.receive_link = self.link()
 
-    def link(self) -> tuple[ReadSendLink, NixlReceiveLink]:
+    def link(self) -> tuple[NixlSendLink, NixlReceiveLink]:
         offer = self.writer.transport.offer()
         receive_link, answer = self.receiver.transport.accept(Peer("writer", ""), offer)
         return self.writer.transport.connect(Peer("receiver", ""), answer), receive_link
@@ -58,11 +60,25 @@ class Pair:
     def move(
         self, source: tuple[int, ...], target: tuple[int, ...], part: tuple[int, int] = WHOLE
     ) -> Transfer:
+        return self.receive(self.pack(source, part), target)
+
+    def pack(self, source: tuple[int, ...], part: tuple[int, int] = WHOLE) -> Packed:
+        """Of the next batch."""
         self.number += 1
-        packed = self.send_link.pack(Parts(source, *part))
-        batch = AnnouncedBatch(self.number, packed.parts, Parts(target, *part), packed.checksums)
+        return self.send_link.pack(self.number, Parts(source, *part))
+
+    def receive(self, packed: Packed, target: tuple[int, ...]) -> Transfer:
+        """Of the batch that was packed last."""
         self.send_link.send(self.number, packed, PATIENCE_S).wait(PATIENCE_S)
-        return self.receive_link.receive(batch, PATIENCE_S)
+        return self.receive_link.receive(self.announced(packed, target), PATIENCE_S)
+
+    def announced(self, packed: Packed, target: tuple[int, ...]) -> AnnouncedBatch:
+        """As its receiver learns of it."""
+        parts, region = packed.parts, packed.region
+        assert region is not None
+        there = Parts(target, parts.offset, parts.length)
+        self.kept.append(packed)
+        return AnnouncedBatch(self.number, parts, there, (), region.at)
 
     def close(self) -> None:
         self.receiver.transport.close()
@@ -119,29 +135,66 @@ def test_a_part_of_some_blocks(pair: Pair, part: tuple[int, int]) -> None:
 
 
 def test_many_batches_at_once(pair: Pair) -> None:
-    transfers = [pair.move((block,), (block,)) for block in range(BLOCKS)]
+    transfers = [pair.move((block,), (block,)) for block in range(BLOCKS // 2)]
     for transfer in transfers:
         transfer.wait(PATIENCE_S)
-    np.testing.assert_array_equal(pair.receiver.blocks, pair.writer.blocks)
+    half = slice(BLOCKS // 2)
+    np.testing.assert_array_equal(pair.receiver.blocks[half], pair.writer.blocks[half])
 
 
 def test_no_blocks_at_all(pair: Pair) -> None:
     pair.move((), ()).wait(PATIENCE_S)
 
 
-def test_a_block_that_changed_after_it_was_announced(pair: Pair) -> None:
-    packed = pair.send_link.pack(Parts((0, 1), *WHOLE))
-    pair.writer.blocks[1, -1] ^= 1
-    batch = AnnouncedBatch(1, packed.parts, packed.parts, packed.checksums)
+def test_bytes_that_changed_on_their_way(pair: Pair) -> None:
+    packed = pair.pack((0, 1))
+    assert packed.region is not None
+    packed.region.view[-20] ^= 1
     with pytest.raises(ChecksumMismatch):
-        pair.receive_link.receive(batch, PATIENCE_S).wait(PATIENCE_S)
+        pair.receive(packed, (0, 1)).wait(PATIENCE_S)
     # The link goes on.
     pair.move((2,), (2,)).wait(PATIENCE_S)
 
 
+def test_another_batch_at_its_place(pair: Pair) -> None:
+    """An earlier one of the same blocks, and one of other blocks."""
+    first = pair.pack((0, 1))
+    second = pair.pack((0, 1))
+    assert first.region is not None
+    assert second.region is not None
+    second.region.view[:] = first.region.view
+    with pytest.raises(ChecksumMismatch):
+        pair.receive(second, (0, 1)).wait(PATIENCE_S)
+    third = pair.pack((4, 5))
+    assert third.region is not None
+    half = len(third.region.view) // 2
+    swapped = bytes(third.region.view[half:]) + bytes(third.region.view[:half])
+    third.region.view[:] = swapped
+    with pytest.raises(ChecksumMismatch):
+        pair.receive(third, (4, 5)).wait(PATIENCE_S)
+
+
+def test_peers_may_read_no_block(pair: Pair) -> None:
+    pair.writer.blocks[0] = 7
+    packed = pair.pack((0,))
+    assert packed.region is not None
+    assert bytes(64 * [7]) not in bytes(packed.region.view)
+    offer = json.loads(pair.writer.transport.offer())
+    first, blocks = offer["staging_address"], pair.writer.blocks
+    last = first + offer["staging_bytes"]
+    assert last <= blocks.ctypes.data or first >= blocks.ctypes.data + blocks.nbytes
+
+
+def test_room_is_awaited_until_the_link_closes(pair: Pair) -> None:
+    held = [pair.pack(tuple(range(7))) for _ in range(4)]
+    threading.Timer(0.05, pair.send_link.close).start()
+    with pytest.raises(WorkerFailed, match="closed"):
+        pair.pack(tuple(range(7)))
+    del held
+
+
 def test_what_is_not_wanted_is_not_read(pair: Pair) -> None:
-    packed = pair.send_link.pack(Parts((0,), *WHOLE))
-    batch = AnnouncedBatch(1, packed.parts, packed.parts, packed.checksums)
+    batch = pair.announced(pair.pack((0,)), (0,))
     with pytest.raises(CancelledError):
         pair.receive_link.receive(batch, PATIENCE_S, wanted=False).poll()
     pair.move((1,), (1,)).wait(PATIENCE_S)
@@ -154,8 +207,8 @@ def test_a_link_that_was_closed_and_the_next_of_the_same_pair(pair: Pair) -> Non
     pair.receive_link.close()
     with pytest.raises(WorkerFailed, match="closed"):
         pair.move((1,), (1,)).wait(PATIENCE_S)
+    packed = pair.pack((1,))
     pair.send_link.close()
-    packed = pair.send_link.pack(Parts((1,), *WHOLE))
     with pytest.raises(WorkerFailed, match="closed"):
         pair.send_link.send(9, packed, PATIENCE_S).wait(PATIENCE_S)
 
@@ -168,20 +221,21 @@ def test_a_link_that_was_closed_and_the_next_of_the_same_pair(pair: Pair) -> Non
 def test_both_directions(pair: Pair) -> None:
     """Every worker both writes and receives, with one agent."""
     pair.move((0,), (0,)).wait(PATIENCE_S)
-    back, _ = pair.writer.transport.accept(Peer("receiver", ""), pair.receiver.transport.offer())
-    sender = pair.receiver.transport.connect(Peer("writer", ""), b"")
-    packed = sender.pack(Parts((0,), *WHOLE))
-    batch = AnnouncedBatch(1, packed.parts, Parts((39,), *WHOLE), packed.checksums)
+    offer = pair.receiver.transport.offer()
+    back, answer = pair.writer.transport.accept(Peer("receiver", ""), offer)
+    sender = pair.receiver.transport.connect(Peer("writer", ""), answer)
+    packed = sender.pack(1, Parts((0,), *WHOLE))
+    assert packed.region is not None
+    batch = AnnouncedBatch(1, packed.parts, Parts((39,), *WHOLE), (), packed.region.at)
     back.receive(batch, PATIENCE_S).wait(PATIENCE_S)
     np.testing.assert_array_equal(pair.writer.blocks[39], pair.writer.blocks[0])
 
 
 def test_a_writer_that_has_closed(pair: Pair) -> None:
     pair.move((0,), (0,)).wait(PATIENCE_S)
+    batch = pair.announced(pair.pack((1,)), (1,))
     pair.writer.transport.close()
     pair.writer.transport.close()
-    packed = pair.send_link.pack(Parts((1,), *WHOLE))
-    batch = AnnouncedBatch(2, packed.parts, packed.parts, packed.checksums)
     with pytest.raises(WorkerFailed):
         pair.receive_link.receive(batch, PATIENCE_S).wait(PATIENCE_S)
     assert not pair.receiver.blocks[1].any()
@@ -194,13 +248,12 @@ def edited(offer: bytes, **changes: Any) -> bytes:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"address": 0},
-        {"address": "somewhere"},
-        {"address": (1 << 64) - 1},
-        {"blocks": 0},
-        {"blocks": -1},
-        {"block_bytes": None},
-        {"device": "tape:0"},
+        {"staging_address": 0},
+        {"staging_address": "somewhere"},
+        {"staging_address": (1 << 64) - 1},
+        {"staging_bytes": 0},
+        {"staging_bytes": -1},
+        {"staging_bytes": None},
         {"metadata": "not base64"},
     ],
 )
@@ -219,27 +272,35 @@ def test_an_offer_that_is_none_is_refused(lasting_pair: Pair, offer: bytes) -> N
         lasting_pair.receiver.transport.accept(Peer("writer", ""), offer)
 
 
-def test_an_answer_that_is_none_is_refused(lasting_pair: Pair) -> None:
-    with pytest.raises(HandoffError, match="receiver"):
-        lasting_pair.writer.transport.connect(Peer("receiver", ""), b"tcp://")
+def test_an_older_worker_is_refused_with_what_to_do(lasting_pair: Pair) -> None:
+    offer = lasting_pair.writer.transport.offer()
+    older = edited(offer, address=1, blocks=1, block_bytes=64, device="cpu")
+    with pytest.raises(HandoffError, match=r"unencrypted.*upgrade"):
+        lasting_pair.receiver.transport.accept(Peer("writer", ""), older)
+    assert not {"address", "blocks", "block_bytes"} & json.loads(offer).keys(), "it needs these"
 
 
-GOOD = AnnouncedBatch(1, Parts((0, 1), 64, 128), Parts((2, 3), 64, 128), (0, 0))
+@pytest.mark.parametrize("answer", [b"", b"tcp://", b"{}", b"[]", b'{"key": 1}', b'{"key": "00"}'])
+def test_an_answer_without_a_key_is_refused(lasting_pair: Pair, answer: bytes) -> None:
+    with pytest.raises(HandoffError, match=r"no answer|no key"):
+        lasting_pair.writer.transport.connect(Peer("receiver", ""), answer)
+
+
+GOOD = AnnouncedBatch(1, Parts((0, 1), 64, 128), Parts((2, 3), 64, 128), ())
 
 
 @pytest.mark.parametrize(
     "batch",
     [
-        dataclasses.replace(GOOD, source=Parts((0, BLOCKS), 64, 128)),
-        dataclasses.replace(GOOD, source=Parts((0, -1), 64, 128)),
-        dataclasses.replace(GOOD, source=Parts((0, 1), 64, BLOCK_BYTES)),
-        dataclasses.replace(GOOD, source=Parts((0, 1), -64, 128)),
+        dataclasses.replace(GOOD, staged_at=-1),
+        dataclasses.replace(GOOD, staged_at=4 * SLOT_BYTES - 2 * wire_bytes(128) + 1),
+        dataclasses.replace(GOOD, source=Parts((0, 1), 64, SLOT_BYTES)),
+        dataclasses.replace(GOOD, source=Parts((0, 1), 64, -128)),
         dataclasses.replace(GOOD, source=Parts((0, 1), 64, 0)),
         dataclasses.replace(GOOD, source=Parts((0, 1), 128, 128)),
         dataclasses.replace(GOOD, source=Parts((0, 1, 2), 64, 128)),
         dataclasses.replace(GOOD, target=Parts((2,), 64, 128)),
         dataclasses.replace(GOOD, target=Parts((2, BLOCKS), 64, 128)),
-        dataclasses.replace(GOOD, checksums=(0,)),
     ],
 )
 def test_a_batch_that_fits_nothing_is_refused(lasting_pair: Pair, batch: AnnouncedBatch) -> None:
@@ -249,8 +310,9 @@ def test_a_batch_that_fits_nothing_is_refused(lasting_pair: Pair, batch: Announc
 
 
 def test_an_offer_of_memory_that_is_not_there_fails_the_batch(lasting_pair: Pair) -> None:
-    past = lasting_pair.writer.blocks.ctypes.data + lasting_pair.writer.blocks.nbytes
-    offer = edited(lasting_pair.writer.transport.offer(), address=past)
+    offer = lasting_pair.writer.transport.offer()
+    told = json.loads(offer)
+    offer = edited(offer, staging_address=told["staging_address"] + told["staging_bytes"])
     link, _ = lasting_pair.receiver.transport.accept(Peer("writer", ""), offer)
     with pytest.raises(HandoffError):
         link.receive(GOOD, PATIENCE_S).wait(PATIENCE_S)

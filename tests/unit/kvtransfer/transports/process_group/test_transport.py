@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +26,8 @@ from baton.errors import (
     HandoffError,
     WorkerFailed,
 )
-from kvtransfer.memory.checksum import KEY_SEED, checksum, mix32
-from kvtransfer.memory.mac import BatchKey
+from kvtransfer.memory.memory import BlockMemory
+from kvtransfer.transports.encryption import NONCE_BYTES, OVERHEAD, Decryptor, wire_bytes
 from kvtransfer.transports.process_group import rendezvous
 from kvtransfer.transports.process_group import transport as transport_module
 from kvtransfer.transports.process_group.link import BUFFERS, GroupReceiveLink, GroupSendLink
@@ -71,13 +71,11 @@ class Ends:
         landed = self.receive.receive(batch, LONG_S)
         return self.send.send(number, packed, LONG_S), landed
 
-    def pack(
-        self, number: int, blocks: list[int], to: list[int], key: BatchKey | None = None
-    ) -> tuple[AnnouncedBatch, Packed]:
+    def pack(self, number: int, blocks: list[int], to: list[int]) -> tuple[AnnouncedBatch, Packed]:
         parts = Parts(tuple(blocks), 64, BLOCK - 128)
-        packed = self.send.pack(parts, None, key)
+        packed = self.send.pack(number, parts)
         target = replace(parts, blocks=tuple(to))
-        return AnnouncedBatch(number, parts, target, packed.checksums, key), packed
+        return AnnouncedBatch(number, parts, target, packed.checksums), packed
 
     def has(self, blocks: list[int], to: list[int]) -> bool:
         inside = slice(64, BLOCK - 64)
@@ -110,6 +108,22 @@ def eventually(holds: Callable[[], bool]) -> bool:
     while not holds() and time.monotonic() < until:
         time.sleep(0.01)
     return holds()
+
+
+Decrypt = Callable[[Decryptor, BlockMemory, AnnouncedBatch, int, memoryview], None]
+
+
+def damaging(decrypt: Decrypt, part: int) -> Decrypt:
+    """Decrypts; a bit of part number ``part`` has changed on its way."""
+
+    def changed(
+        own: Decryptor, memory: BlockMemory, batch: AnnouncedBatch, index: int, data: memoryview
+    ) -> None:
+        if index == part:
+            data[len(data) // 2] ^= 1
+        decrypt(own, memory, batch, index, data)
+
+    return changed
 
 
 def form(ends: Ends) -> None:
@@ -181,11 +195,14 @@ def test_a_batch_of_nothing_is_done(ends: Ends) -> None:
     assert landed.poll()
 
 
-def test_a_damaged_part_is_refused_and_the_next_batch_lands(ends: Ends) -> None:
+def test_a_damaged_part_is_refused_and_the_next_batch_lands(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch, packed = ends.pack(1, list(range(9)), list(range(9)))
-    sums = list(batch.checksums)
-    sums[1] ^= 1
-    sent, landed = ends.move(1, replace(batch, checksums=tuple(sums)), packed)
+    with monkeypatch.context() as damaged:
+        damaged.setattr(Decryptor, "decrypt", damaging(Decryptor.decrypt, part=1))
+        sent, landed = ends.move(1, batch, packed)
+        assert error_of(landed) is ChecksumMismatch
     next_sent, next_landed = ends.move(2, *ends.pack(2, [20], [20]))
     assert error_of(landed) is ChecksumMismatch
     assert error_of(sent) is None
@@ -350,9 +367,9 @@ def test_a_stranger_is_rejected(ends: Ends) -> None:
 
 @pytest.mark.parametrize("offer", [b"", b"\xff", b"[]", b"{}", b'{"host": 1}'])
 def test_a_foreign_offer_or_answer_is_refused(ends: Ends, offer: bytes) -> None:
-    with pytest.raises(HandoffError, match=PEER.address):
+    with pytest.raises(HandoffError, match=PEER.incarnation):
         ends.receiver.accept(PEER, offer)
-    with pytest.raises(HandoffError, match=PEER.address):
+    with pytest.raises(HandoffError, match=PEER.incarnation):
         ends.writer.connect(PEER, offer)
 
 
@@ -362,7 +379,7 @@ def test_fields_of_other_types_are_refused(ends: Ends) -> None:
         with pytest.raises(HandoffError):
             ends.receiver.accept(PEER, json.dumps(offer | {name: 1.5}).encode())
     with pytest.raises(HandoffError, match="no staging"):
-        ends.receiver.accept(PEER, json.dumps(offer | {"message_bytes": 0}).encode())
+        ends.receiver.accept(PEER, json.dumps(offer | {"encrypted_bytes": 0}).encode())
 
 
 def test_loopback_reaches_no_other_host(ends: Ends) -> None:
@@ -372,7 +389,7 @@ def test_loopback_reaches_no_other_host(ends: Ends) -> None:
 
 
 def test_the_smaller_staging_counts(ends: Ends) -> None:
-    small = GroupTransport("gloo", staging_bytes=BUFFERS * BLOCK)
+    small = GroupTransport("gloo", staging_bytes=BUFFERS * wire_bytes(BLOCK))
     with contextlib.closing(small):
         small.register(ends.target)
         ends.receive, answer = small.accept(PEER, ends.writer.offer())
@@ -381,13 +398,13 @@ def test_the_smaller_staging_counts(ends: Ends) -> None:
         assert error_of(sent) is None
         assert error_of(landed) is None
         assert ends.has(list(range(6)), list(range(6)))
-    big = json.loads(answer) | {"message_bytes": STAGING}
+    big = json.loads(answer) | {"encrypted_bytes": STAGING}
     with pytest.raises(HandoffError, match="larger messages"):
         ends.writer.connect(PEER, json.dumps(big).encode())
 
 
 def test_staging_must_hold_blocks() -> None:
-    made = GroupTransport("gloo", staging_bytes=BUFFERS * BLOCK - 1)
+    made = GroupTransport("gloo", staging_bytes=BUFFERS * wire_bytes(BLOCK) - 1)
     with pytest.raises(ConfigError, match=str(BLOCK)):
         made.register(ArrayMemory(1, BLOCK))
 
@@ -415,69 +432,115 @@ def test_everything_listens_on_its_host_alone(ends: Ends) -> None:
     assert {address for address, _ in fresh} == {"127.0.0.1"}
 
 
-# Those who change bytes on their way
+def test_an_older_worker_is_refused_with_what_to_do(ends: Ends) -> None:
+    """In both directions; its messages have ``message_bytes``."""
+
+    def older(told: bytes) -> bytes:
+        fields = json.loads(told)
+        fields["message_bytes"] = fields.pop("encrypted_bytes")
+        fields.pop("key", None)
+        return json.dumps(fields).encode()
+
+    offer = ends.writer.offer()
+    _, answer = ends.receiver.accept(PEER, offer)
+    words = r"incarnation sends KV blocks unencrypted.*upgrade"
+    with pytest.raises(HandoffError, match=words):
+        ends.receiver.accept(PEER, older(offer))
+    with pytest.raises(HandoffError, match=words):
+        ends.writer.connect(PEER, older(answer))
+    assert "message_bytes" not in json.loads(offer), "which an older one requires"
 
 
-def forge(data: npt.NDArray[np.uint8]) -> None:
-    """Change a part to another one with an equal checksum, whose keys are known."""
-    words = data.view("<u4")
-    half = words.size // 2
-    keys = mix32(np.array([0, 1], dtype=np.uint32) ^ np.uint32(KEY_SEED))
-    # The factors change places.
-    words[[0, half]] = (words[[0, half]] + keys)[::-1] - keys
+@pytest.mark.parametrize("key", ["", "00", "00" * 17, "zz" * 16])
+def test_an_answer_without_a_key_is_refused(ends: Ends, key: str) -> None:
+    _, answer = ends.receiver.accept(PEER, ends.writer.offer())
+    told = json.loads(answer) | {"key": key}
+    with pytest.raises(HandoffError, match="no key of 16 bytes"):
+        ends.writer.connect(PEER, json.dumps(told).encode())
+
+
+# Those who read and change bytes on their way
+
+Message = npt.NDArray[np.uint8]
+"""The parts of a message as they are on the wire, uint8 [parts, bytes]."""
+Attack = Callable[[Message, Message], None]
+"""Changes a message; the second one is an earlier one of the same pair."""
+
+
+@dataclass
+class Wire:
+    """What someone on the network sees, and does to all messages but the first."""
+
+    attack: Attack | None = None
+    seen: list[Message] = field(default_factory=list)
+
+
+def flip(message: Message, earlier: Message) -> None:
+    message[0, NONCE_BYTES + 100] ^= 1
+
+
+def flip_nonce(message: Message, earlier: Message) -> None:
+    message[0, NONCE_BYTES - 1] ^= 1
+
+
+def flip_tag(message: Message, earlier: Message) -> None:
+    message[0, -1] ^= 1
+
+
+def truncate(message: Message, earlier: Message) -> None:
+    message[-1, -200:] = 0
+
+
+def swap(message: Message, earlier: Message) -> None:
+    message[:2] = message[1::-1].copy()
+
+
+def replay(message: Message, earlier: Message) -> None:
+    message[:1] = earlier[:1]
+
+
+ATTACKS = (flip, flip_nonce, flip_tag, truncate, swap, replay)
+
+
+@pytest.fixture
+def wire(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> Wire:
+    wire = Wire()
+
+    class Attacked(GlooPair):
+        def send(self, data: torch.Tensor, tag: int) -> Work:
+            message = data.numpy().reshape(-1, wire_bytes(BLOCK - 128))
+            wire.seen.append(message.copy())
+            if wire.attack is not None and len(wire.seen) > 1:
+                wire.attack(message, wire.seen[0])
+            return super().send(data, tag)
+
+    monkeypatch.setattr(transport_module, "GlooPair", Attacked)
+    ends.link()
+    return wire
 
 
 @pytest.mark.parametrize("is_staged", [True, False])
-@pytest.mark.parametrize("attack", ["none", "forge", "swap", "replay"])
-def test_only_a_mac_shows_that_bytes_were_changed(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch, attack: str, is_staged: bool
+@pytest.mark.parametrize("attack", [None, *ATTACKS])
+def test_bytes_that_were_changed_on_their_way_are_refused(
+    ends: Ends, wire: Wire, attack: Attack | None, is_staged: bool
 ) -> None:
-    length, count = BLOCK - 128, 3 if is_staged else 9
-    recorded: list[npt.NDArray[np.uint8]] = []
-
-    class Attacked(GlooPair):
-        def send(self, data: torch.Tensor, tag: int) -> Work:
-            parts = data.numpy().reshape(-1, length)
-            if not recorded:
-                recorded.append(parts.copy())
-            elif attack == "forge":
-                before = checksum(parts[0].data)
-                forge(parts[0])
-                assert checksum(parts[0].data) == before
-            elif attack == "swap":
-                parts[:2] = parts[1::-1].copy()
-            elif attack == "replay":
-                parts[:1] = recorded[0][:1]
-            return super().send(data, tag)
-
-    monkeypatch.setattr(transport_module, "GlooPair", Attacked)
-    ends.link()
-    secret = bytes(range(32))
-    first = ends.pack(1, [0, 1, 2], [0, 1, 2], BatchKey.of(secret, 1))
-    for transfer in ends.move(1, *first):
+    # Both batches are of the same blocks, so a replayed part differs by its batch alone.
+    blocks = list(range(3 if is_staged else 9))
+    for transfer in ends.move(1, *ends.pack(1, [0, 1, 2], [10, 11, 12])):
         transfer.wait(LONG_S)
-    to = list(range(10, 10 + count))
-    second = ends.pack(2, to, to, BatchKey.of(secret, 2))
-    _, landed = ends.move(2, *second)
-    expected = None if attack == "none" else ChecksumMismatch
-    assert error_of(landed) is expected
-    assert ends.has([0, 1, 2], [0, 1, 2])
+    wire.attack = attack
+    _, landed = ends.move(2, *ends.pack(2, blocks, blocks))
+    assert error_of(landed) is (None if attack is None else ChecksumMismatch)
     # The link still serves.
-    monkeypatch.setattr(Attacked, "send", GlooPair.send)
-    third = ends.pack(3, [4], [4], BatchKey.of(secret, 3))
-    assert error_of(ends.move(3, *third)[1]) is None
+    wire.attack = None
+    assert error_of(ends.move(3, *ends.pack(3, [4], [4]))[1]) is None
     assert ends.has([4], [4])
 
 
-def test_without_keys_a_forged_part_passes(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is why networks need MACs."""
-
-    class Attacked(GlooPair):
-        def send(self, data: torch.Tensor, tag: int) -> Work:
-            forge(data.numpy())
-            return super().send(data, tag)
-
-    monkeypatch.setattr(transport_module, "GlooPair", Attacked)
-    ends.link()
-    assert error_of(ends.move(1, *ends.pack(1, [0], [0]))[1]) is None
-    assert not ends.has([0], [0])
+def test_the_wire_shows_no_block(ends: Ends, wire: Wire) -> None:
+    ends.source.array[:] = 7
+    form(ends)
+    (message,) = wire.seen
+    body = message[0, NONCE_BYTES:]
+    assert body.size == BLOCK - 128 + OVERHEAD - NONCE_BYTES
+    assert np.bincount(body, minlength=256).max() < body.size // 16

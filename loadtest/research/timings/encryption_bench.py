@@ -1,14 +1,13 @@
-"""Measures copies with checksums and with MACs, on one core.
+"""Measures copies with checksums, and parts that are encrypted and decrypted, on one core.
 
-    python -m loadtest.research.timings.mac_bench
+    python -m loadtest.research.timings.encryption_bench
 
-Parts of a block are copied from one buffer to another, as a receiver stores them. The same bytes
-are copied by numpy in turn, and the table shows medians.
+Parts of a block go from one buffer to another, as a writer encrypts them and as a receiver decrypts
+them. The same bytes are copied by numpy in turn, and the table shows medians.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -19,7 +18,9 @@ import typer
 from rich.console import Console
 
 from kvtransfer.memory import copying
-from kvtransfer.memory.mac import SECRET_BYTES, BatchKey
+from kvtransfer.memory.memory import HostMemory
+from kvtransfer.transports.encryption import Decryptor, Encryptor, new_key, wire_bytes
+from kvtransfer.transports.transport import AnnouncedBatch, Parts
 from planning.common.report import print_whole, this_machine, whole_table
 
 PARTS_KIB = (8, 32, 128, 384, 2048)
@@ -27,17 +28,31 @@ _ALIGNED = 64
 
 
 def measure(part: int, size: int, rounds: int) -> dict[str, float]:
-    """Copy ``size`` bytes in parts of ``part`` bytes. Return the median rate of each way to do it,
-    in GB/s."""
+    """Bring ``size`` bytes over in parts of ``part`` bytes. Return the median rate of each way, in
+    GB/s."""
+    blocks = size // part
     source = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8)
     target = _aligned(size)
-    starts = np.arange(size // part, dtype=np.int64) * part
-    key = BatchKey.of(os.urandom(SECRET_BYTES), 0)
+    starts = np.arange(blocks, dtype=np.int64) * part
+    memories = [HostMemory(data.reshape(blocks, part)) for data in (source, target)]
+    batch, step = _batch(blocks, part), wire_bytes(part)
+    wire = memoryview(bytearray(blocks * step))
+    parts = [wire[at : at + step] for at in range(0, len(wire), step)]
+    key = new_key()
+    encryptor, decryptor = Encryptor(key), Decryptor(key)
+
+    def encrypt() -> None:
+        encryptor.encrypt(memories[0], batch.number, batch.source, 0, parts)
+
+    def decrypt() -> None:
+        for index, data in enumerate(parts):
+            decryptor.decrypt(memories[1], batch, index, data)
+
     ways: dict[str, Callable[[], object]] = {
         "numpy copy": lambda: np.copyto(target, source),
         "copy + checksum": lambda: copying.copy_many(target, starts, source, starts, part),
-        "copy + MAC": lambda: copying.copy_many(target, starts, source, starts, part, key),
-        "MAC alone": lambda: copying.checksum_many(source, starts, part, key),
+        "encrypt": encrypt,
+        "decrypt": decrypt,
     }
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
@@ -48,6 +63,12 @@ def measure(part: int, size: int, rounds: int) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in rates.items()}
 
 
+def _batch(blocks: int, part: int) -> AnnouncedBatch:
+    """Return a batch of whole blocks."""
+    parts = Parts(tuple(range(blocks)), 0, part)
+    return AnnouncedBatch(0, parts, parts, ())
+
+
 def _aligned(size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """Zeros at an address where copies may bypass the caches."""
     raw = np.zeros(size + _ALIGNED, dtype=np.uint8)
@@ -56,7 +77,7 @@ def _aligned(size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 def main(
-    mib: Annotated[int, typer.Option(min=2, help="MiB to copy.")] = 96,
+    mib: Annotated[int, typer.Option(min=2, help="MiB to bring over.")] = 96,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of all ways in turn.")] = 9,
 ) -> None:
     """Measure each size of part, and print a table of GB/s."""
