@@ -62,6 +62,9 @@ class InstantDispatcher:
 
     context_length = CONTEXT
 
+    def check_place(self, tenant: str, priority: int) -> None:
+        """There is always a place."""
+
     async def generate(
         self, request: GenerationRequest, relay: Relay | None = None
     ) -> AsyncIterator[OutputDelta]:

@@ -61,7 +61,7 @@ async def test_no_cancellation_is_lost_while_a_command_is_sent(own_url: str) -> 
     async with redis_client(own_url) as client:
         await client.set("one", "1")
         await client.set("two", "2")
-        connection = await client.connection_pool.get_connection()
+        connection = await cast(Any, client.connection_pool).get_connection()
         await client.connection_pool.release(connection)
         sends, sent = connection._send_packed_command, asyncio.Event()
 
@@ -70,7 +70,7 @@ async def test_no_cancellation_is_lost_while_a_command_is_sent(own_url: str) -> 
             sent.set()
 
         connection._send_packed_command = send
-        asking = asyncio.create_task(client.get("one"))
+        asking: asyncio.Task[Any] = asyncio.create_task(cast(Any, client.get("one")))
         await sent.wait()
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
