@@ -40,6 +40,8 @@ _BETWEEN_S = 1.0
 _TRIES = 10
 ROUNDS_A_MINUTE = 3.0
 """Fewer than these are too few to say anything; a machine with nothing else to do has eight."""
+_CHANGE_S = 120.0
+"""Time in which all workers are replaced by those of another model and back, on a busy machine."""
 
 log = logging.getLogger(__name__)
 
@@ -280,10 +282,12 @@ class Run:
 def min_rounds(minutes: float, kinds: Sequence[Kind]) -> int:
     """How many rounds a run of these kinds must have had after so long.
 
-    A round without a launcher lasts for as long as it is away, and longer by a usual round.
+    A round without a launcher lasts for as long as it is away, and longer by a usual round. One
+    that changes the model replaces all workers twice.
     """
     away_s = max((kind.max_s for kind in kinds if kind.needs_launchers), default=0.0)
-    return max(1, int(60 * minutes / (60 / ROUNDS_A_MINUTE + away_s)))
+    change_s = max((_CHANGE_S for kind in kinds if kind.needs_plain_workers), default=0.0)
+    return max(1, int(60 * minutes / (60 / ROUNDS_A_MINUTE + away_s + change_s)))
 
 
 def _takeover_s(fault: Fault) -> float | None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.chaos.faults.faults import FAULTS
-from tests.chaos.faults.kinds import BY_NAME, KINDS, LAUNCHER_KINDS, away_for
+from tests.chaos.faults.kinds import BY_NAME, KINDS, LAUNCHER_KINDS, MODEL_KINDS, away_for
 from tests.chaos.run import min_rounds
 from tests.chaos.schedule import Round, rounds, rounds_until_all
 
@@ -97,7 +97,8 @@ def test_launchers_are_away_for_as_long_as_is_asked(seed: int) -> None:
         assert (strike.seconds == 600.0) is strike.kind.needs_launchers
 
 
-def test_rounds_without_launchers_may_be_fewer() -> None:
+def test_longer_rounds_may_be_fewer() -> None:
     assert min_rounds(3.0, KINDS) == 9
     assert min_rounds(3.0, LAUNCHER_KINDS) == 3
+    assert min_rounds(15.0, MODEL_KINDS) == 6
     assert min_rounds(3.0, [away_for(kind, 600.0) for kind in LAUNCHER_KINDS]) == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loadtest.router.refusals import KINDS, measure
+from loadtest.research.timings.refusals import KINDS, measure
 
 
 async def test_every_kind_of_request_is_refused_as_it_should_be() -> None:

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 from ray import exceptions
-from ray.core.generated import common_pb2
 
 from baton.errors import WorkerFailed
 from deploy.workers import ray_worker
@@ -16,6 +15,7 @@ from deploy.workers.actor_end import ActorEnd, EndKind
 from deploy.workers.actor_process import actor_end
 from deploy.workers.actor_settings import ActorSettings
 from deploy.workers.ray_worker import RayWorker, place
+from tests.support.private_names import find
 
 
 def worker(error: Exception) -> RayWorker:
@@ -62,11 +62,9 @@ async def test_an_error_of_ray_itself_is_no_failure_of_the_worker(
 
 
 def died(message: str, **fields: Any) -> exceptions.ActorDiedError:
-    messages: Any = common_pb2
+    context: Any = find("ray.core.generated.common_pb2.ActorDiedErrorContext")
     return exceptions.ActorDiedError(
-        messages.ActorDiedErrorContext(
-            error_message=message, pid=7, name="decode-0", actor_id=b"a" * 16, **fields
-        )
+        context(error_message=message, pid=7, name="decode-0", actor_id=b"a" * 16, **fields)
     )
 
 

@@ -117,6 +117,7 @@ def test_a_machine_that_cannot_tell_who_it_is_does_without(
     world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: str
 ) -> None:
     monkeypatch.setattr(in_place, missing, tmp_path / "none")
+    in_place._host.cache_clear()
     with pytest.raises(ConfigError, match="transport shm cannot identify"):
         ShmTransport(world.executor).register(world.memories[0])
 

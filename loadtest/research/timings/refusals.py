@@ -1,6 +1,6 @@
 """Measures what a router's refusals cost, and whether a flood of them holds its event loop.
 
-    python -m loadtest.router.refusals
+    python -m loadtest.research.timings.refusals
 
 A router, its store and two timed workers run. Requests that never end fill the batch and the queue.
 Then each kind of refused request is sent, one after the other over one connection, in turns with
