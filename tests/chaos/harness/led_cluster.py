@@ -198,7 +198,8 @@ class LedCluster(Cluster):
             *(sys.executable, "-m", "tests.chaos.harness.stale_orders"),
             *(self._cluster_id, str(epoch)),
             cwd=ROOT,
-            env=os.environ | self._variables,
+            # The module is below the current folder.
+            env=os.environ | self._variables | {"PYTHONSAFEPATH": ""},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
