@@ -96,11 +96,13 @@ class _Cancellable(AbstractConnection):
         """Send a command. Raises as the library does."""
         task = asyncio.current_task()
         cancellations = 0 if task is None else task.cancelling()
-        await super().send_packed_command(command, check_health)
-        if task is not None and task.cancelling() > cancellations:
-            # The connection's next reader would get the answer to this command.
-            await self.disconnect(nowait=True)
-            raise asyncio.CancelledError
+        try:
+            await super().send_packed_command(command, check_health)
+        finally:
+            if task is not None and task.cancelling() > cancellations:
+                # The connection's next reader would get the answer to this command.
+                await self.disconnect(nowait=True)
+                raise asyncio.CancelledError
 
 
 class _PlainConnection(_Cancellable, redis.asyncio.Connection):

@@ -286,8 +286,8 @@ class RateLimits:
         return self._uses.setdefault(key.name, _Use())
 
     def _take(self, visit: Visit, answer: Sequence[int], cost: int = 0) -> None:
-        """Process the answer of Redis after a charge of ``cost`` nanodollars for a request. Raises
-        RateLimitExceeded."""
+        """Process the answer of Redis, or of the own count, after a charge of ``cost`` nanodollars
+        for a request. Raises RateLimitExceeded."""
         key = visit.key
         numbers = list(map(int, answer))
         refused, wait, requests, requests_reset, left, left_reset = numbers[:_LIMIT_FIELDS]

@@ -56,8 +56,11 @@ async def store(own_url: str) -> AsyncIterator[Store]:
 DEADLINE_S = 60.0
 
 
-async def test_no_cancellation_is_lost_while_a_command_is_sent(own_url: str) -> None:
-    """It arrives after the command was sent, and before its sender is woken."""
+@pytest.mark.parametrize("error", [None, ConnectionResetError])
+async def test_no_cancellation_is_lost_while_a_command_is_sent(
+    own_url: str, error: type[OSError] | None
+) -> None:
+    """It arrives after the command was sent, or was not, and before its sender is woken."""
     async with redis_client(own_url) as client:
         await client.set("one", "1")
         await client.set("two", "2")
@@ -68,6 +71,8 @@ async def test_no_cancellation_is_lost_while_a_command_is_sent(own_url: str) -> 
         async def send(command: Any) -> None:
             await sends(command)
             sent.set()
+            if error is not None:
+                raise error
 
         connection._send_packed_command = send
         asking: asyncio.Task[Any] = asyncio.create_task(cast(Any, client.get("one")))
@@ -75,6 +80,7 @@ async def test_no_cancellation_is_lost_while_a_command_is_sent(own_url: str) -> 
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
+        connection._send_packed_command = sends
         # The next command gets its own answer.
         assert await client.get("two") == b"2"
 
