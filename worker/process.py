@@ -35,7 +35,6 @@ import torch
 from baton.errors import InvalidRequest, Unavailable, WorkerFailed
 from baton.host.background import end_tasks, watch_loop
 from baton.host.process_end import Fail, fail
-from baton.host.process_tuning import keep_buffers, spare_the_interpreter
 from baton.store.redis_client import redis_client
 from baton.store.registry import DRAINING, Registry, WorkerRecord
 from engine.parallel.ranks import Leader
@@ -188,8 +187,6 @@ class WorkerProcess:
             self._tasks.append(asyncio.create_task(runtime.tiers.run(), name="tier-spill"))
         if self.lead is not None:
             self._watch_ranks(self.lead, runtime.core.engine.runner.device)
-        spare_the_interpreter()
-        keep_buffers()
         return self.session.record
 
     def _watch_ranks(self, lead: Leader, device: torch.device) -> None:

@@ -46,6 +46,7 @@ from baton.host.oom_killer import (
     worker_points,
 )
 from baton.host.process_end import end_process, fail
+from baton.host.process_tuning import keep_buffers, spare_the_interpreter
 from baton.liveness.silence import SilenceWatch
 from baton.telemetry.logs import Service
 from baton.telemetry.tracing import end_tracing, start_tracing
@@ -340,6 +341,8 @@ class WorkerThread:
         if lead is not None:
             await asyncio.to_thread(self._start_ranks, settings, lead.address, lead.fail)
         record = asdict(await process.start())
+        spare_the_interpreter()
+        keep_buffers()
         points = worker_points(resident_bytes(), limit_bytes())
         set_oom_score(self._oom_score + points)
         ranks = [] if lead is None else [json.loads(process) for process in lead.processes]

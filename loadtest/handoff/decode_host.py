@@ -8,6 +8,7 @@ from dataclasses import asdict
 from baton.config.cluster import Config
 from baton.config.pools import PoolConfig
 from baton.errors import ConfigError
+from baton.host.process_tuning import keep_buffers, spare_the_interpreter
 from decode_worker.role import DecodeRole
 from loadtest.common.json_worker import Asker, Fields, run_helper
 from worker.cores.core_board import host_cores
@@ -42,6 +43,8 @@ async def _work(asker: Asker, start: Fields) -> None:
     worker = WorkerProcess(settings, {"decode": DecodeRole})
     try:
         record = await worker.start()
+        spare_the_interpreter()
+        keep_buffers()
         assert worker.context is not None, "started"
         asker.say(
             {

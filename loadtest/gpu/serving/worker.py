@@ -25,6 +25,7 @@ from prometheus_client import Counter
 from baton.config.cluster import Config
 from baton.host.background import end_tasks
 from baton.host.process_end import end_with_parent
+from baton.host.process_tuning import keep_buffers, spare_the_interpreter
 from decode_worker.role import DecodeRole
 from engine.engine import Engine
 from engine.scheduling.plan import StepPlan
@@ -115,6 +116,8 @@ async def _work(asker: Asker, start: Fields) -> None:
     tasks: list[asyncio.Task[None]] = []
     try:
         record = await process.start()
+        spare_the_interpreter()
+        keep_buffers()
         assert process.context is not None, "started"
         poison = await asyncio.to_thread(_make_poison, process.context.engine)
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, poison)

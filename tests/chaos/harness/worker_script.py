@@ -37,6 +37,7 @@ from baton.config.cluster import Config
 from baton.config.pools import PoolConfig
 from baton.grammar import TokenMatcher
 from baton.host.process_end import end_with_parent
+from baton.host.process_tuning import keep_buffers, spare_the_interpreter
 from baton.request import FirstToken
 from baton.v1 import transfer_pb2
 from decode_worker.receiver import Offer
@@ -294,6 +295,8 @@ def _obey(loop: asyncio.AbstractEventLoop, process: WorkerProcess) -> None:
 async def main(job: Job) -> None:
     process = WorkerProcess(job.settings(), {"prefill": PrefillRole, "decode": HaltingDecodeRole})
     record = await process.start()
+    spare_the_interpreter()
+    keep_buffers()
     say("record", asdict(record))
     loop = asyncio.get_running_loop()
     threading.Thread(target=_obey, args=(loop, process), daemon=True).start()
