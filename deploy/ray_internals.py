@@ -130,6 +130,18 @@ def death_of(name: str, pid: int) -> Exception | None:
     return None
 
 
+def is_unplaced(actor: Any) -> bool:
+    """Return whether an actor waits for a node that has the resources that it asked for.
+
+    ``actor`` is a handle. Blocks while the control store is unreachable. Raises what Ray raises.
+    """
+    from ray._private.state import actors
+
+    describe_actor: Any = actors
+    found = describe_actor(actor_id=actor._actor_id.hex())
+    return bool(found) and found["State"] == "PENDING_CREATION" and not found["Pid"]
+
+
 def drain_node(address: str, node: str, why: str, until_ms: int) -> tuple[bool, str]:
     """Make Ray place no more actors on ``node``, which ends by ``until_ms`` (Unix time).
 

@@ -208,6 +208,10 @@ class Config(BaseSettings):
     drain_deadline_s: float = Field(default=30.0, ge=0)
     """Time for running requests to end or move when a worker or router leaves, in seconds; 0 ends
     them at once. Processes leave on ``baton drain`` and SIGTERM."""
+    start_deadline_s: float = Field(default=600.0, gt=0)
+    """Time in which a worker that starts must serve or make progress, in seconds; then it is
+    replaced. Each 64 MiB that it reads, such as weights, start the time again. Waiting for a node
+    does not count."""
     admission: Admission = "queue"
     """What happens to requests under overload: ``queue`` lets them wait, ``slo`` refuses those
     whose first token would be late. Requests with a deadline of their own are refused when it

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ import redis.asyncio
 from baton.autoscaling.traffic_store import TrafficStore
 from baton.config.cluster import Config
 from baton.config.worker_fields import shared_hash
-from baton.errors import ConfigError, Unavailable
+from baton.errors import ConfigError, Unavailable, WorkerFailed
 from baton.host.background import end_tasks
 from baton.store.pin_store import PinStore
 from baton.store.prefix_index import PrefixIndex
@@ -33,6 +34,7 @@ from baton.store.supervision import PoolSizes
 from deploy.processes.daemon_thread import DaemonThread
 from deploy.processes.leadership import LauncherLease, StaleOrderError, forget_leaders
 from deploy.processes.process_identity import ProcessIdentity
+from deploy.supervisor.reconciler import UNPLACED
 from deploy.supervisor.status_store import StatusStore
 from deploy.supervisor.supervisor_actor import RaySupervisor, SupervisorActor, SupervisorSettings
 from deploy.workers.actor_process import reason
@@ -45,6 +47,7 @@ from deploy.workers.ray_worker import (
     is_known,
     place,
 )
+from deploy.workers.start_progress import StartWatch
 
 _STOP_S = 5.0
 _SUPERVISOR_START_S = 60.0
@@ -241,8 +244,33 @@ class ClusterWorkers:
             return found
 
         self._first = await self._calls.call(lambda: tuple(map(worker, self._slots)))
-        records = await together(worker.ready() for worker in self._first)
+        records = await together(map(self._until_ready, self._first))
         return {record["slot"]: record["process"]["pid"] for record in records}
+
+    async def _until_ready(self, worker: RayWorker) -> dict[str, Any]:
+        """Wait until a worker serves, and return its record. Raises BatonError."""
+        watch, placed, progress = StartWatch(self._config.start_deadline_s), False, 0
+        told = False
+        asking = asyncio.create_task(worker.ready())
+        try:
+            while True:
+                done, _ = await asyncio.wait({asking}, timeout=_ASK_S)
+                if done:
+                    answer = asking.result()
+                    if isinstance(answer, dict):
+                        return answer
+                    placed, progress = True, answer
+                    asking = asyncio.create_task(worker.ready())
+                elif not placed:
+                    # The call has no answer while the control store is unreachable.
+                    placed = not await self._calls.call(worker.waits_for_node)
+                    if not (placed or told):
+                        self._report(f"{worker.slot} waits: {UNPLACED}")
+                        told = True
+                if failed := watch.look(time.monotonic(), progress if placed else None):
+                    raise WorkerFailed(f"worker {worker.slot} did not start: {failed}")
+        finally:
+            asking.cancel()
 
     async def start_supervisor(self) -> int:
         """Place the supervisor, wait until it manages the workers, and return its process id.

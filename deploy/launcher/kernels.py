@@ -18,6 +18,7 @@ from baton.host.cpp_library import NATIVE, CppLibrary, Tell
 
 if TYPE_CHECKING:
     from baton.config.cluster import Config
+    from baton.config.pools import PoolConfig
 
 _ROOT = Path(__file__).parents[2]
 ENGINE, COPIES = _ROOT / "engine" / "cpu", _ROOT / "kvtransfer" / "native"
@@ -26,11 +27,12 @@ _NVIDIA = Path("/dev/nvidiactl")
 
 def kernels_of(config: Config) -> tuple[Path, ...]:
     """Return the folders of the C++ libraries that the workers of a cluster on this machine use."""
-    gpu = _NVIDIA.exists()
-    computes = any(
-        pool.device == "cpu" or (pool.device == "auto" and not gpu) for pool in config.pools
-    )
-    return (ENGINE, COPIES) if computes else (COPIES,)
+    return (ENGINE, COPIES) if any(map(computes_on_cpu, config.pools)) else (COPIES,)
+
+
+def computes_on_cpu(pool: PoolConfig) -> bool:
+    """Return whether workers of a pool that run on this machine compute on its CPU."""
+    return pool.device == "cpu" or (pool.device == "auto" and not _NVIDIA.exists())
 
 
 def missing_kernels(folders: Sequence[Path] = (ENGINE, COPIES)) -> list[CppLibrary]:

@@ -27,6 +27,7 @@ import platform
 import re
 import signal
 import sys
+import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -48,7 +49,8 @@ from deploy.workers.node import PLACES_VARIABLE, NodeShare
 from deploy.workers.pod_group import Admission, Entrance, PodGroup, enter
 from deploy.workers.probes import ProbeServer
 from deploy.workers.ranks import OnEnded
-from deploy.workers.worker_actor import START_S, WorkerThread
+from deploy.workers.start_progress import StartWatch
+from deploy.workers.worker_actor import READY_S, WorkerThread
 
 if TYPE_CHECKING:
     from engine.parallel.step_channel import GroupAddress
@@ -132,12 +134,21 @@ def run_worker(
         log.info("%s waits for its %d other pods", slot, group.size - 1)
         entrance.wait()
     worker.begin()
-    record = worker.record(START_S)
+    record = _until_started(worker, config.start_deadline_s)
     log.info("%s serves at %s", settings.slot, record["address"])
     worker.wait()
     if probes is not None:
         probes.stop()
     end_process(0)
+
+
+def _until_started(worker: WorkerThread, deadline_s: float) -> dict[str, Any]:
+    """Wait until the worker serves, and return its record. Raises what prevented its start."""
+    watch = StartWatch(deadline_s)
+    while (record := worker.record(READY_S)) is None:
+        if failed := watch.look(time.monotonic(), worker.progress()):
+            raise WorkerFailed(f"the worker did not start: {failed}")
+    return record
 
 
 class _Others:

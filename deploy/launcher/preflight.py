@@ -13,7 +13,10 @@ from baton.config.cluster import Config
 from baton.config.fields import split_host_port
 from baton.config.keys_file import read_keys
 from baton.errors import ConfigError
+from baton.host.host_memory import available_bytes
 from baton.telemetry.tracing import check_tracing
+from deploy.launcher.kernels import computes_on_cpu
+from deploy.models import model_store
 from deploy.processes.ports import choose_ports
 from deploy.ray.gcs_store import EMBEDDED, check_gcs_store
 from deploy.store.redis_access import STORE_USERS, StoreUser, check_redis, store_url
@@ -40,6 +43,11 @@ async def preflight(config: Config) -> Checked:
     """
     check_exposure(config)
     _check_certificates(config)
+    model_store.check(config.model, config.revision, config.max_model_len)
+    if config.draft_model:
+        model_store.check_drafter(config.drafter, config.draft_model, config.draft_revision)
+    if not config.ray_address:
+        _check_memory(config)
     if config.routers:
         config = choose_ports(config)
     if config.otlp_endpoint:
@@ -62,6 +70,24 @@ async def preflight(config: Config) -> Checked:
     if config.gcs_store not in ("", EMBEDDED):
         advice.append(await check_redis(config.gcs_store, "--gcs-store"))
     return Checked(config, redis_urls, tuple(filter(None, advice)))
+
+
+def _check_memory(config: Config) -> None:
+    """Raise ConfigError if this machine has too little memory for the KV blocks of its workers.
+
+    Those of a GPU are in the GPU's own memory, whose size only its worker learns.
+    """
+    on_cpu = {
+        pool.name: (pool.count, pool.kv_pool_mib) for pool in config.pools if computes_on_cpu(pool)
+    }
+    needed = sum(count * size for count, size in on_cpu.values())
+    left = available_bytes() >> 20
+    if needed > left:
+        listed = ", ".join(f"{name}: {count} × {size}" for name, (count, size) in on_cpu.items())
+        raise ConfigError(
+            f"the KV blocks of the workers need {needed} MiB ({listed}), and this machine has "
+            f"{left} MiB left: lower kv_pool_mib, or start fewer workers"
+        )
 
 
 def check_exposure(config: Config, worker_host: str = "") -> None:

@@ -21,6 +21,7 @@ from deploy.models.model_cache import (
     read_receipt,
 )
 from deploy.models.model_folder import check_folder
+from engine.checkpoint.model_config import load_model_config
 
 Progress = Callable[[str], None]
 _HEADS = ("eagle", "medusa")
@@ -74,10 +75,7 @@ def resolve(
     if path is None and hub_model.is_commit(revision):
         demo = demo_model.fetch_commit(_known(model), revision, progress, watch, weights=weights)
         return ResolvedModel(model, demo.path, demo.commit)
-    if revision:
-        raise ConfigError(
-            f"revision {revision!r} is only for a Hugging Face id, and {model!r} is not one"
-        )
+    _refuse_revision(model, revision)
     if path is None:
         demo = demo_model.fetch(_known(model), form_of(quantization), progress, watch)
         return ResolvedModel(model, demo.path, demo.commit)
@@ -100,11 +98,34 @@ def look(model: str, revision: str = "") -> ModelEntry:
             return ModelEntry(model, False, 0, "hub", None)
         return ModelEntry(model, True, _size(found.path), f"hub, {found.commit}", found.path)
     if path is None:
-        return _known_entry(_known(model))
+        known = _known(model)
+        if not hub_model.is_commit(revision):
+            _refuse_revision(model, revision)
+        return _known_entry(known)
+    _refuse_revision(model, revision)
     if path.is_dir():
         check_folder(path)
         return ModelEntry(path.name, True, _size(path), str(path), path)
     return ModelEntry(path.stem, True, path.stat().st_size, str(path), path)
+
+
+def check(model: str, revision: str = "", max_model_len: int = 0) -> None:
+    """Check what can be known of a model before anything is downloaded or converted.
+
+    ``max_model_len`` is 0 for the model's own. Raises ConfigError as ``resolve`` does, and if the
+    engine does not support a model that is here already.
+    """
+    found = look(model, revision).path
+    if found is not None and found.is_dir():
+        load_model_config(found, max_model_len)
+
+
+def check_drafter(drafter: str, model: str, revision: str = "") -> None:
+    """Check the draft model as ``check`` checks a model. Raises ConfigError."""
+    if drafter in _HEADS:
+        _heads_folder(drafter, model, revision)
+    else:
+        check(model, revision)
 
 
 def download_folder(model: str) -> Path:
@@ -190,9 +211,21 @@ def resolve_drafter(
     """
     if drafter not in _HEADS:
         return resolve(model, progress, "auto", revision, watch)
+    path = _heads_folder(drafter, model, revision)
+    return ResolvedModel(path.name, path)
+
+
+def _heads_folder(drafter: str, model: str, revision: str) -> Path:
     if revision:
         raise ConfigError(f"draft_revision {revision!r}: the heads of {drafter} are a folder")
     path = Path(model).expanduser().absolute()
     if not path.is_dir():
         raise ConfigError(f"draft_model {model!r}: the heads of drafter {drafter} are a folder")
-    return ResolvedModel(path.name, path)
+    return path
+
+
+def _refuse_revision(model: str, revision: str) -> None:
+    if revision:
+        raise ConfigError(
+            f"revision {revision!r} is only for a Hugging Face id, and {model!r} is not one"
+        )

@@ -10,6 +10,8 @@ import psutil
 from baton.config.cluster import Config
 from baton.config.fields import split_host_port
 from baton.errors import ConfigError
+from deploy.processes.cluster_state import running_clusters
+from deploy.processes.run_directory import ClusterMark, RunDirectory
 
 LOOPBACK = "127.0.0.1"
 _ANY = {"0.0.0.0": LOOPBACK, "::": "::1"}  # noqa: S104
@@ -77,22 +79,40 @@ def _bound(host: str, port: int) -> socket.socket:
 
 def _reason(flag: str, address: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        owner = _owner(port)
-        by = f" by {owner}" if owner else ""
-        return f"{address} is in use{by}: stop it, or choose another port with {flag} HOST:PORT"
+        return f"{address} is in use{_by(port)}, or choose another port with {flag} HOST:PORT"
     what = error.strerror or str(error)
     return f"cannot listen on {address} ({what}): choose another with {flag} HOST:PORT"
 
 
-def _owner(port: int) -> str:
-    """Return name and pid of the process that listens on ``port``, if this user may see it."""
+def _by(port: int) -> str:
+    """Return who listens on ``port``, and what can be done about it."""
+    owner = _owner(port)
+    if owner is None:
+        return ": stop what listens there"
+    mark = ClusterMark.of(owner)
+    if mark is None:
+        return f" by {owner.name()} (pid {owner.pid}): stop it"
+    for state in running_clusters():
+        if state.run_directory == str(mark.run_directory):
+            return (
+                f" by your cluster {state.cluster_id}, which serves {state.model} at {state.http}: "
+                f"use that one, or stop it with `kill {state.launcher.pid}`"
+            )
+    return (
+        f" by your cluster {mark.cluster_id}, which starts or ends (its logs are in "
+        f"{RunDirectory(mark.run_directory).logs}): wait for it"
+    )
+
+
+def _owner(port: int) -> psutil.Process | None:
+    """Return the process that listens on ``port``, if this user may see it."""
     try:
         connections = psutil.net_connections(kind="tcp")
         for connection in connections:
             listening = connection.status == psutil.CONN_LISTEN
             here = getattr(connection.laddr, "port", None) == port
             if listening and here and connection.pid:
-                return f"{psutil.Process(connection.pid).name()} (pid {connection.pid})"
+                return psutil.Process(connection.pid)
     except (psutil.Error, OSError):
         pass
-    return ""
+    return None

@@ -136,11 +136,13 @@ class ClusterMark:
 
     def processes(self) -> list[psutil.Process]:
         """Return every running process with the mark; zombies do not count."""
-        return [process for process in psutil.process_iter() if self._is_on(process)]
+        return [process for process in psutil.process_iter() if self.of(process) == self]
 
-    def _is_on(self, process: psutil.Process) -> bool:
+    @classmethod
+    def of(cls, process: psutil.Process) -> ClusterMark | None:
+        """Return the mark of a process; None if it has none, or if this user may not see it."""
         try:
             environment = process.environ()
-        except (psutil.Error, OSError):
-            return False
-        return self.variables.items() <= environment.items()
+            return cls(environment[CLUSTER_VARIABLE], Path(environment[RUN_VARIABLE]))
+        except (psutil.Error, OSError, KeyError):
+            return None

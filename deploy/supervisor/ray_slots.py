@@ -68,6 +68,8 @@ class SlotObservation:
     outdated: bool = False
     """Whether the worker was started with another configuration or version than a new one
     would."""
+    progress: int = 0
+    """How far the worker's start is: see ``StartProgress.count``."""
 
 
 _ABSENT = SlotObservation(Observed.ABSENT)
@@ -179,7 +181,7 @@ class RaySlots:
             return _ABSENT if missed is None else _death(missed)
         now = time.monotonic()
         seen = replace(incarnation.look(now), outdated=incarnation.is_outdated(self._config_hash))
-        if seen.observed in (Observed.SILENT, Observed.STARTING):
+        if seen.observed in (Observed.SILENT, Observed.STARTING, Observed.UNPLACED):
             self._doubt(slot, incarnation, now)
         if seen.observed is Observed.STARTING and incarnation.watched is None:
             incarnation.watched = self._evidence.find(slot)
@@ -217,6 +219,9 @@ class RaySlots:
     async def _query_ray(self, slot: str, incarnation: _Incarnation) -> None:
         try:
             known = await self._thread.call(lambda: is_known(slot))
+            if known and not incarnation.was_placed:
+                waits = await self._thread.call(incarnation.worker.waits_for_node)
+                incarnation.was_placed, incarnation.waits_for_node = not waits, waits
         except Exception as error:
             log.warning("%s: Ray does not report whether it runs: %s", slot, error)
             known = True
@@ -345,6 +350,11 @@ class _Incarnation:
         """Time at which Ray's control store first reported this worker dead, monotonic."""
         self._config_hash = ""
         """Hash of the worker's configuration; empty for a worker of Baton 0.1.0."""
+        self.was_placed = False
+        """Whether Ray is known to have placed the worker on a node."""
+        self.waits_for_node = False
+        """Whether Ray has found no node with room for the worker yet."""
+        self._progress = 0
         self._serves = False
         self._leaves = False
         self._asked_at = time.monotonic()
@@ -379,7 +389,7 @@ class _Incarnation:
         """Whether the worker serves and was started with another hash than ``config_hash``."""
         return self._serves and self._config_hash != config_hash
 
-    async def _ask(self) -> dict[str, Any] | tuple[PingReply, int]:
+    async def _ask(self) -> dict[str, Any] | int | tuple[PingReply, int]:
         try:
             if not self._serves:
                 return await self.worker.ready()
@@ -389,8 +399,11 @@ class _Incarnation:
                 self._tell_death()
             raise
 
-    def _record(self, answer: dict[str, Any] | tuple[PingReply, int], now: float) -> None:
-        self._answered_at = now
+    def _record(self, answer: dict[str, Any] | int | tuple[PingReply, int], now: float) -> None:
+        self._answered_at, self.was_placed, self.waits_for_node = now, True, False
+        if isinstance(answer, int):
+            self._progress = answer
+            return
         if isinstance(answer, tuple):
             reply, self.highest_epoch = answer
             self._leaves = reply is PingReply.LEAVING
@@ -405,7 +418,8 @@ class _Incarnation:
 
     def _seen(self, *, silent: bool) -> SlotObservation:
         if not self._serves:
-            return SlotObservation(Observed.STARTING)
+            starts = Observed.UNPLACED if self.waits_for_node else Observed.STARTING
+            return SlotObservation(starts, progress=self._progress)
         observed = Observed.LEAVING if self._leaves else Observed.SERVING
         assert self.whereabouts is not None, "it serves"
         pid, node = self.whereabouts.process.pid, self.whereabouts.node

@@ -7,9 +7,10 @@ the slots with the highest numbers, which are the newest, go first; when it grow
 
 In a slot, incarnations of a worker follow one another:
 
-    idle ─wanted, no worker there→ starting ─serves→ running ─serves for HEALTHY_S→ deaths forgotten
+    idle ─wanted→ starting, or first waiting for a node ─serves→ running
+    running ─serves for HEALTHY_S→ deaths forgotten
     starting, running ─gone→ waiting (backing off, or in a crash loop) ─its pause is over→ starting
-    starting ─for START_S→ ending;  running ─silent for SILENCE_S of its owner's looks→ ending
+    starting ─no progress for start_deadline_s→ ending;  running ─silent for SILENCE_S→ ending
     ending ─gone→ waiting
     running ─it drains→ draining ─gone→ starting, at once: no death
     running ─it is outdated, and it is its turn→ draining
@@ -36,6 +37,7 @@ from enum import StrEnum
 
 from baton.liveness.silence import SilenceWatch
 from deploy.supervisor.death import DeathCause
+from deploy.workers.start_progress import StartWatch
 
 FIRST_PAUSE_S = 0.25
 """Pause before the next incarnation of a worker that died once, in seconds."""
@@ -47,9 +49,6 @@ HEALTHY_S = 30.0
 CRASH_LOOP_DEATHS = 5
 """Number of deaths without a healthy period between them that make a crash loop. The worker is
 still restarted, eventually every ``LONGEST_PAUSE_S``: the cause may be gone."""
-START_S = 600.0
-"""Time without serving after which a worker has failed to start, in seconds. This includes the time
-until Ray finds a node with room for the worker."""
 SILENCE_S = 30.0
 """Time for which Ray or the registry may have no sign of a worker before the worker counts as hung,
 in seconds. It is then ended and replaced. Routers migrate its requests much earlier."""
@@ -57,6 +56,7 @@ PATIENCE_S = 10.0
 SETTLED_S = 5.0
 """Time for which all slots must serve before the next outdated worker is drained, in seconds. In
 this time routers learn of the worker that has replaced the last one."""
+UNPLACED = "Ray has no node with room for it yet"
 OUTDATED = "it has another version or configuration, and is replaced once all slots serve"
 LEAVE_S = 20.0
 """Time after its drain's deadline within which a worker of an unwanted slot may end by itself, in
@@ -68,6 +68,8 @@ class Observed(StrEnum):
 
     ABSENT = "absent"
     """The slot has no worker, or its last worker is dead."""
+    UNPLACED = "unplaced"
+    """The slot's worker waits for a node."""
     STARTING = "starting"
     """The slot has a worker that does not serve yet."""
     SERVING = "serving"
@@ -127,6 +129,10 @@ class _Slot:
     outdated: bool = False
     """Whether the slot's worker was started with another version or configuration than a new one
     would."""
+    start: StartWatch | None = None
+    """Watches the start of the slot's worker; None for any other state."""
+    failed_start: str = ""
+    """Why that start has failed; empty if it has not."""
     action: SlotAction | None = None
     acted_at: float = 0.0
     unwanted_since: float | None = None
@@ -136,8 +142,10 @@ class _Slot:
 class Reconciler:
     """Decides on actions for all slots. It has no I/O and no clock; owned by one event loop."""
 
-    def __init__(self, drain_s: float) -> None:
-        """``drain_s`` is how long an unwanted worker may take to finish its requests."""
+    def __init__(self, drain_s: float, start_deadline_s: float) -> None:
+        """``drain_s`` is how long an unwanted worker may take to finish its requests;
+        ``start_deadline_s`` is how long a starting one may make no progress."""
+        self._start_deadline_s = start_deadline_s
         self._leave_s = drain_s + LEAVE_S
         self._slots: dict[str, _Slot] = {}
         self._silence = SilenceWatch[str](SILENCE_S)
@@ -169,11 +177,13 @@ class Reconciler:
         *,
         cause: DeathCause = DeathCause.UNKNOWN,
         outdated: bool = False,
+        progress: int = 0,
     ) -> DeathCause | None:
         """Record the observed state of a slot. If its worker has just died, return the cause.
 
         ``outdated`` is whether the worker has another version or configuration than new ones.
-        ``error`` is the reason if the worker is absent, and ``cause`` its kind.
+        ``error`` is the reason if the worker is absent, and ``cause`` its kind. ``progress`` is how
+        far its start is, if it starts.
 
         ``Observed.ABSENT`` counts as the death of the worker that was present, unless that worker
         was leaving or not wanted. The same absence counts only once.
@@ -183,6 +193,9 @@ class Reconciler:
         left = slot.observed is Observed.LEAVING or name not in self._wanted
         if observed is not slot.observed:
             slot.observed, slot.since = observed, now
+            is_start = observed is Observed.STARTING
+            slot.start = StartWatch(self._start_deadline_s) if is_start else None
+        slot.failed_start = slot.start.look(now, progress) if slot.start is not None else ""
         if observed is not Observed.ABSENT:
             slot.occupied = True
             if slot.action is SlotAction.START:
@@ -242,8 +255,8 @@ class Reconciler:
             return self._farewell(slot, now - slot.unwanted_since) if slot.occupied else None
         if slot.observed is Observed.ABSENT:
             return SlotAction.START if now >= slot.start_at else None
-        if slot.observed is Observed.STARTING and now - slot.since >= START_S:
-            slot.last_error = f"it did not serve within {START_S:.0f} s"
+        if slot.failed_start:
+            slot.last_error = slot.failed_start
             return SlotAction.END
         if self._silence.is_silent(name):
             slot.last_error = f"it was silent for {SILENCE_S:.0f} s"
@@ -283,6 +296,8 @@ class Reconciler:
             return replace(shown, phase=Phase.LEAVING)
         if slot.observed in (Observed.SERVING, Observed.SILENT):
             return replace(shown, last_error=OUTDATED) if slot.outdated else shown
+        if slot.observed is Observed.UNPLACED:
+            shown = replace(shown, last_error="; ".join(filter(None, (UNPLACED, slot.last_error))))
         if slot.observed is Observed.LEAVING:
             return replace(shown, phase=Phase.DRAINING)
         if slot.deaths >= CRASH_LOOP_DEATHS:

@@ -183,7 +183,13 @@ class Supervisor:
             before = self._observed.get(slot)
             self._observed[slot] = seen
             cause = self._reconciler.observe(
-                slot, seen.observed, now, seen.error, cause=seen.cause, outdated=seen.outdated
+                slot,
+                seen.observed,
+                now,
+                seen.error,
+                cause=seen.cause,
+                outdated=seen.outdated,
+                progress=seen.progress,
             )
             if cause is None:
                 if before is not None and before.observed is not seen.observed:

@@ -137,7 +137,7 @@ class SupervisorActor:
 
             sizes = PoolSizes(client, settings.cluster_id)
             self._term = term = SupervisorTerm(client, settings.cluster_id)
-            reconciler = Reconciler(settings.drain_s)
+            reconciler = Reconciler(settings.drain_s, config.start_deadline_s)
             autoscaling = None
             if config.autoscaler.enabled:
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 from baton.errors import WorkerFailed
 from deploy.processes.daemon_thread import DaemonThread
 from deploy.processes.process_identity import Whereabouts
+from deploy.ray_internals import is_unplaced
 from deploy.workers.actor_process import end_other, is_failure, reason
 from deploy.workers.actor_settings import ActorSettings
 from deploy.workers.ranks import (
@@ -38,15 +39,21 @@ class RayWorker:
         self.slot = slot
         self._handle = handle
 
-    async def ready(self) -> dict[str, Any]:
-        """Wait until the worker serves. Return its registry record and its location, as
-        ``WorkerThread.record`` does.
+    def waits_for_node(self) -> bool:
+        """Return whether Ray has found no node with room for the worker yet. Blocks while Ray's
+        control store is unreachable. Raises what Ray raises."""
+        return is_unplaced(self._handle)
+
+    async def ready(self) -> dict[str, Any] | int:
+        """Return the worker's registry record and its location, as ``WorkerThread.record`` does; or
+        its progress (``StartProgress.count``) if it still starts a moment after Ray has placed it.
 
         Raises WorkerFailed with the reason if the worker failed. Raises what Ray raises if that is
         unknown, because Ray failed.
         """
         try:
-            return cast(dict[str, Any], await result(self._handle.ready.remote()))
+            answer = cast(dict[str, Any], await result(self._handle.ready.remote()))
+            return int(answer["progress"]) if "progress" in answer else answer
         except Exception as error:
             if not is_failure(error):
                 raise

@@ -63,6 +63,7 @@ from deploy.workers.actor_settings import ActorSettings
 from deploy.workers.node import NodeShare
 from deploy.workers.ranks import StartRanks, start_ranks
 from deploy.workers.standby import keep_standby, take_here
+from deploy.workers.start_progress import StartProgress
 from deploy.workers.worker_process import BuildProcess, build_process
 
 if TYPE_CHECKING:
@@ -84,8 +85,8 @@ STUCK_S = 60.0
 without Redis takes some seconds."""
 END_S = 30.0
 """Maximum time that a worker may take to end after the deadline of its drain, in seconds."""
-START_S = 600.0
-"""Maximum time for loading the model, in seconds. After that the worker has failed to start."""
+READY_S = 2.0
+"""Time after which a worker that still starts answers how far it is, in seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +140,7 @@ class WorkerThread:
         self._start_ranks = start_ranks
         self._log = log_file
         self._started: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+        self._progress = StartProgress()
         self._stopping = False
         self._left = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -166,14 +168,20 @@ class WorkerThread:
         """Wait until the worker's thread has ended. Usually it ends the process."""
         self._life.join()
 
-    def record(self, timeout_s: float) -> dict[str, Any]:
-        """Return the worker's registry record and its location, when it serves.
+    def record(self, timeout_s: float) -> dict[str, Any] | None:
+        """Return the worker's registry record and its location, when it serves; None if it still
+        starts after ``timeout_s`` seconds.
 
         The location is the fields of ``Whereabouts``, and those of each of ``other_ranks``.
 
-        Raises the error that prevented its start, or TimeoutError.
+        Raises the error that prevented its start.
         """
-        return self._started.result(timeout=timeout_s)
+        concurrent.futures.wait([self._started], timeout_s)
+        return self._started.result() if self._started.done() else None
+
+    def progress(self) -> int:
+        """Return how far the start is: see ``StartProgress.count``."""
+        return self._progress.count()
 
     def ask(self, unlisted_s: float, epoch: int) -> tuple[bool, int]:
         """Return whether the worker is leaving, and the highest epoch that it has seen.
@@ -422,10 +430,11 @@ class WorkerActor:
 
     def ready(self) -> dict[str, Any]:
         """Return the worker's registry record and its location, as ``WorkerThread.record`` does.
+        If it still starts after ``READY_S``, return only ``progress``.
 
-        Raises the error that prevented its start, or TimeoutError.
+        Raises the error that prevented its start.
         """
-        return self._life.record(START_S)
+        return self._life.record(READY_S) or {"progress": self._life.progress()}
 
     def shared_hash(self) -> str:
         """Return the hash of the configuration in which the worker must agree with others."""

@@ -83,6 +83,7 @@ _COMMON = frozenset(
         *("kv_pool_mib", "kv_dtype", "kv_host_mib", "transport", "drafter", "draft_model"),
         *("policy", "local_prefill", "admission", "max_queue_s", "max_waiting_requests"),
         *("slo_ttft_s", "slo_tpot_s", "request_deadline_s", "drain_deadline_s"),
+        "start_deadline_s",
         *("certs", "tls_certificate", "tls_key", "keys_file", "insecure_listen"),
         *("routers", "redis_url", "insecure_redis", "ray_address", "cluster_id", "autoscaler"),
         *("log_level", "log_format", "log_to", "log_requests", "otlp_endpoint"),

@@ -20,6 +20,7 @@ from baton.config.cluster import load_config
 from baton.host.oom_killer import inherited_oom_score, oom_score
 from deploy.processes.run_directory import ClusterMark, RunDirectory
 from deploy.ray.ray_cluster import RayCluster
+from deploy.ray_internals import is_unplaced
 from deploy.workers.ranks import WORKER_RESOURCE
 
 DEADLINE_S = 180.0
@@ -89,6 +90,7 @@ async def main() -> None:
         unused = ("dashboard/dashboard.py", "monitor.py")
         seen["unused"] = [one for one in command_lines(mark) if any(name in one for name in unused)]
         taker = ray.remote(Taker).options(**needs)
+        seen["waits for a node"] = await asyncio.to_thread(waiting, ray.remote(Echo), needs)
         seen["standby was taken"] = await takes_standby(echo, taker)
         psutil.Process(seen["first"][0]).kill()
         seen["second"] = await next_life(echo, seen["first"][0])
@@ -97,6 +99,19 @@ async def main() -> None:
         seen["lost"] = await cluster.lost()
         seen["stopped"] = await cluster.stop()
     sys.stdout.write(json.dumps(seen))
+
+
+def waiting(actor: Any, needs: dict[str, Any]) -> list[bool]:
+    """Whether an actor waits that no node has room for, and one that runs."""
+    unplaced = actor.options(**{**needs, "num_cpus": 1_000}).remote()
+    placed = actor.options(**needs).remote()
+    import ray  # noqa: PLC0415
+
+    ray.get(placed.life.remote(), timeout=DEADLINE_S)
+    found = [is_unplaced(unplaced), is_unplaced(placed)]
+    for one in (unplaced, placed):
+        ray.kill(one)
+    return found
 
 
 async def takes_standby(echo: Any, taker: Any) -> bool:

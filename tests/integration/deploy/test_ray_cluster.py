@@ -29,7 +29,7 @@ def seen_by_script(mark: ClusterMark, run: RunDirectory) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout[done.stdout.index("{") :]))
+    return dict(json.loads(done.stdout[done.stdout.index('{"first"') :]))
 
 
 @pytest.mark.timeout(400)
@@ -47,5 +47,6 @@ def test_ray_listens_on_loopback_uses_the_standby_heals_an_actor_and_its_death_i
     assert seen["stopped"]
     assert seen["stranger"] == "UNAUTHENTICATED"
     assert seen["unused"] == []
+    assert seen["waits for a node"] == [True, False]
     assert seen["standby was taken"]
     assert (run.path / "ray-token").stat().st_mode & 0o777 == 0o600

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,13 +12,14 @@ import torch
 from baton.config.cluster import Config
 from baton.config.pools import PoolConfig
 from baton.config.tls import TlsConfig
-from baton.errors import ConfigError
+from baton.errors import ConfigError, WorkerFailed
 from deploy.launcher import plain_worker
 from deploy.launcher.plain_worker import pool_of, slot_here
 from deploy.models import model_store
 from deploy.processes.run_directory import RunDirectory
 from deploy.store.shared_secret import SharedSecret
 from deploy.workers.node import NodeShare
+from deploy.workers.worker_actor import WorkerThread
 from deploy.workers.worker_process import worker_settings
 from worker.engine_start import engine_settings
 
@@ -121,3 +123,31 @@ def test_a_rank_has_the_memory_of_its_own_gpu(
     )
     told = engine_settings(worker_settings(settings, share))
     assert told.gpu_memory_fraction == (0.9 if tp == 2 else 0.45)
+
+
+def test_a_worker_that_reads_on_may_start_for_longer_and_one_that_does_not_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+
+    class Starting:
+        """It reads for 100 seconds. Then it serves, or hangs."""
+
+        hangs = False
+
+        def record(self, timeout_s: float) -> dict[str, Any] | None:
+            nonlocal now
+            now += timeout_s
+            return {"address": "here"} if now >= 100 and not self.hangs else None
+
+        def progress(self) -> int:
+            return min(100, int(now))
+
+    monkeypatch.setattr(plain_worker, "time", SimpleNamespace(monotonic=lambda: now))
+    worker = Starting()
+    started = plain_worker._until_started(cast(WorkerThread, worker), 10.0)
+    assert started == {"address": "here"}
+    worker.hangs = True
+    with pytest.raises(WorkerFailed, match="neither served nor read on for 10 s"):
+        plain_worker._until_started(cast(WorkerThread, worker), 10.0)
+    assert now < 120

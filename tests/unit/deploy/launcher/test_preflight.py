@@ -151,3 +151,38 @@ async def test_a_launcher_needs_no_certificates_of_roles_that_run_elsewhere(
 def test_half_a_configuration_is_refused(fields: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=r"go together|needs a folder"):
         TlsConfig(**fields)
+
+
+def any_ports(**given: Any) -> Config:
+    return Config(http="127.0.0.1:0", grpc="127.0.0.1:0", **given)
+
+
+async def test_a_model_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no model 'smollm2-135m-instruc'.*Did you mean"):
+        await preflight(any_ports(model="smollm2-135m-instruc"))
+    with pytest.raises(ConfigError, match="no model 'nope'"):
+        await preflight(any_ports(draft_model="nope", drafter="draft"))
+    with pytest.raises(ConfigError, match="heads of drafter medusa are a folder"):
+        await preflight(any_ports(draft_model="nope", drafter="medusa"))
+    with pytest.raises(ConfigError, match="revision 'main' is only for a Hugging Face id"):
+        await preflight(any_ports(revision="main"))
+
+
+async def test_a_model_that_the_engine_does_not_support_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "config.json").write_text('{"architectures": ["Other"], "model_type": "other"}')
+    with pytest.raises(ConfigError, match="Other"):
+        await preflight(any_ports(model=str(tmp_path)))
+
+
+async def test_kv_blocks_beyond_the_memory_of_this_machine_are_refused() -> None:
+    large = 999_999_999
+    pools = (
+        PoolConfig(name="prefill", role="prefill", device="cpu", kv_pool_mib=64),
+        PoolConfig(name="decode", role="decode", device="cpu", count=2, kv_pool_mib=large),
+    )
+    with pytest.raises(ConfigError, match=r"need 2000000062 MiB.*decode: 2 × 999999999.*lower kv"):
+        await preflight(any_ports(pools=pools))
+    gpu = tuple(pool.model_copy(update={"device": "cuda"}) for pool in pools)
+    await preflight(any_ports(pools=gpu))

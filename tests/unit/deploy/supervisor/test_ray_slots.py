@@ -39,8 +39,17 @@ class FakeWorker:
         self.highest_epoch = 0
         self.config_hash: str | None = "new"
         self.failure: Exception | None = None
+        self.placed = asyncio.Event()
+        self.placed.set()
+        self.progress: int | None = None
 
-    async def ready(self) -> dict[str, Any]:
+    def waits_for_node(self) -> bool:
+        return not self.placed.is_set()
+
+    async def ready(self) -> dict[str, Any] | int:
+        await self.placed.wait()
+        if self.progress is not None:
+            return self.progress
         if self.failure is not None:
             raise self.failure
         process = {"pid": 7, "start_ticks": 1, "space": "elsewhere"}
@@ -119,7 +128,7 @@ async def begun(
     )
     await slots.find_running()
     try:
-        if scene.workers[0].failure is None:
+        if scene.workers[0].failure is None and scene.workers[0].placed.is_set():
             await scene.until(slots, lambda: bool(scene.workers[0].unlisted))
         yield scene, slots
     finally:
@@ -326,3 +335,33 @@ async def test_a_worker_that_died_without_a_supervisor_is_explained_once(
         assert seen.cause is (DeathCause.RAY_MEMORY_MONITOR if known else DeathCause.UNKNOWN)
         assert seen.error
         assert not (await slots.observe("decode-5")).error
+
+
+async def test_a_worker_without_a_node_waits_and_one_that_reads_on_tells_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene()
+    worker = scene.workers[0]
+    worker.placed.clear()
+    async with begun(monkeypatch, scene=scene) as (_, slots):
+
+        async def seen(observed: Observed, progress: int) -> None:
+            async with asyncio.timeout(DEADLINE_S):
+                while True:
+                    found = await slots.observe("decode-0")
+                    if (found.observed, found.progress) == (observed, progress):
+                        return
+                    await asyncio.sleep(0)
+
+        scene.listed = ()
+        await slots.refresh()
+        await seen(Observed.STARTING, 0)
+        scene.now += 10.0
+        await seen(Observed.UNPLACED, 0)
+        # Ray has a node, and the call that waits is answered soon.
+        worker.progress = 7
+        worker.placed.set()
+        await seen(Observed.STARTING, 7)
+        worker.progress = None
+        scene.listed = ("decode-0",)
+        await seen(Observed.SERVING, 0)

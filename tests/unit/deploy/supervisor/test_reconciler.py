@@ -18,7 +18,7 @@ from deploy.supervisor.reconciler import (
     PATIENCE_S,
     SETTLED_S,
     SILENCE_S,
-    START_S,
+    UNPLACED,
     Observed,
     Phase,
     Reconciler,
@@ -31,12 +31,13 @@ from deploy.supervisor.reconciler import (
 SLOT = "decode-0"
 LOOK_S = 0.5
 DRAIN_S = 30.0
+START_S = 600.0
 POOLS = {"prefill": 1, "decode": 2}
 AT_FIRST = {"prefill-0", "decode-0", "decode-1"}
 
 
 def keeper_of(*slots: str) -> Reconciler:
-    reconciler = Reconciler(DRAIN_S)
+    reconciler = Reconciler(DRAIN_S, START_S)
     reconciler.want(slots)
     return reconciler
 
@@ -165,8 +166,42 @@ def test_an_owner_that_stood_still_itself_ends_no_worker_for_that() -> None:
 def test_who_does_not_come_to_serve_is_ended() -> None:
     reconciler = keeper_of(SLOT)
     reconciler.observe(SLOT, Observed.STARTING, 0.0)
-    assert reconciler.decide(START_S - 1) == {}
-    assert reconciler.decide(START_S) == {SLOT: SlotAction.END}
+    assert look(reconciler, Observed.STARTING, START_S - 1) == {}
+    assert look(reconciler, Observed.STARTING, START_S) == {SLOT: SlotAction.END}
+    assert "start_deadline_s" in reconciler.states(START_S)[SLOT].last_error
+
+
+def test_a_start_may_take_as_long_as_it_reads_on() -> None:
+    reconciler = keeper_of(SLOT)
+    # 400 GB in 64 MiB steps, read at 0.6 GB/s, take longer than the deadline.
+    seconds = int(400e9 / 0.6e9)
+    assert seconds > START_S
+    for now in range(seconds):
+        reconciler.observe(SLOT, Observed.STARTING, now, progress=int(now * 0.6e9) >> 26)
+        assert reconciler.decide(now) == {}
+    stuck = int(seconds * 0.6e9) >> 26
+    reconciler.observe(SLOT, Observed.STARTING, seconds, progress=stuck)
+    reconciler.observe(SLOT, Observed.STARTING, seconds + START_S, progress=stuck)
+    assert reconciler.decide(seconds + START_S) == {SLOT: SlotAction.END}
+
+
+def test_the_wait_for_a_node_does_not_count_and_is_shown() -> None:
+    reconciler = keeper_of(SLOT)
+    assert look(reconciler, Observed.STARTING, 0.0) == {}
+    assert look(reconciler, Observed.UNPLACED, 10.0) == {}
+    assert look(reconciler, Observed.UNPLACED, 100 * START_S) == {}
+    shown = reconciler.states(100 * START_S)[SLOT]
+    assert (shown.phase, shown.last_error) == (Phase.STARTING, UNPLACED)
+    assert look(reconciler, Observed.STARTING, 100 * START_S + 1) == {}
+    assert look(reconciler, Observed.STARTING, 101 * START_S) == {}
+    assert look(reconciler, Observed.STARTING, 101 * START_S + 1) == {SLOT: SlotAction.END}
+
+
+def test_a_worker_that_waits_for_a_node_ends_when_it_is_not_wanted_any_more() -> None:
+    reconciler = keeper_of(SLOT)
+    look(reconciler, Observed.UNPLACED, 0.0)
+    reconciler.want([])
+    assert reconciler.decide(1.0) == {SLOT: SlotAction.END}
 
 
 def test_an_unwanted_worker_is_drained_and_forgotten() -> None:
@@ -368,6 +403,12 @@ class Cluster(RuleBasedStateMachine):
         if self.world[slot] is not Observed.ABSENT:
             self.world[slot] = observed
 
+    @rule(slot=st.sampled_from(slots), starts=st.booleans())
+    def place(self, slot: str, starts: bool) -> None:
+        """A node has room for a worker that starts, or has none."""
+        if self.world[slot] in (Observed.STARTING, Observed.UNPLACED):
+            self.world[slot] = Observed.STARTING if starts else Observed.UNPLACED
+
     @rule(slot=st.sampled_from(slots))
     def kill(self, slot: str) -> None:
         self.world[slot] = Observed.ABSENT
@@ -388,7 +429,7 @@ class Cluster(RuleBasedStateMachine):
         for _ in range(int(3 * (START_S + LONGEST_PAUSE_S) / PATIENCE_S)):
             self.look(PATIENCE_S, obey=True)
             for slot, observed in self.world.items():
-                if observed is Observed.STARTING:
+                if observed in (Observed.STARTING, Observed.UNPLACED):
                     self.world[slot] = Observed.SERVING
                 if observed in (Observed.SILENT, Observed.LEAVING):
                     self.world[slot] = Observed.ABSENT

@@ -157,7 +157,7 @@ class Play:
     ) -> None:
         self.workers, self.board, self.sizes = workers, board, sizes or FakeSizes()
         self.metrics = SupervisorMetrics(CollectorRegistry())
-        self.reconciler = Reconciler(DRAIN_S)
+        self.reconciler = Reconciler(DRAIN_S, 600.0)
         self.note = ""
         self.decisions: tuple[ScalingDecision, ...] = ()
         self.term = term or FakeTerm()
