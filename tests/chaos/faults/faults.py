@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.chaos.faults import (
     clock_faults,
     hang_faults,
+    host_faults,
     keeper_faults,
     launcher_faults,
     operator_faults,
@@ -42,6 +43,7 @@ FAULTS: dict[str, type[Fault]] = {
     "decode without store": partition_faults.WithoutStore,
     "decode without descriptors": resource_faults.NoDescriptors,
     "decode without memory": resource_faults.NoMemory,
+    "host memory full": host_faults.HostMemoryFull,
     "disk full": resource_faults.DiskFull,
     "slow clients": resource_faults.SlowClients,
     "clock an hour ahead": clock_faults.Ahead,

@@ -59,6 +59,7 @@ KINDS = (
     Kind("decode without store", "decode", 6.0, 10.0, may_restart=True),
     Kind("decode without descriptors", "decode", 3.0, 6.0, may_restart=True),
     Kind("decode without memory", "decode", 3.0, 6.0, may_restart=True),
+    Kind("host memory full", "cluster", 4.0, 8.0, may_restart=True, has_spare=False),
     Kind("disk full", "cluster", 3.0, 6.0),
     Kind("slow clients", "cluster", 6.0, 9.0),
     Kind("clock an hour ahead", "cluster", 4.0, 8.0),

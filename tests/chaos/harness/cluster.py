@@ -26,6 +26,7 @@ from baton.client.headers import ROUTER_HEADER
 from baton.config.choices import Role
 from baton.store.registry import Registry, WorkerRecord
 from tests.chaos.harness.clock import Clock, NoClock
+from tests.chaos.harness.memory_group import MemoryGroup, NoMemoryGroup
 from tests.chaos.harness.proxy import Proxy
 from tests.chaos.harness.store import Store
 from tests.chaos.load.call import Fronts
@@ -101,6 +102,8 @@ class Cluster:
         self.clock = _clock(self.folder)
         """That of all processes; None where it cannot be made to jump."""
         self._environment = {} if self.clock is None else self.clock.environment
+        self.memory = _memory(self.folder.name)
+        """The group of the launcher and of all that it starts; None where there can be none."""
         self.store = Store(os.environ | self._environment)
         self.wire = Proxy(self.store.port)
         """Between the processes and the store."""
@@ -146,6 +149,8 @@ class Cluster:
     def _start(self, file: Path, variables: Mapping[str, str]) -> None:
         """Start all but the store, and wait until it serves."""
         self._up = UpProcess("--config", str(file), env=variables)
+        if self.memory is not None:
+            self.memory.add(self._up.process.pid)
         state = self._up.wait_ready().state
         self._cluster_id = state.cluster_id
         self.fronts = Fronts(state.http, state.grpc, state.model)
@@ -162,6 +167,8 @@ class Cluster:
         await self._pages.aclose()
         await self.wire.stop()
         await self.store.stop()
+        if self.memory is not None:
+            await asyncio.to_thread(self.memory.remove)
         self._folder.cleanup()
 
     def _end(self) -> None:
@@ -296,6 +303,14 @@ def _clock(folder: Path) -> Clock | None:
         return Clock(folder)
     except NoClock as error:
         log.warning("the clock will not jump: %s", error)
+        return None
+
+
+def _memory(name: str) -> MemoryGroup | None:
+    try:
+        return MemoryGroup(name)
+    except NoMemoryGroup as error:
+        log.warning("the memory will not be full: %s", error)
         return None
 
 
