@@ -98,7 +98,6 @@ async def serve(settings: RouterSettings) -> None:
     config = Config(**settings.config)
     genai = _start_telemetry(config, settings)
     tokenizer = Tokenizer.load(Path(settings.model_path))
-    await tokenizer.start()
     metrics = RouterMetrics(
         CollectorRegistry(),
         ttft_slos_s=[config.slo_ttft_of(one.name) for one in config.classes],
@@ -125,10 +124,11 @@ async def serve(settings: RouterSettings) -> None:
     limits = RateLimits(client, settings.cluster_id, metrics, budgets=ledger.budgets)
     access = Access(config, metrics, limits, ledger)
     watch = await _watched_keys(config, access, metrics)
+    service = await _service(dispatcher, tokenizer, model, stats, config, access)
     await dispatcher.start()
     application = make_application(
         dispatcher,
-        InferenceService(dispatcher, tokenizer, model, stats, config, access),
+        service,
         stats,
         client,
         settings.cluster_id,
@@ -175,6 +175,24 @@ async def serve(settings: RouterSettings) -> None:
         await ledger.close()
         await client.aclose()
         await asyncio.to_thread(_end_telemetry, genai)
+
+
+async def _service(
+    dispatcher: ClusterDispatcher,
+    tokenizer: Tokenizer,
+    model: ServedModel,
+    stats: RequestStats,
+    config: Config,
+    access: Access,
+) -> InferenceService:
+    """Make the inference service, and render the first conversations with the model's template.
+
+    Raises ConfigError if the template does not compile.
+    """
+    await tokenizer.start()
+    service = InferenceService(dispatcher, tokenizer, model, stats, config, access)
+    await service.builder.encoder.start()
+    return service
 
 
 def _start_telemetry(config: Config, settings: RouterSettings) -> GenAiMetrics | None:

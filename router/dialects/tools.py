@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from baton.errors import InvalidRequest, UnsupportedParameter
+from baton.errors import InvalidRequest
 
 MAX_TOOLS = 128
 MAX_CALLS = 128
@@ -19,7 +19,9 @@ MAX_TOOL_CHARACTERS = 1 << 18
 """Maximum size of all definitions of a request together, as JSON."""
 Mode = Literal["none", "auto", "required"]
 _MODES: tuple[Mode, ...] = ("none", "auto", "required")
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_NAME = re.compile(r"[a-zA-Z0-9_-]+")
+MAX_NAME_CHARACTERS = 64
+"""Maximum number of characters of a tool's name, as at OpenAI."""
 _SHOWN_CHARACTERS = 64
 """Maximum number of characters that an error message shows of a tool name from a client."""
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
@@ -34,6 +36,8 @@ class Tool:
     parameters: Mapping[str, Any]
     """JSON schema of the function's arguments, which are an object."""
     strict: bool = False
+    is_custom: bool = False
+    """Whether it takes free text, which is the string ``input`` of its arguments."""
 
     def as_template_value(self) -> dict[str, Any]:
         """Return the value that chat templates expect for a tool."""
@@ -80,8 +84,10 @@ class FunctionDefinition(_Part):
 
 class ToolDefinition(_Part):
     type: str
-    """Only `function` is supported."""
+    """`function`, or `custom`. Others, which servers run themselves, are left out."""
     function: FunctionDefinition | None = None
+    custom: dict[str, Any] | None = None
+    """`name`, `description` and `format` of a tool that takes free text."""
 
 
 class CalledFunction(_Part):
@@ -91,15 +97,27 @@ class CalledFunction(_Part):
 
 
 class MessageToolCall(_Part):
-    """A tool call of an earlier answer, which the client sends back."""
+    """A tool call of an answer."""
 
     id: str
     type: str = "function"
     function: CalledFunction
 
 
+class CustomToolInput(_Part):
+    name: str
+    input: str
+
+
+class MessageCustomToolCall(_Part):
+    """A call of a custom tool in an answer."""
+
+    id: str
+    type: str = "custom"
+    custom: CustomToolInput
+
+
 ToolDefinitions = Annotated[list[ToolDefinition], Field(fail_fast=True, max_length=MAX_TOOLS)]
-MessageToolCalls = Annotated[list[MessageToolCall], Field(fail_fast=True, max_length=MAX_CALLS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +142,15 @@ def tool_use(
     Returns None if no tool may be called. The model then receives none. Raises InvalidRequest and
     UnsupportedParameter.
     """
-    tools = [_tool(one, f"tools[{place}]") for place, one in enumerate(definitions or ())]
+    given = definitions or ()
+    tools = [
+        _tool(one, f"tools[{place}]")
+        for place, one in enumerate(given)
+        if one.type in ("function", "custom")
+    ]
     asked = _choice(choice)
+    if len(tools) < len(given):
+        asked = among(asked, tools)
     return use_of(tools, replace(asked, single=True) if parallel is False else asked)
 
 
@@ -174,11 +199,17 @@ def check_tool_count(tools: int) -> None:
 
 
 def checked_tool(
-    name: str, description: str | None, schema: dict[str, Any] | None, strict: bool, where: str
+    name: str,
+    description: str | None,
+    schema: dict[str, Any] | None,
+    strict: bool,
+    where: str,
+    *,
+    most: int = MAX_NAME_CHARACTERS,
 ) -> Tool:
     """Check the definition of a function and return it as a Tool. ``where`` is its path in the
     request, for errors. Raises InvalidRequest."""
-    check_name(name, f"{where}.name")
+    check_name(name, f"{where}.name", most)
     parameters = schema or _NO_PARAMETERS
     if parameters.get("type", "object") != "object":
         raise InvalidRequest(
@@ -187,18 +218,71 @@ def checked_tool(
     return Tool(name, description, parameters, strict)
 
 
-def check_name(name: str, where: str) -> None:
-    """Check a function's name. ``where`` is its path in the request, for errors. Raises
-    InvalidRequest."""
-    if _NAME.fullmatch(name) is None:
+def check_name(name: str, where: str, most: int = MAX_NAME_CHARACTERS) -> None:
+    """Check a function's name of ``most`` characters at most. ``where`` is its path in the request,
+    for errors. Raises InvalidRequest."""
+    if len(name) > most or _NAME.fullmatch(name) is None:
         raise InvalidRequest(
-            f"{where} must be 1 to 64 of the characters a-z, A-Z, 0-9, _ and -", param=where
+            f"{where} must be 1 to {most} of the characters a-z, A-Z, 0-9, _ and -", param=where
         )
 
 
+def custom_tool(given: Mapping[str, Any], where: str) -> Tool:
+    """Read a custom tool, which takes free text: a function with one string. Its grammar is part of
+    the description, and a regular expression also a pattern of that string. Raises
+    InvalidRequest."""
+    name, description = given.get("name"), given.get("description")
+    if not isinstance(name, str):
+        raise InvalidRequest(f"{where}.name must be a string", param=f"{where}.name")
+    if description is not None and not isinstance(description, str):
+        raise InvalidRequest(f"{where}.description must be a string", param=f"{where}.description")
+    text: dict[str, Any] = {"type": "string"}
+    form = given.get("format") or {}
+    grammar = form.get("grammar", form) if isinstance(form, dict) else {}
+    if isinstance(grammar, dict) and isinstance(grammar.get("definition"), str):
+        syntax, definition = str(grammar.get("syntax", "lark")), grammar["definition"]
+        description = "\n\n".join(
+            filter(None, (description, f"The input matches this grammar ({syntax}):\n{definition}"))
+        )
+        if syntax == "regex":
+            text["pattern"] = f"^(?:{definition})$"
+    schema = {
+        "type": "object",
+        "properties": {"input": text},
+        "required": ["input"],
+        "additionalProperties": False,
+    }
+    tool = checked_tool(name, description, schema, False, where)
+    return replace(tool, is_custom=True)
+
+
+def custom_names(use: ToolUse | None) -> frozenset[str]:
+    """Return the names of the tools that take free text."""
+    return frozenset(tool.name for tool in use.tools if tool.is_custom) if use else frozenset()
+
+
+def custom_input(arguments: str) -> str:
+    """Return the text for a custom tool from the arguments of its call, which may be broken."""
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return arguments
+    found = value.get("input") if isinstance(value, dict) else None
+    return found if isinstance(found, str) else arguments
+
+
+def among(choice: ToolChoice, tools: Sequence[Tool]) -> ToolChoice:
+    """Return a choice among ``tools`` if others of the request were left out. A choice of those
+    alone is left to the model."""
+    names = None if choice.names is None else choice.names & {tool.name for tool in tools}
+    if choice.mode == "required" and not (tools if names is None else names):
+        return ToolChoice(single=choice.single)
+    return replace(choice, names=names if names != frozenset() else None)
+
+
 def _tool(definition: ToolDefinition, where: str) -> Tool:
-    if definition.type != "function":
-        raise UnsupportedParameter(f"{where}: only functions are supported", param=f"{where}.type")
+    if definition.type == "custom":
+        return custom_tool(definition.custom or {}, f"{where}.custom")
     function = definition.function
     if function is None:
         raise InvalidRequest(f"{where}.function is required", param=f"{where}.function")
@@ -224,7 +308,7 @@ def _choice(choice: Any) -> ToolChoice:
     if kind == "allowed_tools":
         return _allowed(choice.get("allowed_tools"))
     if kind == "custom":
-        raise UnsupportedParameter("only functions are supported", param="tool_choice.type")
+        return ToolChoice("required", frozenset({_name_of(choice)}), single=True)
     raise bad_choice()
 
 
@@ -246,7 +330,9 @@ def _allowed(allowed: Any) -> ToolChoice:
 
 
 def _name_of(value: Any) -> str:
-    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        raise bad_choice()
+    function = value.get("function") or value.get("custom")
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise bad_choice()

@@ -9,6 +9,14 @@ import pydantic_core
 
 from baton.errors import InvalidRequest
 from baton.v1 import inference_pb2, tools_pb2
+from router.conversation.turns import (
+    Turn,
+    calls_turn,
+    check_message_count,
+    checked_called_name,
+    result_turn,
+    with_reasoning,
+)
 from router.core.request import OutputDelta
 from router.dialects.output import ParsedOutput
 from router.dialects.pieces import Arguments, CallEnd, CallStart, Content, Reasoning
@@ -17,19 +25,11 @@ from router.dialects.tools import (
     Tool,
     ToolChoice,
     ToolUse,
-    check_name,
     check_tool_count,
     checked_tool,
     use_of,
 )
-from router.inference.prompt import (
-    Turn,
-    calls_turn,
-    check_message_count,
-    result_turn,
-    with_reasoning,
-)
-from router.openai.api import plain_turns
+from router.openai.history import plain_turns
 
 _MODES: dict[int, Mode] = {
     tools_pb2.TOOL_MODE_UNSPECIFIED: "auto",
@@ -51,9 +51,6 @@ def grpc_turns(messages: Sequence[inference_pb2.ChatMessage]) -> list[Turn]:
 
 def _turn(message: inference_pb2.ChatMessage, where: str) -> Turn:
     if message.role == "tool":
-        if not message.tool_call_id:
-            name = f"{where}.tool_call_id"
-            raise InvalidRequest(f"{name} is required", param=name)
         return result_turn(message.tool_call_id, message.content)
     reasoning = message.reasoning if message.role == "assistant" else ""
     if not message.tool_calls:
@@ -63,7 +60,7 @@ def _turn(message: inference_pb2.ChatMessage, where: str) -> Turn:
         name = f"{where}.tool_calls"
         raise InvalidRequest(f"{name}: only an assistant calls tools", param=name)
     for place, call in enumerate(message.tool_calls):
-        check_name(call.name, f"{where}.tool_calls[{place}].name")
+        checked_called_name(call.name, f"{where}.tool_calls[{place}].name")
     calls = [(call.id, call.name, call.arguments) for call in message.tool_calls]
     return with_reasoning(calls_turn(message.content, calls), reasoning)
 

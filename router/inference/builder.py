@@ -29,12 +29,13 @@ from baton.grammars.grammar_prover import Proven
 from baton.request import NO_TRACE, TraceContext
 from baton.security.cluster_secret import cache_salt
 from router.access.api_keys import Caller
+from router.conversation.turns import Turn
 from router.core.request import AnswerPart, Dispatcher, GenerationRequest, ReasoningMarkers
 from router.core.served_model import ServedModel
 from router.dialects.dialect import dialect_for
 from router.dialects.tools import ToolUse
 from router.inference.labels import NO_LABELS, Labels
-from router.inference.prompt import Ending, Prompt, PromptEncoder, Turn
+from router.inference.prompt import Ending, Prompt, PromptEncoder
 from router.inference.reasoning import (
     NOTHING_ASKED,
     ReasoningInput,

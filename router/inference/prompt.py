@@ -1,7 +1,7 @@
 """Prompts: converts a conversation, a text or token ids to the token ids that workers compute.
 
-A conversation is a list of turns, as chat templates take them. If the model's template does not
-support tools, they are written into the text of the turns.
+A conversation is a list of turns (``router.conversation``), which are written so that the model's
+chat template takes them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
-import pydantic_core
-
 from baton.config.cluster import Config
 from baton.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest
 from baton.host.background import INLINE, off_loop
 from baton.host.turns import FairTurns
 from baton.sandbox.sandbox import MAX_WAIT_S
+from router.conversation.fit import fitted, parsed
+from router.conversation.template_form import TemplateForm, form_of
+from router.conversation.turns import Turn, check_message_count, is_about_tools
 from router.dialects.formats import ToolFormat
 from router.dialects.tools import ToolUse
 from router.inference.sampling_input import (
@@ -33,9 +34,6 @@ from router.inference.sampling_input import (
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
 
-Turn = Mapping[str, Any]
-"""A message of a conversation: ``role``, ``content``, an assistant's ``tool_calls`` and
-``reasoning_content``, and a tool result's ``tool_call_id``."""
 Prompt = str | tuple[int, ...]
 Ending = Literal["answer", "closed", "open"]
 """How a conversation's prompt ends. ``answer``: the template begins the assistant's turn.
@@ -45,17 +43,9 @@ TEXTS_AT_ONCE = 4
 """Maximum number of long texts that are rendered and tokenized at a time."""
 _PROMPT_CHARACTERS = 64
 """Number of characters that one prompt or message counts for, in addition to its text."""
-MAX_MESSAGES = 2048
-"""Maximum number of messages in a conversation, as at OpenAI."""
 MAX_TEXT_TOKENS = 131_072
 """Maximum number of tokens to count, tokenize or detokenize in one request, unless the model's
 context is longer."""
-MAX_ARGUMENT_VALUES = 131_072
-"""Maximum number of JSON values in the arguments of one tool call. Commas and brackets are counted,
-not values."""
-MAX_PARSED_CHARACTERS = 64 << 10
-"""Maximum number of characters of tool call arguments that are parsed before control returns to the
-event loop."""
 MAX_VARIABLES_CHARACTERS = 64 << 10
 """Maximum number of characters of a client's variables for the chat template, as JSON."""
 _OWN_FIELDS = {"messages", "tools", "documents", "add_generation_prompt"}
@@ -88,6 +78,22 @@ class PromptEncoder:
         self._max_characters = config.max_body_bytes
         self._context_length = context_length
         self._turns = FairTurns("long texts", TEXTS_AT_ONCE)
+        self._forms: dict[ChatTemplate, TemplateForm] = {}
+
+    async def start(self) -> None:
+        """Find out what the model's chat templates take, before the first conversation needs it.
+
+        Raises what ``form_of`` raises.
+        """
+        if self._tokenizer.has_chat_template:
+            template = self._tokenizer.chat_template
+            for one in {template, template.for_tools}:
+                await self._form(one)
+
+    async def _form(self, template: ChatTemplate) -> TemplateForm:
+        if template not in self._forms:
+            self._forms[template] = await form_of(template)
+        return self._forms[template]
 
     async def chat_ids(
         self,
@@ -112,9 +118,6 @@ class PromptEncoder:
         limit = 4 * self._max_characters if tools else self._max_characters
         limit += 4096 + 256 * len(turns)
         async with self._turn(tenant, size + _PROMPT_CHARACTERS * len(turns)):
-            if any("tool_calls" in turn for turn in turns):
-                template = self._tokenizer.chat_template.for_tools
-                turns = turns if template.joins_arguments else await parsed(turns)
             text = await self._chat_text(turns, tools, size, limit, ending, variables)
             return await off_loop(
                 len(text), lambda: self._encoded(text, sampling, "messages", special=special)
@@ -196,11 +199,16 @@ class PromptEncoder:
         final = turns[-1]["content"]
         if ending == "open":
             turns = [*turns[:-1], {**turns[-1], "content": f"{turns[-1]['content']}{_OPEN_END}"}]
-        values = None
+        values, template = None, self._tokenizer.chat_template
         if tools is not None or any(is_about_tools(turn) for turn in turns):
-            template = self._tokenizer.chat_template.for_tools
-            turns = await off_loop(size, partial(fitted, turns, tools, template, self._tool_format))
+            template = template.for_tools
             values = [tool.as_template_value() for tool in tools.tools] if tools else []
+        form = await self._form(template)
+        if any("tool_calls" in turn for turn in turns):
+            turns = await parsed(turns, form)
+        turns = await off_loop(
+            size, partial(fitted, turns, tools, template, self._tool_format, form)
+        )
         if self._tokenizer.chat_template.mentions("thinking"):
             turns = [_with_thinking(turn) for turn in turns]
         rendering = self._tokenizer.render_chat(
@@ -286,39 +294,6 @@ def checked_variables(variables: Mapping[str, Any], param: str) -> Mapping[str, 
     return variables
 
 
-def is_about_tools(turn: Turn) -> bool:
-    """Return whether a message has tool calls, or is the result of one."""
-    return turn["role"] == "tool" or "tool_calls" in turn
-
-
-def fitted(
-    turns: Sequence[Turn], use: ToolUse | None, template: ChatTemplate, form: ToolFormat
-) -> list[Turn]:
-    """Return the messages, with what ``template`` does not support written into their text.
-
-    Tools go into the system message, and calls into the assistant's messages. Results become
-    messages of the user, as in the templates of Hermes and Qwen.
-    """
-    fit: list[Turn] = list(turns)
-    if not template.knows_calls:
-        fit = [_with_written_calls(turn, form) for turn in fit]
-    if not template.knows_results:
-        fit = [_as_user(turn, form) for turn in fit]
-    if use is not None and not template.knows_tools:
-        fit = _with_instructions(fit, form.instructions(use.tools))
-    return fit
-
-
-def _with_written_calls(turn: Turn, form: ToolFormat) -> Turn:
-    if "tool_calls" not in turn:
-        return turn
-    functions = [call["function"] for call in turn["tool_calls"]]
-    calls = form.written([(one["name"], one["arguments"]) for one in functions])
-    content = turn["content"]
-    rest = {name: value for name, value in turn.items() if name != "tool_calls"}
-    return {**rest, "content": f"{content}\n{calls}" if content else calls}
-
-
 def _with_thinking(turn: Turn) -> Turn:
     """Copy a message's reasoning to the field ``thinking``, which gpt-oss's template reads. That
     template does not allow content and ``thinking`` together."""
@@ -326,84 +301,7 @@ def _with_thinking(turn: Turn) -> Turn:
     return turn if not reasoning or turn["content"] else {**turn, "thinking": reasoning}
 
 
-def _as_user(turn: Turn, form: ToolFormat) -> Turn:
-    if turn["role"] != "tool":
-        return turn
-    return {"role": "user", "content": form.result(turn["content"])}
-
-
-def _with_instructions(turns: list[Turn], instructions: str) -> list[Turn]:
-    if turns and turns[0]["role"] == "system":
-        first, rest = turns[0], turns[1:]
-        return [{**first, "content": f"{first['content']}\n\n{instructions}"}, *rest]
-    return [{"role": "system", "content": instructions}, *turns]
-
-
-def calls_turn(content: str, calls: Sequence[tuple[str, str, Any]]) -> Turn:
-    """Build an assistant's message from tool calls, each with id, name and arguments.
-
-    Arguments stay JSON text until ``parsed`` is called.
-    """
-    values = [
-        {"id": name, "type": "function", "function": {"name": tool, "arguments": given}}
-        for name, tool, given in calls
-    ]
-    # Some templates fail if content is null.
-    return {"role": "assistant", "content": content, "tool_calls": values}
-
-
-def with_reasoning(turn: Turn, reasoning: str | None) -> Turn:
-    """Return an assistant's message with the reasoning that precedes it, if there is any."""
-    return {**turn, "reasoning_content": reasoning} if reasoning else turn
-
-
-def result_turn(call_id: str, content: str) -> Turn:
-    """Build the message that holds a tool call's result."""
-    return {"role": "tool", "content": content, "tool_call_id": call_id}
-
-
-def check_message_count(messages: int) -> None:
-    """Check that a conversation does not have too many messages. Raises InvalidRequest."""
-    if messages > MAX_MESSAGES:
-        raise InvalidRequest(f"at most {MAX_MESSAGES} messages are possible", param="messages")
-
-
 def _characters(turn: Turn) -> int:
     calls = turn.get("tool_calls", ())
     text = len(turn["content"]) + len(turn.get("reasoning_content", ""))
     return text + sum(len(call["function"]["arguments"]) for call in calls)
-
-
-async def parsed(turns: Sequence[Turn]) -> list[Turn]:
-    """Return the messages with the arguments of their tool calls parsed. Raises InvalidRequest."""
-    found, size = list[Turn](), 0
-    for place, turn in enumerate(turns):
-        if "tool_calls" not in turn:
-            found.append(turn)
-            continue
-        calls = []
-        for call in turn["tool_calls"]:
-            function = call["function"]
-            value = _value(function["arguments"], f"messages[{place}].tool_calls")
-            calls.append({**call, "function": {**function, "arguments": value}})
-            size += len(function["arguments"])
-            if size > MAX_PARSED_CHARACTERS:
-                await asyncio.sleep(0)
-                size = 0
-        found.append({**turn, "tool_calls": calls})
-    return found
-
-
-def _value(arguments: str, param: str) -> Any:
-    """Parse the arguments of a tool call. Text that is not a JSON object is returned as it is."""
-    if len(arguments) > MAX_PARSED_CHARACTERS:
-        values = sum(arguments.count(mark) for mark in ",[{")
-        if values > MAX_ARGUMENT_VALUES:
-            raise InvalidRequest(
-                f"the arguments of a call have at most {MAX_ARGUMENT_VALUES} values", param=param
-            )
-    try:
-        value = pydantic_core.from_json(arguments or "{}", allow_inf_nan=False)
-    except ValueError:
-        return arguments
-    return value if isinstance(value, dict) else arguments

@@ -17,11 +17,14 @@ from router.dialects.reasoning import ReasoningFormat
 from router.inference.prompt import Ending
 from router.text.chat_template import ChatTemplate
 
-Effort = Literal["none", "minimal", "low", "medium", "high"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
+"""The efforts in rising order. A level that a model lacks is its nearest."""
+_USUAL: frozenset[Effort] = frozenset({"low", "medium", "high"})
+"""Levels that templates know without naming them."""
 EFFORT_BUDGETS: Mapping[Effort, int] = {"none": 0, "minimal": 256, "low": 1024, "medium": 8192}
 """Maximum number of reasoning tokens for each effort, if the chat template has no variable for it;
-``high`` has no maximum."""
+``high`` and above have no maximum."""
 MAX_BUDGET = (1 << 31) - 1
 SWITCHES = ("enable_thinking", "thinking")
 """Variables by which chat templates turn reasoning on and off: ``enable_thinking`` for Qwen 3, GLM
@@ -37,6 +40,8 @@ class ReasoningInput:
     value."""
 
     effort: Effort | None = None
+    effort_switches: bool = True
+    """Whether an effort above ``none`` turns reasoning on. At Anthropic another field does."""
     enabled: bool | None = None
     """Whether the model should reason before its answer; None if not set."""
     budget: int | None = None
@@ -49,6 +54,8 @@ class ReasoningInput:
         """Whether the model should reason, by all settings together; None if they do not say.
         Raises InvalidRequest if the settings contradict each other."""
         by_effort = None if self.effort is None else self.effort != "none"
+        if by_effort and not self.effort_switches:
+            return self.enabled
         if None not in (by_effort, self.enabled) and by_effort != self.enabled:
             raise InvalidRequest(
                 f"the effort '{self.effort}' contradicts another field, which turns reasoning"
@@ -131,13 +138,17 @@ def template_variables(
 
 
 def _template_effort(asked: ReasoningInput, template: ChatTemplate) -> str | None:
-    """Return the reasoning effort as a word that the chat template knows. Some templates do not
-    know ``none`` and ``minimal``."""
+    """Return the reasoning effort as a word that the chat template knows: the nearest one. Only a
+    template that names ``none`` knows it."""
     if asked.effort is None or not template.reads(_EFFORT):
         return None
-    if asked.effort in ("none", "minimal") and not template.mentions(asked.effort):
-        return "low" if asked.effort == "minimal" else None
-    return asked.effort
+    known = [one for one in EFFORTS if one in _USUAL or template.mentions(one)]
+    if asked.effort == "none":
+        return "none" if "none" in known else None
+    place = EFFORTS.index(asked.effort)
+    return min(
+        (one for one in known if one != "none"), key=lambda one: abs(EFFORTS.index(one) - place)
+    )
 
 
 def budget_of(asked: ReasoningInput, template: ChatTemplate) -> int | None:

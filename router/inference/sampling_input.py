@@ -53,6 +53,9 @@ class SamplingInput:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     max_tokens: int | None = None
+    is_cut_to_room: bool = False
+    """Whether ``max_tokens`` may exceed the room in the context, and is then cut to it. Clients of
+    some APIs send one large number always."""
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     presence_penalty: float | None = None
@@ -97,6 +100,8 @@ def final_sampling(
     Raises InvalidRequest, naming the parameter, and ContextLengthExceeded."""
     check_prompt_length(prompt_tokens, context_length, prompt_param)
     asked = 1 if given.no_answer and given.max_tokens == 0 else given.max_tokens
+    if asked is not None and given.is_cut_to_room:
+        asked = min(asked, context_length - prompt_tokens)
     max_tokens = _max_tokens(asked, prompt_tokens, context_length, default_max_tokens)
     temperature = _within("temperature", given.temperature, 0, 2, 1)
     if temperature > 0:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from router.conversation.turns import Turn
 from router.dialects.tools import ToolUse
-from router.inference.prompt import Ending, Turn
+from router.inference.prompt import Ending
 from router.inference.service import InferenceService
 
 _KINDS = ("int8", "int4", "fp8")

@@ -27,10 +27,13 @@ class MessagesAnswer(ApiAnswer):
         use: ToolUse | None,
         *,
         stream: bool,
+        max_tokens: int,
     ) -> None:
+        """Create an answer. ``max_tokens`` is what the client gave; the request may have less."""
         super().__init__([request], stream=stream)
         self._id = request.request_id
         self._model_id = model_id
+        self._is_cut_to_room = request.sampling.max_tokens < max_tokens
         self._output = MessageOutput(dialect, use, request.begins_in)
 
     def events(self, prompt: int, delta: OutputDelta) -> bytes:
@@ -94,7 +97,7 @@ class MessagesAnswer(ApiAnswer):
 
     def _stop_reason(self, choice: Choice) -> str:
         if choice.finish_reason is FinishReason.LENGTH:
-            return "max_tokens"
+            return "model_context_window_exceeded" if self._is_cut_to_room else "max_tokens"
         if choice.stop_string:
             return "stop_sequence"
         return "tool_use" if self._output.has_calls else "end_turn"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -9,16 +10,18 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from baton.errors import InvalidRequest
+from baton.grammar import Grammar, GrammarKind
 from router.http.client import caller_of, validate
 from router.inference.builder import Arrival
 from router.inference.endpoint import ApiAnswer, Endpoint
-from router.inference.reasoning import ReasoningInput, checked_thinking
+from router.inference.reasoning import ReasoningInput, checked_effort, checked_thinking
 from router.inference.sampling_input import SamplingInput
 from router.inference.service import InferenceService
 from router.messages.answer import MessagesAnswer
-from router.messages.blocks import ending_of, message_tools, message_turns
+from router.messages.blocks import ending_of, message_turns
 from router.messages.cache_control import retentions_of
 from router.messages.protocol import CountTokensRequest, MessagesRequest
+from router.messages.tools import message_tools
 
 
 class MessagesApi:
@@ -48,7 +51,7 @@ class MessagesApi:
                     turns,
                     tools,
                     ending=ending_of(turns),
-                    variables=self._builder.variables(checked_thinking(body.thinking)),
+                    variables=self._builder.variables(_thinking(body)),
                 )
         return JSONResponse({"input_tokens": len(ids)})
 
@@ -72,16 +75,33 @@ class MessagesApi:
             self._builder.encoder,
             arrival.tenant,
             use,
-            self._builder.variables(checked_thinking(body.thinking)),
+            self._builder.variables(_thinking(body)),
         )
         built = replace(built, retentions=kept)
         dialect = self._builder.dialect
-        return MessagesAnswer(built, body.model, dialect, use, stream=bool(body.stream))
+        return MessagesAnswer(
+            built,
+            body.model,
+            dialect,
+            use,
+            stream=bool(body.stream),
+            max_tokens=body.max_tokens,
+        )
+
+
+def _thinking(body: CountTokensRequest) -> ReasoningInput:
+    """Read the reasoning settings of a body: ``thinking``, and its effort. Raises
+    InvalidRequest."""
+    found = checked_thinking(body.thinking)
+    effort = checked_effort((body.output_config or {}).get("effort"), "output_config.effort")
+    if found.enabled is False:
+        return found
+    return replace(found, effort=effort, effort_switches=False)
 
 
 def _reasoning(body: MessagesRequest) -> ReasoningInput:
-    """Read the reasoning settings of a body, its field ``thinking``. Raises InvalidRequest."""
-    found = checked_thinking(body.thinking)
+    """Read the reasoning settings of a body that has ``max_tokens``. Raises InvalidRequest."""
+    found = _thinking(body)
     if found.budget is not None and found.budget >= body.max_tokens:
         raise InvalidRequest(
             f"{found.budget_param} must be less than max_tokens, which counts the thinking too",
@@ -98,4 +118,21 @@ def _sampling(body: MessagesRequest) -> SamplingInput:
         seed=body.seed,
         stop=tuple(body.stop_sequences or ()),
         max_tokens=body.max_tokens,
+        is_cut_to_room=True,
+        grammar=_grammar(body),
+        grammar_param="output_config.format",
     )
+
+
+def _grammar(body: MessagesRequest) -> Grammar | None:
+    """Read the format of the answer. Raises InvalidRequest."""
+    form = (body.output_config or {}).get("format") or body.output_format
+    if not form:
+        return None
+    param = "output_config.format"
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        raise InvalidRequest(f"{param}.type must be json_schema", param=param)
+    schema = form.get("schema")
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"{param}.schema must be an object", param=param)
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))

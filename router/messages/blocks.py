@@ -1,4 +1,4 @@
-"""The conversation of ``/v1/messages``: converts blocks to the messages of a chat template."""
+"""The conversation of ``/v1/messages``: converts blocks to turns."""
 
 from __future__ import annotations
 
@@ -7,9 +7,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.errors import InvalidRequest, UnsupportedParameter
-from router.dialects.tools import Tool, ToolChoice, ToolUse, check_name, checked_tool, use_of
-from router.inference.prompt import Ending, Turn, calls_turn, result_turn, with_reasoning
+from router.conversation.content import part_text, string, text_of
+from router.conversation.turns import (
+    Turn,
+    arguments_text,
+    begin_of_current_turn,
+    calls_turn,
+    checked_called_name,
+    result_turn,
+    text_turn,
+    with_reasoning,
+)
+from router.inference.prompt import Ending
 from router.messages.protocol import CountTokensRequest, MessageInput
+
+_ROLES = frozenset({"user", "assistant", "system"})
+_SERVER_CALLS = ("server_tool_use", "mcp_tool_use")
+"""Types of the blocks with which another server has called its own tools."""
 
 Block = Mapping[str, Any]
 
@@ -39,138 +53,113 @@ def prefix_turns(body: CountTokensRequest, message: int, block: int = 0) -> list
     after the last message takes all messages. Raises as ``message_turns`` does.
     """
     turns: list[Turn] = []
-    system = _system(body.system)
-    if system:
-        turns.append({"role": "system", "content": system})
+    if system := text_of(body.system, "system"):
+        turns.append(text_turn("system", system))
+    begin = begin_of_current_turn([one.role == "assistant" for one in body.messages])
     for place, whole in enumerate(body.messages[: message + 1]):
         kept = whole
-        if place == message and not isinstance(whole.content, str):
+        if place == message and isinstance(whole.content, list):
             kept = whole.model_copy(update={"content": whole.content[: block + 1]})
-        turns += _turns(kept, f"messages[{place}]")
+        turns += _turns(kept, f"messages[{place}]", current=place >= begin)
     return turns
 
 
-def _system(system: str | Sequence[Block] | None) -> str:
-    if system is None or isinstance(system, str):
-        return system or ""
-    return _texts(system, "system")
-
-
-def _turns(message: MessageInput, where: str) -> list[Turn]:
-    if message.role not in {"user", "assistant"}:
-        raise InvalidRequest(f"{where}.role must be user or assistant", param=f"{where}.role")
-    content = message.content
+def _turns(message: MessageInput, where: str, *, current: bool) -> list[Turn]:
+    if message.role not in _ROLES:
+        raise InvalidRequest(
+            f"{where}.role must be user, assistant or system", param=f"{where}.role"
+        )
+    content, where = message.content, f"{where}.content"
+    if message.role == "assistant" and not isinstance(content, str):
+        return _Answer(content or []).turns(where)
+    if not content and not isinstance(content, str):
+        raise InvalidRequest(f"{where} must not be empty", param=where)
     if isinstance(content, str):
-        return [{"role": message.role, "content": content}]
-    if not content:
-        raise InvalidRequest(f"{where}.content must not be empty", param=f"{where}.content")
-    split = _assistant if message.role == "assistant" else _user
-    return split(content, f"{where}.content")
+        return [text_turn(message.role, content)]
+    if message.role == "system":
+        return [text_turn("system", text_of(content, where, current=current))]
+    return _user(content, where, current=current)
 
 
-def _assistant(blocks: Sequence[Block], where: str) -> list[Turn]:
-    texts: list[str] = []
-    thoughts: list[str] = []
-    calls: list[tuple[str, str, str]] = []
-    for place, block in enumerate(blocks):
-        at = f"{where}[{place}]"
-        if block.get("type") == "tool_use":
-            given = block.get("input")
-            if not isinstance(given, dict):
-                raise InvalidRequest(f"{at}.input must be an object", param=f"{at}.input")
-            name = _string(block, "name", at)
-            check_name(name, f"{at}.name")
-            calls.append((_string(block, "id", at), name, json.dumps(given)))
-        elif block.get("type") == "thinking":
-            thoughts.append(_string(block, "thinking", at))
-        elif block.get("type") != "redacted_thinking":
-            texts.append(_text(block, at))
-    text = "\n".join(texts)
-    turn = calls_turn(text, calls) if calls else {"role": "assistant", "content": text}
-    return [with_reasoning(turn, "\n".join(thoughts))]
+class _Answer:
+    """An assistant's message. Results of server tools, which are among its blocks, become messages
+    of their own; calls of such tools without a result are left out."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self._blocks = blocks
+        self._answered = [block["tool_use_id"] for block in blocks if "tool_use_id" in block]
+        self._turns: list[Turn] = []
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: list[tuple[str, str, str]] = []
+
+    def turns(self, where: str) -> list[Turn]:
+        """Return the turns. Raises InvalidRequest."""
+        for place, block in enumerate(self._blocks):
+            self._add(block, f"{where}[{place}]")
+        if self._has_more or not self._turns:
+            self._end()
+        return self._turns
+
+    @property
+    def _has_more(self) -> bool:
+        return bool(self._texts or self._thoughts or self._calls)
+
+    def _add(self, block: Block, where: str) -> None:
+        kind = block.get("type")
+        if kind == "thinking":
+            self._thoughts.append(string(block, "thinking", where))
+        elif kind in ("tool_use", *_SERVER_CALLS):
+            if kind == "tool_use" or block.get("id") in self._answered:
+                name = checked_called_name(block.get("name"), f"{where}.name")
+                call_id, given = string(block, "id", where), arguments_text(block.get("input"))
+                self._calls.append((call_id, name, given))
+        elif "tool_use_id" in block:
+            if self._has_more:
+                self._end()
+            call_id = string(block, "tool_use_id", where)
+            self._turns.append(result_turn(call_id, _result(block, where)))
+        elif (text := part_text(block, where, current=False)) is not None:
+            self._texts.append(text)
+
+    def _end(self) -> None:
+        text = "\n".join(self._texts)
+        turn = calls_turn(text, self._calls) if self._calls else text_turn("assistant", text)
+        self._turns.append(with_reasoning(turn, "\n".join(self._thoughts)))
+        self._texts, self._thoughts, self._calls = [], [], []
 
 
-def _user(blocks: Sequence[Block], where: str) -> list[Turn]:
+def _user(blocks: Sequence[Block], where: str, *, current: bool) -> list[Turn]:
     results: list[Turn] = []
     texts: list[str] = []
     for place, block in enumerate(blocks):
         at = f"{where}[{place}]"
-        if block.get("type") == "tool_result":
-            call_id = _string(block, "tool_use_id", at)
-            results.append(result_turn(call_id, _result(block, at)))
-        else:
-            texts.append(_text(block, at))
-    user: list[Turn] = [{"role": "user", "content": "\n".join(texts)}] if texts else []
+        if block.get("type") == "tool_result" or "tool_use_id" in block:
+            call_id = string(block, "tool_use_id", at)
+            results.append(result_turn(call_id, _result(block, at, current=current)))
+        elif (text := part_text(block, at, current=current)) is not None:
+            texts.append(text)
+    user = [text_turn("user", "\n".join(texts))] if texts or not results else []
     return [*results, *user]
 
 
-def _result(block: Block, where: str) -> str:
-    content = block.get("content", "")
-    if isinstance(content, list):
-        content = _texts(content, f"{where}.content")
-    if not isinstance(content, str):
+def _result(block: Block, where: str, *, current: bool = False) -> str:
+    content = block.get("content")
+    if content is None or isinstance(content, str) or _is_content(content):
+        text = text_of(content, f"{where}.content", current=current)
+    elif block.get("type") == "tool_result":
         raise InvalidRequest(
-            f"{where}.content must be a string or a list of text blocks", param=f"{where}.content"
+            f"{where}.content must be a string or a list of blocks", param=f"{where}.content"
         )
-    return f"Error: {content}" if block.get("is_error") is True else content
+    else:
+        # The results of server tools are of many kinds.
+        text = json.dumps(content, ensure_ascii=False)
+    return f"Error: {text}" if block.get("is_error") is True else text
 
 
-def _texts(blocks: Sequence[Any], where: str) -> str:
-    return "\n".join(_text(block, f"{where}[{place}]") for place, block in enumerate(blocks))
-
-
-def _text(block: Any, where: str) -> str:
-    kind = block.get("type") if isinstance(block, dict) else None
-    if not isinstance(kind, str):
-        raise InvalidRequest(f"{where} must be an object with a type", param=where)
-    if kind != "text":
-        raise UnsupportedParameter(f"{where}: such blocks are not supported here", param=where)
-    return _string(block, "text", where)
-
-
-def _string(block: Block, name: str, where: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise InvalidRequest(f"{where}.{name} must be a string", param=f"{where}.{name}")
-    return value
-
-
-def message_tools(body: CountTokensRequest) -> ToolUse | None:
-    """Read the tools of a body. Raises InvalidRequest and UnsupportedParameter."""
-    tools = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(body.tools or ())]
-    return use_of(tools, _choice(body.tool_choice))
-
-
-def _tool(tool: Block, where: str) -> Tool:
-    if tool.get("type") not in (None, "custom"):
-        raise UnsupportedParameter(
-            f"{where}: server tools are not supported", param=f"{where}.type"
-        )
-    schema, description = tool.get("input_schema"), tool.get("description")
-    if not isinstance(schema, dict):
-        raise InvalidRequest(
-            f"{where}.input_schema must be an object", param=f"{where}.input_schema"
-        )
-    if description is not None and not isinstance(description, str):
-        raise InvalidRequest(f"{where}.description must be a string", param=f"{where}.description")
-    name = _string(tool, "name", where)
-    return checked_tool(name, description, schema, tool.get("strict") is True, where)
-
-
-def _choice(given: Block | None) -> ToolChoice:
-    given = given or {"type": "auto"}
-    single = given.get("disable_parallel_tool_use") is True
-    match given.get("type"):
-        case "auto":
-            return ToolChoice("auto", single=single)
-        case "none":
-            return ToolChoice("none")
-        case "any":
-            return ToolChoice("required", single=single)
-        case "tool":
-            names = frozenset({_string(given, "name", "tool_choice")})
-            return ToolChoice("required", names, single=True)
-        case _:
-            raise InvalidRequest(
-                "tool_choice.type must be auto, any, tool or none", param="tool_choice.type"
-            )
+def _is_content(content: Any) -> bool:
+    """Whether a result is a list of blocks that any message may have."""
+    return isinstance(content, list) and not any(
+        isinstance(one, dict) and str(one.get("type", "")).endswith("web_search_result")
+        for one in content
+    )

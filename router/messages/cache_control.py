@@ -13,8 +13,9 @@ from typing import Any
 
 from baton.errors import InvalidRequest
 from baton.request import Retention
+from router.conversation.turns import Turn
 from router.dialects.tools import ToolUse
-from router.inference.prompt import PromptEncoder, Turn
+from router.inference.prompt import PromptEncoder
 from router.messages.blocks import message_turns, prefix_turns
 from router.messages.protocol import MessagesRequest
 
@@ -63,12 +64,11 @@ def _found(body: MessagesRequest) -> Iterator[Breakpoint]:
         for place, block in enumerate(body.system or ()):
             yield from _marked(block, f"system[{place}]", -1, place)
     for number, message in enumerate(body.messages):
-        if not isinstance(message.content, str):
+        if isinstance(message.content, list):
             for place, block in enumerate(message.content):
                 where = f"messages[{number}].content[{place}]"
                 yield from _marked(block, where, number, place)
-    content = body.messages[-1].content if body.messages else ""
-    last = 0 if isinstance(content, str) else len(content) - 1
+    last = _last_block(body)
     whole = {"cache_control": body.cache_control}
     yield from _marked(whole, "", len(body.messages) - 1, last)
 
@@ -116,9 +116,13 @@ async def retentions_of(
 
 
 def _is_end(body: MessagesRequest, one: Breakpoint) -> bool:
-    content = body.messages[-1].content
-    last = 0 if isinstance(content, str) else len(content) - 1
-    return one.message == len(body.messages) - 1 and one.block == last
+    return one.message == len(body.messages) - 1 and one.block == _last_block(body)
+
+
+def _last_block(body: MessagesRequest) -> int:
+    """Return the place of the last block of the last message; 0 if that is text."""
+    content = body.messages[-1].content if body.messages else ""
+    return len(content) - 1 if isinstance(content, list) else 0
 
 
 def _turns_before(body: MessagesRequest, one: Breakpoint) -> list[Turn]:

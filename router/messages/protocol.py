@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from router.conversation.turns import MAX_MESSAGES
 from router.http.client import Int, RequestBody, Strings
-from router.inference.prompt import MAX_MESSAGES
 
 _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
-_IGNORED = frozenset({"betas", "inference_geo", "metadata", "service_tier"})
+_IGNORED = frozenset(
+    {
+        *("betas", "container", "context_management", "diagnostics", "inference_geo"),
+        *("mcp_servers", "metadata", "service_tier", "speed"),
+    }
+)
+"""Fields that clients of Anthropic send, and that do not change the answer here. What Anthropic's
+servers run, such as an MCP server's tools, the model does not see."""
 _OF_ANSWERS = frozenset(
     {
         *("cache_control", "max_tokens", "stop_sequences", "stream"),
@@ -26,22 +32,15 @@ class MessageInput(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
 
     role: str
-    """`user` or `assistant`."""
-    content: str | _Objects
-    """Text, or a list of blocks: text, thinking, tool calls and their results."""
+    """`user`, `assistant` or `system`."""
+    content: str | _Objects | None
+    """Text, or a list of blocks: text, documents of text, thinking, tool calls and results."""
 
 
 class CountTokensRequest(RequestBody):
     """The body of `POST /v1/messages/count_tokens`."""
 
     ignored = _IGNORED | _OF_ANSWERS
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "container": ("",),
-        "context_management": ({},),
-        "mcp_servers": ([],),
-        "output_config": ({},),
-        "output_format": ({},),
-    }
 
     model: str
     """The served model's id; see `GET /v1/models`."""
@@ -53,6 +52,11 @@ class CountTokensRequest(RequestBody):
     """Up to 128 tools that the model may call."""
     tool_choice: dict[str, Any] | None = None
     """`type`: `auto` (the default), `any`, `tool` with a `name`, or `none`."""
+    output_config: dict[str, Any] | None = None
+    """`effort`: `low`, `medium`, `high`, `xhigh` or `max`; `format`: `{"type": "json_schema",
+    "schema": …}`. The effort of a model without efforts is a budget of reasoning tokens."""
+    output_format: dict[str, Any] | None = None
+    """An older name for `output_config.format`."""
     thinking: dict[str, Any] | None = None
     """`type`: `enabled`, with `budget_tokens` below `max_tokens`; `adaptive`; or `disabled`.
     Default: that of the model's chat template."""
@@ -62,7 +66,8 @@ class MessagesRequest(CountTokensRequest):
     """The body of `POST /v1/messages`."""
 
     max_tokens: Int
-    """Maximum number of tokens to generate."""
+    """Maximum number of tokens to generate. More than the context has room for is cut to that; then
+    `stop_reason` is `model_context_window_exceeded`."""
     cache_control: Any = Field(default=None, json_schema_extra={"type": ["object", "null"]})
     """`{"type": "ephemeral"}`, with a `ttl` of `5m` (the default) or `1h`: keeps the whole prompt
     cached for that time. Blocks and tools may have the same field, at most four in all."""

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 from fastapi import Request
 from starlette.responses import Response
 
-from baton.errors import InvalidRequest, UnsupportedParameter
+from baton.errors import InvalidRequest
 from baton.host.background import off_loop
 from baton.sampling_params import SCALAR_FIELDS
-from router.dialects.tools import check_name, tool_use
+from router.dialects.tools import tool_use
 from router.http.client import validate
 from router.inference.builder import Arrival
 from router.inference.cache_fields import with_cache_fields
 from router.inference.endpoint import ApiAnswer, Endpoint
-from router.inference.prompt import Prompt, Turn, calls_turn, result_turn, with_reasoning
+from router.inference.prompt import Prompt
 from router.inference.sampling_input import SamplingInput
 from router.inference.service import InferenceService
 from router.openai.answer import ChatAnswer, CompletionAnswer
 from router.openai.answer_details import AnswerDetails
+from router.openai.history import openai_turns
 from router.openai.options import (
     AnswerOptions,
     chat_options,
@@ -34,17 +34,12 @@ from router.openai.parsed_answer import ParsedChatAnswer
 from router.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
-    ContentPart,
-    Message,
     Model,
     ModelList,
     SamplingFields,
 )
 from router.openai.structured_output import grammar_of
 
-# `developer` is the newer name of `system`; templates know the older one.
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_TOOL_ROLES = {"tool", "function"}
 _SAME_FIELDS = (*SCALAR_FIELDS, "logit_bias")
 
 
@@ -193,77 +188,3 @@ def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Pr
         return [tuple(prompt)]
     rows = cast(list[str | list[int]], prompt)
     return [row if isinstance(row, str) else tuple(row) for row in rows]
-
-
-def openai_turns(messages: Sequence[Message]) -> list[Turn]:
-    """Convert the messages of an HTTP body. Raises InvalidRequest, UnsupportedParameter."""
-    return _not_empty([_turn(one, f"messages[{place}]") for place, one in enumerate(messages)])
-
-
-def _turn(message: Message, where: str) -> Turn:
-    for name in ("function_call", "audio"):
-        if getattr(message, name):
-            raise UnsupportedParameter(f"{where}.{name} is not supported", param=f"{where}.{name}")
-    if message.role == "tool":
-        if not message.tool_call_id:
-            name = f"{where}.tool_call_id"
-            raise InvalidRequest(f"{name} is required", param=name)
-        return result_turn(message.tool_call_id, _text(message.content, where))
-    role = _role(message.role, where)
-    reasoning = (message.reasoning_content or message.reasoning) if role == "assistant" else None
-    if not message.tool_calls:
-        return with_reasoning({"role": role, "content": _text(message.content, where)}, reasoning)
-    if role != "assistant":
-        name = f"{where}.tool_calls"
-        raise InvalidRequest(f"{name}: only an assistant calls tools", param=name)
-    for place, call in enumerate(message.tool_calls):
-        check_name(call.function.name, f"{where}.tool_calls[{place}].function.name")
-    content = "" if message.content is None else _text(message.content, where)
-    functions = ((call.id, call.function) for call in message.tool_calls)
-    turn = calls_turn(content, [(one, f.name, f.arguments) for one, f in functions])
-    return with_reasoning(turn, reasoning)
-
-
-def plain_turns(messages: Iterable[tuple[str, str]]) -> list[Turn]:
-    """Convert pairs of role and text to turns. Raises InvalidRequest, UnsupportedParameter."""
-    return _not_empty(
-        [
-            {"role": _role(role, f"messages[{place}]"), "content": content}
-            for place, (role, content) in enumerate(messages)
-        ]
-    )
-
-
-def _not_empty(turns: list[Turn]) -> list[Turn]:
-    if not turns:
-        raise InvalidRequest("messages must not be empty", param="messages")
-    return turns
-
-
-def _role(role: str, where: str) -> str:
-    if role in _TOOL_ROLES:
-        raise UnsupportedParameter(
-            f"{where}: role '{role}' is not supported here", param=f"{where}.role"
-        )
-    if role not in _ROLES:
-        raise InvalidRequest(
-            f"{where}.role must be system, developer, user, assistant or tool",
-            param=f"{where}.role",
-        )
-    return _ROLES[role]
-
-
-def _text(content: str | list[ContentPart] | None, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if content is None:
-        raise InvalidRequest(f"{where}.content must not be null", param=f"{where}.content")
-    return "\n".join(_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
-
-
-def _part(part: ContentPart, where: str) -> str:
-    if part.type != "text":
-        raise UnsupportedParameter(f"{where}: only text parts are supported", param=where)
-    if part.text is None:
-        raise InvalidRequest(f"{where}.text is missing", param=f"{where}.text")
-    return part.text

@@ -11,7 +11,15 @@ from router.core.request import Choice, GenerationRequest, OutputDelta
 from router.dialects.dialect import Dialect
 from router.dialects.output import OutputCall, ParsedOutput
 from router.dialects.pieces import Arguments, CallEnd, CallStart, Content, Reasoning
-from router.dialects.tools import CalledFunction, MessageToolCall, ToolUse
+from router.dialects.tools import (
+    CalledFunction,
+    CustomToolInput,
+    MessageCustomToolCall,
+    MessageToolCall,
+    ToolUse,
+    custom_input,
+    custom_names,
+)
 from router.http.sse import to_json
 from router.openai.answer import ChatAnswer, usage_of
 from router.openai.answer_details import AnswerDetails
@@ -48,6 +56,7 @@ class ParsedChatAnswer(ChatAnswer):
         self._is_plain = False  # what an event shows depends on the text before it
         self._dialect = dialect
         self._use = use
+        self._custom = custom_names(use)
         self._begins_in = requests[0].begins_in
         self._shows_reasoning = shows_reasoning
         self._outputs: dict[int, ParsedOutput] = {}
@@ -62,10 +71,16 @@ class ParsedChatAnswer(ChatAnswer):
         place = len(output.calls) - 1
         for piece in output.feed(delta.text, last=delta.finish_reason is not None):
             hidden = isinstance(piece, Reasoning) and not self._shows_reasoning
-            if isinstance(piece, CallEnd) or hidden:
-                continue
             place += isinstance(piece, CallStart)
-            content = _delta(piece, place, output)
+            is_custom = place >= 0 and output.calls[place].name in self._custom
+            if isinstance(piece, CallEnd) and is_custom:
+                content = _custom_delta(output.calls[place], place)
+            elif isinstance(piece, CallEnd) or hidden:
+                continue
+            elif isinstance(piece, CallStart | Arguments) and is_custom:
+                continue  # its input is known at its end
+            else:
+                content = _delta(piece, place, output)
             events.append(self._chunk(index, f'"delta":{content}', None))
         extras = self._extras(index, delta, first=first)
         if not extras.empty:
@@ -107,13 +122,20 @@ class ParsedChatAnswer(ChatAnswer):
         reasoning = output.reasoning if self._shows_reasoning else ""
         reasoned = {"reasoning_content": reasoning, "reasoning": reasoning}
         if output.calls:
-            content, calls = output.content or None, [_call(one) for one in output.calls]
+            content, calls = output.content or None, [self._call(one) for one in output.calls]
             if reasoning:
                 return ReasonedToolCallMessage(content=content, tool_calls=calls, **reasoned)
             return ToolCallMessage(content=content, tool_calls=calls)
         if reasoning:
             return ReasonedMessage(content=output.content, **reasoned)
         return ChatMessage(content=output.content)
+
+    def _call(self, call: OutputCall) -> MessageToolCall | MessageCustomToolCall:
+        if call.name in self._custom:
+            given = CustomToolInput(name=call.name, input=custom_input(call.arguments))
+            return MessageCustomToolCall(id=call.id, custom=given)
+        function = CalledFunction(name=call.name, arguments=call.arguments)
+        return MessageToolCall(id=call.id, function=function)
 
 
 def _delta(
@@ -134,7 +156,7 @@ def _delta(
     return f'{{"tool_calls":[{{{fields}}}]}}'
 
 
-def _call(call: OutputCall) -> MessageToolCall:
-    return MessageToolCall(
-        id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments)
-    )
+def _custom_delta(call: OutputCall, place: int) -> str:
+    custom = {"name": call.name, "input": custom_input(call.arguments)}
+    whole = {"index": place, "id": call.id, "type": "custom", "custom": custom}
+    return to_json({"tool_calls": [whole]})

@@ -10,9 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from router.dialects.tools import MessageToolCall, MessageToolCalls, ToolDefinitions
+from router.conversation.turns import MAX_MESSAGES
+from router.dialects.tools import MAX_CALLS, MessageCustomToolCall, MessageToolCall, ToolDefinitions
 from router.http.client import Count, Int, IntLists, Ints, RequestBody, Strings
-from router.inference.prompt import MAX_MESSAGES
 
 MAX_PARTS = 2048
 """Maximum number of parts of a message."""
@@ -178,31 +178,45 @@ class SamplingFields(RequestBody):
 
 
 class ContentPart(_Part):
-    type: str
-    """Only `text` is supported."""
+    model_config = ConfigDict(extra="allow")
+
+    type: str | None = None
+    """`text`, or another server's name of a part with text. Others are refused in the current turn,
+    and left out before."""
     text: str | None = None
 
 
-_Parts = Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_PARTS)]
+_Parts = Annotated[list[ContentPart | str], Field(fail_fast=True, max_length=MAX_PARTS)]
+_Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_PARTS)]
+_Calls = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_CALLS)]
 
 
 class Message(_Part):
     role: str
-    """`system`, `developer`, `user`, `assistant` or `tool`."""
+    """`system`, `developer`, `user`, `assistant`, `tool`, or another that the model's chat template
+    takes."""
     content: str | _Parts | None = None
-    """Text, or a list of text parts; null only with `tool_calls`."""
-    tool_calls: MessageToolCalls | None = None
-    """The calls of an earlier answer."""
+    """Text, or a list of text parts; an assistant's may be null."""
+    name: str | None = None
+    """Who speaks, for chat templates that write it."""
+    tool_calls: _Calls | None = None
+    """The calls of an earlier answer, as it had them."""
     tool_call_id: str | None = None
     """The id of the call whose result this message of the role `tool` is."""
     reasoning_content: str | None = None
     """The reasoning of an earlier answer, for chat templates that use it (extension)."""
     reasoning: str | None = None
     """Another name for `reasoning_content` (extension)."""
-    function_call: Any = Field(default=None, exclude=True)
-    """Not supported."""
-    audio: Any = Field(default=None, exclude=True)
-    """Not supported."""
+    reasoning_details: _Objects | None = None
+    """Another server's form of `reasoning_content` (extension)."""
+    thinking_blocks: _Objects | None = None
+    """Another server's form of `reasoning_content` (extension)."""
+    refusal: str | None = None
+    """The refusal of an earlier answer, which takes the place of its content."""
+    function_call: dict[str, Any] | None = None
+    """An older form of `tool_calls`."""
+    audio: dict[str, Any] | None = None
+    """The `transcript` of an earlier answer is its text."""
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
@@ -304,7 +318,7 @@ class ToolCallMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
-    tool_calls: list[MessageToolCall]
+    tool_calls: list[MessageToolCall | MessageCustomToolCall]
 
 
 class _Reasoned(BaseModel):

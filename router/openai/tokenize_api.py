@@ -15,7 +15,7 @@ from router.http.client import Int, Ints, RequestBody, caller_of, validate
 from router.http.json_stream import Items, JsonStream
 from router.inference.service import InferenceService
 from router.inference.tokens import TokenService
-from router.openai.api import openai_turns
+from router.openai.history import openai_turns
 from router.openai.options import template_options
 from router.openai.protocol import Messages
 

@@ -19,7 +19,8 @@ from router.inference.builder import Arrival
 from router.inference.cache_fields import MAX_TTL_S
 from router.inference.sampling_input import SamplingInput
 from router.inference.service import InferenceService
-from router.openai.api import openai_turns, prompts_of
+from router.openai.api import prompts_of
+from router.openai.history import openai_turns
 from router.prefixes.pinning import Pinned, PrefixPinning
 from router.prefixes.protocol import (
     DEFAULT_TTL_S,

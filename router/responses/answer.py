@@ -158,6 +158,8 @@ class ResponsesAnswer(ApiAnswer):
 
 
 def _tool(tool: Tool) -> Fields:
+    if tool.is_custom:
+        return {"type": "custom", "name": tool.name, "description": tool.description}
     return {
         "type": "function",
         "name": tool.name,

@@ -12,12 +12,12 @@ from fastapi import Request
 from starlette.responses import Response
 
 from baton.errors import InvalidRequest, UnsupportedParameter
+from router.conversation.turns import Turn
 from router.dialects.tools import ToolUse, use_of
 from router.http.client import validate
 from router.inference.builder import Arrival
 from router.inference.cache_fields import with_cache_fields
 from router.inference.endpoint import ApiAnswer, Endpoint
-from router.inference.prompt import Turn
 from router.inference.reasoning import Effort, ReasoningInput, checked_effort
 from router.inference.sampling_input import SamplingInput
 from router.inference.service import InferenceService
@@ -80,7 +80,7 @@ class _Asked:
 def _asked(body: ResponsesRequest) -> _Asked:
     """Check the body of a request. Raises InvalidRequest and UnsupportedParameter."""
     tools = response_tools(body.tools)
-    choice = response_choice(body.tool_choice, parallel=body.parallel_tool_calls)
+    choice = response_choice(body.tool_choice, tools, parallel=body.parallel_tool_calls)
     form = text_format(body.text)
     for value, param in (
         (body.metadata, "metadata"),
@@ -90,7 +90,7 @@ def _asked(body: ResponsesRequest) -> _Asked:
         _check_repeated(value, param)
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
         raise InvalidRequest("max_output_tokens must be at least 1", param="max_output_tokens")
-    sampling = sampling_of(body, body.max_output_tokens)
+    sampling = dataclasses.replace(sampling_of(body, body.max_output_tokens), is_cut_to_room=True)
     effort = _effort(body.reasoning)
     grammar = format_grammar(form)
     if grammar is not None:

@@ -2,8 +2,9 @@
 
 A message: output_item.added, content_part.added, output_text.delta …, output_text.done,
 content_part.done, output_item.done. A function call: output_item.added,
-function_call_arguments.delta …, function_call_arguments.done, output_item.done. Reasoning: as a
-message, with reasoning_text in place of output_text.
+function_call_arguments.delta …, function_call_arguments.done, output_item.done. A call of a custom
+tool: as a function call, with custom_tool_call_input in place of function_call_arguments, and one
+delta with the whole input. Reasoning: as a message, with reasoning_text in place of output_text.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from router.core.request import AnswerPart
 from router.dialects.dialect import Dialect
 from router.dialects.output import ParsedOutput
 from router.dialects.pieces import Arguments, CallEnd, CallStart, Content, Piece, Reasoning
-from router.dialects.tools import ToolUse
+from router.dialects.tools import ToolUse, custom_input, custom_names
 
 Fields = dict[str, Any]
 
@@ -28,6 +29,7 @@ class ResponseOutput:
         """Create the state before the first text. ``begins_in`` is the part of the answer in which
         the prompt ends."""
         self._output = ParsedOutput(dialect, use, begins_in)
+        self._custom = custom_names(use)
         self._calls = 0
         self._is_open = False
         self.items: list[Fields] = []
@@ -63,6 +65,8 @@ class ResponseOutput:
                 return [*self._close(), *self._open_call(name)]
             case Arguments(text):
                 self.items[-1]["arguments"] += text
+                if self._in("custom_tool_call"):
+                    return []
                 about = {**self._place(), "delta": text}
                 return [{"type": "response.function_call_arguments.delta", **about}]
             case CallEnd():
@@ -119,6 +123,10 @@ class ResponseOutput:
             "name": name,
             "arguments": "",
         }
+        if name in self._custom:
+            item["type"] = "custom_tool_call"
+            shown = {key: value for key, value in item.items() if key != "arguments"}
+            return [self._open(item, {**shown, "input": ""})]
         return [self._open(item, dict(item))]
 
     def _close(self, status: str = "completed") -> list[Fields]:
@@ -136,6 +144,13 @@ class ResponseOutput:
             ends = [
                 {"type": f"response.{part['type']}.done", **told},
                 {"type": "response.content_part.done", **self._part_place(), "part": dict(part)},
+            ]
+        elif item["type"] == "custom_tool_call":
+            item["input"] = custom_input(item.pop("arguments"))
+            kind = "response.custom_tool_call_input"
+            ends = [
+                {"type": f"{kind}.delta", **self._place(), "delta": item["input"]},
+                {"type": f"{kind}.done", **self._place(), "input": item["input"]},
             ]
         else:
             told = {**self._place(), "name": item["name"], "arguments": item["arguments"]}

@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from router.conversation.turns import MAX_MESSAGES
 from router.http.client import Int
-from router.inference.prompt import MAX_MESSAGES
 from router.openai.protocol import IGNORED, UNSERVED, SamplingFields
 
 _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_MESSAGES)]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from baton.errors import InvalidRequest, UnsupportedParameter
+from baton.errors import InvalidRequest
 from baton.grammar import Grammar, GrammarKind
 
 PLAIN: dict[str, Any] = {"type": "text"}
@@ -14,11 +14,9 @@ PLAIN: dict[str, Any] = {"type": "text"}
 
 def text_format(text: Mapping[str, Any] | None) -> dict[str, Any]:
     """Check the field ``text`` of a body, and return the ``format`` in it as the client gave it.
-    Raises InvalidRequest and UnsupportedParameter."""
+    Raises InvalidRequest."""
     if text is None:
         return PLAIN
-    if text.get("verbosity") not in (None, "medium"):
-        raise UnsupportedParameter("text.verbosity is not supported", param="text.verbosity")
     form = text.get("format")
     if form is None:
         return PLAIN

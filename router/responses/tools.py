@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from baton.errors import InvalidRequest, UnsupportedParameter
+from baton.errors import InvalidRequest
 from router.dialects.tools import (
     MAX_TOOLS,
     Tool,
     ToolChoice,
+    among,
     bad_choice,
     checked_tool,
     choice_mode,
+    custom_tool,
 )
 
 
 def response_tools(given: Sequence[Mapping[str, Any]] | None) -> list[Tool]:
-    """Read the field ``tools`` of a body. Raises InvalidRequest and UnsupportedParameter."""
-    return [_tool(tool, f"tools[{place}]") for place, tool in enumerate(given or ())]
+    """Read the field ``tools`` of a body. Tools that a server runs itself are left out: the model
+    does not know them. Raises InvalidRequest."""
+    return [_tool(tool, where) for tool, where in _listed(given or (), "tools") if _is_known(tool)]
+
+
+def _listed(given: Sequence[Any], where: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Yield each tool and its path; those of a namespace, too."""
+    for place, tool in enumerate(given):
+        at = f"{where}[{place}]"
+        if not isinstance(tool, dict):
+            raise InvalidRequest(f"{at} must be an object", param=at)
+        if tool.get("type") == "namespace" and isinstance(tool.get("tools"), list):
+            yield from _listed(tool["tools"], f"{at}.tools")
+        else:
+            yield tool, at
+
+
+def _is_known(tool: Mapping[str, Any]) -> bool:
+    return tool.get("type") in ("function", "custom")
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> Tool:
-    if tool.get("type") != "function":
-        raise UnsupportedParameter(f"{where}: only functions are supported", param=f"{where}.type")
+    if tool.get("type") == "custom":
+        return custom_tool(tool, where)
     name, description = tool.get("name"), tool.get("description")
     parameters, strict = tool.get("parameters"), tool.get("strict")
     if not isinstance(name, str):
@@ -37,25 +56,31 @@ def _tool(tool: Mapping[str, Any], where: str) -> Tool:
     return checked_tool(name, description, parameters, bool(strict), where)
 
 
-def response_choice(given: Any, *, parallel: bool | None) -> ToolChoice:
-    """Read the field ``tool_choice`` of a body. Raises InvalidRequest and UnsupportedParameter."""
+def response_choice(given: Any, tools: Sequence[Tool], *, parallel: bool | None) -> ToolChoice:
+    """Read the field ``tool_choice`` of a body with these ``tools``. A choice of a tool that was
+    left out is left to the model. Raises InvalidRequest."""
     single = parallel is False
     if given is None:
         return ToolChoice(single=single)
     if isinstance(given, str):
-        return ToolChoice(choice_mode(given), single=single)
+        return among(ToolChoice(choice_mode(given), single=single), tools)
     if not isinstance(given, dict):
         raise bad_choice()
     kind = given.get("type")
-    if kind == "function":
+    if kind in ("function", "custom"):
         return ToolChoice("required", frozenset({_name(given)}), single=True)
     if kind != "allowed_tools":
-        raise UnsupportedParameter("only functions are supported", param="tool_choice.type")
-    tools = given.get("tools")
-    if not isinstance(tools, list) or not 0 < len(tools) <= MAX_TOOLS:
+        return ToolChoice(single=single)
+    allowed = given.get("tools")
+    if not isinstance(allowed, list) or not 0 < len(allowed) <= MAX_TOOLS:
         raise bad_choice()
     mode = choice_mode(given.get("mode"))
-    return ToolChoice(mode, frozenset(map(_name, tools)), single=single)
+    names = frozenset(_name(one) for one in allowed if not _is_hosted(one))
+    return among(ToolChoice(mode, names, single=single), tools)
+
+
+def _is_hosted(tool: Any) -> bool:
+    return isinstance(tool, dict) and isinstance(tool.get("type"), str) and not _is_known(tool)
 
 
 def _name(value: Any) -> str:

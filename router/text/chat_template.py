@@ -32,8 +32,6 @@ class ChatTemplate:
 
     ``knows_tools``: the template writes tools into the prompt. ``knows_calls``: it writes the calls
     of earlier answers. ``knows_results``: it handles messages of the role ``tool``.
-    ``joins_arguments``: it concatenates the arguments of calls with text, so the arguments must be
-    text.
     """
 
     def __init__(
@@ -51,8 +49,7 @@ class ChatTemplate:
             )
         try:
             # Only parse it here: compiling would compute its constants without bounds.
-            parsed = chat_environment().parse(source)
-            names, texts = _mentioned(parsed)
+            names, texts = _mentioned(chat_environment().parse(source))
         except Exception as error:
             raise ConfigError(f"the model's chat template does not compile: {error}") from error
         self._process = TemplateProcess(source)
@@ -64,7 +61,6 @@ class ChatTemplate:
         self.knows_tools = self._tools_name is not None
         self.knows_calls = "tool_calls" in texts
         self.knows_results = "tool" in texts
-        self.joins_arguments = _joins(parsed, "arguments")
 
     @property
     def for_tools(self) -> ChatTemplate:
@@ -126,16 +122,6 @@ def _mentioned(template: jinja2.nodes.Template) -> tuple[set[str], set[str]]:
     texts = {node.attr for node in template.find_all(jinja2.nodes.Getattr)}
     constants = (node.value for node in template.find_all(jinja2.nodes.Const))
     return names, texts | {value for value in constants if isinstance(value, str)}
-
-
-def _joins(template: jinja2.nodes.Template, key: str) -> bool:
-    """Return whether a template concatenates a value named ``key`` with text, unconverted."""
-    nodes = (jinja2.nodes.Add, jinja2.nodes.Concat)
-    parts = [part for node in template.find_all(nodes) for part in node.iter_child_nodes()]
-    items = [part.arg for part in parts if isinstance(part, jinja2.nodes.Getitem)]
-    names = [part.attr for part in parts if isinstance(part, jinja2.nodes.Getattr)]
-    constants = [item.value for item in items if isinstance(item, jinja2.nodes.Const)]
-    return key in names or key in constants
 
 
 MAX_CPU_S = 5.0

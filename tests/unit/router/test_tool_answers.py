@@ -265,7 +265,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (asking(tools=5), "tools"),
     (asking(tools=[5]), "tools[0]"),
     (asking(tools=[{"type": "function"}]), "tools[0].function"),
-    (asking(tools=[{"type": "custom", "custom": {"name": "x"}}]), "tools[0].type"),
+    (asking(tools=[{"type": "custom", "custom": {}}]), "tools[0].custom.name"),
     (asking(tools=[{"type": "function", "function": {}}]), "tools[0].function.name"),
     (
         asking(tools=[{"type": "function", "function": {"name": "a b"}}]),
@@ -302,19 +302,20 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (asking(tool_choice=5), "tool_choice"),
     (asking(tool_choice={"type": "function", "function": {"name": "other"}}), "tool_choice"),
     (asking(tool_choice={"type": "function"}), "tool_choice"),
-    (asking(tool_choice={"type": "custom", "custom": {"name": "x"}}), "tool_choice.type"),
+    (asking(tool_choice={"type": "custom", "custom": {"name": "x"}}), "tool_choice"),
     (asking(tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "x"}}), "tool_choice"),
     ({**HELLO, "tool_choice": "required"}, "tool_choice"),
     (asking(parallel_tool_calls="no"), "parallel_tool_calls"),
-    ({**HELLO, "messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
-    ({**HELLO, "messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
+    ({**HELLO, "messages": [{"role": "user", "content": None}]}, "messages[0].content"),
     (
         {**HELLO, "messages": [{**HISTORY[1], "role": "user"}]},
         "messages[0].tool_calls",
     ),
-    ({**HELLO, "messages": [{**HISTORY[1], "tool_calls": [{}]}]}, "messages[0].tool_calls[0].id"),
+    (
+        {**HELLO, "messages": [{**HISTORY[1], "tool_calls": [{}]}]},
+        "messages[0].tool_calls[0].function",
+    ),
     ({**HELLO, "functions": [{"name": "f"}]}, "functions"),
-    ({**HELLO, "messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
 ]
 
 

@@ -194,11 +194,6 @@ BAD: list[Request] = [
     Request(token_ids=inference_pb2.TokenIds(ids=[10**6])),
     Request(token_ids=inference_pb2.TokenIds(ids=[5] * CONTEXT)),
     Request(messages=inference_pb2.ChatMessages()),
-    Request(
-        messages=inference_pb2.ChatMessages(
-            messages=[inference_pb2.ChatMessage(role="tool", content="x")]
-        )
-    ),
     Request(messages=inference_pb2.ChatMessages(messages=[inference_pb2.ChatMessage(content="x")])),
     Request(prompt="a", request_id="x" * 129),
     Request(prompt="a", truncate_prompt_tokens=0),

@@ -104,7 +104,6 @@ BAD: list[tuple[Request, str]] = [
         '"x", which is not among the tools',
     ),
     (request_of(tools_pb2.Tools(mode=tools_pb2.TOOL_MODE_REQUIRED)), "requires tools"),
-    (request_of(messages=[Message(role="tool", content="x")]), "tool_call_id"),
     (request_of(messages=[Message(role="user", tool_calls=[CALL])]), "only an assistant"),
     (
         request_of(messages=[Message(role="assistant", tool_calls=[tools_pb2.ToolCall()])]),

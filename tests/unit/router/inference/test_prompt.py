@@ -15,17 +15,12 @@ from baton.config.cluster import Config
 from baton.config_fields import ConfigFields
 from baton.errors import InvalidRequest
 from baton.host.background import INLINE
+from router.conversation.fit import fitted, parsed
+from router.conversation.template_form import TemplateForm
+from router.conversation.turns import calls_turn, is_about_tools, result_turn
 from router.dialects.families import FORMATS, format_for
 from router.dialects.tools import Tool, ToolUse
-from router.inference.prompt import (
-    TEXTS_AT_ONCE,
-    PromptEncoder,
-    calls_turn,
-    fitted,
-    is_about_tools,
-    parsed,
-    result_turn,
-)
+from router.inference.prompt import TEXTS_AT_ONCE, PromptEncoder
 from router.inference.sampling_input import SamplingInput
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
@@ -35,6 +30,7 @@ from tests.support.router.front_fakes import TEMPLATE, tiny_backend, tiny_tokeni
 WAIT_S = 20.0
 BEYOND = "<|beyond|>"
 TOOL = Tool("look_up", "Finds a word.", {"type": "object", "properties": {}})
+TAKES_ALL = TemplateForm()
 USE = ToolUse((TOOL,), frozenset({"look_up"}))
 KNOWS = (
     "{% if tools %}{{ tools | map(attribute='function.name') | join(',') }}\n{% endif %}"
@@ -52,7 +48,7 @@ TALK: list[dict[str, Any]] = [
 def test_a_template_that_knows_everything() -> None:
     template = ChatTemplate(KNOWS, {})
     assert (template.knows_tools, template.knows_calls, template.knows_results) == (True,) * 3
-    turns = fitted(TALK, USE, template, FORMATS["hermes"])
+    turns = fitted(TALK, USE, template, FORMATS["hermes"], TAKES_ALL)
     assert turns == TALK
     assert template.render(turns, 1000, [TOOL.as_template_value()]).result() == (
         'look_up\nuser: Which word?|assistant: look_up{"word": "é"}|tool: found=call_1|'
@@ -65,7 +61,7 @@ def test_a_template_that_knows_nothing(name: str) -> None:
     form = FORMATS[name]
     known = (template.knows_tools, template.knows_calls, template.knows_results)
     assert known == (False, False, False)
-    system, user, assistant, result = fitted(TALK, USE, template, form)
+    system, user, assistant, result = fitted(TALK, USE, template, form, TAKES_ALL)
     assert system["role"] == "system"
     assert json.dumps(TOOL.as_template_value()) in system["content"].splitlines()
     assert user == TALK[0]
@@ -77,14 +73,14 @@ def test_a_template_that_knows_nothing(name: str) -> None:
 
 def test_instructions_follow_the_system_message() -> None:
     turns = [{"role": "system", "content": "Be brief."}, TALK[0]]
-    system, _ = fitted(turns, USE, ChatTemplate(TEMPLATE, {}), FORMATS["hermes"])
+    system, _ = fitted(turns, USE, ChatTemplate(TEMPLATE, {}), FORMATS["hermes"], TAKES_ALL)
     assert system["content"].startswith("Be brief.\n\n")
     assert turns[0]["content"] == "Be brief."
 
 
 def test_content_next_to_calls_stays() -> None:
     turn = calls_turn("I look.", [("1", "look_up", "{}")])
-    (fit,) = fitted([turn], None, ChatTemplate(TEMPLATE, {}), FORMATS["hermes"])
+    (fit,) = fitted([turn], None, ChatTemplate(TEMPLATE, {}), FORMATS["hermes"], TAKES_ALL)
     assert fit["content"].startswith("I look.\n<tool_call>")
 
 
@@ -94,7 +90,7 @@ def test_content_next_to_calls_stays() -> None:
 )
 async def test_arguments_of_earlier_calls(given: str, value: object) -> None:
     plain = {"role": "user", "content": "Hi"}
-    unchanged, turn = await parsed([plain, calls_turn("", [("1", "f", given)])])
+    unchanged, turn = await parsed([plain, calls_turn("", [("1", "f", given)])], TAKES_ALL)
     (call,) = turn["tool_calls"]
     assert (unchanged, call["function"]["arguments"]) == (plain, value)
 
@@ -102,7 +98,7 @@ async def test_arguments_of_earlier_calls(given: str, value: object) -> None:
 async def test_arguments_of_too_many_values() -> None:
     arguments = '{"a": [' + "0," * 200_000 + "0]}"
     with pytest.raises(InvalidRequest, match="at most 131072 values") as found:
-        await parsed([calls_turn("", [("1", "f", arguments)])])
+        await parsed([calls_turn("", [("1", "f", arguments)])], TAKES_ALL)
     assert found.value.param == "messages[0].tool_calls"
 
 

@@ -110,8 +110,8 @@ async def test_items_of_reasoning_go_to_the_template_with_their_answer() -> None
     [
         ({"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
         ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
-        ({"input": [{"type": "reasoning", "content": "x"}]}, "input[0].content"),
-        ({"input": [{"type": "reasoning", "content": [{}]}]}, "input[0].content[0].text"),
+        ({"input": [{"type": "reasoning", "content": 5}]}, "input[0].content"),
+        ({"input": [{"type": "reasoning", "content": [{}]}]}, "input[0].content[0]"),
     ],
 )
 async def test_what_cannot_be(asked: dict[str, Any], param: str) -> None:
