@@ -1,11 +1,11 @@
-# Baton's images: `docker build --target cpu .` and `docker build --target cuda .`; docs/how-to/deploy/index.md
-# says how to run them. Both hold what requirements/ pins by hashes, and no model: the first start gets
-# one, or a volume brings it.
+# Baton's images: `docker build --target cpu .`, `--target cuda .` and `--target router .`;
+# docs/how-to/deploy/index.md says how to run them. All hold what requirements/ pins by hashes, and no model:
+# the first start gets one, or a volume brings it. That of a router has neither torch nor Ray.
 
 # To pin the very bytes: --build-arg PYTHON_IMAGE=python:…@sha256:…
 ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
 
-# What both builds start from: the sources and no packages yet.
+# What all builds start from: the sources and no packages yet.
 FROM ${PYTHON_IMAGE} AS sources
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_NO_CACHE_DIR=1
@@ -21,7 +21,7 @@ COPY requirements ./requirements
 FROM sources AS build-cpu
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    pip install --require-hashes --requirement requirements/cpu.lock \
+    pip install --require-hashes --no-deps --requirement requirements/cpu.lock \
     --extra-index-url "${TORCH_INDEX_URL}"
 COPY . .
 RUN pip install --no-deps --no-build-isolation --no-index .
@@ -30,17 +30,21 @@ RUN pip install --no-deps --no-build-isolation --no-index .
 FROM sources AS build-cuda
 ARG EXTRAS=""
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    pip install --require-hashes --requirement requirements/cuda.lock \
+    pip install --require-hashes --no-deps --requirement requirements/cuda.lock \
     ${EXTRAS:+--requirement "requirements/${EXTRAS}.lock"}
 COPY . .
 RUN pip install --no-deps --no-build-isolation --no-index .
 
-# The compiler stays: kernels are built at the first start, for the CPU that is there (and Triton
-# builds its launchers with it). tini reaps what a worker's libraries leave behind. KubeRay and the
-# chart's launchers need openssl for Ray's certificates.
+FROM sources AS build-router
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
+    pip install --require-hashes --no-deps --requirement requirements/router.lock
+COPY . .
+RUN pip install --no-deps --no-build-isolation --no-index .
+
+# tini reaps what a worker's libraries leave behind.
 FROM ${PYTHON_IMAGE} AS runtime
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends 'g++=4:12.2.*' 'openssl=3.0.*' 'tini=0.19.*' \
+    && apt-get install --yes --no-install-recommends 'tini=0.19.*' \
     && rm -rf /var/lib/apt/lists/* \
     && groupadd --gid 10001 baton \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /var/lib/baton \
@@ -71,12 +75,25 @@ STOPSIGNAL SIGTERM
 ENTRYPOINT ["tini", "--", "baton"]
 CMD ["serve"]
 
-FROM runtime AS cuda
+FROM runtime AS router
+COPY --from=build-router /opt/baton /opt/baton
+CMD ["router"]
+
+# The compiler stays: kernels are built at the first start, for the CPU that is there (and Triton
+# builds its launchers with it). KubeRay and the chart's launchers need openssl for Ray's certificates.
+FROM runtime AS workers
+USER 0:0
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends 'g++=4:12.2.*' 'openssl=3.0.*' \
+    && rm -rf /var/lib/apt/lists/*
+USER 10001:10001
+
+FROM workers AS cuda
 # What the container runtime of NVIDIA is to bring along: the driver. CUDA itself comes with torch.
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY --from=build-cuda /opt/baton /opt/baton
 
 # The last one is what `docker build .` makes.
-FROM runtime AS cpu
+FROM workers AS cpu
 COPY --from=build-cpu /opt/baton /opt/baton

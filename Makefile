@@ -64,14 +64,15 @@ $(BIN)/python:
 	@echo "creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-# Every file that is installed has a hash in a lock. torch's CPU build comes first and alone: its index
-# is asked for nothing else. Baton itself is built by the setuptools of the lock.
+# Every file that is installed has a hash in a lock, which is complete: --no-deps, since tools/lock.py leaves
+# out what packages ask for and Baton does not use. torch's CPU build comes first and alone: its index is
+# asked for nothing else. Baton itself is built by the setuptools of the lock.
 define pip-install
 if [ -z '$(GPU)' ]; then \
   sed -n '/^torch==/,/[^\\]$$/p' $(LOCK) > $(VENV)/torch.lock \
   && $(BIN)/python -m pip install --require-hashes --no-deps --retries 2 \
     --extra-index-url $(TORCH_CPU_INDEX) --requirement $(VENV)/torch.lock; fi \
-&& $(BIN)/python -m pip install --require-hashes $(1) --requirement $(LOCK) \
+&& $(BIN)/python -m pip install --require-hashes --no-deps $(1) --requirement $(LOCK) \
 && $(BIN)/python -m pip install --no-deps --no-build-isolation --editable .
 endef
 

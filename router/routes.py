@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, Protocol
 
 from fastapi import FastAPI
-from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel
@@ -142,9 +141,14 @@ def make_apps(
     endpoints of batches and operators.
     """
     config, access = apis.service.config, apis.service.access
-    # FastAPI's own pages at /docs load scripts from the Internet; these include them.
-    app = FastAPIOffline(
-        title="Baton", version=VERSION, description=_DESCRIPTION, redirect_slashes=False
+    # FastAPI's pages of /openapi.json would run scripts of others where a browser may have a key.
+    app = FastAPI(
+        title="Baton",
+        version=VERSION,
+        description=_DESCRIPTION,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
     )
     add_error_handlers(app)
     _add_openai(app, apis.openai, apis.service.model.id)

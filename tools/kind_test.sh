@@ -11,11 +11,13 @@ cd "$(dirname "$0")/.."
 
 CLUSTER=baton-test
 IMAGE=baton:kind
+ROUTER=baton:kind-router
 CHART=deploy/helm/baton
 CERT_MANAGER=${CERT_MANAGER:-v1.18.2}
 KUBERAY=${KUBERAY:-1.7.0}
 WAIT=${WAIT:-20m}
-COMMON=(--set image.repository="${IMAGE%:*}" --set image.tag="${IMAGE#*:}" --set image.pullPolicy=Never)
+COMMON=(--set image.repository="${IMAGE%:*}" --set image.tag="${IMAGE#*:}"
+  --set image.routerTag="${ROUTER#*:}" --set image.pullPolicy=Never)
 SMALL=(--set router.replicas=2 --set router.resources.requests.cpu=100m)
 for role in prefill decode; do
   SMALL+=(--set workers.$role.resources.requests.cpu=500m --set workers.$role.resources.requests.memory=2Gi)
@@ -38,9 +40,10 @@ finish() {
 trap finish EXIT
 
 docker build --target cpu --tag "$IMAGE" .
+docker build --target router --tag "$ROUTER" .
 kind create cluster --name "$CLUSTER" --wait 120s
 kubectl config use-context "kind-$CLUSTER"
-kind load docker-image "$IMAGE" --name "$CLUSTER"
+kind load docker-image "$IMAGE" "$ROUTER" --name "$CLUSTER"
 helm install cert-manager oci://quay.io/jetstack/charts/cert-manager --version "$CERT_MANAGER" \
   --namespace cert-manager --create-namespace --set crds.enabled=true --wait --timeout 5m
 helm install kuberay-operator kuberay-operator --repo https://ray-project.github.io/kuberay-helm \

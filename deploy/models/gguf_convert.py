@@ -128,8 +128,10 @@ class _BoundedReader(GGUFReader):
         return super()._get(offset, dtype, count, override_order)
 
 
-def convert(gguf: Path, folder: Path, *, keep_codes: bool = False) -> None:
+def convert(gguf: Path, folder: Path, *, keep_codes: bool = False, weights: bool = True) -> None:
     """Write the model in ``gguf`` into ``folder``, which exists and is empty.
+
+    If ``weights`` is false, only the tokenizer and the configuration are written.
 
     With ``keep_codes``, quantized matrices (the embedding included) keep their quantized values, in
     Baton's own layout: see ``engine.quantization.formats``. All other tensors become bfloat16.
@@ -147,17 +149,16 @@ def convert(gguf: Path, folder: Path, *, keep_codes: bool = False) -> None:
     try:
         _check_supported(reader, raw)
         model, vocabulary = _parse(LlamaMetadata, raw), _parse(TokenizerMetadata, raw)
-        weights = _weights(reader, model)
-        config = _config(model, vocabulary, weights, _rope(model, reader))
+        tensors = _weights(reader, model)
+        config = _config(model, vocabulary, tensors, _rope(model, reader))
         _write_tokenizer(folder, vocabulary, model.context_length, config["vocab_size"])
     except ConfigError as error:
         raise ConfigError(f"{gguf} cannot be converted: {error.message}") from error
-    keep_codes = keep_codes and any(weight.has_codes for weight in weights)
     path = folder / "model.safetensors"
-    if keep_codes:
-        config["quantization_config"] = _write_codes(path, weights)
-    else:
-        _write_safetensors(path, weights)
+    if weights and keep_codes and any(tensor.has_codes for tensor in tensors):
+        config["quantization_config"] = _write_codes(path, tensors)
+    elif weights:
+        _write_safetensors(path, tensors)
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", _generation_config(config))
 

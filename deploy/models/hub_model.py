@@ -228,7 +228,7 @@ def _download(
 
     try:
         folder = Path(_within(2 * ASK_S, config_file)).parent
-        check_config(folder)
+        check_config(folder, weights=weights)
     except Exception as error:
         raise explained(error, model_id, commit) from None
     _check_files(model_id, sizes)

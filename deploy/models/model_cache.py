@@ -5,7 +5,8 @@ damaged folder is detected. Concurrent processes fill a folder once. Their locks
 the cache folder.
 
 ``converted/<sha256>-v<version>`` is the conversion of the GGUF file with that hash: in bfloat16, or
-with the suffix ``-codes`` in the file's own codes.
+with the suffix ``-codes`` in the file's own codes. With the suffix ``-tokenizer`` it has no
+weights.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _PLAIN, _CODES = "", "-codes"
 FORMS = (_PLAIN, _CODES)
 """Folder suffixes of the two forms to which a GGUF file is converted: in bfloat16, or with the
 file's own quantized values."""
+TOKENIZER = "-tokenizer"
+"""Folder suffix of a GGUF file's tokenizer and configuration: what a router reads of a model."""
 
 
 class Receipt(BaseModel):
@@ -151,9 +154,11 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def form_of(quantization: str) -> str:
+def form_of(quantization: str, *, weights: bool = True) -> str:
     """Return the form to which a GGUF file is converted for this ``quantization`` setting: an
-    element of ``FORMS``."""
+    element of ``FORMS``, or ``TOKENIZER`` if ``weights`` is false."""
+    if not weights:
+        return TOKENIZER
     return _CODES if quantization == "auto" else _PLAIN
 
 
@@ -161,6 +166,14 @@ def converted_folder(sha256: str, form: str) -> Path:
     """Return the folder for the conversion of the GGUF file with that hash, whether or not the
     folder exists."""
     return cache_dir() / "converted" / f"{sha256}-v{CONVERTER_VERSION}{form}"
+
+
+def find_converted(sha256: str, form: str) -> Path | None:
+    """Return the complete folder for a conversion of the GGUF file with that hash; None if there is
+    none. Every form has the tokenizer."""
+    forms = (form, *FORMS) if form == TOKENIZER else (form,)
+    folders = (converted_folder(sha256, one) for one in forms)
+    return next((folder for folder in folders if read_receipt(folder) is not None), None)
 
 
 def converted_folders() -> Iterator[tuple[Path, Receipt]]:
@@ -199,12 +212,18 @@ def convert_once(
     """Convert a GGUF file whose hash is known, unless its converted folder exists. Returns that
     folder. ``name`` and ``source`` go into its receipt."""
 
+    weights = form != TOKENIZER
+
     def fill(folder: Path) -> None:
         convert = load_converter()
-        progress(f"converting {gguf.name}" + (" to bfloat16" if form == _PLAIN else ""))
-        convert(gguf, folder, keep_codes=form == _CODES)
-        _keep_beside(gguf, folder)
+        what = f"converting {gguf.name}" if weights else f"reading the tokenizer of {gguf.name}"
+        progress(what + (" to bfloat16" if form == _PLAIN else ""))
+        convert(gguf, folder, keep_codes=form == _CODES, weights=weights)
+        if weights:
+            _keep_beside(gguf, folder)
 
+    if (found := find_converted(sha256, form)) is not None:
+        return found
     if form == _CODES:
         source = f"{source}, in its own codes"
     return install(converted_folder(sha256, form), name, source, fill, progress)

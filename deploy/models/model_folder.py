@@ -49,16 +49,18 @@ def _numbered(names: Collection[str]) -> list[str]:
     ]
 
 
-def check_config(folder: Path) -> None:
+def check_config(folder: Path, *, weights: bool = True) -> None:
     """Raise ConfigError unless the engine supports the model in ``config.json``.
 
-    This needs no other file, so it can run before weights are downloaded.
+    This needs no other file, so it can run before weights are downloaded. If ``weights`` is false,
+    the format of quantized weights is not checked, and torch is not needed.
     """
     from engine.checkpoint.model_config import load_model_config  # noqa: PLC0415
 
     load_model_config(folder)
     fields = ConfigFields.read(folder / "config.json")
-    if fields.get("quantization_config") or fields.get("compression_config"):
+    is_quantized = fields.get("quantization_config") or fields.get("compression_config")
+    if weights and is_quantized:
         # The import loads torch, which plain weights do not need here.
         from engine.quantization.checkpoint_format import checkpoint_format  # noqa: PLC0415
 

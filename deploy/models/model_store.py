@@ -63,11 +63,12 @@ def resolve(
 
     An existing path has precedence. With the ``quantization`` ``auto`` a GGUF file keeps its codes;
     otherwise it is converted to bfloat16. ``revision`` is the branch, tag or commit of a Hugging
-    Face id, or the commit of a demo model. If ``weights`` is false, weights are not downloaded from
-    the hub. Raises ConfigError if the model is none of these, or if a part is missing or
-    unsupported.
+    Face id, or the commit of a demo model. If ``weights`` is false, weights are neither downloaded
+    from the hub nor converted, and a folder may lack them. Raises ConfigError if the model is none
+    of these, or if a part is missing or unsupported.
     """
     watch = watch or DownloadWatch()
+    form = form_of(quantization, weights=weights)
     path = _path(model)
     if path is None and hub_model.is_id(model):
         found = hub_model.fetch(model, revision, progress, watch, weights=weights)
@@ -77,13 +78,13 @@ def resolve(
         return ResolvedModel(model, demo.path, demo.commit)
     _refuse_revision(model, revision)
     if path is None:
-        demo = demo_model.fetch(_known(model), form_of(quantization), progress, watch)
+        demo = demo_model.fetch(_known(model), form, progress, watch)
         return ResolvedModel(model, demo.path, demo.commit)
     if path.is_dir():
-        check_folder(path)
+        check_folder(path, weights=weights)
         return ResolvedModel(path.resolve().name, path)
     with disk_errors():
-        return ResolvedModel(path.stem, converted(path, form_of(quantization), progress))
+        return ResolvedModel(path.stem, converted(path, form, progress))
 
 
 def look(model: str, revision: str = "") -> ModelEntry:

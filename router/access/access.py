@@ -47,10 +47,7 @@ _ADMIN = (
 _METRICS = ("/console", "/load", "/metrics")
 _INFERENCE = (
     "/detokenize",
-    "/docs",
     "/openapi.json",
-    "/redoc",
-    "/static-offline-docs",
     "/tokenize",
     "/v1/batches",
     "/v1/cache/prefixes",

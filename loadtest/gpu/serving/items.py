@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 _NEEDED = {
     "fastapi": "fastapi",
-    "fastapi_offline": "fastapi-offline",
     "filelock": "filelock",
     "google.protobuf": "protobuf",
     "grpc": "grpcio",

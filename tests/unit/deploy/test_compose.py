@@ -191,6 +191,7 @@ def test_targets_are_those_of_the_dockerfile() -> None:
         assert service["build"]["target"] in stages
         assert service["image"] == f"baton:{service['build']['target']}"
         assert (service["image"] == "baton:cuda") is (name in PROFILES["gpu"])
+        assert (service["image"] == "baton:router") is (name == "router")
         assert (FOLDER / service["build"]["context"] / "Dockerfile").is_file()
 
 

