@@ -16,6 +16,7 @@ from baton.errors import ConfigError
 from deploy import certificates
 from deploy.launcher.preflight import check_exposure, preflight
 from deploy.processes.ports import free_port
+from tests.support.models import make_tiny_model
 from worker.settings import WorkerSettings
 
 KEYS: dict[str, Any] = {
@@ -151,3 +152,53 @@ async def test_a_launcher_needs_no_certificates_of_roles_that_run_elsewhere(
 def test_half_a_configuration_is_refused(fields: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=r"go together|needs a folder"):
         TlsConfig(**fields)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """Free ports, and a model that is found."""
+    return Config(
+        model=str(make_tiny_model(tmp_path / "tiny")), http="127.0.0.1:0", grpc="127.0.0.1:0"
+    )
+
+
+async def test_an_unknown_model_stops_the_start(config: Config) -> None:
+    unknown = config.model_copy(update={"model": "smollm2-135m-instrukt"})
+    with pytest.raises(ConfigError, match="no model 'smollm2-135m-instrukt'"):
+        await preflight(unknown)
+
+
+@pytest.mark.parametrize("folder", ["/proc/x", "/dev/null/data"])
+async def test_a_configured_data_dir_that_cannot_be_written_stops_the_start(
+    config: Config, folder: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"data_dir {folder} cannot be written .*--data-dir"):
+        await preflight(config.model_copy(update={"data_dir": folder}))
+
+
+async def test_a_default_data_dir_that_cannot_be_written_is_advice(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers need none."""
+    monkeypatch.setenv("XDG_DATA_HOME", "/proc/x")
+    (advice,) = (await preflight(config)).advice
+    assert "507 storage_full" in advice
+
+
+async def test_a_full_data_dir_is_advice(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "tempfile.TemporaryFile",
+        lambda dir: open("/dev/full", "wb", 0),  # noqa: SIM115
+    )
+    checked = await preflight(config.model_copy(update={"data_dir": str(tmp_path / "data")}))
+    (advice,) = checked.advice
+    assert "No space left on device" in advice
+    assert not (tmp_path / "data").exists()
+
+
+async def test_a_data_dir_is_not_made_by_the_check(config: Config, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    assert (await preflight(config.model_copy(update={"data_dir": str(data)}))).advice == ()
+    assert not data.exists()
