@@ -26,7 +26,7 @@ from baton.config.fields import split_host_port
 from baton.errors import BatonError, ConfigError
 from baton.store.redis_client import redis_client
 from deploy.doctor.doctor import Check, Missing, imported, nccl_devices
-from deploy.launcher.preflight import check_data_dir
+from deploy.processes.data_dir import check_data_dir
 from deploy.processes.ports import choose_ports, reachable
 from deploy.processes.ray_memory_monitor import describe_memory_monitor
 from deploy.processes.run_directory import parent_directory

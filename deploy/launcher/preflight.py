@@ -6,8 +6,6 @@ Addresses beyond this machine need API keys and TLS, and Redis on another machin
 
 from __future__ import annotations
 
-import errno
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -18,13 +16,11 @@ from baton.config.keys_file import read_keys
 from baton.errors import ConfigError
 from baton.telemetry.tracing import check_tracing
 from deploy.models import model_store
+from deploy.processes.data_dir import check_data_dir
 from deploy.processes.ports import choose_ports
 from deploy.ray.gcs_store import EMBEDDED, check_gcs_store
 from deploy.store.redis_access import STORE_USERS, StoreUser, check_redis, store_url
 from router.access.access import is_loopback
-
-_TRIED_BYTES = 64 << 10
-"""Number of bytes that are written in order to see whether a folder can be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,31 +74,6 @@ def check_exposure(config: Config, worker_host: str = "") -> None:
     the address of a worker's servers in this process; empty if it has none."""
     _check_listeners(config, worker_host)
     _check_redis_is_encrypted(config)
-
-
-def check_data_dir(config: Config) -> str:
-    """Return advice if nothing can be stored in the folder of files and batches now; otherwise no
-    text.
-
-    The cluster serves without it. Raises ConfigError if the folder is a configured one that cannot
-    be written for a reason other than its disk's space.
-    """
-    folder = config.data_folder
-    # The folder itself is made for the first file.
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    try:
-        if not there.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, f"{there} is a file")
-        with tempfile.TemporaryFile(dir=there) as file:
-            file.write(bytes(_TRIED_BYTES))
-    except OSError as error:
-        wrong = f"data_dir {folder} cannot be written ({error.strerror})"
-        if config.data_dir and error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise ConfigError(
-                f"{wrong}: set --data-dir to a folder that this user can write"
-            ) from error
-        return f"{wrong}: until it can, uploads and batches get 507 storage_full"
-    return ""
 
 
 def _check_listeners(config: Config, worker_host: str) -> None:

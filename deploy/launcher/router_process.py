@@ -28,9 +28,10 @@ from baton.store.redis_client import redis_client
 from baton.store.registry import Registry
 from baton.telemetry.logs import Service
 from baton.telemetry.metrics import SHARED_FOLDER_VARIABLE
-from deploy.launcher.preflight import check_data_dir, check_exposure
+from deploy.launcher.preflight import check_exposure
 from deploy.models import model_store
 from deploy.processes.child import Child
+from deploy.processes.data_dir import check_data_dir
 from deploy.processes.foreground import own_progress
 from deploy.processes.ports import choose_ports, reachable
 from deploy.processes.run_directory import ClusterMark, RunDirectory

@@ -91,7 +91,7 @@ def test_a_transaction_that_finds_no_space_ends(tmp_path: Path, limit: str) -> N
         assert connection.execute("SELECT model FROM progress").fetchall() == [("b",)]
 
 
-async def test_a_store_without_space_says_so_and_goes_on_later(store: BatchStore) -> None:
+async def test_a_store_without_space_serves_again_later(store: BatchStore) -> None:
     file = await stored_file(store, b"x")
     batch = Batch("batch_1", "acme", "", "tiny", "/v1/completions", file.id, "1h", 1, 2, {})
     with no_longer_files():
