@@ -311,6 +311,19 @@ class NotConfigured(BatonError):
     code = "not_configured"
 
 
+class StorageFull(BatonError):
+    """The disk of the server's files and batches is full, read-only, or broken.
+
+    Retry later: answers of the model need no storage and go on. The operator frees space in
+    ``data_dir``.
+    """
+
+    http_status = 507
+    grpc_status = "RESOURCE_EXHAUSTED"
+    error_type = "server_error"
+    code = "storage_full"
+
+
 class DeadlineExceeded(BatonError):
     """The request's time was up before it ended.
 

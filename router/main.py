@@ -35,6 +35,7 @@ from baton.store.redis_client import redis_client
 from baton.store.registry import Registry
 from baton.store.supervision import PoolSizes
 from baton.telemetry.genai_metrics import GenAiMetrics
+from baton.telemetry.log_file import log_to_file
 from baton.telemetry.logs import Service, log_to_stream
 from baton.telemetry.metrics import RouterMetrics
 from baton.telemetry.tracing import end_tracing, start_tracing
@@ -89,6 +90,8 @@ class RouterSettings(BaseModel):
     replicated: bool = False
     """Whether other routers of the cluster may run on other hosts, as with ``baton router``. Files
     and batches then need a ``batch_store``."""
+    log_file: str = ""
+    """File of this process's log, and of its standard output and error; empty leaves them."""
     what_if: tuple[str, ...] = ()
     """The program that answers the console's what-if questions, and its arguments; empty: none."""
 
@@ -290,13 +293,11 @@ def run(settings: RouterSettings) -> None:
 def prepare(settings: RouterSettings) -> None:
     """Set up logging and the limits of this process before its event loop runs."""
     config = Config(**settings.config)
-    log_to_stream(
-        sys.stdout if config.log_to == "stdout" else sys.stderr,
-        config.log_level,
-        config.log_format,
-        Service.ROUTER,
-        _instance(settings),
-    )
+    named = config.log_level, config.log_format, Service.ROUTER, _instance(settings)
+    if settings.log_file:
+        log_to_file(Path(settings.log_file), *named, output=(1, 2))
+    else:
+        log_to_stream(sys.stdout if config.log_to == "stdout" else sys.stderr, *named)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     # uvicorn logs a line for every client error.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)

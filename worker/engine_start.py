@@ -47,19 +47,23 @@ log = logging.getLogger(__name__)
 def core_board(settings: WorkerSettings) -> CoreBoard | None:
     """Return the core board by which workers of the host share its CPU cores.
 
-    Returns None if the worker has a fixed share of the cores, and on a CUDA device. With a CUDA
-    device, the engine thread computes nothing. It needs full priority, because the GPU is idle
-    while it waits for the thread. Raises OSError, ConfigError.
+    Returns None if the worker has a fixed share of the cores, as on a full disk, and on a CUDA
+    device. With a CUDA device, the engine thread computes nothing. It needs full priority, because
+    the GPU is idle while it waits for the thread. Raises ConfigError.
     """
     if not settings.core_board or device_of(engine_settings(settings)).type != "cpu":
         return None
-    return CoreBoard(
-        Path(settings.core_board),
-        settings.number,
-        settings.core_lines or settings.workers_here,
-        host_cores(),
-        yields=settings.pool.role == "prefill",
-    )
+    try:
+        return CoreBoard(
+            Path(settings.core_board),
+            settings.number,
+            settings.core_lines or settings.workers_here,
+            host_cores(),
+            yields=settings.pool.role == "prefill",
+        )
+    except OSError as error:
+        log.warning("the worker has a fixed share of the cores: %s: %s", settings.core_board, error)
+        return None
 
 
 def engine_settings(settings: WorkerSettings) -> EngineSettings:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
@@ -16,6 +17,7 @@ from baton.errors import WorkerFailed
 from baton.host.process_end import Fail
 from baton.liveness.listening import ListeningClock
 from baton.telemetry.certificates import CertificateExpiry
+from baton.telemetry.disk import look_at_disk
 from baton.telemetry.metrics_server import MetricsServer
 from baton.telemetry.page import MetricsPage
 from baton.telemetry.worker_metrics import WorkerMetrics
@@ -110,7 +112,14 @@ async def load_runtime(
     expiry = CertificateExpiry(metrics.certificate_expiry, settings.slot, tls)
     named = settings.cluster_id, settings.model_name
     vllm = settings.config.vllm_metrics
-    page = MetricsPage(metrics.registry, *named, expiry.look, vllm=vllm)
+
+    def look() -> None:
+        expiry.look()
+        if settings.run_folder:
+            gauges = metrics.run_disk_free_bytes, metrics.run_disk_total_bytes
+            look_at_disk(Path(settings.run_folder), *gauges)
+
+    page = MetricsPage(metrics.registry, *named, look, vllm=vllm)
     return WorkerRuntime(
         core=core,
         memory=memory.of(engine.cache),

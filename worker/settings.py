@@ -30,6 +30,9 @@ class WorkerSettings:
     costs_folder: str = ""
     """Folder on this machine where step costs are stored for workers that start later. If empty,
     they are not stored."""
+    run_folder: str = ""
+    """The run directory of the worker's node, whose free space is a metric. If empty, it is not
+    measured."""
     draft_model_path: str = ""
     """Folder of the draft model; empty if there is none."""
     number: int = 0

@@ -261,6 +261,16 @@ class WorkerMetrics:
             [*tier, "reason"],
             registry=registry,
         )
+        self.run_disk_free_bytes = Gauge(
+            "baton_run_disk_free_bytes",
+            "Free space for the run directory of the worker's node, which holds logs and sockets.",
+            registry=registry,
+        )
+        self.run_disk_total_bytes = Gauge(
+            "baton_run_disk_total_bytes",
+            "Size of the file system of the run directory.",
+            registry=registry,
+        )
 
     def redis_calls(self, role: str, call: str) -> RedisCalls:
         """Return the recorder for Redis calls of one kind, made by a worker in ``role``."""

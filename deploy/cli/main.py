@@ -22,6 +22,7 @@ from deploy.cli.measure import (
 )
 from deploy.cli.operate import (
     doctor_command,
+    logs_command,
     node_commands,
     status_command,
     usage_command,
@@ -148,6 +149,7 @@ app = _group(
         },
         "Operate": {
             "status": status_command.status,
+            "logs": logs_command.logs,
             "usage": usage_command.usage,
             "why": why_command.why,
             "doctor": doctor_command.doctor,

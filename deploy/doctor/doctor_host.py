@@ -26,8 +26,11 @@ from baton.config.fields import split_host_port
 from baton.errors import BatonError, ConfigError
 from baton.store.redis_client import redis_client
 from deploy.doctor.doctor import Check, Missing, imported, nccl_devices
+from deploy.processes.data_dir import check_data_dir
 from deploy.processes.ports import choose_ports, reachable
 from deploy.processes.ray_memory_monitor import describe_memory_monitor
+from deploy.processes.run_directory import parent_directory
+from deploy.processes.run_history import check_run_space
 from deploy.store.redis_access import eviction_advice, eviction_policy, store_url
 
 GIB = 1 << 30
@@ -62,6 +65,8 @@ def host_checks(config: Config) -> tuple[Check, ...]:
         Check("Redis", partial(_redis, store), needed=bool(config.redis_url)),
         Check("Ray cluster", partial(_ray, config.ray_address), needed=bool(config.ray_address)),
         Check("model files", partial(_model, config.model, config.revision), needed=True),
+        Check("data_dir", partial(_data_dir, config)),
+        Check("run directory", _run_directory),
         Check("memory", _memory),
         Check("GPU driver", _driver),
         Check("GPUs", _gpus),
@@ -87,6 +92,24 @@ def _ports(config: Config) -> str:
     except ConfigError as error:
         raise Missing(f"{error.message}; or let `baton serve --http 127.0.0.1:0` choose") from None
     return f"{', '.join(addresses)}: free"
+
+
+def _data_dir(config: Config) -> str:
+    try:
+        wrong = check_data_dir(config)
+    except ConfigError as error:
+        wrong = error.message
+    if wrong:
+        raise Missing(wrong)
+    return f"{config.data_folder} can be written"
+
+
+def _run_directory() -> str:
+    try:
+        free = check_run_space()
+    except ConfigError as error:
+        raise Missing(error.message) from None
+    return f"{free >> 20} MiB are free in {parent_directory()}"
 
 
 def _redis(url: str) -> str:

@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     if _last_words() == RELEASE:
         return 0
     left = sweep(ClusterMark(given.cluster_id, given.run_directory), {os.getpid()})
-    RunDirectory(given.run_directory).remove()
+    RunDirectory(given.run_directory).keep_logs()
     return 1 if left else 0
 
 

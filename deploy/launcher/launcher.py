@@ -22,7 +22,7 @@ from pathlib import Path
 
 from baton.config.cluster import Config
 from baton.config.worker_fields import shared_hash, workers_hash
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 from baton.security.cluster_secret import new_secret
 from baton.security.tls import TlsFiles
 from baton.store.redis_client import redis_client
@@ -36,12 +36,13 @@ from deploy.launcher.preparation import PreparedModel, prepare_kernels, prepare_
 from deploy.launcher.router_process import RouterProcess
 from deploy.processes.child import last_lines
 from deploy.processes.cluster_state import ClusterState
-from deploy.processes.foreground import LogFile, StopSignals, first_leaf
+from deploy.processes.foreground import StopSignals, first_leaf, own_log_file
 from deploy.processes.ports import reachable
 from deploy.processes.process_identity import ProcessIdentity
 from deploy.processes.progress import Progress
 from deploy.processes.ray_memory_monitor import describe_memory_monitor
 from deploy.processes.run_directory import ClusterMark, RunDirectory
+from deploy.processes.run_history import start_run
 from deploy.ray.gcs_process import GcsWatch, RemoteGcsWatch
 from deploy.ray.gcs_store import EMBEDDED, GcsStore
 from deploy.ray.joined_ray import AUTO, JoinedRay
@@ -85,12 +86,15 @@ async def _run(
     signals = StopSignals()
     try:
         checked = await preflight(config)
+        for advice in checked.advice:
+            progress.line(advice, "yellow")
+        cluster_id = checked.config.cluster_id or secrets.token_hex(6)
+        run = start_run(cluster_id, checked.config.model)
     except BatonError as error:
         progress.line(f"error: {error.message}", "red")
         return 1, False
-    for advice in checked.advice:
-        progress.line(advice, "yellow")
-    launcher = Launcher(checked, RunDirectory.create(), signals, progress, supervisor_class)
+    mark = ClusterMark(cluster_id, run.path)
+    launcher = Launcher(checked, run, mark, signals, progress, supervisor_class)
     return await launcher.run(), launcher.hangs
 
 
@@ -125,6 +129,7 @@ class Launcher:
         self,
         checked: Checked,
         run: RunDirectory,
+        mark: ClusterMark,
         signals: StopSignals,
         progress: Progress,
         supervisor_class: type[SupervisorActor] = SupervisorActor,
@@ -136,7 +141,7 @@ class Launcher:
         """Addresses of the store by store user. Each user has its own permissions."""
         self._shared_secret = SharedSecret.of(self._config, self._redis_urls.get("supervisor", ""))
         self._run = run
-        self._mark = ClusterMark(self._config.cluster_id or secrets.token_hex(6), run.path)
+        self._mark = mark
         self._signals = signals
         self._progress = progress
         self._supervisor_class = supervisor_class
@@ -159,7 +164,7 @@ class Launcher:
         log_file = None
         if not self._progress.is_logged:
             kind = self._config.log_format
-            log_file = LogFile(self._run, "launcher", kind, Service.LAUNCHER, "launcher")
+            log_file = own_log_file(self._run, "launcher", kind, Service.LAUNCHER, "launcher")
         failure = await self._serve_until_stopped()
         ending = Ending.SIGNAL
         if failure is not None:
@@ -168,11 +173,12 @@ class Launcher:
         await self._end(ending)
         if log_file is not None:
             log_file.close()
-        if failure is not None:
-            self._progress.line(f"logs are kept in {self._run.keep_logs()}")
-            return 1
-        self._run.remove()
-        return 0
+        if self._model is None and isinstance(failure, ConfigError):
+            # The message says all: the model's name is wrong, for example.
+            self._run.remove()
+        elif self._run.keep_logs() and failure is not None:
+            self._progress.line(f"logs are kept in {self._run.logs}")
+        return 0 if failure is None else 1
 
     async def _serve_until_stopped(self) -> BaseException | None:
         """Start the cluster and watch it until it must stop. Returns None after a signal, or the

@@ -24,9 +24,10 @@ from baton.errors import BatonError
 from baton.telemetry.logs import Service
 from deploy.launcher.guardian import Guardian, sweep
 from deploy.launcher.part_watch import PartWatch
-from deploy.processes.foreground import LogFile, StopSignals, first_leaf
+from deploy.processes.foreground import StopSignals, first_leaf, own_log_file
 from deploy.processes.progress import Progress
 from deploy.processes.run_directory import PREFIX, ClusterMark, RunDirectory, parent_directory
+from deploy.processes.run_history import start_run
 from deploy.ray.joined_ray import RayNode, refuse_work
 from deploy.workers.actor_process import end_other
 from deploy.workers.node import PLACES_VARIABLE, NodeWorker, NodeWorkers
@@ -149,11 +150,16 @@ class NodeAgent:
     async def run(self) -> int:
         """Join the Ray cluster, run its workers until a signal, and leave; returns the exit
         code."""
-        run = RunDirectory.create()
-        mark = ClusterMark(f"node-{secrets.token_hex(6)}", run.path)
+        name = f"node-{secrets.token_hex(6)}"
+        try:
+            run = start_run(name, "")
+        except BatonError as error:
+            self._progress.line(f"error: {error.message}", "red")
+            return 1
+        mark = ClusterMark(name, run.path)
         os.environ.update({**mark.variables, PLACES_VARIABLE: str(self._places)})
         to_stdout = self._progress.is_logged
-        log_file = None if to_stdout else LogFile(run, "node", "text", Service.NODE, "node")
+        log_file = None if to_stdout else own_log_file(run, "node", "text", Service.NODE, "node")
         guardian, node = Guardian(mark, run), RayNode(self._address, mark, to_stdout=to_stdout)
         failure = await self._serve(guardian, node, run)
         if failure is not None:
@@ -167,11 +173,9 @@ class NodeAgent:
         await guardian.release()
         if log_file is not None:
             log_file.close()
-        if failure is not None:
-            self._progress.line(f"logs are kept in {run.keep_logs()}")
-            return 1
-        run.remove()
-        return 0
+        if run.keep_logs() and failure is not None:
+            self._progress.line(f"logs are kept in {run.logs}")
+        return 0 if failure is None else 1
 
     async def _serve(self, guardian: Guardian, node: RayNode, run: RunDirectory) -> str | None:
         """Stay in the Ray cluster until a signal. Returns the error that ended the session, or

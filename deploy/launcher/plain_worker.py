@@ -123,10 +123,10 @@ def run_worker(
     os.environ["OMP_NUM_THREADS"] = str(share.threads)
     entrance = Entrance(group, settings, host, group_port) if group.size > 1 else None
     if ranks is None:
-        worker = WorkerThread(settings, share, "", sys.stdout)
+        worker = WorkerThread(settings, share, "", sys.stdout.fileno())
     else:
         others = _Others(settings, ranks, entrance)
-        worker = WorkerThread(settings, share, "", sys.stdout, start_ranks=others.start)
+        worker = WorkerThread(settings, share, "", sys.stdout.fileno(), start_ranks=others.start)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, worker.on_sigterm)
     probes = ProbeServer(host, probe_port, lambda: worker.is_ready) if probe_port else None

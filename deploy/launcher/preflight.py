@@ -1,4 +1,5 @@
-"""Checks before anything starts: addresses, certificates, keys, and configured servers.
+"""Checks before anything starts: addresses, certificates, keys, the model's name, the folder of
+files and batches, and configured servers.
 
 Addresses beyond this machine need API keys and TLS, and Redis on another machine needs TLS.
 """
@@ -17,6 +18,7 @@ from baton.host.host_memory import available_bytes
 from baton.telemetry.tracing import check_tracing
 from deploy.launcher.kernels import computes_on_cpu
 from deploy.models import model_store
+from deploy.processes.data_dir import check_data_dir
 from deploy.processes.ports import choose_ports
 from deploy.ray.gcs_store import EMBEDDED, check_gcs_store
 from deploy.store.redis_access import STORE_USERS, StoreUser, check_redis, store_url
@@ -48,14 +50,15 @@ async def preflight(config: Config) -> Checked:
         model_store.check_drafter(config.drafter, config.draft_model, config.draft_revision)
     if not config.ray_address:
         _check_memory(config)
+    advice = []
     if config.routers:
         config = choose_ports(config)
+        advice.append(check_data_dir(config))
     if config.otlp_endpoint:
         check_tracing()
     if config.keys_file:
         read_keys(Path(config.keys_file))
     redis_urls: dict[StoreUser, str] = {}
-    advice = []
     if config.redis_url:
         redis_urls = {user: store_url(config, user) for user in STORE_USERS}
         here = _roles_here(config)

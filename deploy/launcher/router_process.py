@@ -31,6 +31,7 @@ from baton.telemetry.metrics import SHARED_FOLDER_VARIABLE
 from deploy.launcher.preflight import check_exposure
 from deploy.models import model_store
 from deploy.processes.child import Child
+from deploy.processes.data_dir import check_data_dir
 from deploy.processes.foreground import own_progress
 from deploy.processes.ports import choose_ports, reachable
 from deploy.processes.run_directory import ClusterMark, RunDirectory
@@ -74,7 +75,7 @@ class RouterProcess:
         self._shares_port = config.routers > 1
         self._mark = mark
         self._run = run
-        self._to_stdout = config.log_to == "stdout"
+        self._log = None if config.log_to == "stdout" else run.log(self.name)
         self._http = reachable(config.http)
         self._fronts = config.tls.fronts
         self._shown = config.tls.front_client or TlsFiles()
@@ -85,6 +86,7 @@ class RouterProcess:
             "model_path": model_path,
             "model_name": model_name,
             "number": number,
+            "log_file": "" if self._log is None else str(self._log),
             "what_if": WHAT_IF,
         }
         self._child: Child | None = None
@@ -102,8 +104,7 @@ class RouterProcess:
         if self._shares_port:
             self._run.router_metrics.mkdir(exist_ok=True)
             variables[SHARED_FOLDER_VARIABLE] = str(self._run.router_metrics)
-        log = None if self._to_stdout else self._run.log(self.name)
-        self._child = await Child.spawn(self.name, arguments, self._mark, log, variables)
+        self._child = await Child.spawn(self.name, arguments, self._mark, self._log, variables)
         await self._child.say(json.dumps(self._settings).encode() + b"\n")
 
     async def wait(self) -> str:
@@ -187,6 +188,8 @@ def serve_router(config: Config) -> None:
         )
     check_exposure(config)
     config = choose_ports(config.model_copy(update={"routers": 1}))
+    if advice := check_data_dir(config):
+        tell(advice)
     # The import is slow, and not needed for the errors above.
     from router.main import RouterSettings, run  # noqa: PLC0415
 

@@ -11,6 +11,7 @@ import sys
 from rich.console import Console
 
 from baton.config.choices import LogFormat, LogLevel, LogTo
+from baton.telemetry.log_file import LogFile
 from baton.telemetry.logs import Service, formatter, log_to_stream
 from deploy.processes.progress import Progress
 from deploy.processes.run_directory import RunDirectory
@@ -58,22 +59,18 @@ def own_progress(
     return Progress(None)
 
 
-class LogFile:
-    """Writes this process's log to a file of the run directory until it is closed."""
+def own_log_file(
+    run: RunDirectory, name: str, kind: LogFormat, service: Service, instance: str
+) -> LogFile:
+    """Also write this process's log to a file of the run directory, until it is closed.
 
-    def __init__(
-        self, run: RunDirectory, name: str, kind: LogFormat, service: Service, instance: str
-    ) -> None:
-        """``name`` is the name of the log; ``kind``, ``service`` and ``instance`` are those of
-        ``formatter``."""
-        self._handler = logging.FileHandler(run.log(name))
-        self._handler.setFormatter(formatter(kind, service, instance))
-        logging.getLogger().addHandler(self._handler)
-
-    def close(self) -> None:
-        """Stop writing the log, and close its file."""
-        self._handler.close()
-        logging.getLogger().removeHandler(self._handler)
+    ``name`` is the name of the log; ``kind``, ``service`` and ``instance`` are those of
+    ``formatter``.
+    """
+    handler = LogFile(run.log(name))
+    handler.setFormatter(formatter(kind, service, instance))
+    logging.getLogger().addHandler(handler)
+    return handler
 
 
 def first_leaf(error: BaseException | None) -> BaseException | None:

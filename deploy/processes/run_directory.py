@@ -7,10 +7,11 @@ environment of every process of the run.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -25,36 +26,61 @@ def parent_directory() -> Path:
     """Return the folder that contains all run directories: the system's temporary directory.
 
     It must have a short path: the path of a UNIX socket has at most 107 bytes, and Ray's own part
-    of it takes about 70.
+    of it takes about 70. Unlike Python's own choice, this one does not change when the disk is
+    full: commands still find the clusters of this machine.
     """
-    parent = Path(tempfile.gettempdir())
-    return parent if len(os.fsencode(parent)) <= _LONGEST_PARENT else Path("/tmp")  # noqa: S108
+    given = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
+    for parent in (Path(path).absolute() for path in given if path):
+        if parent.is_dir() and len(os.fsencode(parent)) <= _LONGEST_PARENT:
+            return parent
+    return Path("/tmp")  # noqa: S108
 
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The directory of one run. Only its owner can read it."""
+    """The directory of one run. Only its owner can read it.
+
+    A process of the run holds a lock on it until it ends for any reason: see ``is_live``.
+    """
 
     path: Path
+    lock: int = field(default=-1, compare=False, repr=False)
+    """Descriptor of the locked directory; -1 if this object holds no lock."""
 
     @classmethod
     def create(cls) -> RunDirectory:
-        run = cls(Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent_directory())))
+        """Create the directory of a new run, and lock it. Raises OSError."""
+        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent_directory()))
+        run = cls(path, _locked(path))
         run.logs.mkdir()
         return run
 
     @classmethod
     def of_node(cls, cluster_id: str) -> RunDirectory:
-        """Return the directory for a cluster's workers on a Ray node that Baton did not start.
+        """Return the directory for a cluster's workers on a Ray node that Baton did not start, and
+        lock it for this process.
 
         Raises PermissionError if another user owns it.
         """
-        run = cls(parent_directory() / f"{PREFIX}node-{cluster_id}")
-        run.path.mkdir(mode=0o700, exist_ok=True)
-        if run.path.is_symlink() or run.path.stat().st_uid != os.getuid():
-            raise PermissionError(f"{run.path} belongs to another user")
+        path = parent_directory() / f"{PREFIX}node-{cluster_id}"
+        path.mkdir(mode=0o700, exist_ok=True)
+        if path.is_symlink() or path.stat().st_uid != os.getuid():
+            raise PermissionError(f"{path} belongs to another user")
+        run = cls(path, _locked(path))
         run.logs.mkdir(exist_ok=True)
         return run
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a process of the run, such as its launcher, holds the lock. Raises OSError."""
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
 
     @property
     def workers(self) -> Path:
@@ -97,20 +123,47 @@ class RunDirectory:
             file.write(content)
         return path
 
-    def remove(self) -> None:
-        """Delete the directory; idempotent."""
-        shutil.rmtree(self.path, ignore_errors=True)
+    @property
+    def about(self) -> Path:
+        """Return the path of the file that says which run this is: see
+        ``deploy.processes.run_history``."""
+        return self.path / "run.json"
 
-    def keep_logs(self) -> Path:
-        """Delete all of the run directory but the logs, and move Ray's logs next to the others."""
+    def remove(self) -> None:
+        """Delete the directory, and release its lock; idempotent."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._release()
+
+    def keep_logs(self) -> bool:
+        """Delete all of the run directory but the logs and what ``about`` says, move Ray's logs
+        next to the others, and release the lock. Return whether there are logs; without any,
+        nothing is kept."""
         with contextlib.suppress(OSError):
             (self.ray / "session_latest" / "logs").resolve(strict=True).rename(self.logs / "ray")
+        if not any(file.stat().st_size for file in self.logs.rglob("*") if file.is_file()):
+            self.remove()
+            return False
         for entry in self.path.iterdir():
-            if entry.is_dir() and entry != self.logs:
+            if entry in (self.logs, self.about):
+                continue
+            if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry, ignore_errors=True)
-            elif entry.is_file():
-                entry.unlink(missing_ok=True)
-        return self.logs
+            else:
+                with contextlib.suppress(OSError):
+                    entry.unlink()
+        self._release()
+        return True
+
+    def _release(self) -> None:
+        if self.lock >= 0:
+            fcntl.flock(self.lock, fcntl.LOCK_UN)
+
+
+def _locked(path: Path) -> int:
+    """Lock a directory for this process until it ends. Processes of one run share the lock."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
 
 
 @dataclass(frozen=True, slots=True)

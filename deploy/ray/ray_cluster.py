@@ -17,6 +17,7 @@ import psutil
 
 from baton.config.cluster import Config
 from baton.errors import BatonError, ConfigError
+from baton.telemetry.log_file import BACKUPS, MAX_BYTES
 from deploy import ray_internals
 from deploy.processes.daemon_thread import DaemonThread
 from deploy.processes.run_directory import ClusterMark, RunDirectory
@@ -79,6 +80,9 @@ def common_environment(*, to_stdout: bool = False) -> dict[str, str]:
     return {
         **(own_output if to_stdout else {}),
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray's own default is 512 MiB and five files for each of its processes.
+        "RAY_ROTATION_MAX_BYTES": str(MAX_BYTES),
+        "RAY_ROTATION_BACKUP_COUNT": str(BACKUPS),
         # Workers import Baton's modules, not those of the folder in which they start.
         "PYTHONSAFEPATH": "1",
         # Ray would add 15: anything else that runs on the host would push the workers aside.

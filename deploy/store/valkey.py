@@ -133,6 +133,8 @@ class EmbeddedValkey:
             f"bind {LOOPBACK}",
             f"port {port}",
             "protected-mode yes",
+            # Valkey's log is not rotated: nothing that it writes regularly may be in it.
+            "loglevel warning",
             # A title would overwrite the environment, and the cluster's mark with it.
             "set-proc-title no",
             f"requirepass {self._password}",

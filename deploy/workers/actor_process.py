@@ -13,10 +13,11 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from baton.errors import BatonError
 from baton.host.process_end import end_process
+from baton.telemetry.log_file import log_to_file
 from baton.telemetry.logs import Service, log_to_stream
 from deploy.processes.process_identity import ProcessIdentity
 from deploy.workers.actor_end import ActorEnd, EndKind, last_line, monitored_end, process_end
@@ -66,20 +67,23 @@ def take_sigterm(handler: Callable[[int, object], None]) -> None:
         signal.signal(signal.SIGTERM, handler)
 
 
-def start_log(config: Mapping[str, Any], file: Path, service: Service, instance: str) -> TextIO:
+def start_log(config: Mapping[str, Any], file: Path, service: Service, instance: str) -> int:
     """Write this process's log, and crashes inside native code, to ``file`` or to standard output,
-    as ``log_to`` in ``config`` says. Returns the open stream.
+    as ``log_to`` in ``config`` says. Returns the descriptor, which stays open until the process
+    ends.
 
     ``service`` and ``instance`` name the process: see ``baton.telemetry.logs.formatter``.
     """
-    # The stream stays open until the process ends. Ray's own one for standard output has no buffer,
-    # so a line may be written in parts.
-    to_stdout = config["log_to"] == "stdout"
-    target: Path | int = sys.stdout.fileno() if to_stdout else file
-    stream = open(target, "a", encoding="utf-8", buffering=1, closefd=not to_stdout)  # noqa: SIM115
-    faulthandler.enable(stream)
-    log_to_stream(stream, str(config["log_level"]), str(config["log_format"]), service, instance)
-    return stream
+    named = str(config["log_level"]), str(config["log_format"]), service, instance
+    if config["log_to"] == "stdout":
+        # Ray's own stream has no buffer, so a line may be written in parts.
+        descriptor = sys.stdout.fileno()
+        stream = open(descriptor, "a", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
+        log_to_stream(stream, *named)
+    else:
+        descriptor = log_to_file(file, *named).fileno()
+    faulthandler.enable(descriptor)
+    return descriptor
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from baton.errors import BatonError, ConfigError
 from deploy.processes.process_identity import ProcessIdentity
 from deploy.processes.run_directory import RUN_VARIABLE, RunDirectory
 from deploy.workers.actor_settings import ActorSettings
+
+log = logging.getLogger(__name__)
 
 CORE_LINES = 8
 """Maximum number of workers, in addition to those of the configuration, that can share a node's
@@ -160,7 +163,8 @@ class NodeWorkers:
         self, slot: str, drain_s: float, node: str = "", gcs: str = "", cluster: str = ""
     ) -> int:
         """Add this process to the node's list until it ends, and return the process's number on the
-        node: the lowest free one. Raises OSError."""
+        node: the lowest free one. On a full disk the process may only get its number. Raises
+        OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
         me = NodeWorker(slot, ProcessIdentity.own(), drain_s, node, gcs, cluster)
         for number in range(_MOST):
@@ -170,10 +174,20 @@ class NodeWorkers:
                 os.close(descriptor)
                 continue
             # The file is never closed: its lock ends with the process.
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(asdict(me)).encode(), 0)
+            self._write(descriptor, json.dumps(asdict(me)).encode())
             return number
         raise OSError(f"no number is free in {self._folder}")
+
+    def _write(self, descriptor: int, me: bytes) -> None:
+        # Over what a dead process has left: a full disk has room for that.
+        written = 0
+        try:
+            written = os.pwrite(descriptor, me, 0)
+        except OSError as error:
+            log.warning(
+                "%s cannot be written: %s; the worker is not on the list", self._folder, error
+            )
+        os.ftruncate(descriptor, written if written == len(me) else 0)
 
     def running(self) -> list[NodeWorker]:
         """Return the worker processes on the list that are running."""

@@ -31,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -124,11 +124,12 @@ class WorkerThread:
         settings: ActorSettings,
         share: NodeShare,
         node: str,
-        log_file: TextIO,
+        log_file: int,
         build: BuildProcess = build_process,
         start_ranks: StartRanks = start_ranks,
     ) -> None:
-        """``node`` is Ray's id of the node; empty if Ray has not placed the worker.
+        """``node`` is Ray's id of the node; empty if Ray has not placed the worker. ``log_file`` is
+        the descriptor of the log.
 
         ``build`` makes the worker, on the worker's thread. ``start_ranks`` starts the processes of
         its other ranks.

@@ -58,6 +58,7 @@ def worker_settings(settings: ActorSettings, share: NodeShare) -> WorkerSettings
         core_board=share.core_board,
         core_lines=share.core_lines,
         costs_folder=str(share.run.costs),
+        run_folder=str(share.run.path),
         draft_model_path=drafter,
         number=share.number,
         workers_here=share.workers_here,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 from baton.config.cluster import Config
 from baton.telemetry.certificates import CertificateExpiry
+from baton.telemetry.disk import look_at_disk
 from baton.telemetry.metrics import RouterMetrics
 from baton.telemetry.page import MetricsPage
 
@@ -20,16 +18,8 @@ def router_page(
 
     def look() -> None:
         expiry.look()
-        _look_at_disk(metrics, config.data_folder)
+        gauges = metrics.data_disk_free_bytes, metrics.data_disk_total_bytes
+        look_at_disk(config.data_folder, *gauges)
 
     shown = metrics.shown()
     return MetricsPage(shown, cluster_id, model_name, look, vllm=config.vllm_metrics)
-
-
-def _look_at_disk(metrics: RouterMetrics, folder: Path) -> None:
-    # The folder itself is made for the first file.
-    there = next((path for path in (folder, *folder.parents) if path.exists()), None)
-    if there is not None:
-        disk = shutil.disk_usage(there)
-        metrics.data_disk_free_bytes.set(disk.free)
-        metrics.data_disk_total_bytes.set(disk.total)

@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from baton.errors import Unavailable
+from baton.errors import StorageFull, Unavailable
 from router.batches.storage.batch import Batch, LineResult
 from router.batches.storage.database import NoSpace
 from router.batches.storage.store import BatchStore
@@ -100,7 +100,7 @@ class ResultWriter:
                 half = len(results) // 2
                 await self._add(results[:half])
                 return await self._add(results[half:])
-            except Unavailable:
+            except (Unavailable, StorageFull):
                 # Perhaps they are stored. Storing them again changes nothing.
                 if self._clock() - began >= self._patience_s:
                     raise

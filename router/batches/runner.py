@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import BinaryIO
 
-from baton.errors import BatonError, NotFound
+from baton.errors import BatonError, NotFound, StorageFull
 from baton.host.background import end_tasks, spawn
 from baton.liveness.silence import SilenceWatch
 from baton.telemetry.logs import ErrorRow
@@ -289,6 +289,9 @@ class BatchRunner:
         except NoSpace:
             log.warning("batch %s fails: the storage quota of its tenant is used up", batch.id)
             await self._guarded(batch, self._fail_without_space)
+        except StorageFull as error:
+            log.warning("batch %s waits: %s", batch.id, error)
+            self._rest_until[batch.id] = time.monotonic() + _REST_S
         except Exception:
             log.exception("batch %s failed unexpectedly, and is tried again", batch.id)
             self._rest_until[batch.id] = time.monotonic() + _REST_S

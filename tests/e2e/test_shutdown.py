@@ -53,7 +53,7 @@ def test_a_worker_that_cannot_start_is_named_and_everything_ends(tmp_path: Path)
         assert len(error) < 500, error
         assert "Traceback" not in up.text
         assert "worker decode-0 has failed" in (kept / "decode-0.log").read_text()
-        assert [entry.name for entry in kept.parent.iterdir()] == ["logs"]
+        assert sorted(entry.name for entry in kept.parent.iterdir()) == ["logs", "run.json"]
     finally:
         shutil.rmtree(kept.parent)
 

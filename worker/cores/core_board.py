@@ -94,8 +94,10 @@ class CoreBoard:
         self._mine = number * _LINE.size
         size = workers * _LINE.size
         with path.open("a+b") as file:
-            if file.seek(0, os.SEEK_END) < size:
-                file.truncate(size)
+            # Written, not only made longer: a mapping of space that a full disk does not have
+            # would end the process.
+            file.write(bytes(max(0, size - file.seek(0, os.SEEK_END))))
+            file.flush()
             self._lines = mmap.mmap(file.fileno(), size)
         # A worker that died in the middle of a step has left its helper count in the line.
         self._lines[self._mine : self._mine + _LINE.size] = bytes(_LINE.size)

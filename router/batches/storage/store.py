@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -28,11 +29,12 @@ from typing import BinaryIO, Concatenate, ParamSpec, TypeVar, cast
 
 import redis
 
-from baton.errors import NotFound, Overloaded, RequestTooLarge, Unavailable
+from baton.errors import NotFound, Overloaded, RequestTooLarge, StorageFull, Unavailable
 from baton.liveness.silence import SilenceWatch
 from router.batches.storage.batch import Batch, BatchStatus, Fault, LineResult, StoredFile
 from router.batches.storage.contents import Contents, FolderContents, sign_of
 from router.batches.storage.database import Database, LeaseLost
+from router.batches.storage.disk_errors import storage_error
 from router.batches.storage.quota import Quota
 from router.batches.storage.redis_database import RedisDatabase
 from router.batches.storage.sqlite_database import SqliteDatabase
@@ -82,14 +84,14 @@ class Incoming:
 
     async def write(self, piece: bytes) -> None:
         """Append a piece to the upload. Raises RequestTooLarge if the quota has no room for the
-        piece, and OSError."""
+        piece, and StorageFull."""
         self._gathered += piece
         if len(self._gathered) >= _PIECE_BYTES:
             await self.flush()
 
     async def flush(self) -> None:
         """Write the buffered data to disk. Raises RequestTooLarge if the quota has no room for it,
-        and OSError."""
+        and StorageFull."""
         data, self._gathered = self._gathered, bytearray()
         size = self.size + len(data)
         if size > self._room:
@@ -112,7 +114,8 @@ class Incoming:
 
 
 class BatchStore:
-    """Files and batches. Owned by the event loop.
+    """Files and batches. Owned by the event loop. All methods that write raise StorageFull if the
+    disk is full or read-only.
 
     One thread owns the connection to SQLite. Calls of Redis have several threads, and so has
     everything that reads or writes contents.
@@ -235,8 +238,8 @@ class BatchStore:
     async def _drop(self, path: Path) -> None:
         """Remove an upload that is not kept, and free the room that it reserved."""
         await self.work(path.unlink, missing_ok=True)
-        # If Redis does not answer, the reservation ends as after a crash.
-        with contextlib.suppress(Unavailable):
+        # If Redis does not answer, or the disk is full, the reservation ends as after a crash.
+        with contextlib.suppress(Unavailable, StorageFull):
             await self.ask(Database.release_uploads, [path.name])
 
     async def keep(
@@ -253,7 +256,7 @@ class BatchStore:
         await self.work(self._contents.put, incoming.path, _name(file))
         try:
             await self.ask(Database.add_file, file, incoming.path.name, self.quota)
-        except (RequestTooLarge, sqlite3.Error):
+        except (RequestTooLarge, StorageFull, sqlite3.Error):
             await self.work(self._contents.delete, [_name(file)])
             raise
         return file
@@ -412,7 +415,11 @@ class BatchStore:
     def _open(self) -> Database:
         with self._opening:
             if self._database is None:
-                self._contents.prepare()
+                try:
+                    self._contents.prepare()
+                except (FileNotFoundError, FileExistsError, NotADirectoryError) as error:
+                    # As in /proc, or below a file: no folder can be made there.
+                    raise OSError(errno.EROFS, error.strerror) from error
                 self._database = self._make()
             return self._database
 
@@ -440,6 +447,10 @@ class BatchStore:
             return await asyncio.get_running_loop().run_in_executor(pool, work)
         except redis.RedisError as error:
             raise _no_answer(type(error).__name__) from error
+        except (OSError, sqlite3.Error) as error:
+            if (known := storage_error(error)) is None:
+                raise
+            raise known from error
 
 
 def _append(path: Path, data: bytes | bytearray) -> None:

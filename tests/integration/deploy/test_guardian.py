@@ -38,6 +38,8 @@ def tree(mark: ClusterMark, depth: int) -> subprocess.Popen[bytes]:
 async def test_sigkill_of_the_launcher_ends_a_tree_that_ignores_sigterm(
     mark: ClusterMark, run: RunDirectory
 ) -> None:
+    run.write_secret("ray-token", "secret")
+    run.log("launcher").write_text("begun\n")
     launcher = await asyncio.create_subprocess_exec(
         sys.executable, HERE / "small_launcher.py", mark.cluster_id, run.path
     )
@@ -45,7 +47,7 @@ async def test_sigkill_of_the_launcher_ends_a_tree_that_ignores_sigterm(
     launcher.send_signal(signal.SIGKILL)
     await launcher.wait()
     await count(mark, 0)
-    assert not run.path.exists()
+    assert [entry.name for entry in run.path.iterdir()] == ["logs"]
 
 
 def test_a_sweep_kills_processes_that_ignore_sigterm_and_spares_the_named_ones(

@@ -198,10 +198,10 @@ def test_keeping_the_logs_removes_all_else(run: RunDirectory) -> None:
     (session / "logs" / "raylet.out").write_text("because\n")
     (session / "sockets").mkdir()
     (run.ray / "session_latest").symlink_to(session)
-    logs = run.keep_logs()
+    assert run.keep_logs()
     assert sorted(entry.name for entry in run.path.iterdir()) == ["logs"]
-    assert (logs / "router.log").read_text() == "why\n"
-    assert (logs / "ray" / "raylet.out").read_text() == "because\n"
+    assert (run.logs / "router.log").read_text() == "why\n"
+    assert (run.logs / "ray" / "raylet.out").read_text() == "because\n"
 
 
 def test_the_curl_line_survives_a_quote_in_the_models_name() -> None:

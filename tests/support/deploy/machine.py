@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from deploy.cli.main import app
@@ -92,9 +93,9 @@ class Machine:
 def machine() -> Iterator[Machine]:
     """One without clusters. Names of run directories are short, for the sake of sockets."""
     folder = Path(tempfile.mkdtemp(prefix="bm-", dir="/tmp"))
-    before, tempfile.tempdir = tempfile.tempdir, str(folder)
     try:
-        yield Machine(folder)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TMPDIR", str(folder))
+            yield Machine(folder)
     finally:
-        tempfile.tempdir = before
         shutil.rmtree(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -63,27 +64,38 @@ def answer_of(
     return str(answer.json()["choices"][0]["text"])
 
 
+def assert_only_logs(run_directory: Path) -> None:
+    """The directory of a run that has ended has its logs, and no secret and no socket."""
+    deadline = time.monotonic() + END_S
+    # A guardian removes the rest after the last process.
+    while (left := sorted(entry.name for entry in run_directory.iterdir())) != ["logs", "run.json"]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+    assert (run_directory / "logs" / "router.log").stat().st_size
+    assert (run_directory / "logs" / "ray").is_dir()
+
+
 def end_by_ctrl_c(up: UpProcess) -> None:
-    """Ctrl-C: everything ends, and nothing is left."""
+    """Ctrl-C: everything ends, and only the logs are left."""
     cluster_id, run_directory = up.cluster_id, Path(up.state.run_directory)
     up.interrupt()
     assert up.wait() == 0, up.text
     assert processes_of(cluster_id) == []
-    assert not run_directory.exists()
+    assert_only_logs(run_directory)
     assert "Traceback" not in up.text
 
 
 def end_by_sigkill(up: UpProcess) -> None:
-    """SIGKILL of the launcher: everything ends, and nothing is left."""
+    """SIGKILL of the launcher: everything ends, and only the logs are left."""
     cluster_id, run_directory = up.cluster_id, Path(up.state.run_directory)
     up.kill()
     assert up.wait() == -signal.SIGKILL
     assert wait_until_gone(cluster_id) == []
-    assert not run_directory.exists()
+    assert_only_logs(run_directory)
 
 
 def end_amid_an_answer(up: UpProcess) -> None:
-    """SIGTERM: what runs ends first, then everything does, and nothing is left."""
+    """SIGTERM: what runs ends first, then everything does, and only the logs are left."""
     cluster_id, run_directory = up.cluster_id, Path(up.state.run_directory)
     with ThreadPoolExecutor() as threads:
         whole = answer_of(up, LONG)
@@ -94,5 +106,5 @@ def end_amid_an_answer(up: UpProcess) -> None:
         assert running.result(END_S) == whole
     assert up.wait() == 0, up.text
     assert processes_of(cluster_id) == []
-    assert not run_directory.exists()
+    assert_only_logs(run_directory)
     assert "Traceback" not in up.text

@@ -70,6 +70,8 @@ def test_workers_of_like_engines_that_share_cores_measure_once(
 def test_a_cpus_worker_shares_its_cores(tmp_path: Path) -> None:
     assert core_board(settings_for("cpu", tmp_path / "cores")) is not None
     assert core_board(settings_for("cpu", None)) is None
+    # On a full disk the worker starts, and its share of the cores is fixed.
+    assert core_board(settings_for("cpu", Path("/dev/full"))) is None
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])

@@ -174,3 +174,15 @@ def test_the_interconnect(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(pair_check, "check_pair", broken)
     assert "planted" in find("interconnect").detail
+
+
+def test_folders_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = find("data_dir", data_dir="/proc/x")
+    assert not found.usable
+    assert "--data-dir" in found.detail
+    assert find("data_dir", data_dir=str(tmp_path / "data")).usable
+    assert find("run directory").usable
+    monkeypatch.setenv("TMPDIR", "/proc")
+    found = find("run directory")
+    assert not found.usable
+    assert "0 MiB are free" in found.detail

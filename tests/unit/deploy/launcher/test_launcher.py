@@ -12,13 +12,18 @@ import pytest
 from rich.console import Console
 
 from baton.config.cluster import Config
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 from deploy.launcher.cluster_workers import ClusterWorkers
 from deploy.launcher.launcher import Launcher
 from deploy.launcher.preflight import Checked
 from deploy.processes.foreground import StopSignals
 from deploy.processes.progress import Progress
-from deploy.processes.run_directory import CLUSTER_VARIABLE, RUN_VARIABLE, RunDirectory
+from deploy.processes.run_directory import (
+    CLUSTER_VARIABLE,
+    RUN_VARIABLE,
+    ClusterMark,
+    RunDirectory,
+)
 
 SEVERAL_MACHINES = {"ray_address": "127.0.0.1:1", "redis_url": "redis://127.0.0.1:1"}
 LEFT = {**SEVERAL_MACHINES, "cluster_id": "c", "leave_workers": True}
@@ -64,6 +69,7 @@ async def ended(
     launcher = Launcher(
         Checked(config, {"supervisor": ""}, ()),
         run,
+        ClusterMark("blue", run.path),
         StopSignals(),
         Progress(Console(file=shown, width=999)),
     )
@@ -71,6 +77,7 @@ async def ended(
     async def serve() -> None:
         launcher._parts.workers = cast(ClusterWorkers, workers)
         launcher._ready = ready
+        run.log("router").write_text("begun\n")
         if isinstance(event, signal.Signals):
             os.kill(os.getpid(), event)
             await launcher._signals.stop.wait()
@@ -133,3 +140,28 @@ async def test_on_one_machine_workers_end_with_their_launcher(
 ) -> None:
     calls, _ = await ended(tmp_path, monkeypatch, BatonError("Ray's node manager has died"))
     assert calls == ["end all", "close"]
+
+
+@pytest.mark.parametrize(
+    ("failure", "kept"),
+    [
+        (ConfigError("m/m is not on the hub"), False),
+        (BatonError("decode-0 does not start"), True),
+        (signal.SIGINT, True),
+    ],
+)
+async def test_logs_are_kept_unless_the_model_was_not_found(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: BaseException | signal.Signals,
+    kept: bool,
+) -> None:
+    run = tmp_path / "baton-a"
+    run.mkdir()
+    (run / "ray-token").write_text("secret")
+    _, shown = await ended(run, monkeypatch, failure, ready=False)
+    assert run.exists() == kept
+    if kept:
+        assert [entry.name for entry in run.iterdir()] == ["logs"]
+        assert (run / "logs" / "router.log").read_text() == "begun\n"
+    assert ("logs are kept in" in shown) == (kept and failure is not signal.SIGINT)

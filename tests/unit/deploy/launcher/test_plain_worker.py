@@ -121,7 +121,9 @@ def test_a_rank_has_the_memory_of_its_own_gpu(
         core_board="",
         core_lines=2,
     )
-    told = engine_settings(worker_settings(settings, share))
+    of_worker = worker_settings(settings, share)
+    assert of_worker.run_folder == str(tmp_path)
+    told = engine_settings(of_worker)
     assert told.gpu_memory_fraction == (0.9 if tp == 2 else 0.45)
 
 

@@ -16,6 +16,7 @@ from baton.errors import ConfigError
 from deploy import certificates
 from deploy.launcher.preflight import check_exposure, preflight
 from deploy.processes.ports import free_port
+from tests.support.models import make_tiny_model
 from worker.settings import WorkerSettings
 
 KEYS: dict[str, Any] = {
@@ -153,36 +154,82 @@ def test_half_a_configuration_is_refused(fields: dict[str, str]) -> None:
         TlsConfig(**fields)
 
 
-def any_ports(**given: Any) -> Config:
-    return Config(http="127.0.0.1:0", grpc="127.0.0.1:0", **given)
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """Free ports, and a model that is found."""
+    return Config(
+        model=str(make_tiny_model(tmp_path / "tiny")), http="127.0.0.1:0", grpc="127.0.0.1:0"
+    )
 
 
-async def test_a_model_that_is_not_there_is_refused() -> None:
+def with_(config: Config, **given: Any) -> Config:
+    return config.model_copy(update=given)
+
+
+async def test_a_model_that_is_not_there_is_refused(config: Config) -> None:
     with pytest.raises(ConfigError, match=r"no model 'smollm2-135m-instruc'.*Did you mean"):
-        await preflight(any_ports(model="smollm2-135m-instruc"))
+        await preflight(with_(config, model="smollm2-135m-instruc"))
     with pytest.raises(ConfigError, match="no model 'nope'"):
-        await preflight(any_ports(draft_model="nope", drafter="draft"))
+        await preflight(with_(config, draft_model="nope", drafter="draft"))
     with pytest.raises(ConfigError, match="heads of drafter medusa are a folder"):
-        await preflight(any_ports(draft_model="nope", drafter="medusa"))
+        await preflight(with_(config, draft_model="nope", drafter="medusa"))
     with pytest.raises(ConfigError, match="revision 'main' is only for a Hugging Face id"):
-        await preflight(any_ports(revision="main"))
+        await preflight(with_(config, revision="main"))
 
 
-async def test_a_model_that_the_engine_does_not_support_is_refused(tmp_path: Path) -> None:
+async def test_a_model_that_the_engine_does_not_support_is_refused(
+    config: Config, tmp_path: Path
+) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "config.json").write_text('{"architectures": ["Other"], "model_type": "other"}')
     with pytest.raises(ConfigError, match="Other"):
-        await preflight(any_ports(model=str(tmp_path)))
+        await preflight(with_(config, model=str(tmp_path)))
 
 
-async def test_kv_blocks_beyond_the_memory_of_this_machine_are_refused() -> None:
+async def test_kv_blocks_beyond_the_memory_of_this_machine_are_refused(config: Config) -> None:
     large = 999_999_999
     pools = (
         PoolConfig(name="prefill", role="prefill", device="cpu", kv_pool_mib=64),
         PoolConfig(name="decode", role="decode", device="cpu", count=2, kv_pool_mib=large),
     )
     with pytest.raises(ConfigError, match=r"need 2000000062 MiB.*decode: 2 × 999999999.*lower kv"):
-        await preflight(any_ports(pools=pools))
+        await preflight(with_(config, pools=pools))
     gpu = tuple(pool.model_copy(update={"device": "cuda"}) for pool in pools)
-    await preflight(any_ports(pools=gpu))
+    await preflight(with_(config, pools=gpu))
+
+
+@pytest.mark.parametrize("folder", ["/proc/x", "/dev/null/data"])
+async def test_a_configured_data_dir_that_cannot_be_written_stops_the_start(
+    config: Config, folder: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"data_dir {folder} cannot be written .*--data-dir"):
+        await preflight(config.model_copy(update={"data_dir": folder}))
+
+
+async def test_a_default_data_dir_that_cannot_be_written_is_advice(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers need none."""
+    monkeypatch.setenv("XDG_DATA_HOME", "/proc/x")
+    (advice,) = (await preflight(config)).advice
+    assert "507 storage_full" in advice
+
+
+async def test_a_full_data_dir_is_advice(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "tempfile.TemporaryFile",
+        lambda dir: open("/dev/full", "wb", 0),  # noqa: SIM115
+    )
+    checked = await preflight(config.model_copy(update={"data_dir": str(tmp_path / "data")}))
+    (advice,) = checked.advice
+    assert "No space left on device" in advice
+    assert not (tmp_path / "data").exists()
+
+
+async def test_a_data_dir_is_not_made_by_the_check(config: Config, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    assert (await preflight(config.model_copy(update={"data_dir": str(data)}))).advice == ()
+    assert not data.exists()

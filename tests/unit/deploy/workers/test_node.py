@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -89,6 +90,22 @@ def test_a_late_worker_has_no_line_of_the_board(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(PLACES_VARIABLE, "1")
     shares = [NodeShare.take(settings(), "127.0.0.1") for _ in range(CORE_LINES + 2)]
     assert [bool(share.core_board) for share in shares] == [True] * (CORE_LINES + 1) + [False]
+
+
+def test_a_worker_gets_its_place_on_a_full_disk(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        share = NodeShare.take(settings(), "127.0.0.1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert share.number == 0
+    assert "the worker is not on the list" in caplog.text
+    assert NodeWorkers(run / "workers").running() == []
+    assert NodeShare.take(settings(), "127.0.0.1").number == 1
+    assert [worker.slot for worker in NodeWorkers(run / "workers").running()] == ["decode-1"]
 
 
 def test_a_node_without_a_launcher_gets_a_run_directory(

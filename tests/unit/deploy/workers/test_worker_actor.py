@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 import socket
 import threading
@@ -51,7 +50,7 @@ def no_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def thread_without_worker() -> WorkerThread:
     run = RunDirectory(Path("run"))
     share = NodeShare("127.0.0.1", run, run.log("decode-0"), 0, 1, 1, "", 0)
-    return WorkerThread(settings("decode", 0), share, "node", io.StringIO())
+    return WorkerThread(settings("decode", 0), share, "node", 2)
 
 
 def serving(port: int, leave_by: float | None = None) -> WorkerThread:

@@ -552,3 +552,18 @@ async def test_files_in_a_bucket_are_sent_to_clients(
             await client.files.delete(file.id)
             with pytest.raises(openai.NotFoundError):
                 await client.files.content(file.id)
+
+
+async def test_a_disk_that_cannot_be_written_is_no_internal_error(tmp_path: Path) -> None:
+    """Everything that needs no storage is served."""
+    blocked = tmp_path / "data"
+    blocked.touch()
+    async with served(blocked) as there, there.client() as client:
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.files.create(file=("in.jsonl", lines([chat()])), purpose="batch")
+        assert (caught.value.status_code, caught.value.code) == (507, "storage_full")
+        assert "data_dir" in caught.value.message
+        answer = await client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "hi"}]
+        )
+        assert answer.choices
