@@ -340,6 +340,9 @@ class Launcher:
         for valkey in (parts.valkey, parts.gcs_valkey):
             if valkey is not None:
                 group.create_task(watch.keep(valkey.name, valkey))
+        if parts.gcs_valkey is not None:
+            writable = partial(parts.gcs_valkey.keep_writable, self._report)
+            group.create_task(watch.again("the watch of the control store's disk", writable))
         if parts.ray.gcs is not None:
             self._pids[GCS] = parts.ray.gcs.pid
             group.create_task(watch.keep(GCS, parts.ray.gcs))

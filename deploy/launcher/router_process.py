@@ -102,7 +102,7 @@ class RouterProcess:
         arguments = [sys.executable, "-P", "-m", "router.main"]
         variables = {}
         if self._shares_port:
-            self._run.router_metrics.mkdir(exist_ok=True)
+            self._run.router_metrics.mkdir(mode=0o700, exist_ok=True)
             variables[SHARED_FOLDER_VARIABLE] = str(self._run.router_metrics)
         self._child = await Child.spawn(self.name, arguments, self._mark, self._log, variables)
         await self._child.say(json.dumps(self._settings).encode() + b"\n")

@@ -17,6 +17,8 @@ from pathlib import Path
 import psutil
 
 PREFIX = "baton-"
+_MEMORY = Path("/dev/shm")  # noqa: S108
+"""A file system in memory."""
 _LONGEST_PARENT = 30
 CLUSTER_VARIABLE = "BATON_CLUSTER_ID"
 RUN_VARIABLE = "BATON_RUN_DIRECTORY"
@@ -107,7 +109,13 @@ class RunDirectory:
     @property
     def router_metrics(self) -> Path:
         """Return the path of a folder for metrics. Router processes of one cluster share their
-        metrics through its files."""
+        metrics through its files, which they map.
+
+        It is in memory where the system has a place for that: on a full disk, a write to a mapped
+        file ends the process (SIGBUS).
+        """
+        if os.access(_MEMORY, os.W_OK):
+            return _MEMORY / f"{self.path.name}-metrics"
         return self.path / "router-metrics"
 
     def log(self, name: str) -> Path:
@@ -131,6 +139,7 @@ class RunDirectory:
 
     def remove(self) -> None:
         """Delete the directory, and release its lock; idempotent."""
+        shutil.rmtree(self.router_metrics, ignore_errors=True)
         shutil.rmtree(self.path, ignore_errors=True)
         self._release()
 
@@ -143,6 +152,7 @@ class RunDirectory:
         if not any(file.stat().st_size for file in self.logs.rglob("*") if file.is_file()):
             self.remove()
             return False
+        shutil.rmtree(self.router_metrics, ignore_errors=True)
         for entry in self.path.iterdir():
             if entry in (self.logs, self.about):
                 continue

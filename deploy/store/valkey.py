@@ -9,9 +9,13 @@ index snapshots.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
+import shutil
+from collections.abc import Callable
+from typing import NoReturn
 
-import redis
+import redis.asyncio
 
 from baton.config.choices import MIB
 from baton.errors import Unavailable
@@ -29,6 +33,9 @@ worker."""
 _START_S = 10.0
 _STOP_S = 3.0
 _ATTEMPTS = 3
+_LOOK_S = 0.5
+_SPACE_BYTES = 16 * MIB
+"""Free space from which on the server writes to the disk again, in bytes."""
 
 
 class EmbeddedValkey:
@@ -106,6 +113,33 @@ class EmbeddedValkey:
         """Wait for the death of the server. Returns how it ended."""
         assert self._child is not None
         return await self._child.wait()
+
+    async def keep_writable(self, report: Callable[[str], None]) -> NoReturn:
+        """Let the server accept writes while its disk is full: it then keeps them in memory alone,
+        and writes all of it when there is space again.
+
+        ``report`` prints one line of text. Never raises an error of the server or the disk.
+        """
+        async with redis_client(self.url) as client:
+            while True:
+                with contextlib.suppress(redis.RedisError, OSError):
+                    await self._look_at_disk(client, report)
+                await asyncio.sleep(_LOOK_S)
+
+    async def _look_at_disk(
+        self, client: redis.asyncio.Redis, report: Callable[[str], None]
+    ) -> None:
+        state = await client.info("persistence")
+        if not state["aof_enabled"]:
+            if shutil.disk_usage(self._run.path).free >= _SPACE_BYTES:
+                await client.config_set("appendonly", "yes")
+                report(f"{self.name} writes to the disk again")
+        elif state["aof_last_write_status"] != "ok":
+            await client.config_set("appendonly", "no")
+            report(
+                f"{self.name}: no space left in {self._run.path}; until there is, its data is in "
+                "memory alone, and would be lost if it died"
+            )
 
     async def stop(self) -> None:
         """Stop the server; SIGKILL follows after 3 seconds."""

@@ -4,7 +4,8 @@
     written ─the process dies→ another process of the cluster finds the file, and reports the bills
 
 A process holds a lock on its journal while it lives. The file survives the process. It is written
-without waiting for the disk, so a machine that loses its power may lose the last bills.
+without waiting for the disk, so a machine that loses its power may lose the last bills. Bills that
+find no space wait in memory, until Redis has them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ _PIECE_BYTES = 64 << 10
 """Maximum size of the bills that are reported together, in bytes; one bill has some 300."""
 _LARGE_BYTES = 1 << 20
 """Size in bytes above which a journal's file is emptied as soon as Redis has all bills in it."""
+_PIECE_LINES = 200
+_MAX_WAITING = 100_000
+"""Maximum number of bills that wait in memory."""
 
 
 class Journal:
@@ -38,6 +42,8 @@ class Journal:
         self._file = descriptor
         self._size = os.fstat(descriptor).st_size
         self._read_to = 0
+        self._waiting: list[bytes] = []
+        """Bills that found no space. They come after those of the file."""
 
     @classmethod
     def create(cls, folder: Path, cluster_id: str, writer: str) -> Journal:
@@ -78,21 +84,42 @@ class Journal:
     @property
     def has_more(self) -> bool:
         """Whether the journal has bills that ``read_over`` has not skipped."""
-        return self._read_to < self._size
+        return self._read_to < self._size or bool(self._waiting)
+
+    @property
+    def unwritten(self) -> int:
+        """Return the number of bills that are in memory alone, and end with this process."""
+        return len(self._waiting)
 
     def append(self, line: bytes) -> None:
-        """Write a bill as a line, completely or not at all."""
+        """Write a bill as a line, completely or not at all.
+
+        If there is no space for it, it waits in memory, and so do those after it: Redis takes bills
+        in their order.
+        """
+        if self._waiting:
+            self._wait(line)
+            return
         try:
             written = os.pwrite(self._file, line + b"\n", self._size)
         except OSError:
             written = 0
         if written <= len(line):
             os.ftruncate(self._file, self._size)
-            raise OSError("the journal of bills cannot be written: is the disk full?")
+            log.warning("the journal of bills cannot be written; bills wait in memory for Redis")
+            self._wait(line)
+            return
         self._size += written
+
+    def _wait(self, line: bytes) -> None:
+        if len(self._waiting) >= _MAX_WAITING:
+            raise OSError("the disk is full, and too many bills wait for Redis")
+        self._waiting.append(line + b"\n")
 
     def lines(self) -> list[bytes]:
         """Return the next pending bills, some hundreds at most; none at the end."""
+        if self._read_to >= self._size:
+            return self._waiting[:_PIECE_LINES]
         room = min(_PIECE_BYTES, self._size - self._read_to)
         piece = os.pread(self._file, room, self._read_to)
         # A process that was killed may have left an incomplete line.
@@ -101,7 +128,10 @@ class Journal:
     def read_over(self, lines: list[bytes]) -> None:
         """Skip bills that Redis has received. They must be the first bills that ``lines`` has
         returned."""
-        self._read_to += sum(map(len, lines))
+        if self._read_to >= self._size:
+            del self._waiting[: len(lines)]
+        else:
+            self._read_to += sum(map(len, lines))
         if not self.has_more and self._size > _LARGE_BYTES:
             os.ftruncate(self._file, 0)
             self._size = self._read_to = 0

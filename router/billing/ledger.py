@@ -94,6 +94,9 @@ class Ledger:
                 await self._report_all(self._journal, self._writer)
         except (TimeoutError, redis.RedisError) as error:
             log.warning("some bills stay in %s for the next router: %s", self._folder, error)
+        if unwritten := self._journal.unwritten:
+            self._metrics.lost_bills.inc(unwritten)
+            log.error("%d bills are lost: the disk is full, and Redis does not answer", unwritten)
         remove = not self._journal.has_more
         self._journal.close(remove=remove)
         self._journal = None

@@ -16,7 +16,7 @@ from deploy.processes.run_directory import RunDirectory
 from loadtest.common.peer_servers import SERVED_NAME
 from tests.support.e2e.cluster import BATON, END_S, START_S, UpProcess, wait_until_gone
 from tests.support.e2e.timed_up import PROGRAM
-from tests.support.small_disk import SmallDisk, small_disk
+from tests.support.small_disk import SmallDisk, small_disk_or_skip
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -25,7 +25,7 @@ LINE = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": 
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallDisk]:
-    with small_disk(64) as made:
+    with small_disk_or_skip(64) as made:
         monkeypatch.setenv("TMPDIR", str(made.path))
         yield made
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 _STEP_S = 20.0
 _PIECE = bytes(64 << 10)
 
@@ -35,8 +37,8 @@ class SmallDisk:
                         pass
 
     def free(self) -> None:
-        """Give back what ``fill`` has taken."""
-        self._ballast.unlink()
+        """Give back what ``fill`` has taken; idempotent."""
+        self._ballast.unlink(missing_ok=True)
 
     @property
     def free_bytes(self) -> int:
@@ -45,7 +47,8 @@ class SmallDisk:
 
 @contextlib.contextmanager
 def small_disk(mib: int) -> Iterator[SmallDisk]:
-    """A file system of ``mib`` MiB, until the end of the context. Needs a user who may mount."""
+    """A file system of ``mib`` MiB, until the end of the context. Raises
+    ``subprocess.CalledProcessError`` for a user who may not mount."""
     path = Path(tempfile.mkdtemp(prefix="disk-", dir="/tmp"))
     size = f"size={mib}m,mode=0700,uid={os.getuid()}"
     try:
@@ -61,3 +64,14 @@ def small_disk(mib: int) -> Iterator[SmallDisk]:
 
 def _run(*command: str) -> None:
     subprocess.run(command, check=True, timeout=_STEP_S, capture_output=True)
+
+
+@contextlib.contextmanager
+def small_disk_or_skip(mib: int) -> Iterator[SmallDisk]:
+    """The same for a test, which is skipped where this user may not mount."""
+    with contextlib.ExitStack() as stack:
+        try:
+            disk = stack.enter_context(small_disk(mib))
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("this user may not mount a file system")
+        yield disk

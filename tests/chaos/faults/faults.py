@@ -44,6 +44,8 @@ FAULTS: dict[str, type[Fault]] = {
     "decode without descriptors": resource_faults.NoDescriptors,
     "decode without memory": resource_faults.NoMemory,
     "host memory full": host_faults.HostMemoryFull,
+    "folders full, prefill killed": host_faults.FoldersFull,
+    "folders full, decode killed": host_faults.FoldersFull,
     "disk full": resource_faults.DiskFull,
     "slow clients": resource_faults.SlowClients,
     "clock an hour ahead": clock_faults.Ahead,

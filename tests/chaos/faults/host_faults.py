@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
+import time
 from asyncio.subprocess import Process
 
 from tests.chaos.faults.fault import CannotStrike, Fault
@@ -11,6 +13,8 @@ from tests.chaos.harness.cluster import ROLES, Cluster
 from tests.chaos.harness.victim import Victim
 
 _LEFT_BYTES = 128 << 20
+_BACK_S = 60.0
+_LOOK_S = 0.2
 _STRANGER = """
 import sys, time
 sys.stdin.readline()
@@ -65,3 +69,41 @@ class HostMemoryFull(Fault):
         await self.drop()
         assert self.cluster.memory is not None, "prepared"
         self.cluster.memory.limit(None)
+
+
+class FoldersFull(Fault):
+    """The disk of the run directory and of ``data_dir`` has no byte left, and a worker dies. It
+    comes back while the disk is full."""
+
+    async def prepare(self) -> None:
+        """See ``Fault.prepare``."""
+        if self.cluster.disk is None:
+            raise CannotStrike("no small disk can be mounted")
+
+    async def strike(self) -> None:
+        """Fill the disk, and kill the worker."""
+        assert self.cluster.disk is not None, "prepared"
+        await asyncio.to_thread(self.cluster.disk.fill)
+        self.cluster.signal(self.victim.pid, signal.SIGKILL)
+
+    async def heal(self) -> None:
+        """Wait for the next worker, then give the space back."""
+        assert self.cluster.disk is not None, "prepared"
+        until = time.monotonic() + _BACK_S
+        try:
+            while not await self._is_back():
+                if time.monotonic() > until:
+                    self.complaints.append(
+                        f"{self.victim.name} did not come back within {_BACK_S:.0f} s while the "
+                        "disk was full"
+                    )
+                    return
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            await asyncio.to_thread(self.cluster.disk.free)
+
+    async def _is_back(self) -> bool:
+        return any(
+            worker.slot == self.victim.name and worker.pid != self.victim.pid
+            for worker in await self.cluster.workers()
+        )

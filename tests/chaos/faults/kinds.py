@@ -60,6 +60,8 @@ KINDS = (
     Kind("decode without descriptors", "decode", 3.0, 6.0, may_restart=True),
     Kind("decode without memory", "decode", 3.0, 6.0, may_restart=True),
     Kind("host memory full", "cluster", 4.0, 8.0, may_restart=True, has_spare=False),
+    Kind("folders full, prefill killed", "prefill", 3.0, 6.0, may_restart=True),
+    Kind("folders full, decode killed", "decode", 3.0, 6.0, may_restart=True),
     Kind("disk full", "cluster", 3.0, 6.0),
     Kind("slow clients", "cluster", 6.0, 9.0),
     Kind("clock an hour ahead", "cluster", 4.0, 8.0),

@@ -11,12 +11,14 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+from unittest.mock import patch
 
 import httpx
 import psutil
@@ -31,6 +33,7 @@ from tests.chaos.harness.proxy import Proxy
 from tests.chaos.harness.store import Store
 from tests.chaos.load.call import Fronts
 from tests.support.e2e.cluster import UpProcess, processes_of, told_by
+from tests.support.small_disk import SmallDisk, small_disk
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 COUNT = 2
@@ -40,6 +43,8 @@ ACTORS = ("WorkerActor", "SupervisorActor")
 log = logging.getLogger(__name__)
 
 _PAGE_S = 5.0
+_DISK_MIB = 1024
+"""Enough for the logs of half an hour."""
 _TRIES = 8
 """Of a front for each router, until all have been met by chance."""
 _POOL_MIB: dict[Role, int] = {"prefill": 96, "decode": 22}
@@ -104,6 +109,9 @@ class Cluster:
         self._environment = {} if self.clock is None else self.clock.environment
         self.memory = _memory(self.folder.name)
         """The group of the launcher and of all that it starts; None where there can be none."""
+        self.disk: SmallDisk | None = None
+        """The small disk of the run directory and of ``data_dir``; None where there can be none."""
+        self._context = contextlib.ExitStack()
         self.store = Store(os.environ | self._environment)
         self.wire = Proxy(self.store.port)
         """Between the processes and the store."""
@@ -130,13 +138,14 @@ class Cluster:
         return self._up
 
     async def __aenter__(self) -> Self:
+        self.disk = self._small_disk()
         await self.store.start()
         await self.wire.start()
         file = self.folder / "baton.toml"
         file.write_text(_CONFIGURATION.format(more=self.configured))
         variables = {
             "BATON_REDIS_URL": self.store.url(self.wire.port),
-            "BATON_DATA_DIR": str(self.folder / "data"),
+            "BATON_DATA_DIR": str((self.folder if self.disk is None else self.disk.path) / "data"),
         }
         try:
             await asyncio.to_thread(self._start, file, variables | self._environment)
@@ -145,6 +154,18 @@ class Cluster:
             await self.__aexit__(type(error), error, None)
             raise
         return self
+
+    def _small_disk(self) -> SmallDisk | None:
+        """Mount a small disk, on which processes that are started from now on have their temporary
+        folder."""
+        try:
+            disk = self._context.enter_context(small_disk(_DISK_MIB))
+        except (OSError, subprocess.SubprocessError) as error:
+            log.warning("the disk will not be full: %s", error)
+            return None
+        variables = patch.dict(os.environ, {"TMPDIR": str(disk.path)})
+        self._context.enter_context(variables)
+        return disk
 
     def _start(self, file: Path, variables: Mapping[str, str]) -> None:
         """Start all but the store, and wait until it serves."""
@@ -169,6 +190,7 @@ class Cluster:
         await self.store.stop()
         if self.memory is not None:
             await asyncio.to_thread(self.memory.remove)
+        self._context.close()
         self._folder.cleanup()
 
     def _end(self) -> None:

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import psutil
 import pytest
 import redis
 
+from baton.host.background import end_tasks
 from baton.store.redis_client import redis_client
 from deploy.processes.run_directory import ClusterMark, RunDirectory
 from deploy.store.redis_access import check_redis
 from deploy.store.valkey import REST_BYTES, EmbeddedValkey
+from tests.support.small_disk import SmallDisk, small_disk_or_skip
 
 DEADLINE_S = 60.0
 
@@ -21,6 +23,20 @@ async def valkey(mark: ClusterMark, run: RunDirectory) -> AsyncIterator[Embedded
     await valkey.start()
     yield valkey
     await valkey.stop()
+
+
+@pytest.fixture
+def disk() -> Iterator[SmallDisk]:
+    with small_disk_or_skip(64) as made:
+        yield made
+
+
+@pytest.fixture
+def short_run(disk: SmallDisk) -> RunDirectory:
+    """On the disk."""
+    run = RunDirectory(disk.path / "run")
+    run.logs.mkdir(parents=True)
+    return run
 
 
 async def test_it_serves_behind_a_password_on_loopback(valkey: EmbeddedValkey) -> None:
@@ -60,3 +76,32 @@ async def test_after_a_death_it_comes_back_at_the_same_address(valkey: EmbeddedV
     assert valkey.url == url
     assert valkey.pid != pid
     await check_redis(url)
+
+
+async def test_a_store_on_a_full_disk_accepts_writes_and_keeps_them_when_there_is_space(
+    mark: ClusterMark, short_run: RunDirectory, disk: SmallDisk
+) -> None:
+    valkey, told = EmbeddedValkey(mark, short_run, keeps=True), asyncio.Queue[str]()
+    await valkey.start()
+    keeping = asyncio.create_task(valkey.keep_writable(told.put_nowait))
+    try:
+        async with asyncio.timeout(DEADLINE_S), redis_client(valkey.url) as client:
+            await client.set("before", "x" * 10_000)
+            disk.fill()
+            # The first write that finds no space shows that there is none.
+            await client.set("meanwhile", "x" * 10_000)
+            assert "no space left" in await told.get()
+            await client.set("meanwhile", "y")
+            disk.free()
+            assert "writes to the disk again" in await told.get()
+            while (await client.info("persistence"))["aof_rewrite_in_progress"]:
+                await asyncio.sleep(0.1)
+            psutil.Process(valkey.pid).kill()
+            await valkey.wait()
+            await valkey.start()
+        async with redis_client(valkey.url) as client:
+            assert await client.get("meanwhile") == b"y"
+            assert await client.strlen("before") == 10_000
+    finally:
+        await end_tasks([keeping])
+        await valkey.stop()

@@ -79,16 +79,37 @@ def test_a_folder_that_cannot_be_written_leaves_memory(
     bills.close(remove=True)
 
 
-def test_a_full_disk_leaves_no_part_of_a_bill(
+def test_bills_that_find_no_space_wait_in_their_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bills = Journal.create(tmp_path, "c", "w")
     bills.append(b"[1]")
     write = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda file, data, place: write(file, data[:2], place))
-    with pytest.raises(OSError, match="disk full"):
-        bills.append(b"[22]")
+    bills.append(b"[22]")
     monkeypatch.undo()
+    # There is space again, but the one before still waits.
     bills.append(b"[3]")
-    assert bills.lines() == [b"[1]\n", b"[3]\n"]
+    assert bills.unwritten == 2
+    told = []
+    while lines := bills.lines():
+        told += lines
+        assert bills.has_more
+        bills.read_over(lines)
+    assert told == [b"[1]\n", b"[22]\n", b"[3]\n"]
+    assert not bills.has_more
+    bills.append(b"[4]")
+    assert (bills.unwritten, bills.lines()) == (0, [b"[4]\n"])
+    bills.close(remove=True)
+
+
+def test_bills_beyond_what_memory_takes_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "_MAX_WAITING", 1)
+    monkeypatch.setattr(os, "pwrite", lambda *_: 0)
+    bills = Journal.create(tmp_path, "c", "w")
+    bills.append(b"[1]")
+    with pytest.raises(OSError, match="too many bills wait"):
+        bills.append(b"[2]")
     bills.close(remove=True)
