@@ -38,6 +38,7 @@ Kind = Literal[
     "unreachable",
     "moved",
     "breaker",
+    "store",
     "health",
     "autoscaler",
     "keys",
@@ -125,6 +126,8 @@ class ClusterWatch:
         self._moves: dict[str, _Moves] = {}
         self._deaths: dict[str, int] = {}
         self._decided_at = float("-inf")
+        self._store_failures = 0.0
+        """Calls of the store that have failed since it last answered all of them."""
         self._has_report = False
 
     def look(
@@ -149,6 +152,7 @@ class ClusterWatch:
             return
         self._workers(look, self._seen)
         self._counts(look, self._seen.counts)
+        self._store(look, self._seen.counts)
         health = _health(look)
         if health != self._seen.health:
             self._log.add(
@@ -173,6 +177,17 @@ class ClusterWatch:
         for change, slots in found.items():
             for line in _lines(sorted(slots), change.what):
                 self._log.add(look.at, change.kind, line, change.level)
+
+    def _store(self, look: Observation, before: Mapping[Key, float]) -> None:
+        key: Key = ("redis_failures",)
+        new = look.counts.get(key, 0.0) - before.get(key, 0.0)
+        if new > 0 and not self._store_failures:
+            text = "the store does not answer: requests go on, with what the router knows"
+            self._log.add(look.at, "store", text, "warning")
+        elif new <= 0 and self._store_failures:
+            text = f"the store answers again: {self._store_failures:.0f} calls have failed"
+            self._log.add(look.at, "store", text)
+        self._store_failures = self._store_failures + new if new > 0 else 0.0
 
     def _counts(self, look: Observation, before: Mapping[Key, float]) -> None:
         for key, value in look.counts.items():

@@ -40,6 +40,7 @@ _EVENT_COUNTS = {
     "baton_left_out_workers_total": ("left_out", "worker"),
     "baton_readmitted_workers_total": ("readmitted", "worker"),
     "baton_key_file_failures_total": ("key_file_failures",),
+    "baton_redis_failures_total": ("redis_failures",),
 }
 """The same, for counters whose growth is an event."""
 _GAUGES = {

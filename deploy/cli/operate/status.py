@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -26,6 +27,8 @@ from deploy.supervisor.status_store import StatusStore, SupervisionStatus
 
 _DEADLINE_S = 5.0
 _UNKNOWN = "-"
+_BUSY = 2.0
+"""Load of a host in threads per core from which on it is shown."""
 _COUNTS = {"baton_sequences": "state", "baton_kv_blocks": "state", "baton_kv_tier_blocks": "tier"}
 """Metrics that `baton status` reads. For each, the label whose values are separate columns of the
 table."""
@@ -102,6 +105,8 @@ class Status:
     withheld: str = ""
     """Why workers are not shown to a client without an API key; empty if they are shown."""
     refused: tuple[RefusedRow, ...] = ()
+    host: str = ""
+    """What this machine lacks for its workers; empty if nothing, or if they are elsewhere."""
 
 
 def read_status(
@@ -156,9 +161,17 @@ def read_status(
         supervisor, slots = supervisor_line(supervision), slots_of(supervision)
         autoscaler = "" if supervision is None else supervision.autoscaler
     healthy = health.status_code == httpx.codes.OK
+    host = "" if cluster is None else host_line(os.getloadavg()[0], os.cpu_count() or 1)
     return Status(
-        http, healthy, text, rows, pairs, supervisor, slots, autoscaler, withheld, refused
+        http, healthy, text, rows, pairs, supervisor, slots, autoscaler, withheld, refused, host
     )
+
+
+def host_line(load: float, cores: int) -> str:
+    """Return a line of text if more threads want a core than there are; else an empty string."""
+    if load < _BUSY * cores:
+        return ""
+    return f"load {load:.0f} on {cores} cores: programs wait for one another, these workers, too"
 
 
 def rows_from_registry(records: Iterable[WorkerRecord]) -> tuple[WorkerRow, ...]:
@@ -235,6 +248,7 @@ def document(status: Status, cluster: ClusterState | None) -> dict[str, Any]:
         "healthy": status.healthy,
         "health": status.health,
         "supervisor": status.supervisor or None,
+        "host": status.host or None,
         "autoscaler": status.autoscaler or None,
         "workers_withheld": status.withheld or None,
         "workers": [asdict(row) for row in status.workers],

@@ -78,6 +78,8 @@ def _print(found: Status, chosen: Target, output: OutputFormat) -> None:
     typer.echo(f"router {found.http}: {found.health}")
     if found.supervisor:
         typer.echo(f"supervisor: {found.supervisor}")
+    if found.host:
+        typer.echo(f"host: {found.host}")
     if found.autoscaler:
         typer.echo(f"autoscaler: {found.autoscaler}")
     if found.withheld and not found.workers:

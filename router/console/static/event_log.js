@@ -4,7 +4,7 @@ import { byId, count, el, keyed, row, say } from "./view.js";
 const KEPT = 512;
 const KINDS = {
   joined: "join", left: "leave", died: "death", draining: "drain", ready: "ready", role: "role",
-  unreachable: "silent", moved: "move", breaker: "breaker", health: "health",
+  unreachable: "silent", moved: "move", breaker: "breaker", store: "store", health: "health",
   autoscaler: "autoscaler", keys: "keys", certificate: "certificate",
 };
 

@@ -16,6 +16,7 @@ from deploy.cli.operate.status import (
     SlotRow,
     Status,
     WorkerRow,
+    host_line,
     pairs_from_metrics,
     pairs_table,
     refused_table,
@@ -215,3 +216,10 @@ def test_the_commit_of_a_hugging_face_model_is_announced() -> None:
     )
     assert "  model    org/m (commit 1f2e)\n" in text
     assert '"model": "org/m"' in text
+
+
+def test_a_host_that_has_too_few_cores_is_named() -> None:
+    assert host_line(3.0, 2) == ""
+    assert host_line(25.4, 2) == (
+        "load 25 on 2 cores: programs wait for one another, these workers, too"
+    )

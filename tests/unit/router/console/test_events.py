@@ -192,3 +192,14 @@ def test_certificates(tmp_path: Path) -> None:
     assert watch.look() == [("info", f"{files.certificate} was replaced")]
     cluster = Watched()
     assert cluster.look(files=(("error", text),)) == [text]
+
+
+def test_a_store_that_dies_and_comes_back() -> None:
+    cluster = Watched()
+    failures: Key = ("redis_failures",)
+    assert cluster.look(counts={failures: 2.0}) == [
+        "the store does not answer: requests go on, with what the router knows"
+    ]
+    assert cluster.look(counts={failures: 7.0}) == []
+    assert cluster.look(counts={failures: 7.0}) == ["the store answers again: 7 calls have failed"]
+    assert cluster.look(counts={failures: 7.0}) == []
