@@ -243,7 +243,7 @@ class ChatCompletionRequest(SamplingFields):
     chat_template_kwargs: Any = Field(default=None, json_schema_extra={"type": ["object", "null"]})
     """More variables for the chat template (extension)."""
     reasoning_effort: str | None = None
-    """How much the model reasons: `none`, `minimal`, `low`, `medium` or `high`."""
+    """How much the model reasons: `none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`."""
     enable_thinking: bool | None = None
     """Whether the model reasons (extension). Default: that of its chat template."""
     thinking: Any = Field(default=None, json_schema_extra={"type": ["object", "null"]})

@@ -48,14 +48,14 @@ class ResponsesRequest(SamplingFields):
     max_output_tokens: Int | None = None
     """Maximum number of tokens to generate. Default: the rest of the context."""
     tools: _Objects | None = None
-    """Up to 128 functions that the model may call."""
+    """Up to 128 functions and custom tools that the model may call. Others are left out."""
     tool_choice: Any = Field(default=None, json_schema_extra={"type": ["string", "object", "null"]})
     """`none`, `auto` (the default), `required`, or the name of a function in OpenAI's form."""
     parallel_tool_calls: bool | None = None
     """Whether an answer may have several calls. Default true."""
     reasoning: dict[str, Any] | None = None
-    """`effort`: `none`, `minimal`, `low`, `medium` or `high`. A `summary` is never generated: the
-    answer has the reasoning itself."""
+    """`effort`: `none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`. A `summary` is never
+    generated: the answer has the reasoning itself."""
     text: dict[str, Any] | None = None
     """`format`: `text`, `json_object` or `json_schema`."""
     metadata: dict[str, Any] | None = None

@@ -372,3 +372,38 @@ async def test_the_schema_of_the_api_knows_tools() -> None:
     body = schema["components"]["schemas"]["ChatCompletionRequest"]
     assert {"tools", "tool_choice", "parallel_tool_calls"} <= set(body["properties"])
     assert "FunctionDefinition" in schema["components"]["schemas"]
+
+
+PATCH = {"type": "custom", "custom": {"name": "patch", "description": "Edits files."}}
+PATCHED = '<tool_call>\n{"name": "patch", "arguments": {"input": "a\\nb"}}\n</tool_call>'
+
+
+async def test_a_custom_tool_is_called_with_text() -> None:
+    front = front_saying(PATCHED)
+    asked = {**HELLO, "tools": [WEATHER, PATCH, {"type": "web_search"}]}
+    body = (await post(front, CHAT, asked)).json()
+    check_schema(body, "CreateChatCompletionResponse")
+    (call,) = body["choices"][0]["message"]["tool_calls"]
+    assert (call["type"], call["custom"]) == ("custom", {"name": "patch", "input": "a\nb"})
+    assert "Edits files." in prompt_of(front)
+    response = await post(front_saying(PATCHED), CHAT, {**asked, "stream": True})
+    deltas = [json.loads(one)["choices"][0]["delta"] for one in sse_payloads(response.text)[:-1]]
+    told = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+    assert told == [
+        [{"index": 0, "id": told[0][0]["id"], "type": "custom", "custom": call["custom"]}]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ({"type": "custom", "custom": {"name": "patch"}}, "patch"),
+        ("required", "patch"),
+    ],
+)
+async def test_a_custom_tool_may_be_required(choice: Any, names: str) -> None:
+    front = front_saying(PATCHED)
+    response = await post(front, CHAT, {**HELLO, "tools": [PATCH], "tool_choice": choice})
+    assert response.json()["choices"][0]["message"]["tool_calls"][0]["custom"]["name"] == names
+    (request,) = front.dispatcher.requests
+    assert request.sampling.grammar is not None

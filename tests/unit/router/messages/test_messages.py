@@ -12,6 +12,8 @@ import pytest
 
 from baton import errors
 from baton.config.access import KeyConfig
+from baton.grammar import Grammar, GrammarKind
+from baton.request import FinishReason
 from router.core.request import GenerationRequest, OutputDelta
 from tests.support.router.front_fakes import Front, make_front
 from tests.support.router.http_app import post
@@ -304,3 +306,56 @@ async def test_other_models_and_keys() -> None:
     check_error(await post(front, PATH, HELLO), 401, "authentication_error")
     headers = {"x-api-key": "secret", "anthropic-version": "2023-06-01"}
     assert (await post(front, PATH, HELLO, headers=headers)).status_code == 200
+
+
+async def test_a_maximum_beyond_the_room_is_cut_and_the_stop_reason_says_so() -> None:
+    async def script(request: GenerationRequest) -> AsyncIterator[OutputDelta]:
+        yield OutputDelta("x", (65,), FinishReason.LENGTH)
+
+    front = make_front(script, context=4096)
+    body = await whole(front, {**HELLO, "max_tokens": 32_000})
+    assert body["stop_reason"] == "model_context_window_exceeded"
+    (request,) = front.dispatcher.requests
+    assert request.sampling.max_tokens == 4096 - len(request.prompt_ids)
+    assert (await whole(front, HELLO))["stop_reason"] == "max_tokens"
+
+
+async def test_the_format_of_an_answer() -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    form = {"type": "json_schema", "schema": schema}
+    for given in ({"output_config": {"format": form}}, {"output_format": form}):
+        front = front_saying('{"ok": true}')
+        await whole(front, {**HELLO, **given})
+        (request,) = front.dispatcher.requests
+        assert request.sampling.grammar == Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+
+
+async def test_fields_of_anthropic_s_clients_are_served() -> None:
+    front = front_saying("x")
+    asked = {
+        "thinking": {"type": "adaptive"},
+        "output_config": {"effort": "xhigh"},
+        "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
+        "mcp_servers": [{"type": "url", "name": "x", "url": "https://example.com"}],
+        "metadata": {"user_id": "x"},
+        "tools": [
+            TOOL,
+            {"type": "bash_20250124", "name": "bash"},
+            {"type": "web_search_20250305", "name": "web_search", "max_uses": 3},
+        ],
+        "tool_choice": {"type": "tool", "name": "web_search"},
+    }
+    await whole(front, {**HELLO, **asked})
+    (request,) = front.dispatcher.requests
+    prompt = front.tokenizer.decode(request.prompt_ids)
+    assert "Tells it." in prompt
+    assert "bash" not in prompt
+
+
+async def test_a_choice_of_tools_that_were_all_left_out_is_none() -> None:
+    front = front_saying("x")
+    hosted = {"type": "bash_20250124", "name": "bash"}
+    await whole(front, {**HELLO, "tools": [hosted], "tool_choice": {"type": "any"}})
+    name = "mcp__" + "x" * 120
+    long = {**TOOL, "name": name}
+    await whole(front_saying("x"), {**HELLO, "tools": [long]})

@@ -364,3 +364,54 @@ async def test_the_official_client() -> None:
             assert answer.output_text == "Let me see."
             call = answer.output[1]
             assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Köln"})
+
+
+PATCH = {
+    "type": "custom",
+    "name": "patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
+}
+PATCHED = '<tool_call>\n{"name": "patch", "arguments": {"input": "*** Begin\\nx"}}\n</tool_call>'
+
+
+async def test_a_custom_tool_is_called_with_text() -> None:
+    front = front_saying(PATCHED)
+    body = await whole(front, {**HELLO, "tools": [TOOL, PATCH]})
+    (item,) = body["output"]
+    assert (item["type"], item["name"], item["input"]) == (
+        "custom_tool_call",
+        "patch",
+        "*** Begin\nx",
+    )
+    assert "arguments" not in item
+    assert "start: /.+/" in prompt_of(front)
+    events = await stream(front_saying(PATCHED), {**HELLO, "tools": [PATCH]})
+    kinds = [event["type"] for event in events]
+    assert "response.function_call_arguments.delta" not in kinds
+    told = [event for event in events if "custom_tool_call_input" in event["type"]]
+    assert [event["type"].rpartition(".")[2] for event in told] == ["delta", "done"]
+    assert told[0]["delta"] == told[1]["input"] == "*** Begin\nx"
+
+
+async def test_tools_that_servers_run_are_left_out_and_those_of_a_namespace_are_not() -> None:
+    front = front_saying("x")
+    hosted = [{"type": "web_search"}, {"type": "local_shell"}, {"type": "tool_search"}]
+    space = {"type": "namespace", "name": "n", "description": "d", "tools": [TOOL]}
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}
+    await whole(front, {**HELLO, "tools": [*hosted, space], "tool_choice": choice})
+    assert "Tells it." in prompt_of(front)
+    for forced in ("required", {"type": "web_search_preview"}):
+        await whole(front_saying("x"), {**HELLO, "tools": hosted, "tool_choice": forced})
+
+
+async def test_a_maximum_beyond_the_room_is_cut() -> None:
+    front = front_saying("x")
+    await whole(front, {**HELLO, "max_output_tokens": 128_000})
+    (request,) = front.dispatcher.requests
+    assert request.sampling.max_tokens == 4096 - len(request.prompt_ids)
+
+
+@pytest.mark.parametrize("effort", ["xhigh", "max"])
+async def test_an_effort_that_the_model_lacks_is_its_nearest(effort: str) -> None:
+    await whole(front_saying("x"), {**HELLO, "reasoning": {"effort": effort}})
