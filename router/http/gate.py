@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
@@ -65,6 +66,7 @@ _PROMPT = 'Basic realm="Baton: any name, and an API key as the password", charse
 _SHOWN_NAME = 100
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 _ID_NAME = REQUEST_ID_HEADER.encode()
+_HOST = re.compile(r"(?:\[[0-9A-Za-z:.%]+\]|[0-9A-Za-z._~-]*)(?::[0-9]*)?")
 _NO_HANDLERS: Mapping[str, Handler] = MappingProxyType({})
 
 
@@ -98,10 +100,9 @@ class HttpGate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check a request and answer it. If an error occurs after the response began, raise it,
         which ends the connection."""
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close"})
-            return
         method, path, headers = scope["method"], scope["path"], Headers(scope=scope)
+        if method == "HEAD":
+            send = _without_body(send)
         handler = self._direct.get(path) if method == "POST" else None
         given = headers.get(REQUEST_ID_HEADER, "")
         request_id = given if is_request_id(given) else secrets.token_hex(16)
@@ -133,7 +134,9 @@ class HttpGate:
         try:
             with of_request(request_id=request_id):
                 if handler is None:
-                    await self._app(scope, receive, send_with_id)
+                    # HEAD is answered like GET, without the body (RFC 9110, section 9.3.2).
+                    asked = "GET" if method == "HEAD" else method
+                    await self._app({**scope, "method": asked}, receive, send_with_id)
                     return
                 response = await handler(Request(scope, receive, send_with_id))
                 await response(scope, receive, send_with_id)
@@ -171,9 +174,13 @@ class HttpGate:
         path needs no key. Raises BatonError."""
         if len(headers.raw) > MAX_HEADERS:
             raise HeadTooLarge(f"the request has more than {MAX_HEADERS} headers")
-        hosts = len(headers.getlist("host"))
-        if hosts > 1 or (version == "1.1" and not hosts):
-            raise InvalidRequest(f"the request has {hosts} Host headers: send one")
+        hosts = headers.getlist("host")
+        if len(hosts) > 1 or (version == "1.1" and not hosts):
+            raise InvalidRequest(f"the request has {len(hosts)} Host headers: send one")
+        if hosts and not _HOST.fullmatch(hosts[0]):
+            raise InvalidRequest(
+                "the Host header is not a name or an address, with or without port"
+            )
         if self._loopback or path not in OPEN:
             # On other interfaces, a liveness probe may use an address, such as a pod's, instead of
             # a name.
@@ -241,6 +248,21 @@ def gated(
         allow_headers=["*"],
         expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
     )
+
+
+def _without_body(send: Send) -> Send:
+    """Return a ``send`` that ends a response with its head, which also ends the work for it."""
+    ended = False
+
+    async def send_head(message: Message) -> None:
+        nonlocal ended
+        if message["type"] == "http.response.start":
+            await send(message)
+        elif not ended:
+            ended = True
+            await send({"type": message["type"], "body": b"", "more_body": False})
+
+    return send_head
 
 
 def _host_name(given: str) -> str:
