@@ -52,6 +52,7 @@ from router.access.audit import Refusals
 from router.core.accounting import count_refusal
 from router.http.client import ClientGone
 from router.http.errors import error_response, internal_error
+from router.http.fields import IGNORED_HEADER, collect_ignored, header_value
 from router.http.protocol import MAX_HEADERS
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ _PROMPT = 'Basic realm="Baton: any name, and an API key as the password", charse
 _SHOWN_NAME = 100
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 _ID_NAME = REQUEST_ID_HEADER.encode()
+_IGNORED_NAME = IGNORED_HEADER.encode()
 _HOST = re.compile(r"(?:\[[0-9A-Za-z:.%]+\]|[0-9A-Za-z._~-]*)(?::[0-9]*)?")
 _NO_HANDLERS: Mapping[str, Handler] = MappingProxyType({})
 
@@ -101,24 +103,11 @@ class HttpGate:
         """Check a request and answer it. If an error occurs after the response began, raise it,
         which ends the connection."""
         method, path, headers = scope["method"], scope["path"], Headers(scope=scope)
-        if method == "HEAD":
-            send = _without_body(send)
         handler = self._direct.get(path) if method == "POST" else None
         given = headers.get(REQUEST_ID_HEADER, "")
         request_id = given if is_request_id(given) else secrets.token_hex(16)
         scope.setdefault("state", {})["request_id"] = request_id
-        started = ended = False
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal started, ended
-            if message["type"] == "http.response.start":
-                started = True
-                id_header = (_ID_NAME, request_id.encode())
-                message["headers"] = [*message.get("headers", ()), id_header]
-            elif not message.get("more_body", False):
-                ended = True
-            await send(message)
-
+        answer = _Answer(send, request_id, is_head=method == "HEAD")
         caller: Caller | None = None
         try:
             caller = self._check(method, path, headers, scope["http_version"])
@@ -128,7 +117,7 @@ class HttpGate:
             if handler is not None:
                 self._count(error, caller)
             self._note(error, scope, request_id)
-            await _refusal(error, path, headers)(scope, receive, send_with_id)
+            await _refusal(error, path, headers)(scope, receive, answer)
             return
         scope["state"]["caller"] = caller
         try:
@@ -136,22 +125,22 @@ class HttpGate:
                 if handler is None:
                     # HEAD is answered like GET, without the body (RFC 9110, section 9.3.2).
                     asked = "GET" if method == "HEAD" else method
-                    await self._app({**scope, "method": asked}, receive, send_with_id)
+                    await self._app({**scope, "method": asked}, receive, answer)
                     return
-                response = await handler(Request(scope, receive, send_with_id))
-                await response(scope, receive, send_with_id)
+                response = await handler(Request(scope, receive, answer))
+                await response(scope, receive, answer)
         except (ClientGone, ClientDisconnect):
             return
         except BatonError as error:
             # Responses raise no BatonError once they have begun.
-            await error_response(error, path)(scope, receive, send_with_id)
+            await error_response(error, path)(scope, receive, answer)
         except Exception as error:
             log.exception(
                 "unexpected error in request %s", request_id, extra={"request_id": request_id}
             )
-            if not started:
-                await error_response(internal_error(error), path)(scope, receive, send_with_id)
-            elif not ended:
+            if not answer.has_started:
+                await error_response(internal_error(error), path)(scope, receive, answer)
+            elif not answer.has_ended:
                 raise
         finally:
             if caller is not None:
@@ -227,6 +216,34 @@ class HttpGate:
         )
 
 
+class _Answer:
+    """Sends a response, with the headers that every one has. One to HEAD ends with its head, which
+    also ends the work for it."""
+
+    def __init__(self, send: Send, request_id: str, *, is_head: bool) -> None:
+        self._send = send
+        self._request_id = request_id
+        self._is_head = is_head
+        self._ignored = collect_ignored()
+        self.has_started = self.has_ended = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.has_started = True
+            more = [(_ID_NAME, self._request_id.encode())]
+            if self._ignored:
+                more.append((_IGNORED_NAME, header_value(self._ignored).encode()))
+            message["headers"] = [*message.get("headers", ()), *more]
+        elif self._is_head:
+            if self.has_ended:
+                return
+            self.has_ended = True
+            message = {"type": message["type"], "body": b"", "more_body": False}
+        elif not message.get("more_body", False):
+            self.has_ended = True
+        await self._send(message)
+
+
 def gated(
     app: ASGIApp,
     access: Access,
@@ -246,23 +263,8 @@ def gated(
         allow_origins=config.allowed_origins,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
+        expose_headers=[REQUEST_ID_HEADER, IGNORED_HEADER, "retry-after", "retry-after-ms"],
     )
-
-
-def _without_body(send: Send) -> Send:
-    """Return a ``send`` that ends a response with its head, which also ends the work for it."""
-    ended = False
-
-    async def send_head(message: Message) -> None:
-        nonlocal ended
-        if message["type"] == "http.response.start":
-            await send(message)
-        elif not ended:
-            ended = True
-            await send({"type": message["type"], "body": b"", "more_body": False})
-
-    return send_head
 
 
 def _host_name(given: str) -> str:
