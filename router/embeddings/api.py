@@ -45,7 +45,12 @@ class EmbeddingsApi:
         builder = self._service.builder
         builder.check_model(body.model)
         dimensions = self._dimensions(body)
-        requests = await builder.embeddings(arrival, prompts_of(body.input))
+        requests = await builder.embeddings(
+            arrival,
+            prompts_of(body.input),
+            truncate=body.truncate_prompt_tokens,
+            priority=body.priority,
+        )
         return EmbeddingsAnswer(requests, body, dimensions)
 
     def _dimensions(self, body: EmbeddingsRequest) -> int:

@@ -14,7 +14,7 @@ from router.http.fields import RequestBody
 class EmbeddingsRequest(RequestBody):
     """The body of `POST /v1/embeddings`."""
 
-    ignored = frozenset({"priority", "user"})
+    ignored = frozenset({"user"})
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "add_special_tokens": (True,),
         "chat_template": (),
@@ -34,6 +34,11 @@ class EmbeddingsRequest(RequestBody):
     base64."""
     dimensions: Int | None = None
     """Number of leading values to keep, scaled to length 1 again. Default: all."""
+    truncate_prompt_tokens: Int | None = None
+    """Keep only this number of tokens at each input's end; -1: the maximum that fits (extension).
+    """
+    priority: Int | None = None
+    """A 32-bit integer: waiting requests with lower values go first (extension)."""
 
 
 class EmbeddingObject(BaseModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from codecs import BOM_UTF8
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Annotated, Any, Literal, TypeVar
@@ -119,11 +120,11 @@ class BodyReader:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Parse a request body, whose size or number of values must already be bounded. Raises
-    InvalidRequest.
+    """Parse a request body, whose size or number of values must already be bounded. A byte order
+    mark in front is skipped, as RFC 8259 allows. Raises InvalidRequest.
     """
     try:
-        value = pydantic_core.from_json(body, allow_inf_nan=False)
+        value = pydantic_core.from_json(body.removeprefix(BOM_UTF8), allow_inf_nan=False)
     except ValueError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):

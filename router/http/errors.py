@@ -13,7 +13,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Match
 
-from baton.errors import BatonError, InvalidRequest, RateLimitExceeded, Unauthenticated
+from baton.errors import (
+    BatonError,
+    InvalidRequest,
+    RateLimitExceeded,
+    Unauthenticated,
+    UnsupportedEncoding,
+)
 
 _ONE_OF = {
     "prompt": "must be a string, a list of strings, a list of token ids or a list of such lists",
@@ -30,6 +36,7 @@ _ANTHROPIC_TYPES = {
     401: "authentication_error",
     404: "not_found_error",
     413: "request_too_large",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
@@ -67,6 +74,9 @@ def error_response(error: BatonError, path: str) -> Response:
         headers["retry-after-ms"] = str(math.ceil(error.retry_after * 1000))
     if isinstance(error, RateLimitExceeded):
         headers |= error.facts
+    if isinstance(error, UnsupportedEncoding):
+        # The encodings of a body that are taken (RFC 9110, section 12.5.3).
+        headers["accept-encoding"] = "identity"
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
     shape = anthropic_error if is_anthropic(path) else error_object

@@ -166,7 +166,7 @@ def _foreign(
 
 @functools.lru_cache(maxsize=1024)
 def _near(name: str, known: frozenset[str]) -> str | None:
-    """Return the known name of which ``name`` may be a typo."""
+    """Return the known name that ``name`` is close to, or None."""
     plain = {one.lower(): one for one in known}
     cutoff = _CLOSE_SHORT if len(name) <= _SHORT else _CLOSE
     near = difflib.get_close_matches(name.lower(), plain, n=1, cutoff=cutoff)

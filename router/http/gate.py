@@ -36,6 +36,7 @@ from baton.errors import (
     InvalidRequest,
     NotFound,
     Unauthenticated,
+    UnsupportedEncoding,
 )
 from baton.telemetry.logs import of_request
 from baton.telemetry.metrics import RouterMetrics
@@ -177,7 +178,7 @@ class HttpGate:
         if method not in _READING:
             self._check_site(headers)
         if headers.get("content-encoding", "identity").lower() != "identity":
-            raise InvalidRequest("a Content-Encoding is not supported: send the body as it is")
+            raise UnsupportedEncoding("a Content-Encoding is not supported: send the body as it is")
         elsewhere = is_for_operators(path) != (self._part == "operators")
         if self._part != "all" and path not in OPEN and elsewhere:
             raise NotFound("there is no such path on this listener")

@@ -425,7 +425,22 @@ async def test_other_content_types(kind: str) -> None:
 async def test_compressed_bodies_are_refused() -> None:
     front = make_front()
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
-    check_error(await call(front, "POST", PLAIN, content=b"\x1f\x8b", headers=headers), 400)
+    check_error(await call(front, "POST", PLAIN, content=b"\x1f\x8b", headers=headers), 415)
+
+
+@pytest.mark.parametrize("path", [CHAT, PLAIN])
+async def test_a_byte_order_mark_before_a_body_is_skipped(path: str) -> None:
+    """As PowerShell writes it."""
+    body = b"\xef\xbb\xbf" + json.dumps(HELLO if path == CHAT else PROMPT).encode()
+    headers = {"content-type": "application/json"}
+    answer = await call(make_front(), "POST", path, content=body, headers=headers)
+    assert answer.status_code == 200
+
+
+async def test_every_field_of_a_wrong_type_is_named() -> None:
+    bad = {"temperature": "hot", "top_k": "x", "messages": 5}
+    error = check_error(await post(make_front(), CHAT, {**HELLO, **bad}), 400)
+    assert all(f"{name}: " in error["message"] for name in bad)
 
 
 @pytest.mark.parametrize("path", [CHAT, PLAIN])
