@@ -1,8 +1,8 @@
 """Whether a grammar has a text that ends: without one, an answer goes on until its last token.
 
 A rule whose every text contains another text of it, such as an object that requires an object of
-its own kind, has none. Which rules have one is the least fixed point of conditions, each of which
-holds once enough of the conditions in it hold. What a condition does not model holds, so nothing
+its own kind, has none. The rules that have one are the least fixed point of conditions. Each
+holds once enough of the conditions in it hold. What no condition models holds, so nothing
 that has a text is refused. Time is linear in the text's length, with a bound on the schemas that
 are combined. Plain Python.
 """

@@ -192,7 +192,7 @@ def test_a_name_is_logged_once_an_hour(caplog: pytest.LogCaptureFixture) -> None
 
 
 async def embedding(request: GenerationRequest) -> AsyncIterator[OutputDelta]:
-    vector = [1.0] * MODEL.embedding_size
+    vector = (1.0,) * MODEL.embedding_size
     yield OutputDelta("", (), FinishReason.LENGTH, 1, embedding=vector)
 
 
