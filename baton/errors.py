@@ -193,6 +193,18 @@ class CacheShareExceeded(BatonError):
     code = "cache_share_exceeded"
 
 
+class UnsupportedEncoding(BatonError):
+    """The body is compressed: it has a ``Content-Encoding``.
+
+    Do not retry. Send the body as it is.
+    """
+
+    http_status = 415
+    grpc_status = "INVALID_ARGUMENT"
+    error_type = "invalid_request_error"
+    code = "unsupported_encoding"
+
+
 class RequestTooLarge(BatonError):
     """The body is over the size limit.
 

@@ -95,6 +95,7 @@ class HttpServers:
             max_connections=limits.max_connections,
             max_per_client=limits.max_connections_per_client,
             head_s=limits.head_deadline_s,
+            keep_alive_s=limits.keep_alive_s,
             slow_client_s=limits.slow_client_s,
         )
         return HttpServer(

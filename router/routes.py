@@ -66,8 +66,8 @@ from router.responses.protocol import ResponsesRequest
 _DESCRIPTION = """Large language models, served with disaggregated prefill and decode.
 
 The APIs of OpenAI and Anthropic, and endpoints of Baton itself. A field that is marked as an
-extension is not in OpenAI's API; other servers have many of them, too. An unknown or unsupported
-field is rejected by name.
+extension is not in OpenAI's API; other servers have many of them, too. An unsupported field, and a
+typo of a known one, is rejected by name.
 """
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES, EMBEDDINGS = "/v1/responses", "/v1/messages", "/v1/embeddings"

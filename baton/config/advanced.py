@@ -26,6 +26,9 @@ class AdvancedConfig(Section):
     head_deadline_s: float = Field(default=10.0, gt=0)
     """Time in which a client must send the head of an HTTP request, or make its connection to
     either listener, in seconds."""
+    keep_alive_s: float = Field(default=95.0, gt=0)
+    """Time for which an HTTP connection may be idle between two requests, in seconds. Behind a
+    proxy or load balancer, it must be longer than theirs."""
     slow_client_s: float = Field(default=30.0, gt=0)
     """Time after which a client that does not read its answer is disconnected, in seconds. It
     counts from when the answer exceeds the connection's buffer. An HTTP client that reads fewer

@@ -235,6 +235,9 @@ class Config(BaseSettings):
     ``keys_file`` a key is required unless this is false."""
     max_body_bytes: int = Field(default=4 * MIB, ge=1024)
     """Maximum size of an HTTP request body, in bytes. Uploads have ``max_file_bytes`` instead."""
+    strict_fields: bool = False
+    """Refuse every unknown field of a request. Otherwise one that is close to a known name is
+    refused, and others are ignored and named in the header ``x-baton-ignored``."""
     data_dir: str = ""
     """Folder of uploaded files and batches, which outlive the cluster; empty takes a folder for the
     HTTP address in ``$XDG_DATA_HOME/baton``, or in ``~/.local/share/baton``."""

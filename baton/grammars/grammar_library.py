@@ -18,6 +18,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from baton.errors import InvalidGrammar
 from baton.grammar import Grammar, GrammarKind, reason_in
+from baton.grammars.finite_text import ENDLESS, lark_ends, schema_ends
 from baton.grammars.json_schema import LIBRARY_OPTIONS, closed_text
 from baton.grammars.structural_tag import structural_lark
 
@@ -91,7 +92,7 @@ def _library_text(grammar: Grammar) -> str:
         case GrammarKind.JSON_OBJECT:
             return _schema('{"type": "object"}')
         case GrammarKind.JSON_SCHEMA:
-            return _schema(closed_text(grammar.text))
+            return _finite_schema(closed_text(grammar.text))
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.CHOICE:
@@ -99,7 +100,10 @@ def _library_text(grammar: Grammar) -> str:
             texts = " | ".join(json.dumps(text) for text in json.loads(grammar.text))
             return LLMatcher.grammar_from_lark(f"start: {texts}")
         case GrammarKind.LARK:
-            return LLMatcher.grammar_from_lark(_lark(grammar.text))
+            text = _lark(grammar.text)
+            if not lark_ends(text):
+                raise ValueError(ENDLESS)
+            return LLMatcher.grammar_from_lark(text)
         case GrammarKind.STRUCTURAL_TAG:
             return LLMatcher.grammar_from_lark(structural_lark(grammar.text))
 
@@ -114,6 +118,17 @@ def _lark(text: str) -> str:
         return gbnf_to_lark(text)
     except Exception as error:  # the converter raises bare Exception, and RecursionError
         raise ValueError(f"it has no rule `start`, and is not GBNF: {error}") from None
+
+
+def _finite_schema(text: str) -> str:
+    """Convert a schema. One that is not JSON has the library's error."""
+    try:
+        ends = schema_ends(json.loads(text))
+    except (ValueError, RecursionError):
+        ends = True
+    if not ends:
+        raise ValueError(ENDLESS)
+    return _schema(text)
 
 
 def _schema(text: str) -> str:

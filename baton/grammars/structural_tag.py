@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from baton.grammars.finite_text import ENDLESS, schema_ends
 from baton.grammars.json_schema import LIBRARY_OPTIONS, closed_schema
 
 
@@ -57,7 +58,10 @@ def _tags(structures: Sequence[Mapping[str, Any]], triggers: Sequence[str]) -> d
         trigger = trigger_of(begin, triggers)
         if trigger is None:
             continue
-        schema = {"x-guidance": LIBRARY_OPTIONS, **closed_schema(one.get("schema", {}))}
+        closed = closed_schema(one.get("schema", {}))
+        if not schema_ends(closed):
+            raise ValueError(ENDLESS)
+        schema = {"x-guidance": LIBRARY_OPTIONS, **closed}
         value = f"%json {json.dumps(schema)}"
         parts = (_quoted(begin[len(trigger) :]), value, _quoted(end))
         tags.setdefault(trigger, []).append(" ".join(part for part in parts if part))

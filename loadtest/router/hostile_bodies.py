@@ -219,7 +219,24 @@ BODIES = (
         _json(messages=[_HELLO], guided_choice=[f"{n}" for n in range(40_000)]),
     ),
     Body("a field of empty objects", CHAT, 400, _filled(_CHAT_HEAD + '"x":[', "{}", "]}")),
-    Body("deep JSON", CHAT, 400, _json(messages=[_HELLO], x=json.loads("[" * 190 + "]" * 190))),
+    Body(
+        "unknown fields like known ones",
+        CHAT,
+        200,
+        _json(
+            messages=[_HELLO],
+            **{
+                f"guided_{n}_reasoning_usage_of_stream_{n}_extra_template_{n}": n for n in range(32)
+            },
+        ),
+    ),
+    Body(
+        "many unknown fields",
+        CHAT,
+        400,
+        _json(messages=[_HELLO], **{f"q{n}z": n for n in range(30_000)}),
+    ),
+    Body("deep JSON", CHAT, 200, _json(messages=[_HELLO], x=json.loads("[" * 190 + "]" * 190))),
     Body(
         "long metadata",
         "/v1/responses",

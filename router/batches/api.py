@@ -31,7 +31,8 @@ from router.batches.service import (
 )
 from router.batches.storage.batch import Batch, StoredFile
 from router.batches.upload import receive_upload
-from router.http.client import SMALL_BYTES, caller_of, read_object, validate
+from router.http.client import SMALL_BYTES, caller_of, read_object
+from router.http.fields import validate
 from router.http.openapi import body, json_body, made_of_its_id
 
 _FILES, _FILE, _CONTENT = "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +59,7 @@ def read_line(number: int, raw: bytes, max_bytes: int) -> Line:
         text = f"the line holds more than {MAX_LINE_VALUES} values"
         raise _bad(number, "line_too_large", text)
     try:
-        value = pydantic_core.from_json(raw, allow_inf_nan=False)
+        value = pydantic_core.from_json(raw.removeprefix(BOM_UTF8), allow_inf_nan=False)
     except ValueError:
         raise _bad(number, "invalid_json_line", "the line is not valid JSON") from None
     if not isinstance(value, dict):

@@ -50,7 +50,8 @@ from router.console.what_if import (
 from router.core.accounting import UNKNOWN_CLASS, RequestStats
 from router.core.recent_requests import RecentRequest
 from router.dispatch.dispatcher import ClusterDispatcher
-from router.http.client import read_object, validate
+from router.http.client import read_object
+from router.http.fields import validate
 from router.http.openapi import json_body
 from router.http.sse import EventStream, encode_events, to_json
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from baton.errors import InvalidRequest
 from router.core.request import GenerationRequest, OutputDelta
 from router.embeddings.protocol import EmbeddingsRequest
-from router.http.client import validate
+from router.http.fields import validate
 from router.http.json_stream import Items
 from router.inference.builder import Arrival
 from router.inference.endpoint import ApiAnswer, Endpoint
@@ -41,11 +41,16 @@ class EmbeddingsApi:
         return await self.endpoint.answer(request)
 
     async def _parse(self, raw: dict[str, Any], arrival: Arrival) -> ApiAnswer:
-        body = validate(EmbeddingsRequest, raw)
+        body = validate(EmbeddingsRequest, raw, self._service.fields)
         builder = self._service.builder
         builder.check_model(body.model)
         dimensions = self._dimensions(body)
-        requests = await builder.embeddings(arrival, prompts_of(body.input))
+        requests = await builder.embeddings(
+            arrival,
+            prompts_of(body.input),
+            truncate=body.truncate_prompt_tokens,
+            priority=body.priority,
+        )
         return EmbeddingsAnswer(requests, body, dimensions)
 
     def _dimensions(self, body: EmbeddingsRequest) -> int:

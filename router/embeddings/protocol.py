@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel
 
-from router.http.client import Int, IntLists, Ints, RequestBody, Strings
+from router.http.client import Int, IntLists, Ints, Strings
+from router.http.fields import RequestBody
 
 
 class EmbeddingsRequest(RequestBody):
     """The body of `POST /v1/embeddings`."""
+
+    ignored = frozenset({"user"})
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "add_special_tokens": (True,),
+        "chat_template": (),
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+        "messages": (),
+        "normalize": (True,),
+        "use_activation": (True,),
+    }
 
     model: str
     """The served model's id; see `GET /v1/models`."""
@@ -21,8 +34,11 @@ class EmbeddingsRequest(RequestBody):
     base64."""
     dimensions: Int | None = None
     """Number of leading values to keep, scaled to length 1 again. Default: all."""
-    user: str | None = None
-    """Ignored."""
+    truncate_prompt_tokens: Int | None = None
+    """Keep only this number of tokens at each input's end; -1: the maximum that fits (extension).
+    """
+    priority: Int | None = None
+    """A 32-bit integer: waiting requests with lower values go first (extension)."""
 
 
 class EmbeddingObject(BaseModel):

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
-import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from codecs import BOM_UTF8
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pydantic_core
 from fastapi import Request
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field
 from starlette.types import Receive
 
-from baton.errors import InvalidRequest, RequestTooLarge, UnsupportedParameter
+from baton.errors import InvalidRequest, RequestTooLarge
 from baton.host.turns import FairTurns
 from baton.liveness.listening import listening
 from router.access.api_keys import Caller
-from router.http.errors import from_validation
 
 SMALL_BYTES = 64 << 10
 """Maximum size of a small body. Parsing it blocks the event loop for a few milliseconds, whatever
@@ -43,12 +41,9 @@ MAX_LISTS = 2048
 """Maximum number of lists of token ids in one body; each API bounds its prompts further."""
 COUNTED_BYTES = 64 << 10
 """Number of bytes whose JSON values are counted before control returns to the event loop."""
-MAX_SHOWN_CHARACTERS = 64
-"""Maximum number of characters of an unknown field's name that an error shows."""
 _COUNTED = ("objects and lists", "strings", "values")
 _QUOTE, _COMMA, _BRACKET, _BACKSLASH, _BRACE = b'",[\\{'
 T = TypeVar("T")
-Body = TypeVar("Body", bound=BaseModel)
 
 
 class ClientGone(Exception):
@@ -59,20 +54,6 @@ def caller_of(request: Request) -> Caller:
     """Return the caller of a request that passed the gate."""
     caller: Caller = request.scope["state"]["caller"]
     return caller
-
-
-class RequestBody(BaseModel):
-    """Base class of request bodies. ``validate`` rejects fields that the class does not have, and
-    names them."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
-
-    ignored: ClassVar[frozenset[str]] = frozenset()
-    """Names of further fields that are accepted, since they do not change the answer or other code
-    checks them."""
-    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Names of fields that are known but not supported. Each has the values that are accepted since
-    they request nothing. Null is accepted, too."""
 
 
 async def read_object(request: Request, limit: int, deadline_s: float) -> dict[str, Any]:
@@ -139,11 +120,11 @@ class BodyReader:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Parse a request body, whose size or number of values must already be bounded. Raises
-    InvalidRequest.
+    """Parse a request body, whose size or number of values must already be bounded. A byte order
+    mark in front is skipped, as RFC 8259 allows. Raises InvalidRequest.
     """
     try:
-        value = pydantic_core.from_json(body, allow_inf_nan=False)
+        value = pydantic_core.from_json(body.removeprefix(BOM_UTF8), allow_inf_nan=False)
     except ValueError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -205,54 +186,6 @@ class ValueCount:
         previous = np.concatenate((np.array([before]), last_other[:-1]))
         is_odd: npt.NDArray[np.bool_] = (places - 1 - previous) % 2 == 1
         return is_odd
-
-
-def validate(model: type[Body], value: dict[str, Any]) -> Body:
-    """Validate a JSON object as a ``model``. Raises InvalidRequest with the name of the first bad
-    field.
-
-    For a ``RequestBody``, raises UnsupportedParameter for unknown and unsupported fields. A field
-    that is null counts as absent.
-    """
-    known = _known_fields(model)
-    if known is not None and not value.keys() <= known:
-        _refuse_unknown(value, known)
-    try:
-        found = model.model_validate(value)
-    except ValidationError as error:
-        raise from_validation(error) from None
-    if isinstance(found, RequestBody):
-        for name in found.unserved.keys() & value.keys():
-            if value[name] is not None and not _is_one_of(value[name], found.unserved[name]):
-                raise UnsupportedParameter(
-                    f"'{name}' is not supported with this value by this server", param=name
-                )
-    return found
-
-
-@functools.cache
-def _known_fields(model: type[BaseModel]) -> frozenset[str] | None:
-    if not issubclass(model, RequestBody):
-        return None
-    return frozenset(model.model_fields) | model.ignored | model.unserved.keys()
-
-
-def _refuse_unknown(value: Mapping[str, Any], known: frozenset[str]) -> None:
-    unknown = next((name for name in value if name not in known and value[name] is not None), None)
-    if unknown is None:
-        return
-    shown = unknown[:MAX_SHOWN_CHARACTERS]
-    near = difflib.get_close_matches(shown, known, n=1)
-    hint = f"; did you mean '{near[0]}'?" if near else ": leave it out"
-    raise UnsupportedParameter(f"'{shown}' is not a field of this request{hint}", param=shown)
-
-
-def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:
-    # True equals 1 in Python, but not in JSON.
-    return any(
-        value == candidate and isinstance(value, bool) == isinstance(candidate, bool)
-        for candidate in harmless
-    )
 
 
 def _check_headers(request: Request, limit: int) -> None:

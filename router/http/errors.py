@@ -13,7 +13,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Match
 
-from baton.errors import BatonError, InvalidRequest, RateLimitExceeded, Unauthenticated
+from baton.errors import (
+    BatonError,
+    InvalidRequest,
+    RateLimitExceeded,
+    Unauthenticated,
+    UnsupportedEncoding,
+)
 
 _ONE_OF = {
     "prompt": "must be a string, a list of strings, a list of token ids or a list of such lists",
@@ -23,11 +29,14 @@ _ONE_OF = {
     "content": "must be a string or a list of text parts",
 }
 
+_MAX_NAMED = 8
+"""Maximum number of fields that one error names."""
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
     413: "request_too_large",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
@@ -65,6 +74,9 @@ def error_response(error: BatonError, path: str) -> Response:
         headers["retry-after-ms"] = str(math.ceil(error.retry_after * 1000))
     if isinstance(error, RateLimitExceeded):
         headers |= error.facts
+    if isinstance(error, UnsupportedEncoding):
+        # The encodings of a body that are taken (RFC 9110, section 12.5.3).
+        headers["accept-encoding"] = "identity"
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
     shape = anthropic_error if is_anthropic(path) else error_object
@@ -72,20 +84,24 @@ def error_response(error: BatonError, path: str) -> Response:
 
 
 def from_validation(error: ValidationError) -> InvalidRequest:
-    """Convert the first error of a request body. The message does not repeat what the client
-    sent.
+    """Convert the first error of each field of a request body. The message does not repeat what
+    the client sent.
     """
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    location = first["loc"]
-    for place, part in enumerate(location):
-        if part in _ONE_OF:
-            location = location[: place + 1]
-            return _invalid(location, str(_ONE_OF[str(part)]), missing=first["type"] == "missing")
-    reason = first["msg"][:1].lower() + first["msg"][1:]
-    return _invalid(location, reason, missing=first["type"] == "missing")
+    firsts: dict[str | int, InvalidRequest] = {}
+    for one in error.errors(include_url=False, include_context=False, include_input=False):
+        field = one["loc"][0] if one["loc"] else ""
+        if field not in firsts and len(firsts) < _MAX_NAMED:
+            firsts[field] = _invalid(one["loc"], one["msg"], missing=one["type"] == "missing")
+    told = list(firsts.values())
+    return InvalidRequest(". ".join(one.message for one in told), param=told[0].param)
 
 
 def _invalid(location: tuple[str | int, ...], reason: str, *, missing: bool) -> InvalidRequest:
+    reason = reason[:1].lower() + reason[1:]
+    place = next((place for place, part in enumerate(location) if part in _ONE_OF), None)
+    if place is not None:
+        reason = _ONE_OF[str(location[place])]
+        location = location[: place + 1]
     path = ""
     for part in location:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
@@ -123,7 +139,8 @@ def _allowed(request: Request) -> str:
     only lists the methods of one route."""
     routes: list[BaseRoute] = request.app.routes
     matching = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
-    return ", ".join(sorted({name for one in matching for name in getattr(one, "methods", ())}))
+    methods = {name for one in matching for name in getattr(one, "methods", ())}
+    return ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
@@ -35,6 +36,7 @@ from baton.errors import (
     InvalidRequest,
     NotFound,
     Unauthenticated,
+    UnsupportedEncoding,
 )
 from baton.telemetry.logs import of_request
 from baton.telemetry.metrics import RouterMetrics
@@ -51,6 +53,7 @@ from router.access.audit import Refusals
 from router.core.accounting import count_refusal
 from router.http.client import ClientGone
 from router.http.errors import error_response, internal_error
+from router.http.fields import IGNORED_HEADER, collect_ignored, header_value
 from router.http.protocol import MAX_HEADERS
 
 log = logging.getLogger(__name__)
@@ -65,6 +68,8 @@ _PROMPT = 'Basic realm="Baton: any name, and an API key as the password", charse
 _SHOWN_NAME = 100
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 _ID_NAME = REQUEST_ID_HEADER.encode()
+_IGNORED_NAME = IGNORED_HEADER.encode()
+_HOST = re.compile(r"(?:\[[0-9A-Za-z:.%]+\]|[0-9A-Za-z._~-]*)(?::[0-9]*)?")
 _NO_HANDLERS: Mapping[str, Handler] = MappingProxyType({})
 
 
@@ -98,26 +103,12 @@ class HttpGate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check a request and answer it. If an error occurs after the response began, raise it,
         which ends the connection."""
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close"})
-            return
         method, path, headers = scope["method"], scope["path"], Headers(scope=scope)
         handler = self._direct.get(path) if method == "POST" else None
         given = headers.get(REQUEST_ID_HEADER, "")
         request_id = given if is_request_id(given) else secrets.token_hex(16)
         scope.setdefault("state", {})["request_id"] = request_id
-        started = ended = False
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal started, ended
-            if message["type"] == "http.response.start":
-                started = True
-                id_header = (_ID_NAME, request_id.encode())
-                message["headers"] = [*message.get("headers", ()), id_header]
-            elif not message.get("more_body", False):
-                ended = True
-            await send(message)
-
+        answer = _Answer(send, request_id, is_head=method == "HEAD")
         caller: Caller | None = None
         try:
             caller = self._check(method, path, headers, scope["http_version"])
@@ -127,28 +118,30 @@ class HttpGate:
             if handler is not None:
                 self._count(error, caller)
             self._note(error, scope, request_id)
-            await _refusal(error, path, headers)(scope, receive, send_with_id)
+            await _refusal(error, path, headers)(scope, receive, answer)
             return
         scope["state"]["caller"] = caller
         try:
             with of_request(request_id=request_id):
                 if handler is None:
-                    await self._app(scope, receive, send_with_id)
+                    # HEAD is answered like GET, without the body (RFC 9110, section 9.3.2).
+                    asked = "GET" if method == "HEAD" else method
+                    await self._app({**scope, "method": asked}, receive, answer)
                     return
-                response = await handler(Request(scope, receive, send_with_id))
-                await response(scope, receive, send_with_id)
+                response = await handler(Request(scope, receive, answer))
+                await response(scope, receive, answer)
         except (ClientGone, ClientDisconnect):
             return
         except BatonError as error:
             # Responses raise no BatonError once they have begun.
-            await error_response(error, path)(scope, receive, send_with_id)
+            await error_response(error, path)(scope, receive, answer)
         except Exception as error:
             log.exception(
                 "unexpected error in request %s", request_id, extra={"request_id": request_id}
             )
-            if not started:
-                await error_response(internal_error(error), path)(scope, receive, send_with_id)
-            elif not ended:
+            if not answer.has_started:
+                await error_response(internal_error(error), path)(scope, receive, answer)
+            elif not answer.has_ended:
                 raise
         finally:
             if caller is not None:
@@ -171,9 +164,13 @@ class HttpGate:
         path needs no key. Raises BatonError."""
         if len(headers.raw) > MAX_HEADERS:
             raise HeadTooLarge(f"the request has more than {MAX_HEADERS} headers")
-        hosts = len(headers.getlist("host"))
-        if hosts > 1 or (version == "1.1" and not hosts):
-            raise InvalidRequest(f"the request has {hosts} Host headers: send one")
+        hosts = headers.getlist("host")
+        if len(hosts) > 1 or (version == "1.1" and not hosts):
+            raise InvalidRequest(f"the request has {len(hosts)} Host headers: send one")
+        if hosts and not _HOST.fullmatch(hosts[0]):
+            raise InvalidRequest(
+                "the Host header is not a name or an address, with or without port"
+            )
         if self._loopback or path not in OPEN:
             # On other interfaces, a liveness probe may use an address, such as a pod's, instead of
             # a name.
@@ -181,7 +178,7 @@ class HttpGate:
         if method not in _READING:
             self._check_site(headers)
         if headers.get("content-encoding", "identity").lower() != "identity":
-            raise InvalidRequest("a Content-Encoding is not supported: send the body as it is")
+            raise UnsupportedEncoding("a Content-Encoding is not supported: send the body as it is")
         elsewhere = is_for_operators(path) != (self._part == "operators")
         if self._part != "all" and path not in OPEN and elsewhere:
             raise NotFound("there is no such path on this listener")
@@ -220,6 +217,34 @@ class HttpGate:
         )
 
 
+class _Answer:
+    """Sends a response, with the headers that every one has. One to HEAD ends with its head, which
+    also ends the work for it."""
+
+    def __init__(self, send: Send, request_id: str, *, is_head: bool) -> None:
+        self._send = send
+        self._request_id = request_id
+        self._is_head = is_head
+        self._ignored = collect_ignored()
+        self.has_started = self.has_ended = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.has_started = True
+            more = [(_ID_NAME, self._request_id.encode())]
+            if self._ignored:
+                more.append((_IGNORED_NAME, header_value(self._ignored).encode()))
+            message["headers"] = [*message.get("headers", ()), *more]
+        elif self._is_head:
+            if self.has_ended:
+                return
+            self.has_ended = True
+            message = {"type": message["type"], "body": b"", "more_body": False}
+        elif not message.get("more_body", False):
+            self.has_ended = True
+        await self._send(message)
+
+
 def gated(
     app: ASGIApp,
     access: Access,
@@ -239,7 +264,7 @@ def gated(
         allow_origins=config.allowed_origins,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
+        expose_headers=[REQUEST_ID_HEADER, IGNORED_HEADER, "retry-after", "retry-after-ms"],
     )
 
 

@@ -8,9 +8,14 @@
     any ─the request is not HTTP, or its head is too large→ lingering (400, 431)
     lingering ─the client closes, ``linger_s`` passes, ``LINGER_BYTES`` come→ closed
 
+    answering ─the client sends no more→ answering what it asked→ closed
+    answering ─the client sends no more, the answer begins later than ``linger_s``→ aborted
+
     flowing ─the write buffer is full→ paused ─the client has read it→ flowing
     paused ─fewer than ``SLOW_BYTES`` read in ``slow_client_s``→ aborted
     closed ─what was written is not read in ``slow_client_s``→ aborted
+
+A client that sends no more may have left, which shows only when it is written to.
 
 A lingering connection drops incoming bytes. A socket that is closed with unread bytes is reset, and
 the client would lose the answer. A paused connection uses its buffer, which is ``HIGH_WATER_LIMIT``
@@ -27,11 +32,13 @@ import struct
 import sys
 import termios
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import httptools
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.liveness.listening import SilenceTimer
 from router.access.places import Place
@@ -68,6 +75,11 @@ def plain_answer(status: int, text: str, *headers: str) -> bytes:
 
 _LATE = plain_answer(408, "The request's head did not arrive in time.")
 _TOO_MANY_HEADERS = plain_answer(431, f"The request has more than {MAX_HEADERS} headers.")
+_INVALID = plain_answer(400, "Invalid HTTP request received.")
+_CODED_1_0 = plain_answer(400, "A request of HTTP/1.0 has no Transfer-Encoding.")
+_OTHER_CODING = plain_answer(501, "The only Transfer-Encoding is chunked.")
+_NO_TUNNEL = plain_answer(501, "This server is no proxy.")
+_OTHER_VERSION = plain_answer(505, "Use HTTP/1.1.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +91,13 @@ class Bounds:
     """Maximum number of connections of one client; 0 means no limit."""
     head_s: float = 10.0
     """Timeout in seconds of a TLS handshake, and of receiving a request's head."""
-    keep_alive_s: float = 5.0
+    keep_alive_s: float = 95.0
     """Maximum number of seconds that a connection may be idle between two requests."""
     slow_client_s: float = 30.0
     """Seconds in which a client must read at least ``SLOW_BYTES`` of what was written to it."""
     linger_s: float = 1.0
     """Seconds for which a connection stays open after an answer if the router has not read the
-    whole request."""
+    whole request, and for an answer to a client that sends no more."""
 
     @property
     def shortest_s(self) -> float:
@@ -111,6 +123,10 @@ class DirectBody(Protocol):
 
 class _TooManyRequests(Exception):
     """A client has pipelined more requests than may wait on a connection."""
+
+
+class _Refused(Exception):
+    """The head of a request asks for what this server does not do. ``args``: the answer."""
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -153,6 +169,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         message."""
         self._parts: list[bytes] = []
         """Parts of a request's body in the latest received data."""
+        self._sends_no_more = False
+        """Whether the client has closed its side of the connection."""
+        self._newest_app, self._old_app = self.app, partial(_answer_without_chunks, self.app)
 
     # A connection's phases
 
@@ -190,8 +209,30 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        if not self.transport.is_closing():
-            super().send_400_response(msg)
+        self._refuse(plain_answer(400, msg))
+
+    def _refuse(self, answer: bytes) -> None:
+        """Close the connection, after ``answer`` unless an earlier answer is being written."""
+        if self.transport.is_closing():
+            return
+        if not self._is_answering():
+            self.transport.write(answer)
+        self.transport.close()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        if self._running is None or self._running.response_complete or self._in_message:
+            return False
+        if self._running.response_started or self.scheme == "https":
+            return False
+        self._sends_no_more = True
+        self._place.wait(self._bounds.linger_s, self._end_unless_begun)
+        return True
+
+    def _end_unless_begun(self) -> None:
+        if self._running is not None and self._running.response_started:
+            self._place.work()
+        else:
+            self.transport.abort()
 
     def _is_answering(self) -> bool:
         return self._running is not None and not self._running.response_complete
@@ -206,7 +247,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.timeout_keep_alive_task = None
         if self.transport.is_closing() or self._is_answering():
             return
-        if self._in_head:
+        if self._sends_no_more:
+            self.transport.close()
+        elif self._in_head:
             self._place.wait(self._bounds.head_s, self._head_is_late)
         else:
             self._place.wait(self._bounds.keep_alive_s, self.transport.close)
@@ -229,15 +272,41 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _parse(self, data: bytes) -> None:
         self._unfinished += len(data)
-        super().data_received(data)
+        try:
+            self._feed(data)
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            self._refuse(cause.args[0] if isinstance(cause, _Refused) else _INVALID)
         self._pass_body()
         if self.transport.is_closing():
             return
         if self._unfinished > MAX_HEAD_BYTES:
             self.send_400_response("The request's head is too large.")
         elif self._in_head and len(self.headers) > MAX_HEADERS:
-            self.transport.write(_TOO_MANY_HEADERS)
-            self.transport.close()
+            self._refuse(_TOO_MANY_HEADERS)
+
+    def _feed(self, data: bytes) -> None:
+        """Pass received data to the parser. No ``Upgrade`` is taken, so such a request is answered
+        as if it had not offered it (RFC 9110, section 7.8). Raises HttpParserError.
+
+        The parser takes what follows the head of an offer as the other protocol. A new parser gets
+        the head again, as the first one read it, without the offer."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                data = self._head_without_offer() + data[offer.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                # As uvicorn sets it: what follows a request with ``Connection: close`` is ignored.
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            else:
+                return
+
+    def _head_without_offer(self) -> bytes:
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        lines += [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
+        return b"\r\n".join((*lines, b"", b""))
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
@@ -248,25 +317,45 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._place.wait(self._bounds.head_s, self._head_is_late)
 
     def on_headers_complete(self) -> None:
+        is_old = self._check_head() == "1.0"
+        if self.parser.should_upgrade():
+            # ``_feed`` parses the head again.
+            return
         self._unfinished = 0
         self._in_head = False
         if not self.url.startswith((b"/", b"*")):
-            self._take_host(self.url)
+            self._take_host(is_old=is_old)
+        self.app = self._old_app if is_old else self._newest_app
         super().on_headers_complete()
         self._place.work()
         if not self.pipeline:
             self._running = self.cycle
         # A connection is reused only if the request was fully read when its answer began.
-        self._keeps_alive = self.cycle.keep_alive
+        self._keeps_alive = self.parser.should_keep_alive()
         self.cycle.keep_alive = False
         assert isinstance(self.transport, _Outlet), "as connection_made made it"
-        extensions: dict[str, Any] = {DIRECT_BODY: self.transport}
+        extensions: dict[str, Any] = {} if is_old else {DIRECT_BODY: self.transport}
         self.scope["extensions"] = extensions
 
-    def _take_host(self, target: bytes) -> None:
-        """Take the host of an absolute request target instead of that of the Host header (RFC 9112,
-        section 3.2.2)."""
-        url = httptools.parse_url(target)
+    def _check_head(self) -> str:
+        """Return the version of HTTP of a request. Raises _Refused for one with another framing of
+        bodies than this server has (RFC 9112, sections 2.3 and 6.1)."""
+        version: str = self.parser.get_http_version()
+        if version not in {"1.0", "1.1"}:
+            raise _Refused(_OTHER_VERSION)
+        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and version == "1.0":
+            raise _Refused(_CODED_1_0)
+        if codings and (len(codings) > 1 or codings[0].lower() != b"chunked"):
+            raise _Refused(_OTHER_CODING)
+        if self.parser.get_method() == b"CONNECT":
+            raise _Refused(_NO_TUNNEL)
+        return version
+
+    def _take_host(self, *, is_old: bool) -> None:
+        """Take the host of an absolute request target instead of that of the Host header, which a
+        client of HTTP/1.0 may leave out (RFC 9112, section 3.2.2). The target becomes a path."""
+        url = httptools.parse_url(self.url)
         host = url.host or b""
         authority = b"[%b]" % host if b":" in host else host
         if url.port:
@@ -274,6 +363,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.headers[:] = [
             (name, authority if name == b"host" else value) for name, value in self.headers
         ]
+        if is_old and all(name != b"host" for name, _ in self.headers):
+            self.headers.append((b"host", authority))
+        self.url = (url.path or b"/") + (b"?" + url.query if url.query else b"")
 
     def on_body(self, body: bytes) -> None:
         self._unfinished = 0
@@ -289,6 +381,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._pass_body()
         self._unfinished = 0
         self._in_message = False
@@ -362,6 +456,28 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         connection = self.transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         self.transport.abort()
+
+
+async def _answer_without_chunks(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Run ``app`` for a client of HTTP/1.0, which knows no chunks: an answer of unknown length ends
+    with its connection (RFC 9112, section 6.1)."""
+    cycle = cast(RequestResponseCycle, send.__self__)  # type: ignore[attr-defined]
+    has_length = True
+
+    async def send_plainly(message: Message) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            headers = list(message.get("headers", ()))
+            has_length = any(name.lower() == b"content-length" for name, _ in headers)
+            if not has_length:
+                cycle.chunked_encoding = cycle.keep_alive = False
+            elif cycle.keep_alive:
+                message = {**message, "headers": [*headers, (b"connection", b"keep-alive")]}
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    await app(scope, receive, send_plainly)
 
 
 class _Outlet(asyncio.Transport):

@@ -335,13 +335,26 @@ class RequestBuilder:
         return requests
 
     async def embeddings(
-        self, arrival: Arrival, inputs: Sequence[Prompt]
+        self,
+        arrival: Arrival,
+        inputs: Sequence[Prompt],
+        *,
+        truncate: int | None = None,
+        priority: int | None = None,
     ) -> list[GenerationRequest]:
-        """Build one request for each text or list of token ids to embed."""
+        """Build one request for each text or list of token ids to embed. ``truncate``: see
+        ``SamplingInput``."""
         if not all(inputs):
             raise InvalidRequest("input must not be empty", param="input")
         return await self.prompts(
-            arrival, inputs, _EMBEDDED, 1, param="input", max_prompts=MAX_EMBEDDED, embeds=True
+            arrival,
+            inputs,
+            dataclasses.replace(_EMBEDDED, truncate=truncate),
+            1,
+            priority,
+            param="input",
+            max_prompts=MAX_EMBEDDED,
+            embeds=True,
         )
 
     async def _check_grammar(self, arrival: Arrival, sampling: SamplingInput) -> None:

@@ -38,6 +38,7 @@ from router.core.request import (
 from router.core.request_log import RequestLog
 from router.core.served_model import ServedModel
 from router.http.client import BodyReader
+from router.http.fields import UnknownFields
 from router.inference.builder import Arrival, RequestBuilder
 from router.text.tokenizer import Tokenizer
 
@@ -82,6 +83,7 @@ class InferenceService:
             tokenizer.grammars, stats.metrics.grammar_compile_seconds.labels(role="router").observe
         )
         self.builder = RequestBuilder(dispatcher, tokenizer, model, config, grammars)
+        self.fields = UnknownFields(strict=config.strict_fields)
         self.bodies = BodyReader(
             config.max_body_bytes, config.request_deadline_s, model.context_length
         )

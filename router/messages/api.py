@@ -11,7 +11,8 @@ from starlette.responses import JSONResponse, Response
 
 from baton.errors import InvalidRequest
 from baton.grammar import Grammar, GrammarKind
-from router.http.client import caller_of, validate
+from router.http.client import caller_of
+from router.http.fields import validate
 from router.inference.builder import Arrival
 from router.inference.endpoint import ApiAnswer, Endpoint
 from router.inference.reasoning import ReasoningInput, checked_effort, checked_thinking
@@ -43,7 +44,7 @@ class MessagesApi:
         tenant = caller.principal.tenant
         with self._service.counting_refusals(caller):
             async with self._service.bodies.object(request, tenant) as raw:
-                body = validate(CountTokensRequest, raw)
+                body = validate(CountTokensRequest, raw, self._service.fields)
                 self._builder.check_model(body.model)
                 turns, tools = message_turns(body), message_tools(body)
                 ids = await self._builder.encoder.chat_ids(
@@ -56,7 +57,7 @@ class MessagesApi:
         return JSONResponse({"input_tokens": len(ids)})
 
     async def _parse(self, raw: dict[str, Any], arrival: Arrival) -> ApiAnswer:
-        body = validate(MessagesRequest, raw)
+        body = validate(MessagesRequest, raw, self._service.fields)
         self._builder.check_model(body.model)
         use = message_tools(body)
         turns = message_turns(body)

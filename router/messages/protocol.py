@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from router.conversation.turns import MAX_MESSAGES
-from router.http.client import Int, RequestBody, Strings
+from router.http.client import Int, Strings
+from router.http.fields import RequestBody
 
 _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
 _IGNORED = frozenset(
     {
-        *("betas", "container", "context_management", "diagnostics", "inference_geo"),
-        *("mcp_servers", "metadata", "service_tier", "speed"),
+        *("betas", "billing_policy", "container", "context_management", "diagnostics"),
+        *("fallback_credit_token", "fallbacks", "inference_geo", "mcp_servers", "metadata"),
+        *("service_tier", "speed", "user_profile_id", "workspace_id"),
     }
 )
 """Fields that clients of Anthropic send, and that do not change the answer here. What Anthropic's
@@ -22,7 +25,7 @@ servers run, such as an MCP server's tools, the model does not see."""
 _OF_ANSWERS = frozenset(
     {
         *("cache_control", "max_tokens", "stop_sequences", "stream"),
-        *("temperature", "top_k", "top_p"),
+        *("compaction", "temperature", "thread", "top_k", "top_p"),
     }
 )
 """Fields of `/v1/messages` that do not affect the token count of a prompt."""
@@ -64,6 +67,13 @@ class CountTokensRequest(RequestBody):
 
 class MessagesRequest(CountTokensRequest):
     """The body of `POST /v1/messages`."""
+
+    ignored = _IGNORED
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        # A summary in place of an answer; and messages that another server keeps.
+        "compaction": (),
+        "thread": ({"type": "create"},),
+    }
 
     max_tokens: Int
     """Maximum number of tokens to generate. More than the context has room for is cut to that; then

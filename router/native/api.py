@@ -9,7 +9,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from router.core.request import GenerationRequest
-from router.http.client import validate
+from router.http.fields import validate
 from router.inference.builder import Arrival
 from router.inference.endpoint import ApiAnswer, Endpoint
 from router.inference.sampling_input import SamplingInput

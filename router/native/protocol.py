@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from router.http.client import Int, RequestBody, Strings
+from router.http.client import Int, Strings
+from router.http.fields import RequestBody
 
 MAX_TOKENS, TEMPERATURE = 100, 0.7
 """Default maximum of generated tokens, and default temperature."""

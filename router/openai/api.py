@@ -12,7 +12,7 @@ from baton.errors import InvalidRequest
 from baton.host.background import off_loop
 from baton.sampling_params import SCALAR_FIELDS
 from router.dialects.tools import tool_use
-from router.http.client import validate
+from router.http.fields import validate
 from router.inference.builder import Arrival
 from router.inference.cache_fields import with_cache_fields
 from router.inference.endpoint import ApiAnswer, Endpoint
@@ -64,7 +64,7 @@ class OpenAiApi:
         return await self.completion.answer(request)
 
     async def _chat(self, raw: dict[str, Any], arrival: Arrival) -> ApiAnswer:
-        body = validate(ChatCompletionRequest, raw)
+        body = validate(ChatCompletionRequest, raw, self._service.fields)
         self._builder.check_model(body.model)
         options, (ending, variables) = chat_options(body), template_options(body)
         tools = tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
@@ -92,7 +92,7 @@ class OpenAiApi:
         return ParsedChatAnswer(*parts, dialect, tools, stream=stream, shows_reasoning=shows)
 
     async def _completion(self, raw: dict[str, Any], arrival: Arrival) -> ApiAnswer:
-        body = validate(CompletionRequest, raw)
+        body = validate(CompletionRequest, raw, self._service.fields)
         self._builder.check_model(body.model)
         prompts = prompts_of(body.prompt)
         options = completion_options(body, len(prompts))

@@ -1,6 +1,6 @@
 """The supported requests and responses of the OpenAI API.
 
-A field that is neither supported nor known to change nothing is rejected by name.
+``router.http.fields`` says what becomes of other fields.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from router.conversation.turns import MAX_MESSAGES
 from router.dialects.tools import MAX_CALLS, MessageCustomToolCall, MessageToolCall, ToolDefinitions
-from router.http.client import Count, Int, IntLists, Ints, RequestBody, Strings
+from router.http.client import Count, Int, IntLists, Ints, Strings
+from router.http.fields import RequestBody
 
 MAX_PARTS = 2048
 """Maximum number of parts of a message."""
@@ -20,46 +21,41 @@ MAX_PARTS = 2048
 
 IGNORED = frozenset(
     {
-        "safety_identifier",
-        "service_tier",
-        "spaces_between_special_tokens",
-        "store",
-        "user",
+        *("access_programs", "client_metadata", "early_stopping", "guided_decoding_backend"),
+        *("length_penalty", "mm_processor_kwargs", "models", "moderation"),
+        *("prompt_cache_options", "safety_identifier", "service_tier"),
+        *("spaces_between_special_tokens", "store", "user", "verbosity"),
     }
 )
-"""Fields that clients of OpenAI and vLLM send, and that do not change the answer here."""
+"""Fields that clients of OpenAI and vLLM send, and that do not change the answer here: hints, names
+of the sender, and settings of what is refused, such as beam search."""
 UNSERVED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "early_stopping": (False,),
     "logits_processors": ([],),
-    "guided_decoding_backend": ("auto", "guidance", "llguidance"),
     "guided_whitespace_pattern": (),
     "return_tokens_as_token_ids": (False,),
     "cache_salt": (),
     "kv_transfer_params": (),
-    "mm_processor_kwargs": (),
     "vllm_xargs": (),
 }
-"""Known but unsupported fields, with their values that have no effect."""
+"""Known fields without which the client would get another answer than it asks for, with their
+values that have no effect."""
+_IGNORED_IN_CHATS = frozenset({"prediction", "web_search_options"})
+_IGNORED_IN_COMPLETIONS = frozenset({"include_reasoning", "reasoning_effort"})
 _UNSERVED_IN_CHATS: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
-    "moderation": (),
-    "verbosity": ("medium",),
-    "web_search_options": (),
     "best_of": (1,),
     "echo": (False,),
     "add_special_tokens": (False,),
     "chat_template": (),
     "documents": ([],),
+    "prompt": (),
 }
 _UNSERVED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {
-    "reasoning_effort": (),
-    "include_reasoning": (True,),
+    "messages": (),
     "suffix": ("",),
     "prompt_embeds": (),
     "add_special_tokens": (True,),
@@ -73,7 +69,7 @@ class _Part(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
 
     include_obfuscation: bool | None = None
     """Ignored: chunks are not padded."""
@@ -87,6 +83,7 @@ class SamplingFields(RequestBody):
     """The fields of both endpoints."""
 
     ignored = IGNORED
+    parts: ClassVar[Mapping[str, type[BaseModel]]] = {"stream_options": StreamOptions}
 
     model: str
     """The served model's id; see `GET /v1/models`."""
@@ -225,6 +222,7 @@ Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGE
 class ChatCompletionRequest(SamplingFields):
     """The body of `POST /v1/chat/completions`."""
 
+    ignored = IGNORED | _IGNORED_IN_CHATS
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNSERVED, **_UNSERVED_IN_CHATS}
 
     messages: Messages
@@ -266,6 +264,7 @@ class ChatCompletionRequest(SamplingFields):
 class CompletionRequest(SamplingFields):
     """The body of `POST /v1/completions`."""
 
+    ignored = IGNORED | _IGNORED_IN_COMPLETIONS
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNSERVED, **_UNSERVED_IN_COMPLETIONS}
 
     prompt: str | Strings | Ints | IntLists

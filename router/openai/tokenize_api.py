@@ -11,7 +11,8 @@ from starlette.responses import JSONResponse, Response
 
 from baton.errors import InvalidRequest
 from router.dialects.tools import ToolDefinitions, tool_use
-from router.http.client import Int, Ints, RequestBody, caller_of, validate
+from router.http.client import Int, Ints, caller_of
+from router.http.fields import RequestBody, validate
 from router.http.json_stream import Items, JsonStream
 from router.inference.service import InferenceService
 from router.inference.tokens import TokenService
@@ -30,7 +31,6 @@ class TokenizeRequest(_Body):
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "chat_template": (),
-        "mm_processor_kwargs": (),
     }
 
     prompt: str | None = None
@@ -120,7 +120,7 @@ class TokenizeApi:
         """Convert text or messages to token ids."""
         tenant = caller_of(request).principal.tenant
         async with self._service.bodies.object(request, tenant) as raw:
-            body = validate(TokenizeRequest, raw)
+            body = validate(TokenizeRequest, raw, self._service.fields)
             self._tokens.check_model(body.model)
             ids = await self._ids(body, tenant)
         return JsonStream(
@@ -138,7 +138,7 @@ class TokenizeApi:
         """Convert token ids to text, with special tokens."""
         tenant = caller_of(request).principal.tenant
         async with self._service.bodies.object(request, tenant) as raw:
-            body = validate(DetokenizeRequest, raw)
+            body = validate(DetokenizeRequest, raw, self._service.fields)
             self._tokens.check_model(body.model)
             text = await self._tokens.text(body.tokens, "tokens", tenant)
         return JSONResponse(Detokenized(prompt=text).model_dump())

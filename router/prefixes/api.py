@@ -13,7 +13,8 @@ from baton.errors import InvalidRequest
 from baton.store.pin_store import Pin
 from router.core.request import GenerationRequest
 from router.dialects.tools import tool_use
-from router.http.client import caller_of, unless_disconnected, validate
+from router.http.client import caller_of, unless_disconnected
+from router.http.fields import validate
 from router.http.openapi import ERRORS, json_body, made_of_its_id
 from router.inference.builder import Arrival
 from router.inference.cache_fields import MAX_TTL_S

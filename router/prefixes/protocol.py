@@ -7,7 +7,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from router.dialects.tools import ToolDefinitions
-from router.http.client import Int, Ints, RequestBody
+from router.http.client import Int, Ints
+from router.http.fields import RequestBody
 from router.openai.protocol import Messages
 
 MAX_NAME_CHARACTERS = 64

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from baton.errors import InvalidRequest, UnsupportedParameter
 from router.conversation.turns import Turn
 from router.dialects.tools import ToolUse, use_of
-from router.http.client import validate
+from router.http.fields import note_ignored, validate
 from router.inference.builder import Arrival
 from router.inference.cache_fields import with_cache_fields
 from router.inference.endpoint import ApiAnswer, Endpoint
@@ -32,8 +32,8 @@ MAX_REPEATED_CHARACTERS = 128 << 10
 """Maximum size of a request field that the answer repeats, as JSON, in characters. A grammar's text
 has the same maximum."""
 _INCLUDED_ANYWAY = ("reasoning.encrypted_content",)
-"""Values of ``include`` that are accepted although they change nothing: reasoning is never
-encrypted."""
+"""Values of ``include`` that are served as they are: reasoning is never encrypted. Others are
+ignored: what they would add, such as log probabilities, is left out."""
 _SUMMARIES = (None, "auto", "concise", "detailed")
 
 
@@ -42,6 +42,7 @@ class ResponsesApi:
 
     def __init__(self, service: InferenceService) -> None:
         self._builder = service.builder
+        self._fields = service.fields
         self.endpoint = Endpoint(service, "resp_", self._parse)
 
     async def create(self, request: Request) -> Response:
@@ -49,7 +50,7 @@ class ResponsesApi:
         return await self.endpoint.answer(request)
 
     async def _parse(self, raw: dict[str, Any], arrival: Arrival) -> ApiAnswer:
-        body = validate(ResponsesRequest, raw)
+        body = validate(ResponsesRequest, raw, self._fields)
         self._builder.check_model(body.model)
         _refuse_unserved(raw)
         asked = _asked(body)
@@ -137,7 +138,9 @@ def _refuse_unserved(raw: Mapping[str, Any]) -> None:
             param="previous_response_id",
         )
     include = raw.get("include")
-    if include is not None and not isinstance(include, list):
-        raise InvalidRequest("include must be a list", param="include")
+    if include is not None and not (
+        isinstance(include, list) and all(isinstance(one, str) for one in include)
+    ):
+        raise InvalidRequest("include must be a list of strings", param="include")
     if any(one not in _INCLUDED_ANYWAY for one in include or ()):
-        raise UnsupportedParameter("include: nothing more can be included", param="include")
+        note_ignored("include")

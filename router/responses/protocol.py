@@ -15,11 +15,8 @@ _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_
 _UNSERVED: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "conversation": (),
+    "messages": (),
     "prompt": (),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-    "context_management": ([],),
-    "moderation": (),
     # Fields of chat completions.
     "n": (1,),
     "logprobs": (False,),
@@ -30,7 +27,12 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "bad_words": ([],),
 }
-_IGNORED = frozenset({"max_tool_calls"})
+_IGNORED = frozenset(
+    {
+        *("background_options", "context_management", "image", "max_tool_calls"),
+        *("top_logprobs", "truncation"),
+    }
+)
 _CHECKED = frozenset({"include", "previous_response_id"})
 """Fields that the handler checks, in place of the general check of unsupported fields."""
 
@@ -38,7 +40,8 @@ _CHECKED = frozenset({"include", "previous_response_id"})
 class ResponsesRequest(SamplingFields):
     """The body of `POST /v1/responses`."""
 
-    ignored = IGNORED | _IGNORED | _CHECKED
+    ignored = IGNORED | _IGNORED
+    checked = _CHECKED
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNSERVED, **_UNSERVED}
 
     input: str | _Objects

@@ -23,7 +23,8 @@ from router.access.access import Access
 from router.access.api_keys import Caller
 from router.billing.bill import day_of
 from router.billing.budgets import Budget, Budgets
-from router.http.client import SMALL_BYTES, caller_of, read_object, validate
+from router.http.client import SMALL_BYTES, caller_of, read_object
+from router.http.fields import validate
 from router.http.openapi import ERRORS, json_body, made_of_its_id
 from router.usage.usage_report import DIMENSIONS, Dimension, UsageRow, grouped
 from router.usage.usage_store import Feedback, UsageStore

@@ -71,7 +71,7 @@ def test_codes_are_unique_and_statuses_are_errors() -> None:
         assert grpc.StatusCode[cls.grpc_status] is not grpc.StatusCode.OK
         assert cls.error_type
         client_errors = cls.error_type == "invalid_request_error"
-        assert client_errors is (cls.http_status in (400, 401, 403, 404, 409, 413, 431))
+        assert client_errors is (cls.http_status in (400, 401, 403, 404, 409, 413, 415, 431))
 
 
 def test_an_error_keeps_what_it_was_given() -> None:

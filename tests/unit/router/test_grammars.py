@@ -23,6 +23,14 @@ SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}, "required
 SCHEMA_GRAMMAR = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))
 OBJECT = Grammar(GrammarKind.JSON_OBJECT, "")
 NAMED = {"name": "answer", "schema": SCHEMA}
+NODE = {
+    "type": "object",
+    "properties": {"n": {"$ref": "#/$defs/N"}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+ENDLESS = {"$ref": "#/$defs/N", "$defs": {"N": NODE}}
+"""Its texts are all longer than any: each has another one of the same kind."""
 LARK = 'start: "a" | "b"'
 TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
 TAG_GRAMMAR = structural_tag(TAG, "tag")
@@ -70,7 +78,7 @@ def schema_format(**changes: Any) -> dict[str, Any]:
         ({"ebnf": LARK}, Grammar(GrammarKind.LARK, LARK)),
         ({"json_schema": json.dumps(SCHEMA)}, SCHEMA_GRAMMAR),
         ({"response_format": {"type": "text"}, "guided_regex": "a+"}, regex_of("a+")),
-        ({"guided_regex": "a+", "guided_decoding_backend": "guidance"}, regex_of("a+")),
+        ({"guided_regex": "a+", "guided_decoding_backend": "xgrammar"}, regex_of("a+")),
     ],
     ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
 )
@@ -118,7 +126,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
     ({"response_format": {"type": "json_object"}, "guided_choice": ["a"]}, "guided_choice"),
     ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
-    ({"guided_decoding_backend": "xgrammar", "guided_regex": "a"}, "guided_decoding_backend"),
 ]
 
 
@@ -138,6 +145,8 @@ async def test_what_is_asked_badly_is_named(asked: dict[str, Any], param: str) -
     [
         (schema_format(schema={"type": "strin"}), "response_format", "Invalid type"),
         (schema_format(schema={"not": {}}), "response_format", "Unimplemented"),
+        (schema_format(schema=ENDLESS), "response_format", "no text matches it"),
+        ({"guided_grammar": 'start: "a" start'}, "guided_grammar", "no text matches it"),
         ({"guided_json": "{"}, "guided_json", "EOF"),
         ({"guided_regex": "a("}, "guided_regex", "unclosed group"),
         ({"guided_grammar": "start: foo"}, "guided_grammar", "unknown name"),

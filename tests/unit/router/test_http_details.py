@@ -271,6 +271,16 @@ async def test_prompt_logprobs_by_token_id(path: str) -> None:
     )
 
 
+@pytest.mark.parametrize("prompt", ["Hello", ["Hello", "World"]])
+async def test_every_choice_of_a_completion_has_its_prompt_logprobs(prompt: Any) -> None:
+    front = front_with()
+    whole = await answer(front, PLAIN, prompt=prompt, n=2, prompt_logprobs=1, return_token_ids=True)
+    assert len(whole["choices"]) == 2 * (1 if prompt == "Hello" else 2)
+    for choice in whole["choices"]:
+        scored = [next(iter(entry)) for entry in choice["prompt_logprobs"][1:]]
+        assert scored == [str(token) for token in choice["prompt_token_ids"][1:]]
+
+
 # Token ids, special tokens, usage
 
 

@@ -400,7 +400,8 @@ async def test_heads_and_encodings_are_bounded() -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (431, "head_too_large")
         for path in ("/v1/files", "/v1/completions", "/v1/workers/decode-0/drain"):
             answer = await client.post(path, headers={"content-encoding": "gzip"}, content=b"x")
-            assert answer.status_code == 400
+            assert answer.status_code == 415
+            assert answer.headers["accept-encoding"] == "identity"
             assert "Content-Encoding" in answer.json()["error"]["message"]
 
 

@@ -32,6 +32,7 @@ def test_a_good_line() -> None:
     line = read_line(7, text(), MOST)
     assert (line.number, line.custom_id, line.url) == (7, "a", CHAT)
     assert line.body == {"model": "tiny", "messages": []}
+    assert read_line(7, b"\xef\xbb\xbf" + text(), MOST) == line, "PowerShell writes such a mark"
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,14 @@ async def test_each_input_has_its_vector(given: Any) -> None:
     assert {(code, outcome) for _, outcome, code in front.requests()} == {("", "ok")}
 
 
+async def test_only_the_end_of_each_input_is_taken_and_its_priority() -> None:
+    front = make_front(embedding)
+    more = {"truncate_prompt_tokens": 2, "priority": -3}
+    assert (await post(front, PATH, asked([[5, 6, 7], [8]], **more))).status_code == 200
+    assert [one.prompt_ids for one in front.dispatcher.requests] == [(6, 7), (8,)]
+    assert {one.priority for one in front.dispatcher.requests} == {-3}
+
+
 async def test_base64_is_the_same_numbers() -> None:
     front = make_front(embedding)
     plain = (await post(front, PATH, asked(["a", "b"], encoding_format="float"))).json()

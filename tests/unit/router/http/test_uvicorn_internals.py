@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 from importlib.metadata import version
 
 import pytest
@@ -24,6 +25,7 @@ NAMES = (
     f"{_PROTOCOL}.connection_made(transport)",
     f"{_PROTOCOL}.connection_lost(exc)",
     f"{_PROTOCOL}.data_received(data)",
+    f"{_PROTOCOL}.eof_received",
     f"{_PROTOCOL}.pause_writing",
     f"{_PROTOCOL}.resume_writing",
     f"{_PROTOCOL}.on_message_begin",
@@ -34,9 +36,13 @@ NAMES = (
     f"{_PROTOCOL}.send_400_response(msg)",
     f"{_PROTOCOL}.shutdown",
 )
-ATTRIBUTES = ("cycle", "flow", "headers", "pipeline", "timeout_keep_alive_task", "transport")
+ATTRIBUTES = (
+    *("app", "cycle", "flow", "headers", "parser", "pipeline", "scheme"),
+    *("timeout_keep_alive_task", "transport"),
+)
 CYCLE_ATTRIBUTES = (
-    *("disconnected", "keep_alive", "message_event", "more_body"),
+    *("chunked_encoding", "disconnected", "expected_content_length", "keep_alive"),
+    *("message_event", "more_body"),
     *("response_complete", "response_started"),
 )
 
@@ -55,7 +61,9 @@ async def test_a_connection_has_its_attributes() -> None:
     assert gone == [], f"uvicorn {version('uvicorn')}: {_PROTOCOL} has none of these: see {USER}"
     cycle = find("uvicorn.protocols.http.httptools_impl.RequestResponseCycle")
     source = inspect.getsource(cycle.__init__)
-    gone = [name for name in CYCLE_ATTRIBUTES if f"self.{name} = " not in source]
+    gone = [
+        name for name in CYCLE_ATTRIBUTES if not re.search(rf"self\.{name}(: [^=]+)? = ", source)
+    ]
     assert gone == [], f"see {USER}"
 
 
