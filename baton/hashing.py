@@ -45,6 +45,13 @@ def text_hash(folder: Path) -> str:
     return whole.hexdigest()
 
 
+def hash_key(fingerprint: str, salt: bytes = b"") -> bytes:
+    """Return the 32-byte key for one model and one salt."""
+    # Hashed first: BLAKE2b takes keys of at most 64 bytes.
+    key = hashlib.blake2b(fingerprint.encode()).digest()
+    return hashlib.blake2b(salt, digest_size=32, key=key).digest()
+
+
 def block_hashes(
     token_ids: Sequence[int], block_size: int, key: bytes, known: Sequence[bytes] = ()
 ) -> list[bytes]:

@@ -26,14 +26,8 @@ from baton.hashing import TEMPLATE_FOLDER
 from baton.host.cache import cache_dir
 from deploy.models.hub_download import ASK_S, DownloadWatch, HubDownload, explained, reason
 from deploy.models.model_cache import disk_errors, locked
-from deploy.models.model_folder import (
-    INDEX,
-    WEIGHTS,
-    check_config,
-    check_folder,
-    shards,
-    weight_files,
-)
+from deploy.models.model_folder import check_config, check_folder
+from engine.checkpoint.weight_files import INDEX, WEIGHTS, adapter_note, shards, weight_files
 
 _CACHED_ASK_S = 4.0
 """Deadline of each request to the hub in seconds, if the model is cached."""
@@ -286,6 +280,8 @@ def _small_files(names: Iterable[str]) -> list[str]:
 
 def _check_files(model_id: str, names: Iterable[str]) -> None:
     top = _top(names)
+    if note := adapter_note(top) if not weight_files(top) else "":
+        raise ConfigError(f"{model_id} has no *.safetensors file of a model{note}")
     if not weight_files(top):
         others = sorted(name for name in top if name.endswith((".bin", ".gguf", ".pth")))
         raise ConfigError(

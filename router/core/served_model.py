@@ -39,7 +39,7 @@ class ServedModel:
         # A model for text and images has a separate section for text.
         fields = whole.object("text_config") if whole.get("text_config") else whole
         # If the file omits it, the architecture's default applies, which the workers report.
-        context = fields.size("max_position_embeddings", _UNKNOWN_CONTEXT)
+        context = fields.context_length(_UNKNOWN_CONTEXT)
         bounded = min(context, max_model_len or context)
         size = fields.size("hidden_size")
         return cls(name, int(time.time()), bounded, size, revision, text_hash(folder))

@@ -292,6 +292,14 @@ def test_a_folder_of_another_family_is_served(gguf: Path, tmp_path: Path) -> Non
             },
             "lacks shards .*: model-2.safetensors",
         ),
+        (
+            {
+                "model.safetensors": None,
+                "adapter_config.json": "{}",
+                "adapter_model.safetensors": "weights",
+            },
+            r"no \*.safetensors: it is an adapter \(LoRA\)",
+        ),
     ],
 )
 def test_what_a_folder_lacks_is_said(

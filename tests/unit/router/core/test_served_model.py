@@ -20,6 +20,15 @@ from router.core.served_model import ServedModel
         ({"hidden_size": 8, "max_position_embeddings": 2048}, 4096, 2048),
         ({"text_config": {"hidden_size": 8, "max_position_embeddings": 64}}, 0, 64),
         ({"text_config": {"hidden_size": 8}}, 512, 512),
+        (
+            {
+                "hidden_size": 8,
+                "max_position_embeddings": 4096,
+                "rope_scaling": {"type": "linear", "factor": 4.0},
+            },
+            0,
+            16384,
+        ),
     ],
 )
 def test_the_context_is_the_models_own_or_its_bound(
