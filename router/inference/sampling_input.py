@@ -85,7 +85,7 @@ class SamplingInput:
 def with_defaults(given: SamplingInput, defaults: Mapping[str, float]) -> SamplingInput:
     """Return a client's sampling parameters. Those that it did not set have the values of
     ``defaults``, except for ``max_tokens``."""
-    absent = {
+    absent: dict[str, Any] = {
         name: value
         for name, value in defaults.items()
         if name != "max_tokens" and getattr(given, name) is None

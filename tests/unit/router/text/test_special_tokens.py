@@ -100,7 +100,7 @@ def test_a_model_names_further_special_tokens_for_its_template(tmp_path: Path) -
     assert tokenizer.encode("<image><audio>") == (6, 7)
 
 
-def test_texts_of_special_tokens_are_split_if_the_settings_say_so(tmp_path: Path) -> None:
+def test_texts_of_special_tokens_are_split_if_the_settings_split_them(tmp_path: Path) -> None:
     assert loaded(tmp_path, tokenizer_config={"split_special_tokens": True}).encode("hi </s>") != (
         0,
         4,
