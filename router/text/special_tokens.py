@@ -129,7 +129,7 @@ def _extra(file: ConfigFields, *fields: str) -> Iterator[Token]:
 
 def _listed(settings: ConfigFields) -> list[Token]:
     field = "added_tokens_decoder"
-    tokens = []
+    tokens: list[Token] = []
     for number, value in settings.object(field).values.items():
         if not (number.isascii() and number.isdecimal() and len(number) < 10):
             raise ConfigError(f"{settings.path}: {field} has the id {number!r}, which is no number")
@@ -140,7 +140,7 @@ def _listed(settings: ConfigFields) -> list[Token]:
 
 def _older_added(folder: Path, special: set[str]) -> list[Token]:
     file = ConfigFields.read_if_any(folder / "added_tokens.json")
-    tokens = []
+    tokens: list[Token] = []
     for content, number in file.values.items():
         if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 10**9:
             raise ConfigError(f"{file.path}: the id of {content!r} is {number!r}, and no number")

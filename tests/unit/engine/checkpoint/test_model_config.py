@@ -156,7 +156,7 @@ def test_linear_and_dynamic_scaling_extend_the_context(
 ) -> None:
     rope: dict[str, Any] = {field: {"rope_type": kind, "factor": 4.0}}
     sizes: dict[str, Any] = {"max_position_embeddings": 4096, "sliding_window": 8192}
-    found = load(tmp_path, **MISTRAL, **sizes, **rope)
+    found = load(tmp_path, **(MISTRAL | sizes | rope))
     assert found.context_length == 16384
     assert set(found.windows) == {8192}
     assert load_model_config(tmp_path, 16384).context_length == 16384
