@@ -154,9 +154,10 @@ def test_the_older_name_of_rope_scaling(
 def test_linear_and_dynamic_scaling_extend_the_context(
     field: str, kind: str, tmp_path: Path
 ) -> None:
-    rope: dict[str, Any] = {field: {"rope_type": kind, "factor": 4.0}}
-    sizes: dict[str, Any] = {"max_position_embeddings": 4096, "sliding_window": 8192}
-    found = load(tmp_path, **(MISTRAL | sizes | rope))
+    rope = {field: {"rope_type": kind, "factor": 4.0}}
+    sizes = {"max_position_embeddings": 4096, "sliding_window": 8192}
+    fields: dict[str, Any] = {**MISTRAL, **sizes, **rope}
+    found = load(tmp_path, **fields)
     assert found.context_length == 16384
     assert set(found.windows) == {8192}
     assert load_model_config(tmp_path, 16384).context_length == 16384
