@@ -111,6 +111,21 @@ class ConfigFields:
             raise ConfigError(f"{self.path}: vocab_size {size} exceeds {MAX_VOCAB}")
         return size
 
+    def context_length(self, default: int) -> int:
+        """Return the number of tokens of the context, which linear and dynamic rotary scaling
+        extend by their factor, as in vLLM; ``default``, extended, if ``max_position_embeddings`` is
+        absent.
+
+        Other scalings, and Gemma 3, have the extended length in ``max_position_embeddings``.
+        """
+        own = self.size("max_position_embeddings", default)
+        scaling, parameters = self.object("rope_scaling"), self.object("rope_parameters")
+        rope = scaling if scaling.values else parameters
+        kind = rope.get("rope_type") or rope.get("type")
+        if kind not in {"linear", "dynamic"} or self.text("model_type").startswith("gemma3"):
+            return own
+        return int(own * rope.number("factor"))
+
     def eos_ids(self) -> tuple[int, ...]:
         """Return the ids of tokens that end an answer, one id or a list in the file; empty if the
         field is absent."""

@@ -22,15 +22,22 @@ TEXT_FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
     "generation_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
 )
 """Files of a model's folder that determine how text becomes token ids, and which ids end an
 answer."""
+TEMPLATE_FOLDER = "additional_chat_templates"
+"""Folder with further chat templates, NAME.jinja, within a model's folder."""
 
 
 def text_hash(folder: Path) -> str:
-    """Return a hash of those of ``TEXT_FILES`` that a model's folder has: 32 hex digits."""
+    """Return a hash of those of ``TEXT_FILES`` that a model's folder has, and of its further chat
+    templates: 32 hex digits."""
     whole = hashlib.blake2b(digest_size=HASH_BYTES)
-    for name in TEXT_FILES:
+    templates = sorted(file.name for file in (folder / TEMPLATE_FOLDER).glob("*.jinja"))
+    for name in (*TEXT_FILES, *(f"{TEMPLATE_FOLDER}/{name}" for name in templates)):
         with contextlib.suppress(FileNotFoundError):
             content = (folder / name).read_bytes()
             whole.update(f"{name}:{len(content)}:".encode())

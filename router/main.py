@@ -83,6 +83,8 @@ class RouterSettings(BaseModel):
     cluster_id: str
     model_path: str
     model_name: str
+    sampling: dict[str, float] = {}
+    """Sampling parameters of a demo model, for those that its folder does not set."""
     number: int = 0
     """Index of this process among the router processes that share the ports."""
     ends_with_parent: bool = True
@@ -108,9 +110,7 @@ async def serve(settings: RouterSettings) -> None:
     )
     stats = RequestStats(metrics, genai)
     client = redis_client(settings.redis_url)
-    model = ServedModel.of(
-        settings.model_name, Path(settings.model_path), config.max_model_len, config.revision
-    )
+    model = _served_model(settings, config)
     dispatcher = ClusterDispatcher(
         config,
         tokenizer,
@@ -178,6 +178,21 @@ async def serve(settings: RouterSettings) -> None:
         await ledger.close()
         await client.aclose()
         await asyncio.to_thread(_end_telemetry, genai)
+
+
+def _served_model(settings: RouterSettings, config: Config) -> ServedModel:
+    model = ServedModel.of(
+        settings.model_name,
+        Path(settings.model_path),
+        config.max_model_len,
+        config.revision,
+        config.generation_config,
+        settings.sampling,
+    )
+    if model.sampling:
+        shown = ", ".join(f"{name} {value:g}" for name, value in model.sampling.items())
+        log.info("sampling parameters of requests that do not set them: %s", shown)
+    return model
 
 
 async def _service(

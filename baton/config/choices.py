@@ -38,6 +38,7 @@ KvDtype = Literal["auto", "int8", "fp8"]
 """KV cache type of the cluster; ``auto`` is its ``dtype``."""
 KvTypeName = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
 """KV cache type of one pool."""
+GenerationConfig = Literal["auto", "none"]
 Drafter = Literal["auto", "none", "ngram", "draft", "eagle", "medusa"]
 Device = Literal["auto", "cpu", "cuda"]
 RankPlacement = Literal["strict_pack", "pack", "spread", "strict_spread"]

@@ -24,6 +24,7 @@ from baton.config.choices import (
     Admission,
     Drafter,
     Dtype,
+    GenerationConfig,
     KvDtype,
     KvTypeName,
     LocalPrefill,
@@ -75,6 +76,9 @@ class Config(BaseSettings):
     max_model_len: int = Field(default=0, ge=0)
     """Maximum number of tokens of a request, prompt and answer together; 0 takes the model's own.
     """
+    generation_config: GenerationConfig = "auto"
+    """Where sampling parameters that a request does not set come from: the model's
+    ``generation_config.json`` (auto), or the API's own defaults (none)."""
     dtype: Dtype = "bfloat16"
     """Type of weights that are not quantized, and of the KV cache unless ``kv_dtype`` is set."""
     quantization: Quantization = "auto"

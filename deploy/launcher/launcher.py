@@ -282,6 +282,7 @@ class Launcher:
                 redis_url=self._redis_urls["router"],
                 model_path=str(model.model.path),
                 model_name=model.model.name,
+                sampling=model.model.sampling,
                 number=number,
             )
             for number in range(self._config.routers)

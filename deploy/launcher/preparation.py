@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.config.cluster import Config
 from baton.errors import ConfigError
@@ -62,7 +62,7 @@ async def prepare_model(config: Config, progress: Progress) -> PreparedModel:
             watch.cancelled.set()
             raise
     served = config.served_model_name or model.name
-    named = ResolvedModel(served, model.path, model.commit)
+    named = replace(model, name=served)
     return PreparedModel(named, draft_path, config.model_copy(update=pinned))
 
 

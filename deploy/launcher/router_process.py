@@ -13,7 +13,8 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NoReturn
 
 import httpx
@@ -67,6 +68,7 @@ class RouterProcess:
         redis_url: str,
         model_path: str,
         model_name: str,
+        sampling: Mapping[str, float] = MappingProxyType({}),
         number: int = 0,
     ) -> None:
         """``number`` identifies this router process; it is below ``config.routers``."""
@@ -85,6 +87,7 @@ class RouterProcess:
             "cluster_id": mark.cluster_id,
             "model_path": model_path,
             "model_name": model_name,
+            "sampling": dict(sampling),
             "number": number,
             "log_file": "" if self._log is None else str(self._log),
             "what_if": WHAT_IF,
@@ -210,6 +213,7 @@ def serve_router(config: Config) -> None:
             cluster_id=config.cluster_id,
             model_path=str(model.path),
             model_name=config.served_model_name or model.name,
+            sampling=dict(model.sampling),
             ends_with_parent=False,
             replicated=True,
             what_if=WHAT_IF,

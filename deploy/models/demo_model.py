@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +50,8 @@ class KnownModel:
     """Name of the GGUF file in the wheel."""
     sha256: str
     """SHA-256 of the GGUF file in the wheel."""
+    sampling: Mapping[str, float]
+    """Sampling parameters that the model's card recommends, and its files lack."""
 
 
 KNOWN_MODELS = (
@@ -61,6 +63,7 @@ KNOWN_MODELS = (
         package_version="0.1.2",
         gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        sampling={"temperature": 0.2, "top_p": 0.9},
     ),
 )
 

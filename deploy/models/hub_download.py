@@ -359,7 +359,8 @@ def _advice(error: Exception, model_id: str, revision: str) -> str:
         ),
         errors.RemoteEntryNotFoundError: (
             f"{model_id} has no config.json, so it is not in the Transformers format. Of a GGUF "
-            f"model, download one file (`hf download {model_id} FILE.gguf`) and pass its path"
+            f"model, download one file (`hf download {model_id} FILE.gguf`) and pass its path. An "
+            "adapter (LoRA) must be merged into its base model first"
         ),
     }
     by_status = {

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Self, TypeVar
 from uuid import uuid4
@@ -21,17 +22,12 @@ from uuid import uuid4
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from baton.errors import ConfigError
+from baton.hashing import TEMPLATE_FOLDER
 from baton.host.cache import cache_dir
 from deploy.models.hub_download import ASK_S, DownloadWatch, HubDownload, explained, reason
 from deploy.models.model_cache import disk_errors, locked
-from deploy.models.model_folder import (
-    INDEX,
-    WEIGHTS,
-    check_config,
-    check_folder,
-    shards,
-    weight_files,
-)
+from deploy.models.model_folder import check_config, check_folder
+from engine.checkpoint.weight_files import INDEX, WEIGHTS, adapter_note, shards, weight_files
 
 _CACHED_ASK_S = 4.0
 """Deadline of each request to the hub in seconds, if the model is cached."""
@@ -249,7 +245,7 @@ def _listing(model_id: str, sizes: Mapping[str, int], folder: Path) -> HubListin
     weights = shards(folder / INDEX) if by_index else weight_files(_top(sizes))
     if lost := [name for name in weights if name not in sizes]:
         raise ConfigError(f"{model_id} lacks shards that its index names: {', '.join(lost)}")
-    return HubListing(small=tuple(_small_files(sizes)), weights=tuple(weights))
+    return HubListing(texts=tuple(_small_files(sizes)), weights=tuple(weights))
 
 
 def _set_ref(found: HubModel, revision: str) -> None:
@@ -274,11 +270,18 @@ def _top(names: Iterable[str]) -> list[str]:
 
 def _small_files(names: Iterable[str]) -> list[str]:
     endings = (".json", ".jinja")
-    return [name for name in _top(names) if name.endswith(endings) or name.startswith("tokenizer")]
+    return [
+        name
+        for name in names
+        if fnmatchcase(name, f"{TEMPLATE_FOLDER}/*.jinja")
+        or ("/" not in name and (name.endswith(endings) or name.startswith("tokenizer")))
+    ]
 
 
 def _check_files(model_id: str, names: Iterable[str]) -> None:
     top = _top(names)
+    if note := adapter_note(top) if not weight_files(top) else "":
+        raise ConfigError(f"{model_id} has no *.safetensors file of a model{note}")
     if not weight_files(top):
         others = sorted(name for name in top if name.endswith((".bin", ".gguf", ".pth")))
         raise ConfigError(
@@ -330,12 +333,13 @@ def _within(seconds: float, work: Callable[[], Outcome]) -> Outcome:
 
 
 class HubListing(BaseModel):
-    """Names of files in the top folder of a commit."""
+    """Names of the files of a commit that Baton needs."""
 
     model_config = ConfigDict(frozen=True)
 
-    small: tuple[str, ...]
-    """Names of the files of configuration, tokenizer and templates."""
+    texts: tuple[str, ...]
+    """Names of the files of configuration, tokenizer and templates. Older versions saved another
+    field, ``small``, that lacks templates in a folder of their own. Such a listing is not read."""
     weights: tuple[str, ...]
 
     @classmethod
@@ -356,9 +360,9 @@ class HubListing(BaseModel):
             os.replace(draft, file)
 
     def is_in(self, folder: Path, *, weights: bool) -> bool:
-        """Whether a snapshot in ``folder`` has the small files of this listing and, if requested,
+        """Whether a snapshot in ``folder`` has the text files of this listing and, if requested,
         the weights."""
-        names = self.small + self.weights if weights else self.small
+        names = self.texts + self.weights if weights else self.texts
         return all((folder / name).is_file() for name in names)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.errors import ConfigError
@@ -35,6 +35,8 @@ class ResolvedModel:
     path: Path
     commit: str = ""
     """Commit of a model of the hub; empty for any other model."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Sampling parameters of a demo model, for those that its folder does not set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +76,14 @@ def resolve(
         found = hub_model.fetch(model, revision, progress, watch, weights=weights)
         return ResolvedModel(model, found.path, found.commit)
     if path is None and hub_model.is_commit(revision):
-        demo = demo_model.fetch_commit(_known(model), revision, progress, watch, weights=weights)
-        return ResolvedModel(model, demo.path, demo.commit)
+        known = _known(model)
+        demo = demo_model.fetch_commit(known, revision, progress, watch, weights=weights)
+        return ResolvedModel(model, demo.path, demo.commit, known.sampling)
     _refuse_revision(model, revision)
     if path is None:
-        demo = demo_model.fetch(_known(model), form, progress, watch)
-        return ResolvedModel(model, demo.path, demo.commit)
+        known = _known(model)
+        demo = demo_model.fetch(known, form, progress, watch)
+        return ResolvedModel(model, demo.path, demo.commit, known.sampling)
     if path.is_dir():
         check_folder(path, weights=weights)
         return ResolvedModel(path.resolve().name, path)

@@ -65,8 +65,6 @@ class Family:
     experts: ExpertNames | None = None
     text_config: bool = False
     """Whether config.json has the decoder's fields in a nested object, next to an encoder's."""
-    tensor_prefixes: tuple[str, ...] = ("model.",)
-    """Possible prefixes of the decoder's tensor names in a checkpoint."""
 
 
 def family_of(fields: ConfigFields) -> tuple[str, Family]:
@@ -235,7 +233,6 @@ FAMILIES: Mapping[str, Family] = {
         scaled_embedding=True,
         sliding_layers=_gemma_sliding,
         text_config=True,
-        tensor_prefixes=("language_model.model.", "model.language_model."),
     ),
     # OLMo 2 (2024).
     "Olmo2ForCausalLM": Family(

@@ -106,9 +106,9 @@ def load_model_config(folder: Path, max_model_len: int = 0) -> ModelConfig:
         )
     layers, head_dim = fields.size("num_hidden_layers"), fields.size("head_dim", hidden // heads)
     vocab_size = fields.vocab_size() or fields.size("vocab_size")
-    context = fields.size("max_position_embeddings", 2048)
+    context = fields.context_length(2048)
     sliding = family.sliding_layers(fields)
-    ropes, layer_ropes = _ropes(fields, family, sliding, head_dim, context)
+    ropes, layer_ropes = _ropes(fields, family, sliding, head_dim)
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -144,7 +144,8 @@ def _bounded(path: Path, context: int, max_model_len: int) -> int:
     if max_model_len > context:
         raise ConfigError(
             f"max_model_len is {max_model_len}, and the model's context is {context} tokens"
-            f" (max_position_embeddings, {path}): set at most {context}, or 0 for the model's own"
+            f" (max_position_embeddings and rope_scaling, {path}): set at most {context}, or 0 for"
+            " the model's own"
         )
     return max_model_len or context
 
@@ -179,9 +180,10 @@ def _windows(fields: ConfigFields, sliding: Iterable[int], context: int) -> tupl
 
 
 def _ropes(
-    fields: ConfigFields, family: Family, sliding: frozenset[int], head_dim: int, context: int
+    fields: ConfigFields, family: Family, sliding: frozenset[int], head_dim: int
 ) -> tuple[tuple[RopeSpec, ...], tuple[int, ...]]:
-    full, local = read_rope_specs(fields, head_dim, context)
+    original = fields.size("max_position_embeddings", 2048)
+    full, local = read_rope_specs(fields, head_dim, original)
     unrotated = family.unrotated_layers(fields)
     chosen = [
         None if layer in unrotated else local if layer in sliding else full

@@ -8,12 +8,23 @@ from dataclasses import dataclass
 from baton.config_fields import ConfigFields
 from baton.errors import ConfigError
 
-_KNOWN = "default, linear, llama3, longrope, yarn"
+_KNOWN = "default, dynamic, linear, llama3, longrope, yarn"
 
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
     """Rotary scaling that divides every frequency by ``factor``."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicScaling:
+    """Rotary scaling that raises the base (dynamic NTK).
+
+    As in vLLM, every position has the base of the whole extended context, however short a prompt
+    is: cached keys must not change when their sequence grows.
+    """
 
     factor: float
 
@@ -60,7 +71,7 @@ class YarnScaling:
     """Whether the bounds of the blend are rounded to whole dimensions."""
 
 
-RopeScaling = LinearScaling | Llama3Scaling | LongRopeScaling | YarnScaling
+RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | LongRopeScaling | YarnScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +86,7 @@ class RopeSpec:
 
 def read_rope_specs(fields: ConfigFields, head_dim: int, context: int) -> tuple[RopeSpec, RopeSpec]:
     """Read the rotary tables' specifications for layers with full and with sliding attention; they
-    are often the same.
+    are often the same. ``context``: ``max_position_embeddings``, in tokens.
 
     Raises ConfigError for an unsupported scaling.
     """
@@ -115,6 +126,8 @@ def _read_scaling(
         return None
     if kind == "linear":
         return LinearScaling(rope.number("factor"))
+    if kind == "dynamic" and rotary_dim > 2:
+        return DynamicScaling(rope.number("factor"))
     outer = fields.get("original_max_position_embeddings")
     original = (rope if outer is None else fields).size("original_max_position_embeddings", context)
     if kind == "llama3":

@@ -101,15 +101,14 @@ class DecoderModel:
         self.config = config
         self.rank = rank
         tensors = NamedTensors(weights)
-        prefix = _prefix(config, tensors)
         hidden, vocab = config.hidden_size, _vocabulary(config, rank)
-        self.embedding = tensors.matrix(f"{prefix}embed_tokens.weight", vocab, hidden)
-        self.dtype = tensors.take(f"{prefix}norm.weight", hidden).dtype
+        self.embedding = tensors.matrix("model.embed_tokens.weight", vocab, hidden)
+        self.dtype = tensors.take("model.norm.weight", hidden).dtype
         """Type of the weights that are not quantized, and of the inputs of linear layers."""
         self.embedding_scale = torch.tensor(config.embedding_scale).to(self.dtype).item()
         """Factor of the embeddings, rounded to the weights' type as in training."""
-        self.layers = [_layer(config, tensors, prefix, n, rank) for n in range(config.layers)]
-        self.norm = _norm(config, tensors, f"{prefix}norm", hidden)
+        self.layers = [_layer(config, tensors, n, rank) for n in range(config.layers)]
+        self.norm = _norm(config, tensors, "model.norm", hidden)
         self.head = _head(config, tensors, self.embedding, vocab)
         self.ropes = tuple(rope_table(spec, config.context_length, device) for spec in config.ropes)
         """Rotary tables, each fp32 [context_length, 2, rotary_dim / 2]."""
@@ -263,12 +262,6 @@ class DecoderModel:
         return torch.tanh(found / cap) * cap if cap else found
 
 
-def _prefix(config: ModelConfig, tensors: NamedTensors) -> str:
-    """Find the prefix of the decoder's tensor names in a checkpoint."""
-    prefixes = FAMILIES[config.architecture].tensor_prefixes
-    return next((p for p in prefixes if f"{p}embed_tokens.weight" in tensors), prefixes[0])
-
-
 def _vocabulary(config: ModelConfig, rank: RankModel | None) -> int:
     """Number of rows (vocabulary tokens) of the embedding and the head that this rank holds."""
     return config.vocab_size if rank is None else len(rank.shard.vocabulary)
@@ -283,9 +276,9 @@ def _head(config: ModelConfig, tensors: NamedTensors, embedding: Matrix, vocab: 
 
 
 def _layer(
-    config: ModelConfig, tensors: NamedTensors, prefix: str, number: int, rank: RankModel | None
+    config: ModelConfig, tensors: NamedTensors, number: int, rank: RankModel | None
 ) -> Layer:
-    base = f"{prefix}layers.{number}"
+    base = f"model.layers.{number}"
     norms = [
         None if name is None else _norm(config, tensors, f"{base}.{name}", config.hidden_size)
         for name in _NORMS[config.norm_placement]

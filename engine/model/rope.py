@@ -7,6 +7,7 @@ import math
 import torch
 
 from engine.checkpoint.rope_spec import (
+    DynamicScaling,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
@@ -21,12 +22,17 @@ def rope_table(spec: RopeSpec, context: int, device: torch.device) -> torch.Tens
     The values are multiplied by the scaling's attention factor, if it has one, since that factor
     applies to queries and keys.
     """
-    even = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32, device=device)
-    waves = spec.theta ** (even / spec.rotary_dim)
-    frequencies, factor = _scaled(1.0 / waves, spec, context)
+    plain = _frequencies(spec.theta, spec.rotary_dim, device)
+    frequencies, factor = _scaled(plain, spec, context)
     positions = torch.arange(context, dtype=torch.float32, device=device)
     angles = torch.outer(positions, frequencies)
     return torch.stack((angles.cos(), angles.sin()), dim=1) * factor
+
+
+def _frequencies(theta: float, rotary_dim: int, device: torch.device) -> torch.Tensor:
+    """Return the frequencies of the base ``theta``, fp32 [rotary_dim / 2]."""
+    even = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device)
+    return 1.0 / theta ** (even / rotary_dim)
 
 
 def _scaled(frequencies: torch.Tensor, spec: RopeSpec, context: int) -> tuple[torch.Tensor, float]:
@@ -37,6 +43,11 @@ def _scaled(frequencies: torch.Tensor, spec: RopeSpec, context: int) -> tuple[to
             return frequencies, 1.0
         case LinearScaling(factor):
             return frequencies / factor, 1.0
+        case DynamicScaling(factor):
+            # The base of a context that is `factor` times the original one.
+            exponent = spec.rotary_dim / (spec.rotary_dim - 2)
+            base = spec.theta * (factor * factor - factor + 1) ** exponent
+            return _frequencies(base, spec.rotary_dim, frequencies.device), 1.0
         case Llama3Scaling() as scaling:
             return _llama3(frequencies, scaling), 1.0
         case LongRopeScaling() as scaling:

@@ -3,7 +3,6 @@ the page cache."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -17,6 +16,7 @@ from safetensors import safe_open
 from baton.errors import ConfigError
 from baton.host.cache import cache_dir
 from engine.checkpoint.fingerprint import Fingerprint
+from engine.checkpoint.weight_files import plain_names, weight_paths
 from engine.model.named_tensors import TIED_HEAD
 from engine.parallel.weight_slices import Cut, WeightSlices
 from engine.quantization.checkpoint_format import UNUSED, CheckpointFormat, checkpoint_format
@@ -44,9 +44,11 @@ def load_weights(
     dtype: torch.dtype,
     quantization: str = "auto",
     slices: WeightSlices | None = None,
+    *,
+    heads: bool = False,
 ) -> dict[str, Weight]:
     """Load all weights of the model in ``folder``, by name; see ``iterate_weights``."""
-    return dict(iterate_weights(folder, device, dtype, quantization, slices))
+    return dict(iterate_weights(folder, device, dtype, quantization, slices, heads=heads))
 
 
 def iterate_weights(
@@ -55,9 +57,12 @@ def iterate_weights(
     dtype: torch.dtype,
     quantization: str = "auto",
     slices: WeightSlices | None = None,
+    *,
+    heads: bool = False,
 ) -> Iterator[tuple[str, Weight]]:
     """Yield the name and weight of each tensor of the model in ``folder``, with Hugging Face's
-    plain names.
+    plain names (``engine.checkpoint.weight_files.plain_names``). With ``heads``, the folder has a
+    drafter's heads, whose names stay as they are.
 
     With ``quantization`` ``auto``, weights stay as the files have them: a quantized matrix is a
     QuantizedWeight under ``<module>.weight``. With ``none``, it is a tensor of ``dtype``. With
@@ -89,7 +94,9 @@ def iterate_weights(
             f" to auto to use them directly, or to none, not to {quantization}"
         )
     with ExitStack() as stack:
-        files = _TensorFiles(_files(folder), stack, stay_open=slices is None)
+        files = _TensorFiles(
+            weight_paths(folder), stack, stay_open=slices is None, renames=not heads
+        )
         # A model without its own head multiplies by the embedding.
         tied = quantization in KINDS and not any(_HEAD in f".{name}" for name in files)
         for name, weight in _stored(files, layout, slices):
@@ -172,20 +179,25 @@ def _kind_of(name: str, weight: torch.Tensor, quantization: str) -> QuantKind | 
 class _TensorFiles:
     """Reads tensors by name from several safetensors files. Its methods raise ConfigError."""
 
-    def __init__(self, paths: list[Path], stack: ExitStack, *, stay_open: bool) -> None:
-        """``stack`` closes the files when it is closed.
+    def __init__(
+        self, paths: list[Path], stack: ExitStack, *, stay_open: bool, renames: bool
+    ) -> None:
+        """``stack`` closes the files when it is closed. With ``renames``, tensors have their plain
+        names.
 
         If ``stay_open`` is false, each tensor is mapped separately, so that bytes which were read
         no longer count as this process's memory.
         """
-        self._files: dict[str, tuple[Path, Any]] = {}
+        found: dict[str, tuple[Path, Any]] = {}
         for path in paths:
             with _read_errors(path):
                 file = stack.enter_context(_open(path))
                 names = [name for name in file.keys() if not name.startswith(PADDING)]  # noqa: SIM118
-                self._files |= dict.fromkeys(names, (path, file if stay_open else None))
+                found |= dict.fromkeys(names, (path, file if stay_open else None))
                 if not stay_open:
                     stack.pop_all().close()
+        plain = plain_names(found) if renames else {name: name for name in found}
+        self._files = {plain[name]: (*found[name], name) for name in found if name in plain}
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -194,18 +206,18 @@ class _TensorFiles:
         return iter(self._files)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        path, file = self._files[name]
+        path, file, stored = self._files[name]
         with _read_errors(path), _open(path) if file is None else nullcontext(file) as opened:
-            tensor: torch.Tensor = opened.get_tensor(name)
+            tensor: torch.Tensor = opened.get_tensor(stored)
         return tensor
 
     def cut(self, name: str, cut: Cut) -> torch.Tensor:
         """Read the part of a tensor that ``cut`` selects, into its own memory."""
-        path, _ = self._files[name]
+        path, _, stored = self._files[name]
         with _read_errors(path), _open(path) as opened:
             if not cut.runs:
-                return opened.get_tensor(name).clone()  # type: ignore[no-any-return]
-            found = opened.get_slice(name)
+                return opened.get_tensor(stored).clone()  # type: ignore[no-any-return]
+            found = opened.get_slice(stored)
 
             def read(dim: int, run: range) -> torch.Tensor:
                 chosen = slice(run.start, run.stop)
@@ -282,36 +294,10 @@ def _read(files: _TensorFiles, layout: CheckpointFormat, module: str) -> Quantiz
         raise ConfigError(f"{layout.method} weight {module} cannot be read: {error}") from error
 
 
-def _files(folder: Path) -> list[Path]:
-    """Find the safetensors files of the model in ``folder``, in the same way as transformers."""
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if whole.is_file():
-        return [whole]
-    if index.is_file():
-        return _shards(index)
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{folder} has no *.safetensors file")
-    return files
-
-
-def _shards(index: Path) -> list[Path]:
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{index} cannot be read: {error}") from error
-    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise ConfigError(f"{index} must name files of its own folder")
-    missing = [name for name in names if not (index.parent / name).is_file()]
-    if missing:
-        raise ConfigError(f"{index.parent} lacks {', '.join(missing)}, listed in {index.name}")
-    return [index.parent / name for name in names]
-
-
 def fingerprint(folder: Path, dtype: str, quantization: str = "auto") -> Fingerprint:
     """Make the fingerprint of a model folder: its weights, their type and quantization, and the
     tokenizer.
 
     Raises ConfigError if there are no weights.
     """
-    return Fingerprint(_files(folder), dtype, quantization, cache_dir())
+    return Fingerprint(weight_paths(folder), dtype, quantization, cache_dir())

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 
 from baton.errors import ConfigError
-from engine.checkpoint.families import FAMILIES
 from engine.checkpoint.model_config import ModelConfig
 from engine.parallel.shard import ModelShard
 from engine.quantization.weight import QuantizedWeight, concat_rows
@@ -65,7 +64,6 @@ class WeightSlices:
 
     def __init__(self, config: ModelConfig, shard: ModelShard) -> None:
         """``config`` is the configuration of the whole model."""
-        self._family = FAMILIES[config.architecture]
         self._shard = shard
         dim, inner = config.head_dim, config.intermediate_size
         wide, narrow = config.heads * dim, config.kv_heads * dim
@@ -88,7 +86,7 @@ class WeightSlices:
     def of(self, name: str) -> Cut | None:
         """Return the part of the tensor or matrix ``name`` that the rank has; None if the rank has
         no part of it."""
-        if not name.startswith((*self._family.tensor_prefixes, *_HEADS)):
+        if not name.startswith(("model.", *_HEADS)):
             return None
         if _FUSED_EXPERTS.search(name):
             return Cut(0, (self._shard.experts,))

@@ -48,9 +48,11 @@ from router.inference.sampling_input import (
     MAX_LINE_SCORES,
     MAX_SCORES,
     SamplingInput,
+    check_defaults,
     check_scores,
     final_sampling,
     scored_tokens,
+    with_defaults,
 )
 from router.text.tokenizer import Tokenizer
 
@@ -143,7 +145,7 @@ class Arrival:
 
 class RequestBuilder:
     """Builds requests from the inputs of all APIs. Raises InvalidRequest, subclasses of it, and
-    ModelNotFound."""
+    ModelNotFound. Sampling parameters that a client does not set are those of the model."""
 
     def __init__(
         self,
@@ -157,6 +159,7 @@ class RequestBuilder:
         self._dispatcher = dispatcher
         self._tokenizer = tokenizer
         self._model = model
+        check_defaults(model.sampling)
         template = tokenizer.chat_template if tokenizer.has_chat_template else None
         self.dialect = dialect_for(
             config.tool_parser,
@@ -390,6 +393,10 @@ class RequestBuilder:
             raise InvalidRequest(f"{param} must not be empty", param=param)
         caller = arrival.caller
         left = arrival.deadline_s - (self._clock() - arrival.at)
+        if not embeds:
+            sampling = with_defaults(sampling, self._model.sampling)
+        if default_max_tokens is None and "max_tokens" in self._model.sampling:
+            default_max_tokens = int(self._model.sampling["max_tokens"])
         scored = scored_tokens(sampling, choices, _max_scores(arrival))
         if scored is not None and (default_max_tokens is None or scored < default_max_tokens):
             default_max_tokens = scored

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from baton.errors import ContextLengthExceeded, InvalidRequest
+from baton.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from baton.grammar import Grammar
 from baton.logprobs import MAX_TOP_LOGPROBS
 from baton.sampling_params import SamplingParams
@@ -80,6 +80,35 @@ class SamplingInput:
     grammar: Grammar | None = None
     grammar_param: str = "grammar"
     """The client's name for the field that sets the grammar."""
+
+
+def with_defaults(given: SamplingInput, defaults: Mapping[str, float]) -> SamplingInput:
+    """Return a client's sampling parameters. Those that it did not set have the values of
+    ``defaults``, except for ``max_tokens``."""
+    absent: dict[str, Any] = {
+        name: value
+        for name, value in defaults.items()
+        if name != "max_tokens" and getattr(given, name) is None
+    }
+    return replace(given, **absent) if absent else given
+
+
+def check_defaults(defaults: Mapping[str, float]) -> None:
+    """Check that sampling parameters from a model's generation_config.json are within the limits of
+    requests. Raises ConfigError."""
+    try:
+        final_sampling(
+            with_defaults(SamplingInput(), defaults),
+            prompt_tokens=1,
+            context_length=2,
+            vocab_size=1,
+            default_max_tokens=None,
+        )
+    except InvalidRequest as error:
+        raise ConfigError(
+            f"the model's generation_config.json cannot be used: {error.message}; correct it, or"
+            " set generation_config to none"
+        ) from None
 
 
 def final_sampling(

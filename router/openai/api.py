@@ -151,6 +151,7 @@ class OpenAiApi:
             created=self._model.created,
             root=self._model.id,
             max_model_len=self._builder.context_length,
+            default_sampling_params=dict(self._model.sampling),
         )
 
 

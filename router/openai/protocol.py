@@ -384,6 +384,8 @@ class Model(BaseModel):
     """The id again, for clients that take the first listed model (extension)."""
     max_model_len: int
     """Maximum tokens of prompt and answer together (extension)."""
+    default_sampling_params: dict[str, float] = Field(default_factory=dict)
+    """Sampling parameters of requests that do not set them (extension)."""
 
 
 class ModelList(BaseModel):

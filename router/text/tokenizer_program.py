@@ -2,15 +2,16 @@
 
 Requests and answers:
 
-    {"file": "/.../tokenizer.json"}    {}, {"refused": "why"}
+    {"file": "/.../tokenizer.json", "added": {...}}    {}, {"refused": "why"}
 
-The library aborts its process if it gets no memory, and some short files make it ask for much.
+``added`` is what ``add_tokens`` takes. The library aborts its process if it gets no memory, and
+some short files make it ask for much.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,9 @@ def prepare(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]
         try:
             text = Path(request["file"]).read_text(encoding="utf-8")
             _check(json.loads(text))
-            _try(tokenizers.Tokenizer.from_str(text))
+            backend = tokenizers.Tokenizer.from_str(text)
+            add_tokens(backend, request["added"])
+            _try(backend)
         except MemoryError:
             raise
         except Exception as error:  # the library raises bare Exception
@@ -45,6 +48,41 @@ def prepare(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]
         return {}
 
     return answer
+
+
+def add_tokens(backend: tokenizers.Tokenizer, added: Mapping[str, Any]) -> None:
+    """Add the tokens that the files next to a tokenizer.json have, as transformers does.
+
+    Tokens are objects with ``content`` and flags. ``added`` has these fields:
+
+    - ``by_id``: tokens that also have their ``id``, which decides their order. The ids of new
+      tokens follow those of the vocabulary.
+    - ``keeps``: whether the tokenizer's own added tokens keep their flags.
+    - ``named`` and ``extra``: special tokens, which are added if the tokenizer lacks them. Those of
+      ``named`` are special in any case.
+
+    Raises ValueError if there are too many.
+    """
+    if sum(len(added[field]) for field in ("by_id", "named", "extra")) > _MAX_ADDED_TOKENS:
+        raise ValueError(f"there are more than {_MAX_ADDED_TOKENS} added tokens")
+    own = backend.get_added_tokens_decoder()
+    by_id = {one["id"]: _added_token(one) for one in added["by_id"]}
+    if added["keeps"]:
+        by_id |= own
+    tokens = [by_id[number] for number in sorted(by_id)]
+    named = {one["content"] for one in added["named"]}
+    for token in tokens:
+        token.special = token.special or token.content in named
+    known = {token.content for token in (*own.values(), *tokens)}
+    for one in (*added["named"], *added["extra"]):
+        if one["content"] not in known:
+            known.add(one["content"])
+            tokens.append(_added_token(one))
+    backend.add_tokens(tokens)
+
+
+def _added_token(one: Mapping[str, Any]) -> tokenizers.AddedToken:
+    return tokenizers.AddedToken(**{name: one[name] for name in one if name != "id"})
 
 
 def _check(content: Any) -> None:

@@ -46,7 +46,7 @@ def _safetensors() -> Callable[[bytes], None]:
             file = Path(name) / "model.safetensors"
             file.write_bytes(data)
             with suppress(ConfigError):
-                files = _TensorFiles([file], stack, stay_open=True)
+                files = _TensorFiles([file], stack, stay_open=True, renames=True)
                 for tensor in files:
                     assert files[tensor].numel() * files[tensor].element_size() <= len(data)
             with suppress(ConfigError), fingerprint(Path(name), "bfloat16") as hashed:

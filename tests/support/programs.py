@@ -1,7 +1,8 @@
 """Programs that tests run: ``python -m tests.support.programs`` installs what pip does not.
 
-nginx is in a wheel. Chromium is in an npm package, and promtool in one of Debian's: both are kept
-in the cache folder. A test skips only where there is no program for the machine, or where it could
+nginx is in a wheel. Chromium is in an npm package, promtool in one of Debian's, and chat templates
+of many models in the source archive of llama-cpp-python: they are kept in the cache folder. A test
+skips only where there is no program for the machine, or where it could
 not be fetched.
 """
 
@@ -26,6 +27,9 @@ from baton.errors import ConfigError
 from baton.host.cache import cache_dir
 
 INSTALL_S = 180.0
+ARCHIVE_S = 600.0
+_TEMPLATES = "llama-cpp-python==0.3.36"
+_TEMPLATES_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 _CHROMIUM = "@sparticuz/chromium@153.0.0"
 _FONTS = """<?xml version="1.0"?>
 <!DOCTYPE fontconfig SYSTEM "fonts.dtd">
@@ -82,9 +86,15 @@ def promtool() -> str:
     return str(_installed(_promtool_home(), "promtool") / "usr" / "bin" / "promtool")
 
 
+def chat_templates() -> Path:
+    """The folder with the chat templates of many models. Skips the test where it could not be
+    fetched."""
+    return _installed(_templates_home(), "the archive of chat templates")
+
+
 def install() -> list[str]:
     """Install what this machine can have and does not have; returns what went wrong."""
-    wanted: list[tuple[Path, Callable[[Path], None]]] = []
+    wanted: list[tuple[Path, Callable[[Path], None]]] = [(_templates_home(), _fetch_templates)]
     if (sys.platform, platform.machine()) == ("linux", "x86_64"):
         wanted.append((_chromium_home(), _fetch_chromium))
     if _has_apt():
@@ -100,6 +110,10 @@ def install() -> list[str]:
 
 def _chromium_home() -> Path:
     return cache_dir() / "programs" / f"chromium-{_CHROMIUM.rpartition('@')[2]}-with-fonts"
+
+
+def _templates_home() -> Path:
+    return cache_dir() / "programs" / f"chat-templates-{_TEMPLATES.rpartition('=')[2]}"
 
 
 def _promtool_home() -> Path:
@@ -152,6 +166,30 @@ def _fetch_chromium(folder: Path) -> None:
     (made / "fonts.conf").write_text(_FONTS)
 
 
+def _fetch_templates(folder: Path) -> None:
+    # pip reads the metadata of a source archive, for which it installs what would build it.
+    options = (
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--no-binary",
+        _TEMPLATES.partition("=")[0],
+    )
+    command = [sys.executable, "-m", "pip", "download", *options, _TEMPLATES]
+    _run(command, folder, ARCHIVE_S)
+    (package,) = folder.glob("*.tar.gz")
+    if hashlib.sha256(package.read_bytes()).hexdigest() != _TEMPLATES_SHA256:
+        raise ConfigError(f"{_TEMPLATES}: the archive is not the one that is pinned")
+    made = folder / "made"
+    made.mkdir()
+    with tarfile.open(package) as archive:
+        for member in archive:
+            path = Path(member.name)
+            if path.parent.name == "templates" and path.suffix == ".jinja":
+                found = archive.extractfile(member)
+                assert found is not None
+                (made / path.name).write_bytes(found.read())
+
+
 def _fetch_promtool(folder: Path) -> None:
     """From the distribution that the machine has, without its package manager's rights."""
     for name in ("lists", "cache", "made"):
@@ -164,7 +202,7 @@ def _fetch_promtool(folder: Path) -> None:
     _run(["dpkg", "-x", str(package), str(folder / "made")], folder)
 
 
-def _run(command: Sequence[str], folder: Path) -> None:
+def _run(command: Sequence[str], folder: Path, timeout_s: float = INSTALL_S) -> None:
     try:
         subprocess.run(
             command,
@@ -173,7 +211,7 @@ def _run(command: Sequence[str], folder: Path) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=INSTALL_S,
+            timeout=timeout_s,
         )
     except subprocess.CalledProcessError as error:
         raise ConfigError(f"{command[0]}: {error.stdout[-500:]}") from None

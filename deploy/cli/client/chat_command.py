@@ -59,7 +59,8 @@ def chat(
     temperature: Annotated[
         float | None,
         typer.Option(
-            min=0, help="Sampling temperature; 0 takes the most likely token. Default: 1."
+            min=0,
+            help="Sampling temperature; 0 takes the most likely token. Default: the model's own.",
         ),
     ] = None,
     seed: Annotated[

@@ -77,6 +77,7 @@ them."""
 _COMMON = frozenset(
     (
         *("revision", "served_model_name", "max_model_len", "dtype", "quantization"),
+        "generation_config",
         *("tool_parser", "reasoning_parser", "http", "grpc", "admin_http"),
         *("prefill", "decode", "prefill_tp", "decode_tp", "device"),
         *("max_sequences", "chunk_tokens", "gpu_memory_fraction"),

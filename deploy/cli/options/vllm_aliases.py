@@ -19,6 +19,7 @@ _THINK = (
 """Reasoning parsers of vLLM and SGLang that read the text between ``<think>`` markers."""
 WORDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
+        "generation_config": {"vllm": "none"},
         "dtype": {"auto": "bfloat16", "half": "float16", "float": "float32"},
         "quantization": {
             "awq": "auto",

@@ -88,14 +88,14 @@ def load_heads(
 def load_eagle(folder: Path, target: DecoderModel, device: torch.device) -> EagleModel:
     """Load the EAGLE-3 head in ``folder``. Raises ConfigError, as ``load_eagle_config`` does."""
     config = load_eagle_config(folder, target.config)
-    weights = load_weights(folder, device, target.dtype, _quantization(target))
+    weights = load_weights(folder, device, target.dtype, _quantization(target), heads=True)
     return EagleModel(config, weights, target, device)
 
 
 def load_medusa(folder: Path, target: DecoderModel, device: torch.device) -> MedusaModel:
     """Load the Medusa heads in ``folder``. Raises ConfigError, as ``load_medusa_config`` does."""
     config = load_medusa_config(folder, target.config)
-    return MedusaModel(config, load_weights(folder, device, target.dtype), target)
+    return MedusaModel(config, load_weights(folder, device, target.dtype, heads=True), target)
 
 
 def _quantization(target: DecoderModel) -> str:

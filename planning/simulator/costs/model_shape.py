@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from baton.config_fields import ConfigFields
 from baton.errors import ConfigError
 
 
@@ -137,7 +138,7 @@ def _read(name: str, whole: Mapping[str, Any]) -> ModelShape:
         head_dim=int(fields.get("head_dim") or hidden // heads),
         intermediate=int((fields.get("moe_intermediate_size") if experts else None) or wide),
         vocabulary=int(fields["vocab_size"]),
-        context_length=int(fields.get("max_position_embeddings") or 2048),
+        context_length=ConfigFields(Path(name), fields).context_length(2048),
         mlp_matrices=2 if "ffn_dim" in fields else 3,
         experts=experts,
         experts_met=int(fields.get("num_experts_per_tok") or 0),

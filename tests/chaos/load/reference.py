@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
@@ -20,7 +19,7 @@ from baton.request import SequenceSpec
 from baton.rpc.grpc_channel import make_server
 from baton.store.registry import WorkerRecord
 from baton.telemetry.metrics import RouterMetrics
-from deploy.models.model_store import resolve
+from deploy.models.model_store import ResolvedModel, resolve
 from engine.build import build_engine
 from engine.engine import Engine, EngineSettings
 from engine.offline import OfflineOutput, generate
@@ -138,7 +137,7 @@ async def _answers(questions: Sequence[Question], config: Config) -> tuple[str, 
         drafter="none",
     )
     engine = await asyncio.to_thread(build_engine, settings)
-    async with _fronts_of(engine, model.path, model.name) as fronts:
+    async with _fronts_of(engine, model) as fronts:
         return engine.fingerprint, {
             (question.name, way): await _ask(fronts, Call.of(question, way))
             for question in questions
@@ -147,18 +146,19 @@ async def _answers(questions: Sequence[Question], config: Config) -> tuple[str, 
 
 
 @asynccontextmanager
-async def _fronts_of(engine: Engine, folder: Path, name: str) -> AsyncIterator[Fronts]:
-    tokenizer = Tokenizer.load(folder)
+async def _fronts_of(engine: Engine, model: ResolvedModel) -> AsyncIterator[Fronts]:
+    tokenizer = Tokenizer.load(model.path)
     dispatcher = _EngineDispatcher(engine, tokenizer)
     stats = RequestStats(RouterMetrics(CollectorRegistry()))
-    parts = (dispatcher, tokenizer, ServedModel.of(name, folder), stats, Config())
+    served = ServedModel.of(model.name, model.path, sampling=model.sampling)
+    parts = (dispatcher, tokenizer, served, stats, Config())
     server = make_server()
     add_grpc(server, *parts)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
         async with serve(create_app(*parts)) as address:
-            yield Fronts(address, f"127.0.0.1:{port}", name)
+            yield Fronts(address, f"127.0.0.1:{port}", model.name)
     finally:
         await server.stop(0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton import errors
+from baton.errors import ConfigError
 from baton.request import FinishReason
 from baton.version import VERSION
 from router.core.request import GenerationRequest, OutputDelta
@@ -124,6 +126,37 @@ async def test_all_parameters_arrive() -> None:
     assert sampling.logit_bias == ((3, 2.5), (7, -100.0))
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (1, -1.5)
     assert sampling.repetition_penalty == 1.1
+
+
+DEFAULTS = {"temperature": 0.6, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "max_tokens": 5}
+
+
+async def test_parameters_that_a_request_lacks_are_those_of_the_model() -> None:
+    front = make_front()
+    front.model = replace(front.model, sampling={**DEFAULTS, "repetition_penalty": 1.1})
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+    given = {"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "max_tokens": 3}
+    for path, body in (
+        (CHAT, chat),
+        (CHAT, {**chat, **given, "repetition_penalty": 1}),
+        (PLAIN, PROMPT),
+    ):
+        assert (await post(front, path, body)).status_code == 200
+    own, explicit, plain = (request.sampling for request in front.dispatcher.requests)
+    assert {name: getattr(own, name) for name in DEFAULTS} == DEFAULTS
+    assert own.repetition_penalty == 1.1
+    assert {name: getattr(explicit, name) for name in given} == given
+    assert explicit.repetition_penalty == 1
+    assert (plain.temperature, plain.max_tokens) == (0.6, 16)
+    card = (await call(front, "GET", "/v1/models")).json()["data"][0]
+    assert card["default_sampling_params"] == {**DEFAULTS, "repetition_penalty": 1.1}
+
+
+async def test_parameters_of_the_model_have_the_limits_of_requests() -> None:
+    front = make_front()
+    front.model = replace(front.model, sampling={"temperature": 3})
+    with pytest.raises(ConfigError, match=r"temperature must be between 0 and 2; .*none"):
+        front.app()
 
 
 async def test_seeds_are_drawn() -> None:

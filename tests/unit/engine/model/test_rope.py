@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from engine.checkpoint.model_config import load_model_config
 from engine.checkpoint.rope_spec import (
+    DynamicScaling,
     LinearScaling,
     Llama3Scaling,
     RopeScaling,
@@ -74,6 +75,16 @@ def test_the_table_is_that_of_transformers(
     torch.testing.assert_close(table[:, 0], cos[0, :, : dim // 2], atol=5e-4, rtol=0)
     torch.testing.assert_close(table[:, 1], sin[0, :, : dim // 2], atol=5e-4, rtol=0)
     torch.testing.assert_close(table[:64, 0], cos[0, :64, : dim // 2], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("factor", [2.0, 3.5])
+def test_a_dynamic_table_is_that_of_transformers_at_the_end_of_the_context(factor: float) -> None:
+    context = int(factor * CONTEXT)
+    rope = {"rope_type": "dynamic", "factor": factor}
+    cos, sin = reference(64, 10_000.0, rope)(torch.zeros(1), torch.arange(context)[None])
+    table = rope_table(RopeSpec(10_000.0, 64, DynamicScaling(factor)), context, CPU)
+    torch.testing.assert_close(table[:, 0], cos[0, :, :32], atol=1e-3, rtol=0)
+    torch.testing.assert_close(table[:, 1], sin[0, :, :32], atol=1e-3, rtol=0)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}

@@ -308,7 +308,7 @@ async def test_other_models_and_keys() -> None:
     assert (await post(front, PATH, HELLO, headers=headers)).status_code == 200
 
 
-async def test_a_maximum_beyond_the_room_is_cut_and_the_stop_reason_says_so() -> None:
+async def test_a_maximum_beyond_the_room_is_cut_and_named_as_the_stop_reason() -> None:
     async def script(request: GenerationRequest) -> AsyncIterator[OutputDelta]:
         yield OutputDelta("x", (65,), FinishReason.LENGTH)
 

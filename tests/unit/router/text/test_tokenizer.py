@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 
 from baton.errors import ConfigError, InvalidRequest
+from baton.hashing import text_hash
 from router.text import tokenizer_files
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import PIECE_CHARACTERS, Tokenizer
@@ -23,7 +24,7 @@ from tests.support.router.front_fakes import EOS, TEMPLATE, tiny_backend, tiny_t
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads the tokenizer without its sandbox, which the test is not about."""
 
-    def load(file: Path) -> tokenizers.Tokenizer:
+    def load(file: Path, added: object) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(file))
 
     monkeypatch.setattr(tokenizer_files, "load_backend", load)
@@ -123,6 +124,55 @@ def test_a_template_file_goes_first(tmp_path: Path) -> None:
     assert Tokenizer.load(path).render_chat(HELLO, 1000).result() == "<s>yes"
 
 
+def test_a_template_for_tools_may_have_a_file_of_its_own(tmp_path: Path) -> None:
+    path = folder(tmp_path, {"chat_template": [{"name": "tool_use", "template": "no"}]})
+    (path / "chat_template.jinja").write_text("plain")
+    assert Tokenizer.load(path).render_chat(HELLO, 1000, []).result() == "plain"
+    (path / "additional_chat_templates").mkdir()
+    (path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    (path / "additional_chat_templates" / "rag.jinja").write_text("{% not for chats")
+    tokenizer = Tokenizer.load(path)
+    assert tokenizer.render_chat(HELLO, 1000).result() == "plain"
+    assert tokenizer.render_chat(HELLO, 1000, []).result() == "tools"
+
+
+@pytest.mark.parametrize("name", ["tool_use", "default"])
+def test_a_malformed_template_of_a_folder_is_named(name: str, tmp_path: Path, quick: None) -> None:
+    path = folder(tmp_path, {"chat_template": TEMPLATE})
+    (path / "additional_chat_templates").mkdir()
+    (path / "additional_chat_templates" / f"{name}.jinja").write_text("{% for %}")
+    with pytest.raises(ConfigError, match=rf"{name}\.jinja"):
+        Tokenizer.load(path)
+
+
+def test_templates_by_name_in_one_object(tmp_path: Path) -> None:
+    path = folder(tmp_path, {"chat_template": {"default": "plain", "tool_use": "tools"}})
+    tokenizer = Tokenizer.load(path)
+    assert tokenizer.render_chat(HELLO, 1000).result() == "plain"
+    assert tokenizer.render_chat(HELLO, 1000, []).result() == "tools"
+
+
+def test_the_template_of_a_processor_goes_last(tmp_path: Path) -> None:
+    path = folder(tmp_path, {}, chat_template={"chat_template": "processor"})
+    assert Tokenizer.load(path).render_chat(HELLO, 1000).result() == "processor"
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "own"}))
+    assert Tokenizer.load(path).render_chat(HELLO, 1000).result() == "own"
+
+
+def test_every_file_about_the_tokens_counts_for_the_hash(tmp_path: Path) -> None:
+    """Routers refuse workers with another hash."""
+    path = folder(tmp_path, {})
+    (path / "additional_chat_templates").mkdir()
+    hashes = {text_hash(path)}
+    for name in (
+        *("special_tokens_map.json", "added_tokens.json", "chat_template.json"),
+        *("additional_chat_templates/tool_use.jinja", "additional_chat_templates/rag.jinja"),
+    ):
+        (path / name).write_text("{}")
+        hashes.add(text_hash(path))
+    assert len(hashes) == 6
+
+
 def test_a_bad_model_folder_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         Tokenizer.load(tmp_path)
@@ -212,8 +262,22 @@ MALFORMED: list[tuple[str, dict[str, Any], str]] = [
     *(("config", {"vocab_size": value}, "vocab_size") for value in (0, -1, "x", [1], 2**40, 1.5)),
     *(
         ("tokenizer_config", {"chat_template": value}, "chat_template")
-        for value in (5, True, {"a": "b"}, [5], ["x"])
+        for value in (5, True, {"a": 5}, [5], ["x"])
     ),
+    ("chat_template", {"chat_template": 5}, "chat_template"),
+    ("tokenizer_config", {"added_tokens_decoder": [5]}, "added_tokens_decoder"),
+    ("tokenizer_config", {"added_tokens_decoder": {"x": "a"}}, "added_tokens_decoder"),
+    ("tokenizer_config", {"added_tokens_decoder": {"5": 5}}, "added_tokens_decoder.5"),
+    ("tokenizer_config", {"added_tokens_decoder": {"5": {"content": "a", "lstrip": 5}}}, "lstrip"),
+    ("tokenizer_config", {"extra_special_tokens": {"image_token": 5}}, "image_token"),
+    ("tokenizer_config", {"split_special_tokens": 5}, "split_special_tokens"),
+    *(
+        ("tokenizer_config", {f"{name}_special_tokens": 5}, name)
+        for name in ("extra", "additional")
+    ),
+    ("special_tokens_map", {"bos_token": 5}, "bos_token"),
+    ("special_tokens_map", {"additional_special_tokens": [5]}, "additional_special_tokens"),
+    *(("added_tokens", {"a": value}, "the id of 'a'") for value in ("x", -1, True, 2**40)),
     ("tokenizer_config", {"chat_template": [{"name": 5, "template": "x"}]}, "name"),
     ("tokenizer_config", {"chat_template": [{"name": "default", "template": 5}]}, "template"),
     ("tokenizer_config", {"chat_template": "{% for %}"}, "chat_template"),
@@ -237,7 +301,13 @@ def test_a_malformed_field_is_named_with_its_file(
     assert str(path / f"{name}.json") in caught.value.message
 
 
-@pytest.mark.parametrize("name", ["config", "generation_config", "tokenizer_config"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config", "generation_config", "tokenizer_config", "special_tokens_map"),
+        *("added_tokens", "chat_template"),
+    ],
+)
 @pytest.mark.parametrize("text", ["", "[]", "5", "{", "[" * 100_000, "\udcff", "9" * 5000])
 def test_a_malformed_file_is_named(name: str, text: str, tmp_path: Path, quick: None) -> None:
     path = folder(tmp_path, {})

@@ -42,6 +42,7 @@ def said(*words: str, code: int) -> str:
         (["--dtype", "auto"], "dtype", "bfloat16"),
         (["--dtype", "half"], "dtype", "float16"),
         (["--served-model-name", "m"], "served_model_name", "m"),
+        (["--generation-config", "vllm"], "generation_config", "none"),
         (["--max-model-len", "4096"], "max_model_len", 4096),
         (["--disable-log-requests"], "log_requests", False),
         (["--no-enable-log-requests"], "log_requests", False),
@@ -115,7 +116,14 @@ def test_a_word_of_vllm_s_is_noted() -> None:
 def test_no_flag_stands_for_two_things() -> None:
     flags = [flag for alias in (*RENAMED, *ACCEPTED, *REFUSED) for flag in alias.flags]
     assert len(set(flags)) == len(flags)
-    assert set(WORDS) == {"dtype", "quantization", "kv_dtype", "tool_parser", "reasoning_parser"}
+    assert set(WORDS) == {
+        "generation_config",
+        "dtype",
+        "quantization",
+        "kv_dtype",
+        "tool_parser",
+        "reasoning_parser",
+    }
 
 
 PAGE = (Path(__file__).parents[5] / "docs/how-to/migrate-from-vllm.md").read_text()
