@@ -74,6 +74,14 @@ _TURNS: tuple[list[dict[str, Any]], ...] = (
         {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"},
         {"role": "user", "content": "ü 😀"},
     ],
+    [
+        {"role": "user", "name": "alice", "content": "Hi"},
+        {"role": "assistant", "content": None, "refusal": "I cannot."},
+        {"role": "assistant", "function_call": {"name": "a.b", "arguments": '{"a": '}},
+        {"role": "function", "name": "a.b", "content": [{"type": "output_text", "text": "x"}]},
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "Go"},
+    ],
 )
 _BLOCKS: tuple[list[dict[str, Any]], ...] = (
     [{"role": "user", "content": "Hello"}],
@@ -193,7 +201,12 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "tools": (_TOOLS,),
     "tool_choice": _CHOICES,
     "parallel_tool_calls": (True, False),
-    "reasoning_effort": ("none", "minimal", "low", "medium", "high"),
+    "reasoning_effort": ("none", "minimal", "low", "medium", "high", "max"),
+    "output_config": (
+        {"effort": "xhigh"},
+        {"format": {"type": "json_schema", "schema": _SCHEMA}},
+    ),
+    "output_format": ({"type": "json_schema", "schema": _SCHEMA},),
     "reasoning": ({"effort": "low"}, {"effort": "none"}),
     "enable_thinking": (True, False),
     "thinking": _THINKING,
