@@ -48,7 +48,7 @@ def logs(
         bool, typer.Option("--list", help="List the runs whose logs are on this machine.")
     ] = False,
 ) -> None:
-    """Show the logs of a run: those of its launcher, routers, supervisor and workers.
+    """Show the logs of a run that is live or has ended.
 
     The logs of the last five runs are kept after they end, also after a crash.
 

@@ -266,4 +266,5 @@ def test_no_link_uses_a_nonce_twice(actions: list[Action]) -> None:
         for action in actions:
             workers.do(action)
         found.check()
-        assert found.count >= len(actions)
+        # What is forgotten may not have been encrypted yet.
+        assert found.count >= sum(what != "forget" for what, _, _ in actions)

@@ -429,7 +429,7 @@ async def test_status_for_programs(here: Machine) -> None:
         assert found["healthy"] is (result.exit_code == 0)
         assert found.keys() == {
             *("cluster", "model", "router", "healthy", "health", "supervisor", "autoscaler"),
-            *("workers_withheld", "workers", "refused_workers", "slots", "pairs"),
+            *("host", "workers_withheld", "workers", "refused_workers", "slots", "pairs"),
         }
 
 
