@@ -69,10 +69,12 @@ def test_a_named_function_is_called(
         check_call(name, call.function.arguments)
         assert whole.message.content is None
     with client.chat.completions.stream(**asked) as events:
-        streamed = events.get_final_completion().choices[0]
-    calls = streamed.message.tool_calls
-    assert calls
-    (again,) = calls
+        try:
+            streamed: Any = events.get_final_completion()
+        except openai.LengthFinishReasonError as cut:
+            # A clock's arguments may be any object, and so of any length.
+            streamed = cut.completion
+    (again,) = streamed.choices[0].message.tool_calls
     assert again.function.arguments == call.function.arguments
 
 
