@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, mmap_dict
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
@@ -42,6 +42,9 @@ step and the step."""
 SHARED_FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """The variable of prometheus_client, which reads it at import. Processes with the same folder count
 in files of that folder, and each of them can show the sums. The counts outlive their process."""
+# The library doubles its files as series come. A file that cannot grow, as on a full disk, would
+# then fail each request that brings a series. Pages that nothing has been written to take no space.
+mmap_dict._INITIAL_MMAP_SIZE = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,3 +157,30 @@ def test_a_percentile_is_above_its_slo_only_if_requests_missed_it() -> None:
     ):
         labels = {"class": "long", "le": bound}
         assert registry.get_sample_value(f"baton_{name}_bucket", labels) == expected
+
+
+FULL = """
+import resource, signal
+from prometheus_client import CollectorRegistry
+from baton.telemetry.metrics import RouterMetrics
+metrics = RouterMetrics(CollectorRegistry())
+metrics.of_class("first")
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+for number in range(100):
+    metrics.of_class(f"class-{number}")
+print("counted")
+"""
+
+
+def test_new_series_need_no_space_on_the_disk(tmp_path: Path) -> None:
+    environment = {**os.environ, SHARED_FOLDER_VARIABLE: str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", FULL],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.stdout == "counted\n", done.stderr
