@@ -169,7 +169,7 @@ async def test_prompts_are_those_of_transformers(
 
 
 async def _compare(kind: str, template: str, source: str, folder: Path) -> None:
-    """Compare the prompts of every conversation, except for those of ``ROWS``, which must differ."""
+    """Compare the prompts of all conversations except those of ``ROWS``, which must differ."""
     KINDS[kind](folder)
     (folder / "chat_template.jinja").write_text(source)
     theirs, ours = AutoTokenizer.from_pretrained(folder), Tokenizer.load(folder)
