@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, Self, TypeVar
 
+from baton.errors import Unavailable
 from baton.grammar import Grammar, TokenMatcher
 from baton.grammars.grammar_prover import GrammarProver, Proven, unsupported
 
@@ -145,8 +146,11 @@ def grammars_of(
             from baton.grammars.grammar_library import GrammarCompiler  # noqa: PLC0415
 
             compiler = GrammarCompiler(tokenizer_json(), vocab_size, eos_ids)
-        except (ImportError, OSError, ValueError) as error:
+        except (ModuleNotFoundError, ValueError) as error:
             raise unsupported(error) from None
+        except (ImportError, OSError, MemoryError) as error:
+            # The machine is at fault, such as one without memory, and not the request.
+            raise Unavailable(f"the grammar library cannot be loaded: {error}") from None
 
         def proven_first(grammar: Grammar) -> TokenMatcher:
             prover.prove(grammar)

@@ -51,7 +51,7 @@ class GrammarProver:
 
     def start(self) -> None:
         """Load the tokenizer in the sandbox. Raises InvalidGrammar for one that the library cannot
-        use, and BatonError if no process can be started."""
+        use, and Unavailable if no process can be started."""
         try:
             self._sandbox.start()
         except (ProgramBroken, OSError) as error:
@@ -59,7 +59,7 @@ class GrammarProver:
 
     def prove(self, grammar: Grammar) -> Proven:
         """Return if the grammar compiles within the bounds. Raises InvalidGrammar,
-        DeadlineExceeded on an overloaded machine, and BatonError if no process can be started."""
+        DeadlineExceeded on an overloaded machine, and Unavailable if no process can be started."""
         try:
             answer = self._sandbox.ask({"kind": grammar.kind, "text": grammar.text})
         except BoundExceeded as error:

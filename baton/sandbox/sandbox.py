@@ -11,6 +11,7 @@ is their code.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
@@ -20,11 +21,12 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
-from baton.errors import BatonError, DeadlineExceeded
+from baton.errors import DeadlineExceeded, Unavailable
 from baton.sandbox import child
 
+T = TypeVar("T")
 MAX_WAIT_S = 30.0
 """Maximum time to wait for an answer, in seconds. It exceeds the CPU time that a request may take,
 since the machine may be busy."""
@@ -84,26 +86,28 @@ class Sandbox:
     def start(self) -> None:
         """Prepare the program and a child, so that the first request does not wait for them.
 
-        Raises ProgramBroken, and BatonError if no process can be started.
+        Raises ProgramBroken, and Unavailable if no process can be started or processes are killed
+        from outside.
         """
-        self._idle.append(self._child())
+        self._idle.append(self._twice(self._child))
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return the program's answer to ``request``.
 
-        Raises BoundExceeded, ProgramBroken, DeadlineExceeded after ``MAX_WAIT_S``, and BatonError
+        Raises BoundExceeded, ProgramBroken, DeadlineExceeded after ``MAX_WAIT_S``, and Unavailable
         if no process can be started or processes are killed from outside.
         """
         text = _encoded(request)
+        return self._twice(lambda: self._asked(text))
+
+    def _twice(self, work: Callable[[], T]) -> T:
+        """Do ``work``, and again if its process was killed: a new one may succeed."""
+        with contextlib.suppress(_KilledFromOutside):
+            return work()
         try:
-            return self._asked(text)
-        except _KilledFromOutside:
-            pass
-        # A new process may succeed.
-        try:
-            return self._asked(text)
+            return work()
         except _KilledFromOutside as error:
-            raise BatonError(f"the process of {self._program} was killed ({error})") from None
+            raise Unavailable(f"the process of {self._program} was killed ({error})") from None
 
     def _asked(self, text: bytes) -> dict[str, Any]:
         one = self._child()
@@ -157,7 +161,8 @@ class _Prepared:
     """The process that has prepared the program and forks its children."""
 
     def __init__(self, program: str, setup: Mapping[str, Any], bounds: Bounds) -> None:
-        """Start the process. Raises ProgramBroken, and BatonError if it cannot be started."""
+        """Start the process. Raises ProgramBroken, _KilledFromOutside, and Unavailable if it cannot
+        be started."""
         self._program = program
         self._lock = threading.Lock()
         ours, theirs = socket.socketpair()
@@ -174,7 +179,7 @@ class _Prepared:
                 )
         except OSError as error:
             ours.close()
-            raise BatonError(f"the process of {program} cannot be started: {error}") from error
+            raise Unavailable(f"the process of {program} cannot be started: {error}") from error
         self._socket, self._lines = ours, ours.makefile("rb")
         self._finish = weakref.finalize(self, _finish, self._process, self._socket, self._lines)
         first = {
@@ -194,8 +199,11 @@ class _Prepared:
             self._finish()
             raise ProgramBroken(f"it is not ready after {MAX_WAIT_S:.0f} s") from None
         except OSError:
-            how = self._broken(self._process.wait(MAX_WAIT_S), bounds)
+            code = self._process.wait(MAX_WAIT_S)
             self._finish()
+            if code in _OUTSIDE:
+                raise _KilledFromOutside(_signal_name(code)) from None
+            how = self._broken(code, bounds)
             raise ProgramBroken(f"its process ended ({how})") from None
         if "broken" in answer:
             self._finish()
@@ -214,7 +222,7 @@ class _Prepared:
         return self._process.poll() is not None
 
     def fork(self) -> _Child:
-        """Fork a child. Raises BatonError."""
+        """Fork a child. Raises Unavailable."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -222,7 +230,7 @@ class _Prepared:
         except OSError as error:
             ours.close()
             self._finish()
-            raise BatonError(f"the process of {self._program} starts no child: {error}") from error
+            raise Unavailable(f"the process of {self._program} starts no child: {error}") from error
         return _Child(self, pid, ours)
 
     def code_of(self, pid: int, *, kill: bool) -> int:

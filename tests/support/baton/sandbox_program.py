@@ -23,6 +23,11 @@ def prepare(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]
         _burn()
     if setup.get("abort"):
         os.abort()
+    if "killed_until" in setup and not Path(setup["killed_until"]).exists():
+        # The next one goes on, if it is to.
+        if setup["once"]:
+            Path(setup["killed_until"]).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
     prepared = bytearray(setup.get("prepared_bytes", 0))
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import tokenizers
 
-from baton.errors import InvalidGrammar
+from baton.errors import InvalidGrammar, Unavailable
 from baton.grammar import Grammar, GrammarKind
+from baton.grammars import grammar_library
 from baton.grammars.compiled_grammars import grammars_of
 from baton.grammars.grammar_library import MAX_GRAMMAR_BYTES
 from tests.support.baton.grammar_tools import (
@@ -177,6 +178,21 @@ def test_a_tokenizer_that_the_library_cannot_read() -> None:
     grammars = grammars_of(lambda: "{}", vocab_size(), [end_id()])
     with pytest.raises(InvalidGrammar, match="does not support grammars"):
         grammars.matcher(regex("a"))
+
+
+def test_a_library_that_gets_no_memory_is_no_fault_of_the_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grammars = grammars_of(small_tokenizer().to_str, vocab_size(), [end_id()])
+
+    def load(*_: object) -> None:
+        raise ImportError("_lib.abi3.so: failed to map segment from shared object")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_library, "GrammarCompiler", load)
+        with pytest.raises(Unavailable, match="failed to map segment"):
+            grammars.matcher(choice("yes", "no"))
+    assert not grammars.matcher(choice("yes", "no")).is_error()
 
 
 def test_tokens_that_the_model_has_no_embedding_for_are_left_out() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from baton.errors import BatonError, DeadlineExceeded
+from baton.errors import DeadlineExceeded, Unavailable
 from baton.sandbox import sandbox as module
 from baton.sandbox.sandbox import BoundExceeded, Bounds, ProgramBroken, Sandbox
 
@@ -134,9 +134,24 @@ def test_the_killed_child_of_an_innocent_request_is_replaced(tmp_path: Path) -> 
     first = pid_of(one)
     os.kill(first, signal.SIGKILL)
     assert pid_of(one) != first
-    with pytest.raises(BatonError, match=r"was killed \(SIGKILL\)"):
+    with pytest.raises(Unavailable, match=r"was killed \(SIGKILL\)"):
         one.ask({"do": "kill"})
     assert one.ask({"do": "echo", "text": "x"}) == {"echo": "x"}
+
+
+@pytest.mark.parametrize("start", [True, False])
+def test_a_program_whose_preparation_is_killed_is_not_broken(tmp_path: Path, start: bool) -> None:
+    """The kernel may have ended it because the host has no memory."""
+
+    def use(once: bool) -> None:
+        one = sandbox(killed_until=str(tmp_path / str(once)), once=once)
+        if start:
+            one.start()
+        assert one.ask({"do": "echo", "text": "x"}) == {"echo": "x"}
+
+    use(once=True)
+    with pytest.raises(Unavailable, match=r"was killed \(SIGKILL\)"):
+        use(once=False)
 
 
 def test_the_prepared_process_is_replaced_and_takes_its_children_with_it() -> None:
