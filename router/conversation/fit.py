@@ -1,7 +1,7 @@
 """Writes a conversation so that a model's chat template takes it, and nothing of it is lost.
 
 What the template does not support is written into the text of the turns: tools, calls, results, a
-system message. Each step leaves a conversation alone that needs it not.
+system message. Each step leaves a conversation alone that does not need it.
 """
 
 from __future__ import annotations
