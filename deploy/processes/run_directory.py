@@ -122,6 +122,10 @@ class RunDirectory:
         """Return the path of a process's log file."""
         return self.logs / f"{name}.log"
 
+    def stderr(self, name: str) -> Path:
+        """Return the path of what native code of a worker's process writes to standard error."""
+        return self.logs / f"{name}.stderr"
+
     def write_secret(self, name: str, content: str) -> Path:
         """Write ``content`` to a new file in the run directory, which only its owner can read.
         Return the path."""

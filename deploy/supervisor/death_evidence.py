@@ -70,8 +70,17 @@ class DeathEvidence:
             oom_killed=code in (None, -signal.SIGKILL) and self._oom_kills.take(time.monotonic()),
             full=self._full(),
             words=logged,
-            stderr=_stderr(watched.process.pid),
+            stderr=self._native_errors(slot) or _rays_stderr(watched.process.pid),
         )
+
+    def _native_errors(self, slot: str) -> str:
+        """Return the last words of native code in a slot's worker, once: the next worker may die
+        before it has a file of its own."""
+        file = self._run.stderr(slot)
+        words = _last_words(file)
+        with contextlib.suppress(OSError):
+            file.replace(file.with_name(f"{file.name}.1"))
+        return words
 
     def _full(self) -> str:
         """Return the path of the run directory if it is full; otherwise no text."""
@@ -94,15 +103,21 @@ def error_in(line: str) -> str:
     return line.strip()
 
 
-def _stderr(pid: int) -> str:
-    """Return the last lines that a worker process of Ray on this node has written to its standard
-    error, as one line. Empty if Ray keeps no file of them."""
+def _rays_stderr(pid: int) -> str:
+    """Return the last words of a worker process that Ray has written to a file; empty without
+    one. A worker that logs to standard output has no file of its own."""
     files: list[Path] = []
     # Without a connection to Ray there is no session.
     with contextlib.suppress(OSError, AttributeError):
         found = (session_folder() / "logs").glob(f"worker-*-{pid}.err")
         files = sorted(found, key=lambda file: file.stat().st_mtime)
-    lines = last_lines(files[-1], _STDERR_LOOKED_AT).splitlines() if files else []
+    return _last_words(files[-1]) if files else ""
+
+
+def _last_words(file: Path) -> str:
+    """Return the last lines that a process has written to its standard error before it crashed, as
+    one line. Empty if there are none, or no file."""
+    lines = last_lines(file, _STDERR_LOOKED_AT).splitlines()
     before = itertools.takewhile(lambda line: not _DUMP.match(line), lines)
     # Ray writes the names of jobs and actors between the lines, each after a colon.
     told = [line.strip() for line in before if not line.startswith(":")]

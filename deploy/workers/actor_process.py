@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from deploy.workers.actor_end import ActorEnd, EndKind, last_line, monitored_end
 from deploy.workers.node import NodeWorkers
 
 _LAUNCHER_POLL_S = 2.0
+_BOUND_S = 60.0
+_NATIVE_BYTES = 1 << 20
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +87,34 @@ def start_log(config: Mapping[str, Any], file: Path, service: Service, instance:
         descriptor = log_to_file(file, *named).fileno()
     faulthandler.enable(descriptor)
     return descriptor
+
+
+def keep_native_errors(file: Path) -> None:
+    """Let native code of this process write its standard error to ``file``, which is emptied first.
+
+    Ray reads standard error from a pipe within the process, so that the last words of one that
+    crashes may stay in it. Python's own stream keeps the pipe: on a full disk, a write to a file
+    raises, and Ray prints. Nothing is changed if the file cannot be opened.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+    try:
+        fresh = os.open(file, flags, 0o644)
+    except OSError as error:
+        log.warning("%s cannot be written: %s", file, error)
+        return
+    sys.stderr = open(  # noqa: SIM115
+        os.dup(2), "w", encoding="utf-8", errors="backslashreplace", buffering=1
+    )
+    os.dup2(fresh, 2)
+    threading.Thread(target=_bound, args=(fresh,), name="native errors", daemon=True).start()
+
+
+def _bound(file: int) -> None:
+    """Empty the file whenever it has become large: libraries may write a line now and then."""
+    while True:
+        time.sleep(_BOUND_S)
+        if os.fstat(file).st_size > _NATIVE_BYTES:
+            os.ftruncate(file, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,7 @@ from deploy.processes.process_identity import Whereabouts
 from deploy.workers.actor_process import (
     RayPlace,
     end_with,
+    keep_native_errors,
     start_log,
     take_sigterm,
 )
@@ -420,6 +421,8 @@ class WorkerActor:
         share = NodeShare.take(settings, place.host, place.node, place.gcs)
         config = settings.config
         log_file = start_log(config, share.log_file, Service.WORKER, settings.slot)
+        if config["log_to"] == "files":
+            keep_native_errors(share.run.stderr(settings.slot))
         # Ray sets 1 for an actor without CPUs; OpenMP reads the variable when torch is loaded.
         os.environ["OMP_NUM_THREADS"] = str(share.threads)
         self._shared_hash = settings.shared_hash

@@ -29,7 +29,7 @@ from deploy.ray.ray_cluster import RayCluster
 from deploy.supervisor.reconciler import Phase
 from deploy.supervisor.status_store import SlotStatus, StatusStore, SupervisionStatus
 from deploy.supervisor.supervisor_actor import RaySupervisor, SupervisorActor, SupervisorSettings
-from deploy.workers.actor_process import RayPlace
+from deploy.workers.actor_process import RayPlace, keep_native_errors
 from deploy.workers.actor_settings import ActorSettings
 from deploy.workers.ray_worker import SUPERVISOR_NAME, is_known, place
 from deploy.workers.worker_actor import PingReply
@@ -45,6 +45,7 @@ class LightWorker:
     def __init__(self, settings_json: str) -> None:
         self._settings = ActorSettings.model_validate_json(settings_json)
         self._leaves = False
+        keep_native_errors(RunDirectory(Path(os.environ[RUN_VARIABLE])).stderr(self._settings.slot))
 
     def ready(self) -> dict[str, Any]:
         run = RunDirectory(Path(os.environ[RUN_VARIABLE]))

@@ -138,6 +138,11 @@ async def test_the_last_lines_of_standard_error_are_bounded(
     monkeypatch.setattr(death_evidence, "session_folder", lambda: logs.parent)
     known = await evidence.of(SLOT, SILENT, watched)
     assert known.stderr == f"two | {'x' * 200} | terminate called"
+    # Its own file is complete, where Ray's may lack the end.
+    run.stderr(SLOT).write_text("\n".join([*lines[1:4], "free(): invalid pointer", *lines[5:]]))
+    own = await evidence.of(SLOT, SILENT, watched)
+    assert own.stderr == f"two | {'x' * 200} | free(): invalid pointer"
+    assert (await evidence.of(SLOT, SILENT, watched)).stderr == known.stderr, "it is read once"
 
 
 @pytest.mark.parametrize(
